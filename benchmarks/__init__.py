@@ -1,0 +1,1 @@
+"""Measurements with their method."""

@@ -1,0 +1,1 @@
+"""Vocabulary that two or more packages share. No torch, no Ray."""

@@ -1,0 +1,36 @@
+"""Time, taken from outside so that tests and the simulator can own it."""
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Source of monotonic time."""
+
+    def monotonic(self) -> float:
+        """Return seconds from an arbitrary origin; never goes back."""
+        ...
+
+
+class SystemClock:
+    """The machine's clock."""
+
+    def monotonic(self) -> float:
+        """Return `time.monotonic()`."""
+        return time.monotonic()
+
+
+class ManualClock:
+    """A clock that moves only when told to."""
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self._now_s = now_s
+
+    def monotonic(self) -> float:
+        """Return the time set last."""
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        """Move time forward."""
+        assert seconds >= 0, f"time goes forward, not by {seconds}"
+        self._now_s += seconds

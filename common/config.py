@@ -1,0 +1,165 @@
+"""serving.yaml: the one configuration file, typed and checked at start.
+
+Every problem is reported as `file:key: reason`. Nothing changes after loading.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+TransportName = Literal["shm", "grpc"]
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; the message names file, key and reason."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(_Section):
+    """What is served."""
+
+    id: str = "default"
+    """A Hugging Face folder, a hub id, or "default" (SmolLM2-135M-Instruct from the package registry)."""
+    engine: Literal["torch", "fake"] = "torch"
+    """"fake" computes a hash instead of a model: for tests of everything around it."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    local_files_only: bool = False
+    max_model_len: Annotated[int, Field(ge=2)] | None = None
+    """Longest prompt plus answer; default: the checkpoint's own."""
+
+
+class PoolConfig(_Section):
+    """One pool of equal workers."""
+
+    count: Annotated[int, Field(ge=0, le=1024)] = 1
+    block_size: Annotated[int, Field(ge=1, le=512)] = 16
+    kv_memory_gib: Annotated[float, Field(gt=0)] = 1.0
+    """Memory for KV pages of one worker; the number of pages follows and is logged."""
+    num_blocks: Annotated[int, Field(ge=2)] | None = None
+    """Number of pages, instead of `kv_memory_gib`."""
+    max_step_tokens: Annotated[int, Field(ge=1)] = 512
+    """Token budget of one engine step: decode tokens first, prefill chunks with the rest."""
+    max_running: Annotated[int, Field(ge=1)] = 64
+    """Sequences in one step."""
+    max_waiting: Annotated[int, Field(ge=1)] = 256
+    """Sequences accepted beyond that; more are refused."""
+    threads: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """CPU threads per worker; auto: the machine's cores shared among the workers on it."""
+    num_cpus: Annotated[float, Field(ge=0)] = 1
+    """Ray CPUs to reserve per worker."""
+    num_gpus: Annotated[float, Field(ge=0)] = 0
+    """Ray GPUs to reserve per worker."""
+
+
+class PoolsConfig(_Section):
+    """The two pools."""
+
+    prefill: PoolConfig = PoolConfig()
+    decode: PoolConfig = PoolConfig()
+
+
+class TransferConfig(_Section):
+    """How KV moves."""
+
+    transports: tuple[TransportName, ...] = ("shm", "grpc")
+    """Tried in this order; shm only between processes of one host."""
+    chunk_bytes: Annotated[int, Field(ge=4096, le=1 << 20)] = 1 << 20
+    lease_ttl_s: Annotated[float, Field(gt=0)] = 10.0
+    """A handoff without a puller is dropped after this long; the net under crashes."""
+
+
+class RouterConfig(_Section):
+    """The front door."""
+
+    host: str = "127.0.0.1"
+    port: Port = 50051
+    metrics_port: Port | None = None
+    """Prometheus port; 0 picks a free one, null turns it off."""
+    policy: Literal["prefix_affinity", "round_robin", "least_load"] = "prefix_affinity"
+    local_prefill_max_tokens: Annotated[int, Field(ge=0)] = 32
+    """A prompt with at most this many uncached tokens on the decode worker is prefilled there."""
+    max_queued: Annotated[int, Field(ge=1)] = 512
+    """Requests that wait for a plan; more are refused."""
+    queue_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Longest wait for a plan."""
+    recovery_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Longest wait for a worker to come back before a request that lost its own is failed."""
+    max_attempts: Annotated[int, Field(ge=1)] = 6
+    """Plans per request, the first one included."""
+    default_max_tokens: Annotated[int, Field(ge=1)] = 256
+    max_message_mib: Annotated[int, Field(ge=1, le=64)] = 4
+
+
+class SloConfig(_Section):
+    """What users were promised; reported beside what was measured."""
+
+    ttft_s: Annotated[float, Field(gt=0)] = 2.0
+    itl_s: Annotated[float, Field(gt=0)] = 0.2
+
+
+class ServingConfig(_Section):
+    """All of serving.yaml."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = "kvrelay"
+    launcher: Literal["ray", "local"] = "ray"
+    model: ModelConfig = ModelConfig()
+    pools: PoolsConfig = PoolsConfig()
+    transfer: TransferConfig = TransferConfig()
+    router: RouterConfig = RouterConfig()
+    slo: SloConfig = SloConfig()
+
+    @model_validator(mode="after")
+    def _pairs(self) -> "ServingConfig":
+        prefill, decode = self.pools.prefill, self.pools.decode
+        if decode.block_size != prefill.block_size:
+            raise ValueError(
+                f"pools.decode.block_size: {decode.block_size} does not match"
+                f" pools.prefill.block_size: {prefill.block_size}; blocks could not be handed over"
+            )
+        if decode.count == 0:
+            raise ValueError("pools.decode.count: 0; somebody has to write the answers")
+        if not self.transfer.transports:
+            raise ValueError("transfer.transports: empty; name at least one of shm, grpc")
+        if self.model.device == "cpu" and (prefill.num_gpus or decode.num_gpus):
+            raise ValueError("pools.*.num_gpus: GPUs are reserved, but model.device: cpu")
+        for name, pool in (("prefill", prefill), ("decode", decode)):
+            if pool.max_running > pool.max_step_tokens:
+                raise ValueError(
+                    f"pools.{name}.max_running: {pool.max_running} sequences cannot each get a token"
+                    f" of pools.{name}.max_step_tokens: {pool.max_step_tokens}"
+                )
+        return self
+
+
+def load_config(path: Path) -> ServingConfig:
+    """Read and check a serving.yaml. Raises ConfigError with one `file:key: reason` line per problem."""
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from error
+    return parse_config(raw if raw is not None else {}, source=str(path))
+
+
+def parse_config(raw: object, *, source: str) -> ServingConfig:
+    """Check a parsed serving.yaml. Raises ConfigError."""
+    try:
+        return ServingConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_line(source, dict(item)) for item in error.errors())) from error
+
+
+def _line(source: str, item: dict[str, object]) -> str:
+    location = item["loc"]
+    assert isinstance(location, tuple)
+    key = ".".join(str(part) for part in location if part != "constrained-int")
+    reason = "unknown key" if item["type"] == "extra_forbidden" else str(item["msg"]).removeprefix("Value error, ")
+    return f"{source}:{key}: {reason}" if key else f"{source}:{reason}"

@@ -1,0 +1,206 @@
+"""The one exception tree, and its mapping to and from gRPC status.
+
+KvrelayError
+├── RequestError              the caller's fault; nothing was or will be computed
+│   ├── InvalidRequest        a field has a bad value               INVALID_ARGUMENT + BadRequest(field)
+│   ├── PromptTooLong         prompt does not fit                   INVALID_ARGUMENT + BadRequest(field)
+│   └── UnknownModel          no such model is served               NOT_FOUND
+├── Overloaded                refused for now, retry later          RESOURCE_EXHAUSTED + RetryInfo
+├── DeadlineExceeded          the caller's deadline passed          DEADLINE_EXCEEDED
+├── Cancelled                 the caller went away                  CANCELLED
+├── TransferError
+│   ├── KvIncomplete          bytes missing or corrupt              DATA_LOSS
+│   ├── HandoffGone           handoff unknown, expired or aborted   ABORTED
+│   └── LayoutMismatch        blocks of another shape               FAILED_PRECONDITION
+└── WorkerError
+    ├── StaleEpoch            the worker was restarted              FAILED_PRECONDITION
+    ├── WorkerLost            a worker died or went away            UNAVAILABLE
+    └── EngineFault           a step failed                         INTERNAL
+
+The status carries ErrorInfo(reason=<class name>, domain="kvrelay"), so a client gets the same class back.
+Inside a process a refusal is a value (`Refused`); it becomes `Overloaded` only at the edge.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+DOMAIN = "kvrelay"
+_DETAILS_KEY = "grpc-status-details-bin"
+
+
+class KvrelayError(Exception):
+    """Anything that kvrelay reports to a caller."""
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
+
+    def __init__(self, message: str, *, field: str = "", retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.retry_after_s = retry_after_s
+
+
+class RequestError(KvrelayError):
+    """The request cannot be served as it is."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class InvalidRequest(RequestError):
+    """A field has a value that is not allowed."""
+
+
+class PromptTooLong(RequestError):
+    """The prompt, or prompt and answer together, do not fit the model or the pages."""
+
+
+class UnknownModel(RequestError):
+    """The model is not served here."""
+
+    code = grpc.StatusCode.NOT_FOUND
+
+
+class Overloaded(KvrelayError):
+    """Refused for now; `retry_after_s` says when to come back."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class DeadlineExceeded(KvrelayError):
+    """The caller's deadline, or the server's own limit on a wait, has passed."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class Cancelled(KvrelayError):
+    """The caller cancelled."""
+
+    code = grpc.StatusCode.CANCELLED
+
+
+class TransferError(KvrelayError):
+    """KV blocks did not arrive."""
+
+    code = grpc.StatusCode.ABORTED
+
+
+class KvIncomplete(TransferError):
+    """Blocks are missing, or their checksums or manifest do not match. Never decode from them."""
+
+    code = grpc.StatusCode.DATA_LOSS
+
+
+class HandoffGone(TransferError):
+    """The handoff is not known here (any more): aborted, expired or of another epoch."""
+
+
+class LayoutMismatch(TransferError):
+    """The two workers' blocks have different shapes or come from different weights."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class WorkerError(KvrelayError):
+    """A worker cannot serve."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class StaleEpoch(WorkerError):
+    """The worker was restarted since the caller last heard from it."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class WorkerLost(WorkerError):
+    """The connection to a worker broke, or no worker of a pool is there."""
+
+
+class EngineFault(WorkerError):
+    """An engine step raised; the worker gives up its epoch."""
+
+    code = grpc.StatusCode.INTERNAL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A refusal as a value: no room now."""
+
+    reason: str
+    retry_after_s: float
+
+
+def error_classes() -> list[type[KvrelayError]]:
+    """Return every class of the tree, root first."""
+    found: list[type[KvrelayError]] = [KvrelayError]
+    for cls in found:
+        found.extend(cls.__subclasses__())
+    return found
+
+
+def to_status(error: KvrelayError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
+    """Return (code, message, trailing metadata) that carry `error` over gRPC."""
+    details = [error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN, metadata={"field": error.field})]
+    packed = [_pack(detail) for detail in details]
+    if error.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        packed.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
+    if error.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(round(error.retry_after_s * 1000))
+        packed.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
+    status = status_pb2.Status(code=_number(error.code), message=error.message, details=packed)
+    return error.code, error.message, ((_DETAILS_KEY, status.SerializeToString()),)
+
+
+def from_rpc_error(error: grpc.RpcError) -> KvrelayError:
+    """Return the error that a peer reported, or the nearest class for a bare gRPC status."""
+    call: Any = error  # grpc.RpcError has code() and details() only on its concrete classes
+    code = call.code() if hasattr(call, "code") else grpc.StatusCode.UNKNOWN
+    message = (call.details() if hasattr(call, "details") else None) or str(code)
+    for key, value in (call.trailing_metadata() if hasattr(call, "trailing_metadata") else None) or ():
+        if key == _DETAILS_KEY:
+            known = _from_details(value, message)
+            if known is not None:
+                return known
+    return _BARE.get(code, WorkerError)(message)
+
+
+_BARE: dict[grpc.StatusCode, type[KvrelayError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: UnknownModel,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.UNAVAILABLE: WorkerLost,
+    grpc.StatusCode.INTERNAL: EngineFault,
+}
+
+
+def _from_details(raw: bytes, message: str) -> KvrelayError | None:
+    status = status_pb2.Status.FromString(raw)
+    cls: type[KvrelayError] | None = None
+    field = ""
+    retry_after_s: float | None = None
+    for detail in status.details:
+        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        if detail.Unpack(info) and info.domain == DOMAIN:
+            cls = next((c for c in error_classes() if c.__name__ == info.reason), None)
+            field = info.metadata["field"]
+        elif detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToMilliseconds() / 1000
+    return cls(message, field=field, retry_after_s=retry_after_s) if cls is not None else None
+
+
+def _pack(message: Any) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
+
+
+def _number(code: grpc.StatusCode) -> int:
+    return int(code_pb2.Code.Value(code.name))

@@ -1,0 +1,46 @@
+"""KV events: which blocks a worker gained and lost, as msgpack batches.
+
+A stream starts with a snapshot; later batches are changes. Each message of the stream has a sequence number, and a
+subscriber that misses one subscribes again.
+"""
+
+from dataclasses import dataclass
+
+import msgpack
+
+from common.block_hash import pack_hashes, unpack_hashes
+from common.ids import BlockHash
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvEvents:
+    """Changes of one worker's reusable blocks, to be applied as a whole: removed first, then stored."""
+
+    stored: tuple[BlockHash, ...] = ()
+    removed: tuple[BlockHash, ...] = ()
+    is_snapshot: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.stored or self.removed or self.is_snapshot)
+
+
+def encode_events(events: KvEvents) -> bytes:
+    """Return the msgpack form: {"v": 1, "snap": bool, "add": bytes, "del": bytes}."""
+    return bytes(
+        msgpack.packb(
+            {"v": 1, "snap": events.is_snapshot, "add": pack_hashes(events.stored), "del": pack_hashes(events.removed)}
+        )
+    )
+
+
+def decode_events(raw: bytes) -> KvEvents:
+    """Invert `encode_events`. Raises ValueError on anything else."""
+    try:
+        batch = msgpack.unpackb(raw)
+        if batch["v"] != 1:
+            raise ValueError(f"KV event version {batch['v']}; this build reads 1")
+        return KvEvents(
+            stored=unpack_hashes(batch["add"]), removed=unpack_hashes(batch["del"]), is_snapshot=bool(batch["snap"])
+        )
+    except (KeyError, TypeError, msgpack.UnpackException) as error:
+        raise ValueError(f"not a KV event batch: {error}") from error

@@ -1,0 +1,81 @@
+"""Between protobuf messages and our records."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from common.errors import InvalidRequest
+from common.sampling import SamplingParams
+from kvrelay.v1 import sampling_pb2, worker_pb2
+
+ROLE_NAMES = {worker_pb2.WORKER_ROLE_PREFILL: "prefill", worker_pb2.WORKER_ROLE_DECODE: "decode"}
+TRANSPORT_NAMES = {worker_pb2.KV_TRANSPORT_GRPC: "grpc", worker_pb2.KV_TRANSPORT_SHM: "shm"}
+TRANSPORT_NUMBERS = {name: number for number, name in TRANSPORT_NAMES.items()}
+
+
+def sampling_from_proto(
+    message: sampling_pb2.SamplingParams, *, default_max_tokens: int, default_seed: int
+) -> SamplingParams:
+    """Return the record with defaults filled in. Values are not checked: call `validate`."""
+    defaults = SamplingParams()
+
+    def value(name: Any, default: Any) -> Any:
+        return getattr(message, name) if message.HasField(name) else default
+
+    return SamplingParams(
+        temperature=value("temperature", defaults.temperature),
+        top_k=value("top_k", defaults.top_k),
+        top_p=value("top_p", defaults.top_p),
+        min_p=value("min_p", defaults.min_p),
+        repetition_penalty=value("repetition_penalty", defaults.repetition_penalty),
+        presence_penalty=value("presence_penalty", defaults.presence_penalty),
+        frequency_penalty=value("frequency_penalty", defaults.frequency_penalty),
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        seed=value("seed", default_seed),
+        n=value("n", defaults.n),
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        max_tokens=value("max_tokens", default_max_tokens),
+        min_tokens=value("min_tokens", defaults.min_tokens),
+        ignore_eos=message.ignore_eos,
+        num_logprobs=message.logprobs if message.HasField("logprobs") else None,
+        num_prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        include_special_tokens=message.include_special_tokens,
+    )
+
+
+def sampling_to_proto(sampling: SamplingParams) -> sampling_pb2.SamplingParams:
+    """Return the message with every field set."""
+    message = sampling_pb2.SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=dict(sampling.logit_bias),
+        seed=sampling.seed,
+        n=sampling.n,
+        stop=sampling.stop,
+        stop_token_ids=sampling.stop_token_ids,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        ignore_eos=sampling.ignore_eos,
+        include_special_tokens=sampling.include_special_tokens,
+    )
+    if sampling.num_logprobs is not None:
+        message.logprobs = sampling.num_logprobs
+    if sampling.num_prompt_logprobs is not None:
+        message.prompt_logprobs = sampling.num_prompt_logprobs
+    return message
+
+
+def token_ids_from_proto(ids: Sequence[int], *, vocab_size: int, field: str) -> tuple[int, ...]:
+    """Return the ids as a tuple. Raises InvalidRequest for one that is not in the vocabulary."""
+    tokens = tuple(ids)
+    if tokens and max(tokens) >= vocab_size:
+        bad = next(i for i, token in enumerate(tokens) if token >= vocab_size)
+        raise InvalidRequest(
+            f"token {tokens[bad]} at position {bad} is not in the vocabulary of {vocab_size}", field=field
+        )
+    return tokens

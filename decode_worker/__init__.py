@@ -1,0 +1,1 @@
+"""Pulls KV and writes answers."""

@@ -1,0 +1,1 @@
+"""One model on one device: block pool, KV cache, model, attention, sampler, step loop."""

@@ -1,0 +1,99 @@
+"""What the engine knows about a request and about each of its samples."""
+
+import enum
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from common.block_hash import extend_hash
+from common.ids import BlockHash, BlockId, RequestId
+from common.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """A request as a worker receives it. With `output_token_ids` it is taken over in the middle (then n is 1)."""
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    hash_root: BlockHash
+    block_hashes: tuple[BlockHash, ...]
+    """Of the full blocks of prompt + output tokens."""
+    output_token_ids: tuple[int, ...] = ()
+    first_sample_index: int = 0
+
+
+class SequenceState(enum.Enum):
+    """Where a sequence is inside one engine."""
+
+    WAITING = "waiting"  # no pages; in line for admission, at the front after a preemption
+    RESERVED = "reserved"  # holds pages that a transfer is filling
+    RUNNING = "running"  # in the batch: prefilling while num_computed < num_tokens - 1, else decoding
+    HELD = "held"  # prefill is over; its pages are pinned for a puller
+    FINISHED = "finished"  # holds nothing
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sample of a request. Engine thread only.
+
+    Tokens and pages:  [0, num_computed) KV exists · [num_computed, num_tokens) still to run. In normal decoding exactly one
+    token is to run. Of the blocks, [0, num_published) are in the prefix cache (shared, read-only) and
+    block_hashes holds a hash for each full block of known tokens.
+    """
+
+    request: EngineRequest
+    sample_index: int
+    block_size: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    block_hashes: list[BlockHash]
+    state: SequenceState = SequenceState.WAITING
+    num_computed: int = 0
+    num_cached: int = 0
+    num_published: int = 0
+    block_table: list[BlockId] = field(default_factory=list)
+    queued_s: float = 0.0
+    started_s: float | None = None
+
+    @classmethod
+    def from_request(cls, request: EngineRequest, block_size: int) -> "Sequence":
+        """Return the leading sequence of a request; the other n - 1 samples are forked from it after prefill."""
+        return cls(
+            request=request,
+            sample_index=request.first_sample_index,
+            block_size=block_size,
+            token_ids=[*request.prompt_token_ids, *request.output_token_ids],
+            num_prompt_tokens=len(request.prompt_token_ids),
+            block_hashes=list(request.block_hashes),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens known so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far, by whichever worker."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> Seq[int]:
+        """The generated tokens."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Return the pages that `num_tokens` tokens need."""
+        return -(-num_tokens // self.block_size)
+
+    def append_token(self, token_id: int) -> None:
+        """Add a generated token; extends block_hashes when it fills a block."""
+        self.token_ids.append(token_id)
+        self._extend_hashes()
+
+    def _extend_hashes(self) -> None:
+        while (len(self.block_hashes) + 1) * self.block_size <= len(self.token_ids):
+            start = len(self.block_hashes) * self.block_size
+            parent = self.block_hashes[-1] if self.block_hashes else self.request.hash_root
+            self.block_hashes.append(extend_hash(parent, self.token_ids[start : start + self.block_size]))

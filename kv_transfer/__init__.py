@@ -1,0 +1,1 @@
+"""Serves and pulls content-addressed KV blocks under a lease; used by both worker kinds."""

@@ -1,0 +1,1 @@
+"""Reads prompts and serves their KV."""
