@@ -28,6 +28,8 @@ class ModelConfig(_Section):
     """A Hugging Face folder, a hub id, or "default" (SmolLM2-135M-Instruct from the package registry)."""
     engine: Literal["torch", "fake"] = "torch"
     """"fake" computes a hash instead of a model: for tests of everything around it."""
+    fake_step_ms: Annotated[float, Field(ge=0)] = 0.0
+    """How long a step of the fake engine takes."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     local_files_only: bool = False
@@ -52,6 +54,8 @@ class PoolConfig(_Section):
     """Sequences accepted beyond that; more are refused."""
     threads: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """CPU threads per worker; auto: the machine's cores shared among the workers on it."""
+    metrics: bool = True
+    """Serve Prometheus metrics on a free port of each worker."""
     num_cpus: Annotated[float, Field(ge=0)] = 1
     """Ray CPUs to reserve per worker."""
     num_gpus: Annotated[float, Field(ge=0)] = 0

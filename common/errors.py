@@ -8,6 +8,7 @@ KvrelayError
 ├── Overloaded                refused for now, retry later          RESOURCE_EXHAUSTED + RetryInfo
 ├── DeadlineExceeded          the caller's deadline passed          DEADLINE_EXCEEDED
 ├── Cancelled                 the caller went away                  CANCELLED
+├── Unreachable               no connection to the front door       UNAVAILABLE
 ├── TransferError
 │   ├── KvIncomplete          bytes missing or corrupt              DATA_LOSS
 │   ├── HandoffGone           handoff unknown, expired or aborted   ABORTED
@@ -80,6 +81,12 @@ class Cancelled(KvrelayError):
     """The caller cancelled."""
 
     code = grpc.StatusCode.CANCELLED
+
+
+class Unreachable(KvrelayError):
+    """A client has no connection to the cluster's front door, or it broke in the middle of a call."""
+
+    code = grpc.StatusCode.UNAVAILABLE
 
 
 class TransferError(KvrelayError):
@@ -157,8 +164,11 @@ def to_status(error: KvrelayError) -> tuple[grpc.StatusCode, str, tuple[tuple[st
     return error.code, error.message, ((_DETAILS_KEY, status.SerializeToString()),)
 
 
-def from_rpc_error(error: grpc.RpcError) -> KvrelayError:
-    """Return the error that a peer reported, or the nearest class for a bare gRPC status."""
+def from_rpc_error(error: grpc.RpcError, *, unavailable: type[KvrelayError] = WorkerLost) -> KvrelayError:
+    """Return the error that a peer reported, or the nearest class for a bare gRPC status.
+
+    A bare UNAVAILABLE tells only that the peer is gone; `unavailable` says what the peer was.
+    """
     call: Any = error  # grpc.RpcError has code() and details() only on its concrete classes
     code = call.code() if hasattr(call, "code") else grpc.StatusCode.UNKNOWN
     message = (call.details() if hasattr(call, "details") else None) or str(code)
@@ -167,6 +177,8 @@ def from_rpc_error(error: grpc.RpcError) -> KvrelayError:
             known = _from_details(value, message)
             if known is not None:
                 return known
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return unavailable(message)
     return _BARE.get(code, WorkerError)(message)
 
 
@@ -176,7 +188,6 @@ _BARE: dict[grpc.StatusCode, type[KvrelayError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,
-    grpc.StatusCode.UNAVAILABLE: WorkerLost,
     grpc.StatusCode.INTERNAL: EngineFault,
 }
 

@@ -83,6 +83,10 @@ class LifeCycle:
         self._state = to
         self.stamps.append((to, self._clock.monotonic()))
 
+    def first(self, state: State) -> float | None:
+        """Return when `state` was first entered, or None."""
+        return next((at_s for seen, at_s in self.stamps if seen is state), None)
+
     def last(self, state: State) -> float | None:
         """Return when `state` was last entered, or None."""
         return next((at_s for seen, at_s in reversed(self.stamps) if seen is state), None)

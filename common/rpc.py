@@ -25,9 +25,9 @@ _KEEPALIVE = [
 ]
 
 
-def client_channel(address: str, *, max_message_mib: int = 64) -> grpc.aio.Channel:
-    """Return a lazy channel. One per peer, made once and reused. Reconnects within a second: workers come back fast."""
-    options = [
+def channel_options(*, max_message_mib: int = 64) -> list[tuple[str, int]]:
+    """Return the options of every client channel. Reconnects within a second: processes come back fast."""
+    return [
         *_KEEPALIVE,
         ("grpc.max_receive_message_length", max_message_mib * _MIB),
         ("grpc.max_send_message_length", max_message_mib * _MIB),
@@ -35,7 +35,11 @@ def client_channel(address: str, *, max_message_mib: int = 64) -> grpc.aio.Chann
         ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.use_local_subchannel_pool", 1),
     ]
-    return grpc.aio.insecure_channel(address, options=options)
+
+
+def client_channel(address: str, *, max_message_mib: int = 64) -> grpc.aio.Channel:
+    """Return a lazy channel. One per peer, made once and reused."""
+    return grpc.aio.insecure_channel(address, options=channel_options(max_message_mib=max_message_mib))
 
 
 @dataclass(slots=True)

@@ -66,7 +66,8 @@ class SamplingParams:
         for stop in self.stop:
             if not 0 < len(stop) <= MAX_STOP_CHARS:
                 raise InvalidRequest(
-                    f"a stop string has {len(stop)} characters; allowed are 1 to {MAX_STOP_CHARS}", field="sampling.stop"
+                    f"a stop string has {len(stop)} characters; allowed are 1 to {MAX_STOP_CHARS}",
+                    field="sampling.stop",
                 )
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequest(f"more than {MAX_LOGIT_BIAS} entries", field="sampling.logit_bias")
@@ -89,4 +90,6 @@ def _positive(name: str, value: float, high: float) -> None:
 
 def _token(name: str, token_id: int, vocab_size: int) -> None:
     if not 0 <= token_id < vocab_size:
-        raise InvalidRequest(f"{name}: token {token_id} is not in the vocabulary of {vocab_size}", field=f"sampling.{name}")
+        raise InvalidRequest(
+            f"{name}: token {token_id} is not in the vocabulary of {vocab_size}", field=f"sampling.{name}"
+        )

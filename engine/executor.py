@@ -115,7 +115,7 @@ class StepResult:
     sampled: list[Sampled]
     """num_samples entries; entry j belongs to sample_index + j."""
     prompt_logprobs: list[Logprobs]
-    """When asked for: one entry per scheduled prompt position p with p + 1 inside the prompt, telling of token p + 1."""
+    """When asked for: one entry per scheduled position p with p + 1 inside the prompt, telling of token p + 1."""
 
 
 class Executor(Protocol):

@@ -28,7 +28,7 @@ class SequenceState(enum.Enum):
 
     WAITING = "waiting"  # no pages; in line for admission, at the front after a preemption
     RESERVED = "reserved"  # holds pages that a transfer is filling
-    RUNNING = "running"  # in the batch: prefilling while num_computed < num_tokens - 1, else decoding
+    RUNNING = "running"  # in the batch: prefilling or decoding
     HELD = "held"  # prefill is over; its pages are pinned for a puller
     FINISHED = "finished"  # holds nothing
 
@@ -37,12 +37,14 @@ class SequenceState(enum.Enum):
 class Sequence:
     """One sample of a request. Engine thread only.
 
-    Tokens and pages:  [0, num_computed) KV exists · [num_computed, num_tokens) still to run. In normal decoding exactly one
-    token is to run. Of the blocks, [0, num_published) are in the prefix cache (shared, read-only) and
-    block_hashes holds a hash for each full block of known tokens.
+    Tokens and pages:  [0, num_computed) KV exists · [num_computed, num_tokens) still to run; when decoding that is one
+    token. Of the blocks, [0, num_published) are in the prefix cache (shared, read-only) and block_hashes holds a hash
+    for each full block of known tokens.
     """
 
     request: EngineRequest
+    order: int
+    """Place in line: arrival number of the request, kept through preemption."""
     sample_index: int
     block_size: int
     token_ids: list[int]
@@ -53,14 +55,13 @@ class Sequence:
     num_cached: int = 0
     num_published: int = 0
     block_table: list[BlockId] = field(default_factory=list)
-    queued_s: float = 0.0
-    started_s: float | None = None
 
     @classmethod
-    def from_request(cls, request: EngineRequest, block_size: int) -> "Sequence":
+    def from_request(cls, request: EngineRequest, *, block_size: int, order: int) -> "Sequence":
         """Return the leading sequence of a request; the other n - 1 samples are forked from it after prefill."""
         return cls(
             request=request,
+            order=order,
             sample_index=request.first_sample_index,
             block_size=block_size,
             token_ids=[*request.prompt_token_ids, *request.output_token_ids],
@@ -74,6 +75,11 @@ class Sequence:
         return len(self.token_ids)
 
     @property
+    def num_samples(self) -> int:
+        """Samples that the next token yields: n at the end of a fresh prompt, else 1."""
+        return self.request.sampling.n if self.num_output_tokens == 0 else 1
+
+    @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far, by whichever worker."""
         return len(self.token_ids) - self.num_prompt_tokens
@@ -83,14 +89,27 @@ class Sequence:
         """The generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Return the pages that `num_tokens` tokens need."""
-        return -(-num_tokens // self.block_size)
-
     def append_token(self, token_id: int) -> None:
         """Add a generated token; extends block_hashes when it fills a block."""
         self.token_ids.append(token_id)
         self._extend_hashes()
+
+    def fork(self, sample_index: int) -> "Sequence":
+        """Return a copy for another sample with the same pages; the caller adds the references."""
+        return Sequence(
+            request=self.request,
+            order=self.order,
+            sample_index=sample_index,
+            block_size=self.block_size,
+            token_ids=list(self.token_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
+            block_hashes=list(self.block_hashes),
+            state=self.state,
+            num_computed=self.num_computed,
+            num_cached=self.num_cached,
+            num_published=self.num_published,
+            block_table=list(self.block_table),
+        )
 
     def _extend_hashes(self) -> None:
         while (len(self.block_hashes) + 1) * self.block_size <= len(self.token_ids):

@@ -1,0 +1,129 @@
+"""Processes as plain subprocesses of the supervisor. They die with it, however it dies."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from cluster.launcher import RunningProcess, StartFailed, log_path, log_tail
+from cluster.plan import ProcessRole, ProcessSpec
+from common.process import PARENT_PID_ENV, Ready, parse_ready
+
+_MODULES = {
+    ProcessRole.ROUTER: "router",
+    ProcessRole.PREFILL: "prefill_worker",
+    ProcessRole.DECODE: "decode_worker",
+}
+
+Command = Callable[[ProcessSpec], Sequence[str]]
+
+
+def service_command(config_path: Path) -> Command:
+    """Return how a process of this project is started with a configuration file."""
+
+    def command(spec: ProcessSpec) -> Sequence[str]:
+        worker = [] if spec.role is ProcessRole.ROUTER else ["--worker-id", spec.name]
+        where = ["--host", spec.host or "127.0.0.1", "--port", str(spec.port)]
+        # -P: a folder of the user's called `router` must not shadow the package.
+        module = [sys.executable, "-P", "-m", _MODULES[spec.role]]
+        return [*module, "--config", str(config_path), *worker, *where, "--die-with-parent"]
+
+    return command
+
+
+class LocalLauncher:
+    """A Launcher of subprocesses. All methods on the event loop of the main thread.
+
+    (The kernel's death signal follows the thread that forked, not the process.)
+    """
+
+    def __init__(self, *, command: Command, run_dir: Path) -> None:
+        self._command = command
+        self._run_dir = run_dir
+
+    async def open(self) -> None:
+        """Nothing is shared."""
+
+    async def close(self) -> None:
+        """Nothing is shared."""
+
+    async def start(self, spec: ProcessSpec) -> RunningProcess:
+        """Start a subprocess, its stderr appended to its log, and wait for its ready line."""
+        path = log_path(self._run_dir, spec.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as log:
+            offset = log.tell()
+            process = await asyncio.create_subprocess_exec(
+                *self._command(spec),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, **spec.env, PARENT_PID_ENV: str(os.getpid())},
+                start_new_session=True,  # a terminal's Ctrl-C is for the supervisor, which stops them in order
+            )
+        try:
+            ready = await _read_ready(process)
+        except BaseException:
+            await _kill(process)
+            raise
+        if ready is None:
+            await _kill(process)
+            reason = f"{spec.name}: {_describe_exit(await process.wait())} before it was ready"
+            raise StartFailed(f"{reason}\n{log_tail(path, offset=offset)}".rstrip())
+        return _Subprocess(process, ready)
+
+
+class _Subprocess:
+    """A RunningProcess."""
+
+    def __init__(self, process: asyncio.subprocess.Process, ready: Ready) -> None:
+        self.ready = ready
+        self._process = process
+        # Nobody reads its stdout any more; a full pipe would stop it.
+        self._drain = asyncio.get_running_loop().create_task(_drain(process))
+
+    async def exited(self) -> str:
+        code = await self._process.wait()
+        return _describe_exit(code)
+
+    async def stop(self, grace_s: float) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            await asyncio.wait_for(self._process.wait(), grace_s)
+        except TimeoutError:
+            await _kill(self._process)
+        await self._drain
+
+
+async def _read_ready(process: asyncio.subprocess.Process) -> Ready | None:
+    assert process.stdout is not None
+    async for line in process.stdout:
+        ready = parse_ready(line.decode(errors="replace"))
+        if ready is not None:
+            return ready
+    return None
+
+
+async def _drain(process: asyncio.subprocess.Process) -> None:
+    assert process.stdout is not None
+    while await process.stdout.read(1 << 16):
+        pass
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
+
+
+def _describe_exit(code: int) -> str:
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

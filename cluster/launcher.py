@@ -1,0 +1,63 @@
+"""What the supervisor needs from whatever runs the processes: plain subprocesses or Ray."""
+
+from pathlib import Path
+from typing import Protocol
+
+from cluster.plan import ProcessSpec
+from common.process import Ready
+
+
+class StartFailed(Exception):  # noqa: N818 - reads like its siblings in common.errors
+    """A process, or what runs processes, did not come up; the message says why, with the end of its log."""
+
+
+class RunningProcess(Protocol):
+    """A process that serves, or did until it died."""
+
+    @property
+    def ready(self) -> Ready:
+        """Where it serves."""
+        ...
+
+    async def exited(self) -> str:
+        """Wait until it is dead and return how it died. Several may wait."""
+        ...
+
+    async def stop(self, grace_s: float) -> None:
+        """Let it drain for up to `grace_s` seconds, then kill it. Returns when it is gone; harmless when it is."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts processes."""
+
+    async def open(self) -> None:
+        """Acquire what all processes share. Raises StartFailed. May replace signal handlers."""
+        ...
+
+    async def start(self, spec: ProcessSpec) -> RunningProcess:
+        """Start a process, again after it died, and return it when it serves.
+
+        Raises StartFailed when it dies before. Cancelled meanwhile, it leaves no process behind.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Release what `open` acquired, after every process was stopped. Harmless when `open` failed."""
+        ...
+
+
+def log_path(run_dir: Path, process_name: str) -> Path:
+    """Return the log file of a process; all its lives append to it."""
+    return run_dir / "logs" / f"{process_name}.log"
+
+
+def log_tail(path: Path, *, offset: int = 0, num_lines: int = 15) -> str:
+    """Return the last lines that were written to a log after byte `offset`; empty when there is no log."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(offset, path.stat().st_size - 64 * 1024))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-num_lines:])

@@ -1,0 +1,111 @@
+"""From a configuration to the processes that make the cluster. Pure: no clock, no files, no environment."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from common.config import PoolConfig, ServingConfig
+
+THREADS_ENV = "KVRELAY_THREADS"
+
+
+class PlanError(Exception):
+    """The machine cannot hold the configured processes; the message names the key."""
+
+
+class ProcessRole(StrEnum):
+    """What a process runs."""
+
+    ROUTER = "router"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """One process to keep running."""
+
+    name: str
+    """Unique in the cluster, stable over restarts; a worker's id."""
+    role: ProcessRole
+    host: str | None
+    """Where it listens; None: the address by which other hosts reach its host."""
+    port: int
+    """0: a free one at each start."""
+    num_cpus: float = 0
+    """To reserve from Ray."""
+    num_gpus: float = 0
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostResources:
+    """What the host that runs every worker offers."""
+
+    cores: int
+    gpus: Sequence[str] | None
+    """Names for CUDA_VISIBLE_DEVICES to deal out, or None: somebody else deals them, or nobody needs to."""
+
+
+def make_plan(config: ServingConfig, host: HostResources | None) -> tuple[ProcessSpec, ...]:
+    """Return the processes, router first, then the prefill pool, then the decode pool.
+
+    With `host` None the workers spread over unknown hosts: each takes as many threads as the CPUs it reserves and
+    listens on its own host's address. Raises PlanError.
+    """
+    router = ProcessSpec(
+        name="router", role=ProcessRole.ROUTER, host=config.router.host, port=config.router.port, num_cpus=0
+    )
+    pools = ((ProcessRole.PREFILL, config.pools.prefill), (ProcessRole.DECODE, config.pools.decode))
+    num_workers = sum(pool.count for _, pool in pools)
+    devices = _GpuDealer(host.gpus) if host is not None and host.gpus is not None else None
+    specs = [router]
+    for role, pool in pools:
+        for idx in range(pool.count):
+            env = _thread_env(_num_threads(pool, host, num_workers=num_workers))
+            if devices is not None and pool.num_gpus:
+                env["CUDA_VISIBLE_DEVICES"] = devices.take(pool.num_gpus, key=f"pools.{role}.num_gpus")
+            specs.append(
+                ProcessSpec(
+                    name=f"{role}-{idx}",
+                    role=role,
+                    host="127.0.0.1" if host is not None else None,
+                    port=0,
+                    num_cpus=pool.num_cpus,
+                    num_gpus=pool.num_gpus,
+                    env=env,
+                )
+            )
+    return tuple(specs)
+
+
+def _num_threads(pool: PoolConfig, host: HostResources | None, *, num_workers: int) -> int:
+    if pool.threads != "auto":
+        return pool.threads
+    return max(1, int(pool.num_cpus)) if host is None else max(1, host.cores // num_workers)
+
+
+def _thread_env(num_threads: int) -> dict[str, str]:
+    # OMP_NUM_THREADS is what OpenMP reads when torch is loaded; ours is for everything that is sized later.
+    return {"OMP_NUM_THREADS": str(num_threads), THREADS_ENV: str(num_threads)}
+
+
+class _GpuDealer:
+    """Deals devices in order: whole ones exclusively, fractions of one to as many workers as fit."""
+
+    def __init__(self, gpus: Sequence[str]) -> None:
+        self._gpus = tuple(gpus)
+        self._used = [0.0] * len(self._gpus)
+
+    def take(self, num_gpus: float, *, key: str) -> str:
+        """Return the value for CUDA_VISIBLE_DEVICES. Raises PlanError when the devices run out."""
+        if num_gpus != int(num_gpus) and num_gpus > 1:
+            raise PlanError(f"{key}: {num_gpus:g} is neither a whole number nor a part of one GPU")
+        share = min(num_gpus, 1.0)
+        fitting = [idx for idx, used in enumerate(self._used) if used + share <= 1.0 + 1e-9]
+        wanted = max(1, int(num_gpus))
+        if len(fitting) < wanted:
+            raise PlanError(f"{key}: {num_gpus:g} more wanted, but this machine's {len(self._gpus)} GPUs are dealt out")
+        for idx in fitting[:wanted]:
+            self._used[idx] += share
+        return ",".join(self._gpus[idx] for idx in fitting[:wanted])

@@ -1,0 +1,70 @@
+"""Where a model's files are: the default model's cache folder, a local folder, or a hub snapshot. No torch."""
+
+import os
+from pathlib import Path
+
+DEFAULT_MODEL_ID = "default"
+DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+CACHE_ENV = "KVRELAY_CACHE"
+
+# What a checkpoint folder needs: config and tokenizer, weights, chat template, sentencepiece leftovers.
+_SNAPSHOT_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
+
+
+class ModelNotFound(Exception):
+    """No usable files for a model id; the message says what to do."""
+
+
+def cache_dir() -> Path:
+    """Return the folder for what is fetched once: `$KVRELAY_CACHE`, else `~/.cache/kvrelay`. It may not exist yet."""
+    configured = os.environ.get(CACHE_ENV)
+    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "kvrelay"
+
+
+def default_model_dir() -> Path:
+    """Return the default model's folder, fetched or not."""
+    return cache_dir() / "models" / DEFAULT_MODEL_NAME
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether `folder` looks like a Hugging Face checkpoint."""
+    return (folder / "config.json").is_file()
+
+
+def resolve_model(model_id: str, *, local_files_only: bool) -> Path:
+    """Return the folder with the files of "default", of a local folder, or of a hub id.
+
+    A hub id is downloaded into the hub's own cache on first use, unless `local_files_only`; blocks meanwhile.
+    Raises ModelNotFound.
+    """
+    if model_id == DEFAULT_MODEL_ID:
+        folder = default_model_dir()
+        if not is_checkpoint(folder):
+            raise ModelNotFound(f"the default model is not in {folder}: run `kvrelay fetch-model` once")
+        return folder
+    folder = Path(model_id).expanduser()
+    if folder.is_dir():
+        if not is_checkpoint(folder):
+            raise ModelNotFound(f"{folder} holds no config.json: not a Hugging Face checkpoint")
+        return folder.resolve()
+    if folder.is_absolute() or model_id.startswith((".", "~")):
+        raise ModelNotFound(f"there is no folder {folder}")
+    return _snapshot(model_id, local_files_only=local_files_only)
+
+
+def _snapshot(repo_id: str, *, local_files_only: bool) -> Path:
+    # Imported here: it costs start-up time that a local folder need not pay.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError, RevisionResolutionError
+
+    try:
+        path = snapshot_download(repo_id, allow_patterns=list(_SNAPSHOT_PATTERNS), local_files_only=local_files_only)
+    except HFValidationError as error:
+        raise ModelNotFound(f"{repo_id!r} is neither a folder nor a hub id: {error}") from error
+    except (OSError, EntryNotFoundError, RevisionResolutionError) as error:
+        where = "in the local hub cache (local_files_only is set)" if local_files_only else "on the hub"
+        raise ModelNotFound(f"cannot get {repo_id!r} {where}: {error}") from error
+    folder = Path(path)
+    if not is_checkpoint(folder):
+        raise ModelNotFound(f"hub model {repo_id!r} holds no config.json")
+    return folder

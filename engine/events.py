@@ -1,0 +1,91 @@
+"""What an engine tells about a request."""
+
+import enum
+from dataclasses import dataclass
+
+from common.errors import KvrelayError
+from common.ids import BlockId
+from common.kv_events import KvEvents
+from engine.executor import Logprobs
+
+
+class FinishReason(enum.Enum):
+    """Why a sample ended inside the engine."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """The first chunk of a prompt is about to be computed."""
+
+    num_cached_tokens: int
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """KV exists for the first `num_computed_tokens` tokens of a prompt that is held for a puller."""
+
+    num_computed_tokens: int
+    block_table: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenOutput:
+    """One generated token."""
+
+    sample_index: int
+    token_index: int
+    token_id: int
+    logprobs: Logprobs | None
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """Tokens of one step. With the first ones of a prompt computed here: how long that took."""
+
+    tokens: tuple[TokenOutput, ...]
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+    prefill_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The request is over; nothing is held any more."""
+
+    error: KvrelayError
+
+
+EngineEvent = Started | Progress | Tokens | Failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """An engine's load at one moment."""
+
+    num_running: int
+    num_waiting: int
+    num_reserved: int
+    num_held: int
+    num_free_blocks: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    num_blocks: int
+    num_pending_prefill_tokens: int
+    num_context_tokens: int
+    num_preemptions: int
+    num_cached_tokens: int
+    """Prompt tokens found in the cache, since start."""
+    num_computed_tokens: int
+    """Prompt tokens computed, since start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What a step changed for everybody."""
+
+    kv_events: KvEvents
+    load: Load

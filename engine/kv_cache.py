@@ -1,0 +1,122 @@
+"""The pages' bytes: one storage for all layers, in host memory that peers can map, or on a device.
+
+In memory a layer's keys lie together, [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], because
+attention reads a layer at a time. On the wire a block's bytes do, [num_layers, 2, block_size, num_kv_heads, head_dim].
+"""
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from common.errors import LayoutMismatch
+from common.ids import BlockId
+from engine.executor import KvShape, SharedRegion
+from engine.shared_memory import NONCE_BYTES, allocate_region
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def num_blocks_for_budget(kv_bytes: int, shape: KvShape) -> int:
+    """Return how many pages fit in `kv_bytes`. Raises ValueError when it is not even one."""
+    num_blocks = kv_bytes // shape.block_bytes
+    if num_blocks < 1:
+        raise ValueError(f"{kv_bytes} bytes of KV memory hold no page of {shape.block_bytes} bytes")
+    return num_blocks
+
+
+class HostPages:
+    """Pages in host memory, own or mapped, seen as bytes. Any thread, for blocks that the caller holds."""
+
+    def __init__(self, region: memoryview, num_blocks: int, shape: KvShape) -> None:
+        expected = num_blocks * shape.block_bytes + NONCE_BYTES
+        if region.nbytes != expected:
+            raise LayoutMismatch(f"a region of {num_blocks} blocks has {region.nbytes} bytes, expected {expected}")
+        self._num_blocks = num_blocks
+        self._block_bytes = shape.block_bytes
+        pages = np.frombuffer(region, dtype=np.uint8)[:-NONCE_BYTES]
+        # [num_layers * 2, num_blocks, bytes of one block's keys or values in one layer]
+        self._pages: Bytes = pages.reshape(2 * shape.num_layers, num_blocks, -1)
+
+    def read_blocks(self, block_ids: Seq[int]) -> memoryview:
+        """Return a copy of the blocks' bytes, [len(block_ids) * block_bytes]. Raises LayoutMismatch for a bad id."""
+        blocks = np.empty((len(block_ids), *self._pages[:, 0].shape), dtype=np.uint8)
+        for target, block_id in zip(blocks, block_ids, strict=True):
+            target[:] = self._block(block_id)
+        return blocks.reshape(-1).data
+
+    def write_blocks(self, block_ids: Seq[int], data: memoryview) -> None:
+        """Fill blocks from bytes laid out as `read_blocks` returns them. Raises LayoutMismatch for a bad id or size."""
+        check_size(data, len(block_ids), self._block_bytes)
+        blocks = np.frombuffer(data, dtype=np.uint8).reshape(len(block_ids), *self._pages[:, 0].shape)
+        for source, block_id in zip(blocks, block_ids, strict=True):
+            self._block(block_id)[:] = source
+
+    def _block(self, block_id: int) -> Bytes:
+        if not 0 <= block_id < self._num_blocks:
+            raise LayoutMismatch(f"there is no block {block_id} among {self._num_blocks}")
+        return self._pages[:, block_id]
+
+
+class TorchKvStore:
+    """Pages of one engine as tensors; a `KvStore`.
+
+    `layers[i]` is (keys, values) of layer i, views [num_blocks, block_size, num_kv_heads, head_dim] of the one storage.
+    """
+
+    def __init__(self, shape: KvShape, num_blocks: int, *, device: torch.device) -> None:
+        self.shape = shape
+        self.num_blocks = num_blocks
+        self.shared_region: SharedRegion | None = None
+        self._host: HostPages | None = None
+        dtype: torch.dtype = getattr(torch, shape.dtype)
+        sizes = (shape.num_layers, 2, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        if device.type == "cpu":
+            memory, self.shared_region = allocate_region(num_blocks * shape.block_bytes)
+            self._host = HostPages(memoryview(memory), num_blocks, shape)
+            count = num_blocks * shape.block_bytes // shape.bytes_per_element
+            self._pages = torch.frombuffer(memory, dtype=dtype, count=count).view(sizes)
+        else:
+            self._pages = torch.zeros(sizes, dtype=dtype, device=device)
+        self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple((layer[0], layer[1]) for layer in self._pages)
+
+    def read_blocks(self, block_ids: Seq[BlockId]) -> memoryview:
+        """Return a copy of the blocks' bytes, [len(block_ids) * block_bytes]."""
+        if self._host is not None:
+            return self._host.read_blocks(block_ids)
+        blocks = self._pages.index_select(2, self._index(block_ids)).movedim(2, 0).contiguous()
+        return blocks.view(-1).view(torch.uint8).cpu().numpy().data
+
+    def write_blocks(self, block_ids: Seq[BlockId], data: memoryview) -> None:
+        """Fill blocks from bytes laid out as `read_blocks` returns them. Raises LayoutMismatch for a wrong size."""
+        if self._host is not None:
+            self._host.write_blocks(block_ids, data)
+            return
+        check_size(data, len(block_ids), self.shape.block_bytes)
+        sizes = (len(block_ids), *self._pages[:, :, 0].shape)
+        raw = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
+        blocks = raw.to(self._pages.device).view(self._pages.dtype).view(sizes)
+        self._pages.index_copy_(2, self._index(block_ids), blocks.movedim(0, 2))
+
+    def copy_block(self, source: BlockId, target: BlockId) -> None:
+        """Copy one block inside the pool. Engine thread only."""
+        self._pages[:, :, target] = self._pages[:, :, source]
+
+    def clear_blocks(self, block_ids: Seq[BlockId]) -> None:
+        """Zero blocks. Engine thread only."""
+        self._pages.index_fill_(2, self._index(block_ids), 0)
+
+    def map_peer(self, region: memoryview, num_blocks: int) -> HostPages:
+        """Interpret another process's region as pages of this shape. Raises LayoutMismatch when its size is wrong."""
+        return HostPages(region, num_blocks, self.shape)
+
+    def _index(self, block_ids: Seq[BlockId]) -> Tensor:
+        return torch.tensor(block_ids, dtype=torch.int64, device=self._pages.device)
+
+
+def check_size(data: memoryview, num_blocks: int, block_bytes: int) -> None:
+    """Raise LayoutMismatch unless `data` holds exactly `num_blocks` blocks."""
+    if data.nbytes != num_blocks * block_bytes:
+        raise LayoutMismatch(f"{num_blocks} blocks take {num_blocks * block_bytes} bytes, not {data.nbytes}")

@@ -1,0 +1,1 @@
+"""A lean decoder for Llama-shaped checkpoints: config, rotary embedding, weights, forward pass."""

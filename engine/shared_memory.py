@@ -1,0 +1,54 @@
+"""Host memory that other processes of this host can map, and that cannot leak.
+
+The region is an anonymous memory file (memfd): it has no name in any file system and is gone with the last process that
+holds it, kill -9 included. Another process of the same user opens it as /proc/<pid>/fd/<fd>, and compares the random
+bytes at its end with those it was told over gRPC: proof that it opened the right one.
+"""
+
+import mmap
+import os
+import secrets
+from pathlib import Path
+
+from engine.executor import SharedRegion
+
+NONCE_BYTES = 16
+
+
+def allocate_region(num_bytes: int) -> tuple[mmap.mmap, SharedRegion | None]:
+    """Return `num_bytes` of zeroed, writable memory (plus a nonce behind them), shareable where the system can."""
+    size_bytes = num_bytes + NONCE_BYTES
+    if not hasattr(os, "memfd_create"):
+        return mmap.mmap(-1, size_bytes), None
+    fd = os.memfd_create("kvrelay-kv", os.MFD_CLOEXEC)
+    os.ftruncate(fd, size_bytes)
+    memory = mmap.mmap(fd, size_bytes)
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    memory[num_bytes:] = nonce
+    return memory, SharedRegion(fd=fd, size_bytes=size_bytes, nonce=nonce)
+
+
+def map_peer_region(*, pid: int, fd: int, size_bytes: int, nonce: bytes) -> mmap.mmap:
+    """Return another process's region, read-only. Raises OSError when it is not there or is another one."""
+    path = f"/proc/{pid}/fd/{fd}"
+    peer_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        actual = os.fstat(peer_fd).st_size
+        if actual != size_bytes:
+            raise OSError(f"{path} has {actual} bytes, not {size_bytes}")
+        memory = mmap.mmap(peer_fd, size_bytes, prot=mmap.PROT_READ)
+    finally:
+        os.close(peer_fd)
+    if len(nonce) != NONCE_BYTES or memory[-NONCE_BYTES:] != nonce:
+        memory.close()
+        raise OSError(f"{path} is not the peer's KV memory")
+    return memory
+
+
+def host_id() -> str:
+    """Return what two processes share exactly when one can open the other's /proc entries, or "" where there is none."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot_id}/{Path('/proc/self/ns/pid').readlink()}/{os.getuid()}"
+    except OSError:
+        return ""

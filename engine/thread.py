@@ -1,0 +1,117 @@
+"""Runs an EngineCore on its own thread; the event loop never waits for a forward pass.
+
+Everything that touches the core goes through `call` (await the result) or `post` (fire and forget); both run between
+two steps, in order. Events come back with one `call_soon_threadsafe` per step.
+"""
+
+import asyncio
+import concurrent.futures
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from engine.core import Emitted, EngineCore
+from engine.events import StepReport
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class EngineThread:
+    """Owner of one core and its thread. Construct and use on the event loop; `start` before, `aclose` after."""
+
+    def __init__(self, core: EngineCore, on_report: Callable[[StepReport], None]) -> None:
+        self._core = core
+        self._on_report = on_report
+        self._commands: queue.SimpleQueue[Callable[[EngineCore], None] | None] = queue.SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Start stepping."""
+        self._thread.start()
+
+    async def aclose(self) -> None:
+        """Stop after the current step and join the thread."""
+        if self._thread.is_alive():
+            self._commands.put(None)
+            await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+
+    def post(self, command: Callable[[EngineCore], object]) -> None:
+        """Run `command` on the engine thread between two steps. It must not raise."""
+        self._commands.put(lambda core: void(command(core)))
+
+    async def call(self, command: Callable[[EngineCore], T]) -> T:
+        """Run `command` on the engine thread between two steps and return its result or raise its exception.
+
+        When the caller is cancelled the command runs all the same: a command that acquires something must be followed
+        by a `post` that releases it (see `acquire`).
+        """
+        done: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run(core: EngineCore) -> None:
+            try:
+                result = command(core)
+            except Exception as error:  # noqa: BLE001 - handed to the caller, who knows what it means
+                done.set_exception(error)
+            else:
+                done.set_result(result)
+
+        self._commands.put(run)
+        return await asyncio.shield(asyncio.wrap_future(done))
+
+    async def acquire(self, command: Callable[[EngineCore], T], undo: Callable[[EngineCore, T], object]) -> T:
+        """Like `call`, but when the caller is cancelled meanwhile, `undo` is run on the result."""
+        box: list[T] = []
+
+        def run(core: EngineCore) -> T:
+            box.append(command(core))
+            return box[0]
+
+        try:
+            return await self.call(run)
+        except asyncio.CancelledError:
+            self.post(lambda core: undo(core, box[0]) if box else None)
+            raise
+
+    def _run(self) -> None:
+        core = self._core
+        while self._drain(core):
+            emitted = core.step() if core.has_work else []
+            self._report(core, emitted)
+
+    def _drain(self, core: EngineCore) -> bool:
+        """Run all queued commands; block for one when there is nothing to compute. Returns False to stop."""
+        block = not core.has_work
+        while True:
+            try:
+                command = self._commands.get(block=block)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            try:
+                command(core)
+            except Exception:  # a posted command broke its promise; the engine goes on for everybody else
+                logger.exception("engine command failed")
+            core.wake()
+            block = False
+
+    def _report(self, core: EngineCore, emitted: Emitted) -> None:
+        report = StepReport(kv_events=core.pool.drain_events(), load=core.load())
+        try:
+            self._loop.call_soon_threadsafe(self._dispatch, report, emitted)
+        except RuntimeError:
+            logger.debug("the event loop is closed; %d events are dropped", len(emitted))
+
+    def _dispatch(self, report: StepReport, emitted: Emitted) -> None:
+        self._on_report(report)
+        for group, event in emitted:
+            group.sink(event)
+
+
+def void(_result: object) -> None:
+    """Drop a result."""

@@ -1,0 +1,204 @@
+"""Handoffs on the serving side: the right of one puller to fetch one prompt's KV, under a lease.
+
+    EXPECTED ──prefill began──▶ FILLING ──last token computed──▶ COMPLETE ──puller's ack──▶ RELEASED
+        └──────────────┴──────────────────────┴──── abort by either side, or expiry ────▶ ABORTED
+
+Either side may come first: the decode worker opens its fetch as soon as its pages are reserved, usually before the
+prefill request has arrived. Both ends are told of an abort at once; the time to live is the net under crashes. Entering
+RELEASED or ABORTED runs `on_end` exactly once, which unpins the pages.
+"""
+
+import asyncio
+import enum
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.clock import Clock
+from common.errors import HandoffGone, InvalidRequest, KvrelayError, Overloaded
+from common.ids import BlockHash, BlockId, HandoffId
+
+logger = logging.getLogger(__name__)
+
+MAX_HANDOFFS = 4096
+
+
+class HandoffState(enum.Enum):
+    """Where a handoff is."""
+
+    EXPECTED = "expected"
+    FILLING = "filling"
+    COMPLETE = "complete"
+    RELEASED = "released"
+    ABORTED = "aborted"
+
+
+_NEXT: dict[HandoffState, frozenset[HandoffState]] = {
+    HandoffState.EXPECTED: frozenset({HandoffState.FILLING, HandoffState.ABORTED}),
+    HandoffState.FILLING: frozenset({HandoffState.COMPLETE, HandoffState.ABORTED}),
+    HandoffState.COMPLETE: frozenset({HandoffState.RELEASED, HandoffState.ABORTED}),
+    HandoffState.RELEASED: frozenset(),
+    HandoffState.ABORTED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstToken:
+    """The first generated token of a sample."""
+
+    sample_index: int
+    token_id: int
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffManifest:
+    """What the puller must have in its pages before it may decode."""
+
+    num_tokens: int
+    num_blocks: int
+    last_block_hash: BlockHash | None
+    first_tokens: tuple[FirstToken, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Handoff:
+    """One handoff. Event loop only; changed by `HandoffTable` alone."""
+
+    handoff_id: HandoffId
+    block_size: int
+    idle_since_s: float
+    """When the missing side began to be missing; the lease counts from here."""
+    state: HandoffState = HandoffState.EXPECTED
+    block_table: tuple[BlockId, ...] = ()
+    num_ready_tokens: int = 0
+    manifest: HandoffManifest | None = None
+    completed_s: float | None = None
+    error: KvrelayError | None = None
+    has_puller: bool = False
+    on_end: Callable[[], None] | None = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is pinned any more."""
+        return not _NEXT[self.state]
+
+    @property
+    def num_ready_blocks(self) -> int:
+        """Blocks that are final: full ones, and the tail once the prompt is complete."""
+        if self.manifest is not None:
+            return self.manifest.num_blocks
+        return self.num_ready_tokens // self.block_size
+
+    async def changed(self) -> None:
+        """Wait for the next change of anything here."""
+        await self._changed.wait()
+
+    def notify(self) -> None:
+        """Wake all waiters."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def raise_if_aborted(self) -> None:
+        """Raise the reason once the handoff is aborted."""
+        if self.state is HandoffState.ABORTED:
+            assert self.error is not None
+            raise self.error
+
+
+class HandoffTable:
+    """All handoffs of one serving worker. Event loop only."""
+
+    def __init__(self, *, block_size: int, lease_ttl_s: float, clock: Clock) -> None:
+        self._block_size = block_size
+        self._lease_ttl_s = lease_ttl_s
+        self._clock = clock
+        self._handoffs: dict[HandoffId, Handoff] = {}
+        self.num_expired = 0
+
+    @property
+    def num_leases(self) -> int:
+        """Handoffs that are expected or pin pages."""
+        return len(self._handoffs)
+
+    def begin(self, handoff_id: HandoffId, on_end: Callable[[], None]) -> Handoff:
+        """The prefill side arrives; `on_end` runs once when the handoff is over. Raises InvalidRequest the second time."""
+        handoff = self._get_or_expect(handoff_id)
+        if handoff.state is not HandoffState.EXPECTED:
+            raise InvalidRequest(f"handoff {handoff_id} has begun already", field="handoff_id")
+        handoff.on_end = on_end
+        self._advance(handoff, HandoffState.FILLING)
+        return handoff
+
+    def attach_puller(self, handoff_id: HandoffId) -> Handoff:
+        """The puller arrives. Raises HandoffGone when another one is there already."""
+        handoff = self._get_or_expect(handoff_id)
+        if handoff.has_puller:
+            raise HandoffGone(f"handoff {handoff_id} is being pulled by somebody else")
+        handoff.has_puller = True
+        handoff.idle_since_s = self._clock.monotonic()
+        return handoff
+
+    def progress(self, handoff: Handoff, block_table: tuple[BlockId, ...], num_tokens: int) -> None:
+        """KV of the first `num_tokens` tokens is in the pages."""
+        if not handoff.is_over:
+            handoff.block_table = block_table
+            handoff.num_ready_tokens = num_tokens
+            handoff.notify()
+
+    def complete(self, handoff: Handoff, manifest: HandoffManifest) -> None:
+        """The prompt is computed and the first tokens are known. A no-op when aborted meanwhile."""
+        if not handoff.is_over:
+            handoff.manifest = manifest
+            handoff.completed_s = handoff.idle_since_s = self._clock.monotonic()
+            self._advance(handoff, HandoffState.COMPLETE)
+
+    def release(self, handoff: Handoff) -> None:
+        """The puller has everything."""
+        self._end(handoff, HandoffState.RELEASED)
+
+    def abort(self, handoff: Handoff, error: KvrelayError) -> None:
+        """Either side gave up; the other one is told at once. A no-op when over."""
+        if not handoff.is_over:
+            handoff.error = error
+            self._end(handoff, HandoffState.ABORTED)
+
+    def sweep(self) -> None:
+        """Abort every handoff whose missing side has been missing for the time to live."""
+        now_s = self._clock.monotonic()
+        for handoff in list(self._handoffs.values()):
+            missing = "puller" if not handoff.has_puller else "prefill request"
+            is_waiting = not handoff.has_puller or handoff.state is HandoffState.EXPECTED
+            if is_waiting and now_s - handoff.idle_since_s > self._lease_ttl_s:
+                self.num_expired += 1
+                logger.warning("handoff %s expired: no %s", handoff.handoff_id, missing)
+                self.abort(handoff, HandoffGone(f"no {missing} came within {self._lease_ttl_s} s"))
+
+    async def sweep_forever(self) -> None:
+        """Run `sweep` four times per time to live."""
+        while True:
+            await asyncio.sleep(self._lease_ttl_s / 4)
+            self.sweep()
+
+    def _get_or_expect(self, handoff_id: HandoffId) -> Handoff:
+        handoff = self._handoffs.get(handoff_id)
+        if handoff is None:
+            if len(self._handoffs) >= MAX_HANDOFFS:
+                raise Overloaded(f"{MAX_HANDOFFS} handoffs are open", retry_after_s=1.0)
+            handoff = Handoff(handoff_id, self._block_size, self._clock.monotonic())
+            self._handoffs[handoff_id] = handoff
+        return handoff
+
+    def _advance(self, handoff: Handoff, to: HandoffState) -> None:
+        assert to in _NEXT[handoff.state], f"handoff {handoff.handoff_id}: {handoff.state.value} -> {to.value}"
+        handoff.state = to
+        handoff.notify()
+
+    def _end(self, handoff: Handoff, to: HandoffState) -> None:
+        if handoff.is_over:
+            return
+        self._advance(handoff, to)
+        del self._handoffs[handoff.handoff_id]
+        if handoff.on_end is not None:
+            handoff.on_end()

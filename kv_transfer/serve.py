@@ -1,0 +1,199 @@
+"""The serving side of a transfer: streams a handoff's blocks as they become final.
+
+One stream: OpenFetch ▸ FetchOpened ▸ (SealedBlocks | BlockChunk)* ▸ Manifest ▸ AckFetch. Whatever ends the stream ends
+the handoff: an acknowledgement releases it, anything else aborts it, and the prefill that fills it is stopped.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import xxhash
+
+from common.clock import Clock
+from common.errors import HandoffGone, InvalidRequest, LayoutMismatch, StaleEpoch
+from common.ids import BlockId, Epoch, HandoffId
+from common.rpc import error_boundary
+from engine.executor import KvStore
+from engine.shared_memory import host_id
+from kv_transfer.handoff import Handoff, HandoffTable
+from kvrelay.v1 import kv_transfer_pb2 as pb
+from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2
+
+logger = logging.getLogger(__name__)
+
+_READ_BYTES = 4 << 20  # gathered per executor hop: large enough to amortise it, small enough to bound memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings:
+    """How this worker serves."""
+
+    epoch: Epoch
+    pid: int
+    transports: tuple[int, ...]
+    """Allowed worker_pb2.KvTransport numbers."""
+    chunk_bytes: int
+    lease_ttl_s: float
+
+
+class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
+    """Serves the handoffs of one worker. `track` counts running calls; `on_bytes(transport, n)` counts bytes."""
+
+    def __init__(
+        self,
+        *,
+        table: HandoffTable,
+        store: KvStore,
+        settings: ServeSettings,
+        clock: Clock,
+        track: Callable[[], AbstractContextManager[None]],
+        on_bytes: Callable[[int, int], None],
+    ) -> None:
+        self._table = table
+        self._store = store
+        self._settings = settings
+        self._clock = clock
+        self._track = track
+        self._on_bytes = on_bytes
+
+    # Handlers write by `context.write`: the cleanup of an async generator would wait for its finalizer.
+    async def FetchBlocks(  # type: ignore[override]  # noqa: D102
+        self, request_iterator: AsyncIterator[pb.FetchBlocksRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        async with error_boundary(context, "FetchBlocks"):
+            with self._track():
+                opened = await _next(request_iterator)
+                if opened is None or opened.WhichOneof("message") != "open":
+                    raise InvalidRequest("the first message must be open", field="message")
+                self._check(opened.open)
+                handoff = self._table.attach_puller(HandoffId(opened.open.handoff_id))
+                try:
+                    await self._stream(handoff, opened.open, context)
+                    await self._await_ack(request_iterator)
+                    self._table.release(handoff)
+                finally:
+                    self._table.abort(handoff, HandoffGone("the puller went away"))
+
+    def _check(self, opened: pb.OpenFetch) -> None:
+        if opened.epoch != self._settings.epoch:
+            raise StaleEpoch("this worker was restarted; its handoffs are gone")
+        if opened.layout_fingerprint != self._store.shape.fingerprint:
+            raise LayoutMismatch(f"puller's layout {opened.layout_fingerprint} is not {self._store.shape.fingerprint}")
+
+    async def _stream(
+        self, handoff: Handoff, opened: pb.OpenFetch, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        transport = self._choose_transport(opened)
+        await context.write(pb.FetchBlocksResponse(opened=self._opened(transport)))
+        next_block = opened.first_block
+        while True:
+            handoff.raise_if_aborted()
+            ready = handoff.num_ready_blocks
+            if ready > next_block:
+                await self._send(handoff, next_block, ready, transport, context)
+                next_block = ready
+            elif handoff.manifest is not None:
+                break
+            else:
+                await handoff.changed()
+        await context.write(pb.FetchBlocksResponse(manifest=self._manifest(handoff)))
+
+    async def _send(
+        self,
+        handoff: Handoff,
+        start: int,
+        stop: int,
+        transport: int,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        """Send blocks [start, stop) of the sequence."""
+        loop = asyncio.get_running_loop()
+        block_bytes = self._store.shape.block_bytes
+        stride = max(1, _READ_BYTES // block_bytes)
+        for first in range(start, stop, stride):
+            block_ids = handoff.block_table[first : min(first + stride, stop)]
+            build = self._build_sealed if transport == worker_pb2.KV_TRANSPORT_SHM else self._build_chunks
+            messages = await loop.run_in_executor(None, build, first, block_ids)
+            handoff.raise_if_aborted()  # the pages may have had a new owner while they were read
+            for message in messages:
+                await context.write(message)
+            self._on_bytes(transport, len(block_ids) * block_bytes)
+
+    def _build_sealed(self, first: int, block_ids: tuple[BlockId, ...]) -> list[pb.FetchBlocksResponse]:
+        """Return one message that names pages and checksums. Any thread."""
+        data = self._store.read_blocks(block_ids)
+        size = self._store.shape.block_bytes
+        checksums = [xxhash.xxh3_64_intdigest(data[i * size : (i + 1) * size]) for i in range(len(block_ids))]
+        sealed = pb.SealedBlocks(first_block=first, block_ids=block_ids, checksums=checksums)
+        return [pb.FetchBlocksResponse(sealed=sealed)]
+
+    def _build_chunks(self, first: int, block_ids: tuple[BlockId, ...]) -> list[pb.FetchBlocksResponse]:
+        """Return the blocks' bytes in chunks. Any thread."""
+        data = self._store.read_blocks(block_ids)
+        size = self._store.shape.block_bytes
+        messages: list[pb.FetchBlocksResponse] = []
+        for i in range(len(block_ids)):
+            for offset in range(0, size, self._settings.chunk_bytes):
+                piece = bytes(data[i * size + offset : i * size + min(offset + self._settings.chunk_bytes, size)])
+                chunk = pb.BlockChunk(
+                    block_index=first + i, offset=offset, data=piece, checksum=xxhash.xxh3_64_intdigest(piece)
+                )
+                messages.append(pb.FetchBlocksResponse(chunk=chunk))
+        return messages
+
+    def _choose_transport(self, opened: pb.OpenFetch) -> int:
+        for transport in opened.transports:
+            if transport not in self._settings.transports:
+                continue
+            if transport == worker_pb2.KV_TRANSPORT_GRPC:
+                return transport
+            shareable = self._store.shared_region is not None and opened.host_id and opened.host_id == host_id()
+            if transport == worker_pb2.KV_TRANSPORT_SHM and shareable:
+                return transport
+        raise LayoutMismatch(f"no transport in common: puller offers {list(opened.transports)}")
+
+    def _opened(self, transport: int) -> pb.FetchOpened:
+        region = self._store.shared_region
+        if transport != worker_pb2.KV_TRANSPORT_SHM or region is None:
+            return pb.FetchOpened(transport=worker_pb2.KvTransport.ValueType(transport))
+        return pb.FetchOpened(
+            transport=worker_pb2.KvTransport.ValueType(transport),
+            shared_memory=pb.SharedMemory(
+                pid=self._settings.pid,
+                fd=region.fd,
+                size_bytes=region.size_bytes,
+                nonce=region.nonce,
+                num_blocks=self._store.num_blocks,
+            ),
+        )
+
+    def _manifest(self, handoff: Handoff) -> pb.Manifest:
+        manifest = handoff.manifest
+        assert manifest is not None and handoff.completed_s is not None
+        return pb.Manifest(
+            num_tokens=manifest.num_tokens,
+            num_blocks=manifest.num_blocks,
+            last_block_hash=manifest.last_block_hash or b"",
+            first_tokens=[
+                pb.ManifestToken(sample_index=t.sample_index, token_id=t.token_id, finished=t.finished)
+                for t in manifest.first_tokens
+            ],
+            age_s=self._clock.monotonic() - handoff.completed_s,
+        )
+
+    async def _await_ack(self, request_iterator: AsyncIterator[pb.FetchBlocksRequest]) -> None:
+        try:
+            message = await asyncio.wait_for(_next(request_iterator), self._settings.lease_ttl_s)
+        except TimeoutError:
+            raise HandoffGone("the puller did not acknowledge the manifest") from None
+        if message is None or message.WhichOneof("message") != "ack":
+            raise HandoffGone("the puller left without an acknowledgement")
+
+
+async def _next(request_iterator: AsyncIterator[pb.FetchBlocksRequest]) -> pb.FetchBlocksRequest | None:
+    return await anext(request_iterator, None)

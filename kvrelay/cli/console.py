@@ -1,0 +1,52 @@
+"""The terminal: answers go to stdout, everything about them to stderr, and text of a model is never interpreted."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+
+out = Console(markup=False, highlight=False, emoji=False)
+err = Console(markup=False, highlight=False, emoji=False, stderr=True)
+
+# C0 and C1 controls but tab and newline: a model's text must not move the cursor or set the title of a terminal.
+_CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
+
+
+def write_text(text: str) -> None:
+    """Write a piece of an answer to stdout and flush it; control characters are dropped on a terminal."""
+    if sys.stdout.isatty():
+        text = text.translate(_CONTROLS)
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+class Progress:
+    """Tells what is going on: one line per report with the time since the start, and a spinner on a terminal.
+
+    Call it with a line, from any thread, inside its `with` block.
+    """
+
+    def __init__(self, console: Console = err) -> None:
+        self._console = console
+        self._started_s = time.monotonic()
+        self._status = console.status("starting")
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since it was made."""
+        return time.monotonic() - self._started_s
+
+    def __call__(self, line: str) -> None:
+        self._console.print(f"{self.elapsed_s:6.1f} s  {line}", soft_wrap=True)
+        self._status.update(line)
+
+    def __enter__(self) -> Self:
+        self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._status.stop()

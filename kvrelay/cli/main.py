@@ -1,0 +1,64 @@
+"""Entry point of the `kvrelay` command."""
+
+from typing import Annotated
+
+import typer
+
+from kvrelay.cli.chat import chat
+from kvrelay.cli.cluster import down, up
+from kvrelay.cli.console import out
+from kvrelay.cli.demo import demo
+from kvrelay.cli.errors import ErrorReportingGroup
+from kvrelay.cli.generate import generate
+from kvrelay.cli.logs import logs
+from kvrelay.cli.model import fetch_model
+from kvrelay.cli.status import status
+
+app = typer.Typer(
+    name="kvrelay",
+    cls=ErrorReportingGroup,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        out.print(f"kvrelay {version('kvrelay')}")
+        raise typer.Exit
+
+
+@app.callback()
+def kvrelay(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Serve a large language model from two pools of workers: one reads prompts, one writes answers.
+
+    \b
+    kvrelay up                                  start the cluster of ./serving.yaml
+    kvrelay generate -p "Why is the sky blue?"  ask it something
+    kvrelay status --watch                      look at it
+    kvrelay down                                stop it
+    """
+
+
+_CLUSTER, _USE = "Cluster", "Use"
+app.command(rich_help_panel=_CLUSTER)(up)
+app.command(rich_help_panel=_CLUSTER)(down)
+app.command(rich_help_panel=_CLUSTER)(status)
+app.command(rich_help_panel=_CLUSTER)(logs)
+app.command("fetch-model", rich_help_panel=_CLUSTER)(fetch_model)
+app.command(rich_help_panel=_USE)(generate)
+app.command(rich_help_panel=_USE)(chat)
+app.command(rich_help_panel=_USE)(demo)
+
+
+def main() -> None:
+    """Run the command line."""
+    app(prog_name="kvrelay")

@@ -1,0 +1,88 @@
+"""Options that several commands share."""
+
+import enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvrelay.client.requests import SamplingOptions
+
+DEFAULT_CONFIG = Path("serving.yaml")
+_SAMPLING = "Sampling"
+
+
+class Launcher(enum.StrEnum):
+    """How processes are started."""
+
+    RAY = "ray"
+    LOCAL = "local"
+
+
+ConfigOption = Annotated[
+    Path, typer.Option("--config", "-c", metavar="FILE", envvar="KVRELAY_CONFIG", help="The configuration file.")
+]
+LauncherOption = Annotated[
+    Launcher | None,
+    typer.Option("--launcher", help="Ray actors or plain subprocesses; overrides the file.", show_default=False),
+]
+AddressOption = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        "-a",
+        metavar="HOST:PORT",
+        envvar="KVRELAY_ADDRESS",
+        help="The router; default: the cluster that `kvrelay up` started, else 127.0.0.1:50051.",
+        show_default=False,
+    ),
+]
+TimeoutOption = Annotated[
+    float | None,
+    typer.Option("--timeout", metavar="SECONDS", min=0.001, help="Give up after this long.", show_default=False),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        help="Name of a served model; with --in-process a folder, a hub id or 'default'.",
+        show_default=False,
+    ),
+]
+MaxNewTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-new-tokens", "-n", min=1, help="Longest answer; default: the server's.", rich_help_panel=_SAMPLING
+    ),
+]
+TemperatureOption = Annotated[
+    float, typer.Option("--temperature", "-t", min=0.0, help="0 is greedy.", rich_help_panel=_SAMPLING)
+]
+TopKOption = Annotated[
+    int | None,
+    typer.Option("--top-k", min=0, help="Only the k most probable tokens; 0 is all.", rich_help_panel=_SAMPLING),
+]
+TopPOption = Annotated[
+    float | None,
+    typer.Option("--top-p", help="Only the most probable tokens that reach this mass.", rich_help_panel=_SAMPLING),
+]
+SeedOption = Annotated[
+    int | None,
+    typer.Option("--seed", min=0, help="Repeats a sampled answer; default: drawn anew.", rich_help_panel=_SAMPLING),
+]
+
+
+def sampling_options(
+    *, max_new_tokens: int | None, temperature: float, top_k: int | None, top_p: float | None, seed: int | None
+) -> SamplingOptions:
+    """Return the options that were given; the server knows the defaults of the others."""
+    given: dict[str, Any] = {
+        "max_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+    }
+    options: Any = {name: value for name, value in given.items() if value is not None}
+    return options  # type: ignore[no-any-return]

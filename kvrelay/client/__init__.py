@@ -1,0 +1,96 @@
+"""The Python clients of a kvrelay cluster: everything a user imports.
+
+from kvrelay.client import Client, Token
+
+with Client() as client:
+    print(client.chat("What is the capital of France?", temperature=0).text)
+"""
+
+from common.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFault,
+    InvalidRequest,
+    KvrelayError,
+    Overloaded,
+    PromptTooLong,
+    RequestError,
+    UnknownModel,
+    Unreachable,
+    WorkerError,
+    WorkerLost,
+)
+from kvrelay.client.async_client import AsyncClient, AsyncGenerationStream
+from kvrelay.client.collect import GenerationBuilder
+from kvrelay.client.records import (
+    Accepted,
+    ChatMessage,
+    ChatTurn,
+    Completed,
+    Event,
+    FinishReason,
+    Generation,
+    ModelInfo,
+    PlanChosen,
+    PlanKind,
+    PositionLogprobs,
+    Prompt,
+    PromptLogprobs,
+    RequestTimings,
+    Sample,
+    Token,
+    Tokenization,
+    TokenLogprob,
+    TransferStats,
+    Usage,
+)
+from kvrelay.client.requests import SamplingOptions
+from kvrelay.client.status import ClusterStatus, RouterStatus, WorkerLoad, WorkerStatus, WorkerView
+from kvrelay.client.sync_client import DEFAULT_ADDRESS, Client, GenerationStream
+
+__all__ = [
+    "DEFAULT_ADDRESS",
+    "Accepted",
+    "AsyncClient",
+    "AsyncGenerationStream",
+    "Cancelled",
+    "ChatMessage",
+    "ChatTurn",
+    "Client",
+    "ClusterStatus",
+    "Completed",
+    "DeadlineExceeded",
+    "EngineFault",
+    "Event",
+    "FinishReason",
+    "Generation",
+    "GenerationBuilder",
+    "GenerationStream",
+    "InvalidRequest",
+    "KvrelayError",
+    "ModelInfo",
+    "Overloaded",
+    "PlanChosen",
+    "PlanKind",
+    "PositionLogprobs",
+    "Prompt",
+    "PromptLogprobs",
+    "PromptTooLong",
+    "RequestError",
+    "RequestTimings",
+    "RouterStatus",
+    "Sample",
+    "SamplingOptions",
+    "Token",
+    "TokenLogprob",
+    "Tokenization",
+    "TransferStats",
+    "UnknownModel",
+    "Unreachable",
+    "Usage",
+    "WorkerError",
+    "WorkerLoad",
+    "WorkerLost",
+    "WorkerStatus",
+    "WorkerView",
+]

@@ -1,0 +1,209 @@
+"""The asyncio client."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, Self, TypeVar, Unpack
+
+import grpc
+
+from common.errors import Cancelled
+from common.rpc import client_channel
+from kvrelay.client.collect import EventBuffer
+from kvrelay.client.convert import error_from_rpc, models_from_proto, status_from_proto, tokenization_from_proto
+from kvrelay.client.records import ChatTurn, Event, Generation, ModelInfo, Prompt, Tokenization
+from kvrelay.client.requests import SamplingOptions, as_conversation, generate_request, tokenize_request
+from kvrelay.client.status import ClusterStatus
+from kvrelay.client.sync_client import DEFAULT_ADDRESS
+from kvrelay.v1 import inference_pb2, inference_pb2_grpc
+
+_T = TypeVar("_T")
+
+
+class AsyncGenerationStream(AsyncIterator[Event]):
+    """The events of one request, as they arrive. Belongs to the event loop that made it.
+
+    Closing it, leaving its `async with` block, cancelling the task that reads it or dropping the last reference (as
+    `break` does in `async for event in client.stream(…)`) cancels the request at once: the cluster stops computing it.
+    """
+
+    def __init__(self, call: "grpc.aio.UnaryStreamCall[Any, inference_pb2.GenerateResponse]", *, address: str) -> None:
+        self._call = call
+        self._messages = aiter(call)
+        self._address = address
+        self._events = EventBuffer()
+
+    async def __anext__(self) -> Event:
+        """Return the next event. Raises StopAsyncIteration at the end and after `aclose`, KvrelayError on failure."""
+        while (event := self._events.take()) is None:
+            if self._events.has_ended:
+                raise StopAsyncIteration
+            try:
+                await self._read()
+            except BaseException:
+                self._cancel()
+                raise
+        return event
+
+    async def result(self) -> Generation:
+        """Read the rest and return the whole answer. Raises Cancelled when the stream was closed before its end."""
+        async for _ in self:
+            pass
+        return self._events.build()
+
+    async def aclose(self) -> None:
+        """Cancel the request unless it has ended. Repeating it is harmless."""
+        self._cancel()
+
+    async def _read(self) -> None:
+        try:
+            message = await anext(self._messages, None)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, address=self._address) from None
+        except asyncio.CancelledError:
+            if _is_being_cancelled():
+                raise
+            # grpc reports a call that another task closed as if this task were cancelled
+            if not self._events.has_ended:
+                raise Cancelled("the client was closed during the call") from None
+            return
+        if message is None:
+            self._events.finish()
+        else:
+            self._events.feed(message)
+
+    def _cancel(self) -> None:
+        if not self._events.has_ended:
+            self._events.drop()
+            self._call.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._cancel()
+
+    def __del__(self) -> None:
+        # grpc's iterator and call hold each other: without this the request would run until the next cycle collection
+        if not self._events.has_ended and not self._call.done():
+            try:
+                self._cancel()
+            except RuntimeError:  # the loop is closed, and the channel with it
+                return
+
+
+class AsyncClient:
+    """A connection to a kvrelay cluster. Connects on first use; from then on it belongs to that event loop.
+
+    `timeout_s` is the deadline of every call that does not name its own; None waits as long as the cluster does. A
+    stream's deadline covers all of it.
+    """
+
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, timeout_s: float | None = None) -> None:
+        self.address = address
+        self._timeout_s = timeout_s
+        self._channel: grpc.aio.Channel | None = None
+        self._lazy_stub: inference_pb2_grpc.InferenceServiceAsyncStub | None = None  # a class of the type stubs only
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        model: str = "",
+        label: str = "",
+        timeout_s: float | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Generation:
+        """Return the complete answer to text, token ids or a conversation. Raises KvrelayError.
+
+        `model` "" takes the served one; `label` appears in the cluster's logs.
+        """
+        async with self.stream(prompt, model=model, label=label, timeout_s=timeout_s, **sampling) as stream:
+            return await stream.result()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        model: str = "",
+        label: str = "",
+        timeout_s: float | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> AsyncGenerationStream:
+        """Send the request and return its events. Raises InvalidRequest for values that cannot be sent."""
+        request = generate_request(prompt, sampling, model=model, label=label)
+        call = self._stub().Generate(request, timeout=self._deadline_s(timeout_s))
+        return AsyncGenerationStream(call, address=self.address)
+
+    async def chat(
+        self,
+        messages: str | Sequence[ChatTurn],
+        *,
+        model: str = "",
+        label: str = "",
+        timeout_s: float | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Generation:
+        """Return the assistant's complete answer to a conversation; a string is a single turn of the user."""
+        return await self.generate(as_conversation(messages), model=model, label=label, timeout_s=timeout_s, **sampling)
+
+    def stream_chat(
+        self,
+        messages: str | Sequence[ChatTurn],
+        *,
+        model: str = "",
+        label: str = "",
+        timeout_s: float | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> AsyncGenerationStream:
+        """Return the events of the assistant's answer; a string is a single turn of the user."""
+        return self.stream(as_conversation(messages), model=model, label=label, timeout_s=timeout_s, **sampling)
+
+    async def tokenize(self, source: str | Sequence[ChatTurn], *, timeout_s: float | None = None) -> Tokenization:
+        """Return the tokens that `generate` would make of text or of a conversation."""
+        return tokenization_from_proto(await self._unary(self._stub().Tokenize, tokenize_request(source), timeout_s))
+
+    async def models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
+        """Return the served models."""
+        request = inference_pb2.ListModelsRequest()
+        return models_from_proto(await self._unary(self._stub().ListModels, request, timeout_s))
+
+    async def status(self, *, timeout_s: float | None = None) -> ClusterStatus:
+        """Return what the router and every worker hold right now."""
+        request = inference_pb2.GetClusterStatusRequest()
+        return status_from_proto(await self._unary(self._stub().GetClusterStatus, request, timeout_s))
+
+    async def aclose(self) -> None:
+        """Close the channel; running calls are cancelled."""
+        channel, self._channel, self._lazy_stub = self._channel, None, None
+        if channel is not None:
+            await channel.close()
+
+    async def _unary(self, method: Callable[..., Awaitable[_T]], request: Any, timeout_s: float | None) -> _T:
+        try:
+            return await method(request, timeout=self._deadline_s(timeout_s))
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, address=self.address) from None
+        except asyncio.CancelledError:
+            if _is_being_cancelled():
+                raise
+            raise Cancelled("the client was closed during the call") from None
+
+    def _stub(self) -> "inference_pb2_grpc.InferenceServiceAsyncStub":
+        if self._lazy_stub is None:  # not in __init__: a channel belongs to the loop that runs when it is made
+            self._channel = client_channel(self.address)
+            self._lazy_stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        return self._lazy_stub
+
+    def _deadline_s(self, timeout_s: float | None) -> float | None:
+        return self._timeout_s if timeout_s is None else timeout_s
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+def _is_being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

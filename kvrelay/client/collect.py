@@ -1,0 +1,133 @@
+"""From events to a complete answer."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from common.errors import Cancelled, EngineFault
+from kvrelay.client.convert import events_from_proto
+from kvrelay.client.records import (
+    Accepted,
+    Completed,
+    Event,
+    FinishReason,
+    Generation,
+    PlanChosen,
+    PositionLogprobs,
+    PromptLogprobs,
+    Sample,
+    Token,
+)
+from kvrelay.v1 import inference_pb2
+
+
+@dataclass(slots=True)
+class _SampleBuilder:
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def add(self, token: Token) -> None:
+        if self.finish_reason is not None or token.token_index != len(self.token_ids):
+            raise EngineFault(
+                f"sample {token.sample_index}: token {token.token_index} arrived after {len(self.token_ids)} tokens"
+                + (", when the sample had ended" if self.finish_reason else "")
+            )
+        self.texts.append(token.text)
+        self.token_ids.append(token.token_id)
+        if token.logprobs is not None:
+            self.logprobs.append(token.logprobs)
+        self.finish_reason = token.finish_reason
+
+    def build(self, sample_index: int) -> Sample:
+        if self.finish_reason is None:
+            raise EngineFault(f"sample {sample_index} has no end after {len(self.token_ids)} tokens")
+        return Sample(
+            text="".join(self.texts),
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.finish_reason,
+            logprobs=tuple(self.logprobs) or None,
+        )
+
+
+class GenerationBuilder:
+    """Folds the events of one request into a Generation. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._accepted: Accepted | None = None
+        self._plans: list[PlanChosen] = []
+        self._prompt_logprobs: tuple[PositionLogprobs, ...] | None = None
+        self._samples: dict[int, _SampleBuilder] = {}
+        self._completed: Completed | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last event was seen."""
+        return self._completed is not None
+
+    def add(self, event: Event) -> None:
+        """Take one event. Raises EngineFault when a token is missing, repeated or out of order."""
+        match event:
+            case Token():
+                self._samples.setdefault(event.sample_index, _SampleBuilder()).add(event)
+            case Accepted():
+                self._accepted = event
+            case PlanChosen():
+                self._plans.append(event)
+            case PromptLogprobs():
+                self._prompt_logprobs = event.positions
+            case Completed():
+                self._completed = event
+
+    def build(self) -> Generation:
+        """Return the answer. Raises EngineFault when its events are not complete."""
+        accepted, completed = self._accepted, self._completed
+        if accepted is None or completed is None or not self._plans or not self._samples:
+            raise EngineFault("the server ended the stream before the answer was complete")
+        return Generation(
+            request_id=accepted.request_id,
+            samples=tuple(self._samples[index].build(index) for index in sorted(self._samples)),
+            plans=tuple(self._plans),
+            prompt_logprobs=self._prompt_logprobs,
+            usage=completed.usage,
+            timings=completed.timings,
+            transfer=completed.transfer,
+            seed=completed.seed,
+        )
+
+
+class EventBuffer:
+    """What both kinds of stream share: events received and not yet taken, and whether the stream has ended."""
+
+    def __init__(self) -> None:
+        self._builder = GenerationBuilder()
+        self._pending: deque[Event] = deque()
+        self.has_ended = False
+        """No further message will be read: the stream ended, failed or was closed."""
+
+    def feed(self, message: inference_pb2.GenerateResponse) -> None:
+        """Take one message. Raises EngineFault."""
+        for event in events_from_proto(message):
+            self._builder.add(event)
+            self._pending.append(event)
+
+    def take(self) -> Event | None:
+        """Return the next event, None when a message must be read first."""
+        return self._pending.popleft() if self._pending else None
+
+    def finish(self) -> None:
+        """Note the regular end. Raises EngineFault when the last event is missing."""
+        self.has_ended = True
+        if not self._builder.is_complete:
+            raise EngineFault("the server ended the stream before the answer was complete")
+
+    def drop(self) -> None:
+        """Note a close or a failure: nothing more is handed out."""
+        self.has_ended = True
+        self._pending.clear()
+
+    def build(self) -> Generation:
+        """Return the answer. Raises Cancelled when the stream was closed before its end."""
+        if not self._builder.is_complete:
+            raise Cancelled("the stream was closed before the answer was complete")
+        return self._builder.build()

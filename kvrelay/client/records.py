@@ -1,0 +1,235 @@
+"""What the clients return: frozen records, no protobuf.
+
+Durations are seconds, sizes are bytes. A value that does not exist is None, never 0 or "".
+"""
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sample ended."""
+
+    STOP = "stop"
+    """End-of-sequence token, stop token or stop string."""
+    LENGTH = "length"
+    """max_tokens or the model's context length."""
+
+
+class PlanKind(enum.StrEnum):
+    """How a request is served."""
+
+    REMOTE = "remote"
+    """A prefill worker reads the prompt and hands its KV to a decode worker."""
+    LOCAL = "local"
+    """The decode worker reads the short uncached rest of the prompt itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: str
+    """"system", "user" or "assistant"."""
+    content: str
+
+
+ChatTurn: TypeAlias = ChatMessage | Mapping[str, str]
+"""A message, or a mapping with exactly the keys "role" and "content"."""
+Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatTurn]
+"""Text, continued as it is; ready token ids; or a conversation for the model's chat template."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """The natural logarithm of a token's probability under the unshaped distribution."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PositionLogprobs:
+    """Log-probabilities at one position."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+    """The most probable tokens, best first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """First event: the request was admitted."""
+
+    request_id: str
+    """Minted by the router; the id in every process's logs."""
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanChosen:
+    """The router chose workers. A further one follows when a worker was lost and the request moved."""
+
+    kind: PlanKind
+    prefill_worker_id: str | None
+    """None for a local plan."""
+    decode_worker_id: str
+    predicted_cached_tokens: int
+    """Prompt tokens that the router expects in the cache of the worker that prefills."""
+    reason: str
+    attempt: int
+    """1 for the first plan of the request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobs:
+    """Sent once, before the first token, when prompt_logprobs were asked for."""
+
+    positions: tuple[PositionLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """One generated token. Of each sample, every token comes once and in order."""
+
+    sample_index: int
+    token_index: int
+    """Position in that sample's output, from 0."""
+    token_id: int
+    text: str
+    """Text that became certain with this token; may be empty. A sample's text is the concatenation."""
+    logprobs: PositionLogprobs | None
+    finish_reason: FinishReason | None
+    """Set on a sample's last token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Token counts of a finished request."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    """Of all samples."""
+    num_cached_tokens: int
+    """Prompt tokens whose KV the worker that prefilled found in its cache."""
+    num_decode_cached_tokens: int
+    """Prompt tokens whose KV the decode worker already held, so that they were not transferred."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTimings:
+    """Durations of a finished request, measured by the router."""
+
+    queue_s: float
+    """Admission to the start of prefill."""
+    prefill_s: float
+    transfer_s: float
+    """First to last KV block received by the decode worker."""
+    transfer_exposed_s: float
+    """The part of the transfer that prefill did not hide."""
+    ttft_s: float
+    """Request received to first token sent."""
+    mean_itl_s: float | None
+    """Mean gap between consecutive tokens of the first sample; None with fewer than two."""
+    max_itl_s: float | None
+    """Largest gap, recovery pauses included."""
+    e2e_s: float
+    """Request received to last token sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferStats:
+    """KV handed from prefill to decode, all attempts together. All zero for a local plan."""
+
+    num_blocks: int
+    """A partly filled last block counts."""
+    kv_bytes: int
+    transfer_s: float
+    exposed_s: float
+    transport: str | None
+    """"grpc" or "shm"; None when nothing was handed over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completed:
+    """Last event of a successful request."""
+
+    usage: Usage
+    timings: RequestTimings
+    transfer: TransferStats
+    num_attempts: int
+    """1 when no worker was lost."""
+    seed: int
+    """The seed that was used; sending it again repeats the answer."""
+
+
+Event: TypeAlias = Accepted | PlanChosen | PromptLogprobs | Token | Completed
+"""What a stream yields, in this order: Accepted, PlanChosen, …, Token, …, Completed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One of the n answers to a prompt."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[PositionLogprobs, ...] | None
+    """One entry for each token, when they were asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A complete answer."""
+
+    request_id: str
+    samples: tuple[Sample, ...]
+    plans: tuple[PlanChosen, ...]
+    """One; more when a worker was lost on the way."""
+    prompt_logprobs: tuple[PositionLogprobs, ...] | None
+    usage: Usage
+    timings: RequestTimings
+    transfer: TransferStats
+    seed: int
+
+    @property
+    def text(self) -> str:
+        """The first sample's text."""
+        return self.samples[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The first sample's tokens."""
+        return self.samples[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the first sample ended."""
+        return self.samples[0].finish_reason
+
+    @property
+    def plan(self) -> PlanChosen:
+        """The plan that brought the answer to its end."""
+        return self.plans[-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokenization:
+    """Token ids, and the text of each."""
+
+    token_ids: tuple[int, ...]
+    pieces: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """A served model."""
+
+    name: str
+    max_model_len: int
+    """Longest prompt plus answer, in tokens."""
+    vocab_size: int
+    fingerprint: str
+    """Hash of weights, dtype and KV layout."""

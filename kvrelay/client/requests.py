@@ -1,0 +1,140 @@
+"""From what a user writes to request messages. Bad values raise here, before anything is sent."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypedDict
+
+from common.errors import InvalidRequest
+from kvrelay.client.records import ChatMessage, ChatTurn, Prompt
+from kvrelay.v1 import inference_pb2, sampling_pb2
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Sampling, as keyword arguments. An option left out takes the server's default, named in brackets."""
+
+    temperature: float
+    """0 is greedy. [1]"""
+    top_k: int
+    """Keep only the k most probable tokens; 0 keeps all. [0]"""
+    top_p: float
+    """Keep the smallest set of tokens whose probability reaches top_p. In (0, 1]. [1]"""
+    min_p: float
+    """Drop tokens less probable than min_p times the most probable one. In [0, 1]. [0]"""
+    repetition_penalty: float
+    """Divides (positive) or multiplies (negative) the logits of tokens seen in prompt or output. [1]"""
+    presence_penalty: float
+    """Subtracted once from the logits of tokens seen in the output. In [-2, 2]. [0]"""
+    frequency_penalty: float
+    """Subtracted per occurrence from the logits of tokens seen in the output. In [-2, 2]. [0]"""
+    logit_bias: Mapping[int, float]
+    """Added to the logits of single tokens. Values in [-100, 100]. [none]"""
+    seed: int
+    """Equal seeds give equal answers. [drawn by the router, reported in the result]"""
+    n: int
+    """Number of independent samples of the prompt. [1]"""
+    stop: str | Sequence[str]
+    """Strings that end a sample; their text is not returned. [none]"""
+    stop_token_ids: Sequence[int]
+    """Tokens that end a sample; their text is not returned. [none]"""
+    max_tokens: int
+    """Largest number of generated tokens per sample. [router.default_max_tokens]"""
+    min_tokens: int
+    """A sample does not end by a stop before this many tokens. [0]"""
+    ignore_eos: bool
+    """Go on after the model's end-of-sequence token. [False]"""
+    logprobs: int
+    """Report the log-probability of each generated token and of this many most probable ones. [off]"""
+    prompt_logprobs: int
+    """The same for every prompt token. [off]"""
+    include_special_tokens: bool
+    """Keep special tokens in the text. [False]"""
+
+
+def generate_request(
+    prompt: Prompt, sampling: SamplingOptions, *, model: str, label: str
+) -> inference_pb2.GenerateRequest:
+    """Return the message. Raises InvalidRequest for values that no message can carry, TypeError for wrong types."""
+    message = inference_pb2.GenerateRequest(sampling=_sampling_message(sampling))
+    with _field("model"):
+        message.model = model
+    with _field("label"):
+        message.label = label
+    if isinstance(prompt, str):
+        with _field("text"):
+            message.text = prompt
+    elif chat := _as_chat(prompt):
+        message.chat.CopyFrom(chat)
+    else:
+        with _field("token_ids"):
+            message.token_ids.SetInParent()  # an empty list is still a list of token ids; the server says what is wrong
+            message.token_ids.ids.extend(prompt)  # type: ignore[arg-type]  # _as_chat ruled the other kind out
+    return message
+
+
+def tokenize_request(source: str | Sequence[ChatTurn]) -> inference_pb2.TokenizeRequest:
+    """Return the message. Raises InvalidRequest, TypeError."""
+    message = inference_pb2.TokenizeRequest()
+    if isinstance(source, str):
+        with _field("text"):
+            message.text = source
+    else:
+        message.chat.CopyFrom(chat_message(source))
+    return message
+
+
+def as_conversation(messages: str | Sequence[ChatTurn]) -> Sequence[ChatTurn]:
+    """Return the conversation; plain text is a single turn of the user."""
+    return [ChatMessage(role="user", content=messages)] if isinstance(messages, str) else messages
+
+
+def chat_message(messages: Sequence[ChatTurn]) -> inference_pb2.ChatPrompt:
+    """Return the conversation as a message. Raises InvalidRequest, TypeError."""
+    chat = inference_pb2.ChatPrompt()
+    for turn in messages:
+        message = turn if isinstance(turn, ChatMessage) else _from_mapping(turn)
+        with _field("chat.messages"):
+            chat.messages.add(role=message.role, content=message.content)
+    return chat
+
+
+def _as_chat(prompt: Sequence[int] | Sequence[ChatTurn]) -> inference_pb2.ChatPrompt | None:
+    if len(prompt) and isinstance(prompt[0], ChatMessage | Mapping):
+        return chat_message(prompt)  # type: ignore[arg-type]  # the first element tells which of the two it is
+    return None
+
+
+def _from_mapping(turn: Mapping[str, str]) -> ChatMessage:
+    if not isinstance(turn, Mapping) or set(turn) != {"role", "content"}:
+        raise TypeError(f"a chat turn is a ChatMessage or a mapping with the keys role and content, not {turn!r}")
+    return ChatMessage(role=turn["role"], content=turn["content"])
+
+
+def _sampling_message(options: SamplingOptions) -> sampling_pb2.SamplingParams:
+    message = sampling_pb2.SamplingParams()
+    values: Mapping[str, Any] = options
+    for name, value in values.items():
+        if name not in SamplingOptions.__annotations__:
+            raise TypeError(f"unknown sampling option {name!r}; known are {', '.join(SamplingOptions.__annotations__)}")
+        if value is None:
+            continue
+        with _field(f"sampling.{name}"):
+            if name == "stop":
+                message.stop.extend([value] if isinstance(value, str) else value)
+            elif name == "stop_token_ids":
+                message.stop_token_ids.extend(value)
+            elif name == "logit_bias":
+                message.logit_bias.update(value)
+            else:
+                setattr(message, name, value)
+    return message
+
+
+@contextmanager
+def _field(name: str) -> Iterator[None]:
+    """Name the field when protobuf refuses a value: out of range, or text that is not valid Unicode."""
+    try:
+        yield
+    except ValueError as error:
+        raise InvalidRequest(f"{name}: {error}", field=name) from error
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from error

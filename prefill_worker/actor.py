@@ -1,0 +1,16 @@
+"""The prefill worker as a Ray actor."""
+
+import ray
+
+from common.service_actor import RunningService, ServiceActor, ServiceParams
+
+
+class PrefillActor(ServiceActor):
+    """Runs `start_prefill_worker`."""
+
+    async def start_service(self, params: ServiceParams) -> RunningService:
+        """Start the worker; imports torch."""
+        from prefill_worker.server import start_prefill_worker
+
+        host = params.host or ray.util.get_node_ip_address()
+        return await start_prefill_worker(params.config, worker_id=params.name, host=host, port=params.port)

@@ -1,0 +1,134 @@
+"""PrefillService: compute a prompt's KV under a handoff.
+
+1. Router ─Prefill─▶ the handoff begins (the decode worker's fetch may be waiting for it already).
+2. The engine computes the prompt in chunks; after each step the handoff offers the blocks that became final.
+3. The last chunk yields the first token of each sample: to the router at once, and into the manifest for the puller.
+4. The call ends. The pages stay pinned until the puller acknowledges, goes away, or the lease expires.
+
+The router closing the call, the puller going away, a failing step: each aborts the handoff and frees the pages.
+"""
+
+import asyncio
+import logging
+from typing import Any
+
+import grpc
+
+from common.errors import HandoffGone, KvrelayError, Overloaded, Refused
+from common.ids import HandoffId
+from common.rpc import error_boundary
+from engine.core import EngineCore
+from engine.events import EngineEvent, Failed, Progress, Started, Tokens
+from engine.group import Group
+from engine.sequence import EngineRequest
+from kv_transfer.handoff import FirstToken, Handoff, HandoffManifest
+from kvrelay.v1 import prefill_pb2 as pb
+from kvrelay.v1 import prefill_pb2_grpc
+from worker.output import OutputStreams, prompt_logprobs_to_proto
+from worker.request import engine_request
+from worker.runtime import WorkerRuntime
+
+logger = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
+    """Serves one runtime."""
+
+    def __init__(self, runtime: WorkerRuntime) -> None:
+        self._runtime = runtime
+
+    async def Prefill(self, request: pb.PrefillRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
+        runtime = self._runtime
+        async with error_boundary(context, "Prefill"):
+            with runtime.request_task():
+                runtime.check_epoch(request.epoch)
+                spec = engine_request(request.sequence, runtime.executor)
+                await self._prefill(spec, HandoffId(request.handoff_id), context)
+
+    async def _prefill(self, spec: EngineRequest, handoff_id: HandoffId, context: Context) -> None:
+        runtime = self._runtime
+        events: asyncio.Queue[EngineEvent] = asyncio.Queue()  # bounded by the prompt: one entry per chunk
+        group = await runtime.engine.acquire(
+            lambda core: core.add_prefill_only(spec, events.put_nowait), _cancel_if_granted
+        )
+        if isinstance(group, Refused):
+            raise Overloaded(group.reason, retry_after_s=group.retry_after_s)
+        try:
+            handoff = runtime.handoffs.begin(handoff_id, lambda: runtime.engine.post(lambda core: core.cancel(group)))
+        except KvrelayError:
+            runtime.engine.post(lambda core: core.cancel(group))
+            raise
+        try:
+            await self._follow(spec, handoff, events, context)
+        except BaseException as error:
+            reason = error if isinstance(error, KvrelayError) else HandoffGone("the prefill was cancelled")
+            runtime.handoffs.abort(handoff, reason)
+            raise
+
+    async def _follow(
+        self,
+        spec: EngineRequest,
+        handoff: Handoff,
+        events: "asyncio.Queue[EngineEvent]",
+        context: Context,
+    ) -> None:
+        """Turn engine events into handoff progress and messages until the prompt is computed."""
+        handoffs = self._runtime.handoffs
+        streams = OutputStreams(spec, self._runtime.tokenizer)
+        while True:
+            match await _next_or_abort(events, handoff):
+                case Started() as started:
+                    message = pb.PrefillStarted(num_cached_tokens=started.num_cached_tokens, queue_s=started.queue_s)
+                    await context.write(pb.PrefillResponse(started=message))
+                case Progress() as progress:
+                    handoffs.progress(handoff, progress.block_table, progress.num_computed_tokens)
+                case Tokens() as first:
+                    messages, _stopped = streams.take(first.tokens)
+                    tokens = tuple(
+                        FirstToken(sample_index=m.sample_index, token_id=m.token_id, finished=m.finish_reason != 0)
+                        for m in messages
+                    )
+                    handoffs.complete(handoff, _manifest(spec, handoff, tokens))
+                    finished = pb.PrefillFinished(
+                        first_tokens=messages,
+                        prompt_logprobs=prompt_logprobs_to_proto(first.prompt_logprobs),
+                        prefill_s=first.prefill_s or 0.0,
+                    )
+                    await context.write(pb.PrefillResponse(finished=finished))
+                    return
+                case Failed() as failed:
+                    raise failed.error
+
+
+def _cancel_if_granted(core: EngineCore, group: Group | Refused) -> None:
+    if isinstance(group, Group):
+        core.cancel(group)
+
+
+async def _next_or_abort(events: "asyncio.Queue[EngineEvent]", handoff: Handoff) -> EngineEvent:
+    """Return the next event; raise as soon as the other side aborts the handoff."""
+    while events.empty():
+        handoff.raise_if_aborted()
+        getter = asyncio.ensure_future(events.get())
+        watcher = asyncio.ensure_future(handoff.changed())
+        try:
+            await asyncio.wait((getter, watcher), return_when=asyncio.FIRST_COMPLETED)
+            if getter.done():
+                return getter.result()
+        finally:
+            getter.cancel()
+            watcher.cancel()
+    handoff.raise_if_aborted()
+    return events.get_nowait()
+
+
+def _manifest(spec: EngineRequest, handoff: Handoff, first_tokens: tuple[FirstToken, ...]) -> HandoffManifest:
+    num_tokens = len(spec.prompt_token_ids) + len(spec.output_token_ids)
+    return HandoffManifest(
+        num_tokens=num_tokens,
+        num_blocks=len(handoff.block_table),
+        last_block_hash=spec.block_hashes[-1] if spec.block_hashes else None,
+        first_tokens=first_tokens,
+    )

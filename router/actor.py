@@ -1,0 +1,23 @@
+"""The router as a Ray actor."""
+
+import asyncio
+
+import ray
+
+from common.model_files import resolve_model
+from common.service_actor import RunningService, ServiceActor, ServiceParams
+
+
+class RouterActor(ServiceActor):
+    """Runs `start_router`."""
+
+    async def start_service(self, params: ServiceParams) -> RunningService:
+        """Start the router. Raises ModelNotFound when the tokenizer's files are not on this host."""
+        from router.server import start_router
+
+        model = params.config.model
+        model_dir = None
+        if model.engine != "fake":
+            model_dir = await asyncio.to_thread(resolve_model, model.id, local_files_only=model.local_files_only)
+        host = params.host or ray.util.get_node_ip_address()
+        return await start_router(params.config, model_dir=model_dir, host=host, port=params.port)

@@ -1,0 +1,227 @@
+"""One attempt at a plan: the calls to its workers, from reservation to the last token.
+
+Remote plan:
+1. Decode(D) opens with the handoff; D grants pages (`reserved`) or refuses, and begins to fetch from P.
+2. Prefill(P) opens. P computes; D pulls block by block meanwhile.
+3. P returns the first token of each sample: to the client at once.
+4. D has verified the manifest (`transferred`) and sends the tokens after the first, until every sample has ended.
+
+Local plan: 1 without a handoff; D computes the prompt and sends every token.
+
+Both calls live inside one task group: when one fails, or the client goes away, the other is closed in the same turn.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import contextmanager
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from common.errors import EngineFault, KvrelayError
+from common.ids import HandoffId, mint_handoff_id
+from common.lifecycle import LifeCycle, State
+from kvrelay.v1 import decode_pb2, inference_pb2, prefill_pb2
+from router.booking import Booking
+from router.member import Hold
+from router.metrics import RouterMetrics
+from router.plans import PlanKind
+from router.record import RequestRecord
+from router.structured import reraise_first
+from router.worker_client import Incoming
+
+END_OF_STREAM_TIMEOUT_S = 1.0
+"""How long a worker may take to close a call after its last token."""
+
+_Response = TypeVar("_Response")
+
+
+class AttemptFailed(Exception):  # noqa: N818 - it is caught and planned around, never reported
+    """A worker's call failed, or a worker broke the protocol."""
+
+    def __init__(self, hold: Hold, error: KvrelayError) -> None:
+        super().__init__(f"{hold.member.endpoint.worker_id}: {error.message}")
+        self.hold = hold
+        self.error = error
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Attempt:
+    """Runs one booked plan for some samples of a request."""
+
+    record: RequestRecord
+    samples: range
+    life: LifeCycle
+    """Of these samples; the request's own for its leading ones."""
+    booking: Booking
+    number: int
+    metrics: RouterMetrics
+    spawn: Callable[..., "asyncio.Task[None]"]
+    """Starts a counted task in a task group."""
+
+    async def run(self) -> None:
+        """Deliver every missing token of the samples. Raises AttemptFailed."""
+        decode, prefill = self.booking.decode, self.booking.prefill
+        self.life.advance(State.RESERVING)
+        handoff_id = mint_handoff_id()
+        request = decode_pb2.DecodeRequest(
+            sequence=self.record.sequence(self.samples),
+            handoff=None if prefill is None else _handoff(prefill, handoff_id),
+            epoch=decode.epoch,
+        )
+        with decode.member.client.decode(request, timeout_s=self._time_left_s()) as answer:
+            await self._reserve(answer)
+            if prefill is None:
+                await self._decode_locally(answer)
+            else:
+                await self._prefill_and_decode(prefill, handoff_id, answer)
+        if missing := self._unfinished():
+            raise AttemptFailed(decode, EngineFault(f"the stream ended before samples {missing}"))
+
+    async def _reserve(self, answer: Incoming[decode_pb2.DecodeResponse]) -> None:
+        decode = self.booking.decode
+        response = await _receive(answer, decode)
+        if response is None or not response.HasField("reserved"):
+            raise AttemptFailed(decode, EngineFault("the first message does not tell of a reservation"))
+        decode.acknowledge()
+        if self.booking.prefill is not None and not self.record.ledger.num_tokens:
+            self.record.num_decode_cached_tokens = response.reserved.num_cached_tokens
+        self.record.num_attempts = max(self.record.num_attempts, self.number)
+        self.record.outbox.put(inference_pb2.GenerateResponse(plan=self._plan_chosen()))
+
+    # Remote plan.
+
+    async def _prefill_and_decode(
+        self, prefill: Hold, handoff_id: HandoffId, answer: Incoming[decode_pb2.DecodeResponse]
+    ) -> None:
+        has_first_tokens = asyncio.Event()
+        try:
+            async with asyncio.TaskGroup() as group:
+                decoding = self.spawn(group, self._decode_after(has_first_tokens, answer))
+                prefilling = self.spawn(group, self._prefill(prefill, handoff_id, has_first_tokens, decoding))
+                # A worker that keeps its prefill call open after the answer has ended is not waited for.
+                decoding.add_done_callback(lambda _task: prefilling.cancel())
+        except BaseExceptionGroup as errors:
+            reraise_first(errors)
+
+    async def _prefill(
+        self, prefill: Hold, handoff_id: HandoffId, has_first_tokens: asyncio.Event, decoding: "asyncio.Task[None]"
+    ) -> None:
+        request = prefill_pb2.PrefillRequest(
+            sequence=self.record.sequence(self.samples), handoff_id=handoff_id, epoch=prefill.epoch
+        )
+        with prefill.member.client.prefill(request, timeout_s=self._time_left_s()) as answer:
+            while (response := await _receive(answer, prefill)) is not None:
+                if response.HasField("started"):
+                    self._note_started(prefill, response.started.num_cached_tokens)
+                elif response.HasField("finished"):
+                    self._take_first_tokens(prefill, response.finished)
+                    has_first_tokens.set()
+        if not has_first_tokens.is_set():
+            raise AttemptFailed(prefill, EngineFault("the prefill ended without a first token"))
+        if not self._unfinished():
+            decoding.cancel()
+
+    def _take_first_tokens(self, prefill: Hold, finished: prefill_pb2.PrefillFinished) -> None:
+        self._enter(State.PREFILLING)
+        if not self.record.ledger.num_tokens:
+            self.record.prefill_s = finished.prefill_s
+        self.life.advance(State.HANDOFF)
+        with _blaming(prefill):
+            self.record.deliver(finished.first_tokens, finished.prompt_logprobs, expected=self.samples)
+
+    async def _decode_after(
+        self, has_first_tokens: asyncio.Event, answer: Incoming[decode_pb2.DecodeResponse]
+    ) -> None:
+        """Follow the decode worker; what it sends waits until the first tokens are out, for it comes after them."""
+        while (response := await self._receive_decode(answer)) is not None:
+            await has_first_tokens.wait()
+            self._enter(State.DECODING)
+            if response.HasField("transferred"):
+                self.record.add_transfer(response.transferred)
+            elif response.HasField("tokens"):
+                await self._deliver(response.tokens)
+
+    # Local plan.
+
+    async def _decode_locally(self, answer: Incoming[decode_pb2.DecodeResponse]) -> None:
+        while (response := await self._receive_decode(answer)) is not None:
+            if response.HasField("prefill_started"):
+                self._note_started(self.booking.decode, response.prefill_started.num_cached_tokens)
+            elif response.HasField("tokens"):
+                self._enter(State.PREFILLING)
+                self._enter(State.DECODING)
+                if not self.record.ledger.num_tokens:
+                    self.record.prefill_s = response.tokens.prefill_s
+                await self._deliver(response.tokens)
+
+    # Both.
+
+    async def _deliver(self, batch: decode_pb2.TokenBatch) -> None:
+        with _blaming(self.booking.decode):
+            self.record.deliver(batch.tokens, batch.prompt_logprobs, expected=self.samples)
+        await self.record.outbox.room()
+
+    async def _receive_decode(self, answer: Incoming[decode_pb2.DecodeResponse]) -> decode_pb2.DecodeResponse | None:
+        """Return the next message. Once the answer is complete, only a good end is waited for, and not long."""
+        if self._unfinished():
+            return await _receive(answer, self.booking.decode)
+        try:
+            async with asyncio.timeout(END_OF_STREAM_TIMEOUT_S):
+                return await _receive(answer, self.booking.decode)
+        except (TimeoutError, AttemptFailed):
+            return None
+
+    def _note_started(self, hold: Hold, num_cached_tokens: int) -> None:
+        hold.acknowledge()
+        self._enter(State.PREFILLING)
+        self.metrics.compare_cached_tokens(
+            predicted=self.booking.plan.predicted_cached_tokens, actual=num_cached_tokens
+        )
+        if not self.record.ledger.num_tokens:
+            self.record.num_cached_tokens = num_cached_tokens
+
+    def _enter(self, state: State) -> None:
+        if self.life.state is not state and not (state is State.PREFILLING and self.life.state is not State.RESERVING):
+            self.life.advance(state)
+
+    def _unfinished(self) -> list[int]:
+        return self.record.ledger.unfinished(self.samples)
+
+    def _time_left_s(self) -> float:
+        return max(self.record.deadline_s - asyncio.get_running_loop().time(), 0.001)
+
+    def _plan_chosen(self) -> inference_pb2.PlanChosen:
+        plan = self.booking.plan
+        is_remote = plan.kind is PlanKind.REMOTE
+        return inference_pb2.PlanChosen(
+            kind=inference_pb2.PLAN_KIND_REMOTE if is_remote else inference_pb2.PLAN_KIND_LOCAL,
+            prefill_worker_id=plan.prefill or "",
+            decode_worker_id=plan.decode,
+            predicted_cached_tokens=plan.predicted_cached_tokens,
+            reason=plan.reason,
+            attempt=self.number,
+        )
+
+
+def _handoff(prefill: Hold, handoff_id: HandoffId) -> decode_pb2.Handoff:
+    endpoint = prefill.member.endpoint
+    return decode_pb2.Handoff(
+        handoff_id=handoff_id,
+        prefill_worker_id=endpoint.worker_id,
+        prefill_address=endpoint.address,
+        prefill_epoch=prefill.epoch,
+    )
+
+
+@contextmanager
+def _blaming(hold: Hold) -> Iterator[None]:
+    try:
+        yield
+    except KvrelayError as error:
+        raise AttemptFailed(hold, error) from error
+
+
+async def _receive(answer: Incoming[_Response], hold: Hold) -> _Response | None:
+    with _blaming(hold):
+        return await answer.receive()

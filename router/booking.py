@@ -1,0 +1,31 @@
+"""A plan together with what it holds on its workers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+from router.member import Hold
+from router.plans import Plan
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Booking:
+    """A booked plan. Leaving its `with` block releases everything, exactly once."""
+
+    plan: Plan
+    decode: Hold
+    prefill: Hold | None
+    """Set exactly when the plan is remote."""
+    on_release: "Callable[[Booking], None]"
+
+    def __enter__(self) -> "Booking":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Give everything back. Harmless when repeated."""
+        self.on_release(self)

@@ -1,0 +1,23 @@
+"""What the router needs of a tokenizer."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Codec(Protocol):
+    """Turns text into token ids. Encoding runs off the event loop."""
+
+    async def encode(self, text: str) -> tuple[int, ...]:
+        """Return the ids of plain text."""
+        ...
+
+    async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
+        """Return the ids of a conversation of (role, content), rendered by the model's chat template.
+
+        Raises InvalidRequest when the template refuses it.
+        """
+        ...
+
+    def decode_pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """Return the text of each id by itself."""
+        ...

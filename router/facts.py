@@ -1,0 +1,111 @@
+"""What workers say about themselves, and whether it fits together.
+
+KV blocks are exchanged, and hashes are compared, only between processes that agree on weights, layout and hash code.
+A worker that disagrees is not used, and its state says why.
+"""
+
+from dataclasses import dataclass
+
+from common.block_hash import hash_probe, hash_root
+from common.ids import BlockHash, Epoch, WorkerId
+from common.wire import ROLE_NAMES
+from kvrelay.v1 import worker_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """A worker as the controller names it."""
+
+    worker_id: WorkerId
+    role: "worker_pb2.WorkerRole.ValueType"
+    address: str
+    """host:port."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFacts:
+    """One life of a worker process."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    role: "worker_pb2.WorkerRole.ValueType"
+    model_name: str
+    fingerprint: str
+    """Of weights and KV layout."""
+    block_size: int
+    num_blocks: int
+    vocab_size: int
+    max_model_len: int
+    hash_probe: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """The served model, known only from workers."""
+
+    name: str
+    fingerprint: str
+    block_size: int
+    vocab_size: int
+    max_model_len: int
+    """The smallest of all workers."""
+    max_decode_blocks: int
+    """Pages of the largest decode worker."""
+    root: BlockHash
+    """First link of the block hashes."""
+
+
+def facts_from_proto(described: worker_pb2.DescribeWorkerResponse) -> WorkerFacts:
+    """Return the record of a description."""
+    return WorkerFacts(
+        worker_id=WorkerId(described.worker_id),
+        epoch=Epoch(described.epoch),
+        role=described.role,
+        model_name=described.model_name,
+        fingerprint=described.layout.fingerprint,
+        block_size=described.layout.block_size,
+        num_blocks=described.num_blocks,
+        vocab_size=described.vocab_size,
+        max_model_len=described.max_model_len,
+        hash_probe=described.hash_probe,
+    )
+
+
+def find_mismatch(facts: WorkerFacts, *, endpoint: Endpoint, reference: WorkerFacts | None) -> str | None:
+    """Return why the worker cannot be used, or None. `reference` is any worker that is in use."""
+    if facts.worker_id != endpoint.worker_id:
+        return f"{endpoint.address} is worker {facts.worker_id!r}, not {endpoint.worker_id!r}"
+    if facts.role != endpoint.role:
+        return f"role is {_role_name(facts)}, wanted {_role_name(endpoint)}"
+    if min(facts.block_size, facts.num_blocks, facts.vocab_size, facts.max_model_len) < 1:
+        return "block_size, num_blocks, vocab_size and max_model_len must be positive"
+    if facts.hash_probe != hash_probe(hash_root(model_fingerprint=facts.fingerprint), facts.block_size):
+        return "hash_probe differs: worker and router hash blocks differently"
+    if reference is None:
+        return None
+    for name in ("block_size", "fingerprint", "vocab_size", "model_name"):
+        mine, theirs = getattr(facts, name), getattr(reference, name)
+        if mine != theirs:
+            return f"{name} is {mine!r}, but worker {reference.worker_id} has {theirs!r}"
+    return None
+
+
+def summarize(workers: list[WorkerFacts]) -> ModelFacts | None:
+    """Return the model that these workers, already found equal, serve; None without a decode worker."""
+    decode_blocks = [facts.num_blocks for facts in workers if facts.role == worker_pb2.WORKER_ROLE_DECODE]
+    if not decode_blocks:
+        return None
+    first = workers[0]
+    return ModelFacts(
+        name=first.model_name,
+        fingerprint=first.fingerprint,
+        block_size=first.block_size,
+        vocab_size=first.vocab_size,
+        max_model_len=min(facts.max_model_len for facts in workers),
+        max_decode_blocks=max(decode_blocks),
+        root=hash_root(model_fingerprint=first.fingerprint),
+    )
+
+
+def _role_name(named: Endpoint | WorkerFacts) -> str:
+    return ROLE_NAMES.get(named.role, f"unknown ({int(named.role)})")

@@ -1,0 +1,246 @@
+"""The workers: who belongs, who is ready, what they hold, and what was booked on them.
+
+Membership is level-triggered: `set_workers` names everybody, again and again. Each member has a link that keeps its
+state, load and prefix entries current. A removed member takes no new requests; its channel closes with its last one.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Sequence
+
+from common.clock import Clock
+from common.errors import WorkerLost
+from common.ids import WorkerId
+from common.kv_events import KvEvents, decode_events
+from kvrelay.v1 import worker_pb2
+from router.booking import Booking
+from router.facts import Endpoint, ModelFacts, WorkerFacts, find_mismatch, summarize
+from router.index import PrefixIndex
+from router.link import WorkerLink
+from router.member import Hold, Member, WorkerState
+from router.plans import FleetView, Plan, RouteRequest
+from router.worker_client import WorkerClient
+
+logger = logging.getLogger(__name__)
+
+
+class Fleet:
+    """The router's picture of all workers. Event loop only. Close with `aclose`."""
+
+    def __init__(self, *, index: PrefixIndex, clock: Clock) -> None:
+        self._index = index
+        self._clock = clock
+        self._members: dict[WorkerId, Member] = {}
+        self._links: dict[WorkerId, WorkerLink] = {}
+        self._bookings: set[Booking] = set()
+        # Left the membership, but requests still run there.
+        self._retired: dict[Member, WorkerLink] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._model: ModelFacts | None = None
+        self._changed = asyncio.Event()
+        self._listeners: list[Callable[[], None]] = []
+
+    @property
+    def model(self) -> ModelFacts | None:
+        """What is served; the last known facts while no worker is ready, None before any was."""
+        return self._model
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The membership, prefill workers first."""
+        return tuple(sorted(self._members.values(), key=lambda m: (m.endpoint.role, m.endpoint.worker_id)))
+
+    @property
+    def num_bookings(self) -> int:
+        """Bookings not released yet."""
+        return len(self._bookings)
+
+    def count_ready(self, role: "worker_pb2.WorkerRole.ValueType | None" = None) -> int:
+        """Return how many workers, of one pool or of both, are ready."""
+        members = self._members.values()
+        return sum(m.state is WorkerState.READY and role in (None, m.endpoint.role) for m in members)
+
+    @property
+    def has_ready_decode(self) -> bool:
+        """Whether anybody could write an answer."""
+        return self.count_ready(worker_pb2.WORKER_ROLE_DECODE) > 0
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after every change that could make a plan possible."""
+        self._listeners.append(listener)
+
+    async def wait_for_model(self, *, timeout_s: float) -> ModelFacts:
+        """Return the model's facts once a decode worker has told them. Raises WorkerLost."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._model is None:
+                    await self._changed.wait()
+                return self._model
+        except TimeoutError:
+            raise WorkerLost(f"no decode worker became ready within {timeout_s:g} s") from None
+
+    # Membership.
+
+    def set_workers(self, endpoints: Sequence[Endpoint]) -> int:
+        """Make exactly these the membership; returns how many are ready. Idempotent."""
+        wanted = {endpoint.worker_id: endpoint for endpoint in endpoints}
+        for worker_id, member in list(self._members.items()):
+            if wanted.get(worker_id) != member.endpoint:
+                self._retire(worker_id)
+        for worker_id, endpoint in wanted.items():
+            if worker_id not in self._members:
+                logger.info("worker joins", extra={"worker_id": worker_id, "address": endpoint.address})
+                member = Member(endpoint=endpoint, client=WorkerClient(endpoint.address))
+                self._members[worker_id] = member
+                self._links[worker_id] = WorkerLink(member, self, clock=self._clock)
+                self._links[worker_id].restart()
+        self._notify()
+        return self.count_ready()
+
+    async def aclose(self) -> None:
+        """Leave every worker; running calls are cancelled."""
+        for worker_id in list(self._members):
+            self._retire(worker_id)
+        for member, link in list(self._retired.items()):
+            self._close(member, link)
+        while self._closing:
+            await asyncio.wait(self._closing)
+
+    def _retire(self, worker_id: WorkerId) -> None:
+        member, link = self._members.pop(worker_id), self._links.pop(worker_id)
+        logger.info("worker leaves", extra={"worker_id": worker_id, "num_users": member.num_users})
+        link.stop()
+        self._index.drop(worker_id)
+        if member.num_users:
+            self._retired[member] = link
+        else:
+            self._close(member, link)
+
+    def _close(self, member: Member, link: WorkerLink) -> None:
+        async def close() -> None:
+            await link.wait_stopped()
+            await member.client.close()
+
+        self._retired.pop(member, None)
+        task = asyncio.create_task(close(), name=f"close {member.endpoint.worker_id}")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    # What the links learn.
+
+    def on_described(self, member: Member, facts: WorkerFacts) -> bool:
+        """Accept or refuse a worker; a new epoch drops what was known and booked of the old one."""
+        others = [m for m in self._members.values() if m is not member and m.is_accepted]
+        reference = others[0].facts if others else None
+        why = find_mismatch(facts, endpoint=member.endpoint, reference=reference)
+        if why is not None:
+            if why != member.why:
+                logger.error("worker refused: %s", why, extra={"worker_id": member.endpoint.worker_id})
+            self._leave(member, WorkerState.REFUSED, why)
+            return False
+        if member.facts is not None and member.facts.epoch != facts.epoch:
+            self._index.drop(member.endpoint.worker_id)
+        was_ready = member.state is WorkerState.READY
+        member.begin_life(facts)
+        if was_ready:  # subscribing again after a gap: its last report stands until the next one, in a moment
+            member.state = WorkerState.READY
+        return True
+
+    def on_update(self, member: Member, update: worker_pb2.WatchWorkerResponse) -> None:
+        """Take over load and events; the first update of a stream makes the worker ready."""
+        worker_id = member.endpoint.worker_id
+        events = decode_events(update.kv_events) if update.kv_events else KvEvents()
+        if update.seq == 0 and not events.is_snapshot:
+            self._index.drop(worker_id)
+        if events:
+            self._index.apply(worker_id, events)
+        member.take_report(update.load, now_s=self._clock.monotonic())
+        if member.state is not WorkerState.READY:
+            logger.info("worker ready", extra={"worker_id": worker_id, "address": member.endpoint.address})
+            member.state = WorkerState.READY
+            accepted = [m.facts for m in self._members.values() if m.facts is not None and m.is_accepted]
+            self._model = summarize(accepted) or self._model
+        self._notify()
+
+    def on_lost(self, member: Member, why: str) -> None:
+        """Take the worker out of use until it answers again."""
+        if member.state is not WorkerState.LOST or member.why != why:
+            logger.warning("worker lost: %s", why, extra={"worker_id": member.endpoint.worker_id})
+        self._leave(member, WorkerState.LOST, why)
+
+    def _leave(self, member: Member, state: WorkerState, why: str) -> None:
+        member.state, member.why = state, why
+        if self._members.get(member.endpoint.worker_id) is member:
+            self._index.drop(member.endpoint.worker_id)
+        self._notify()
+
+    def suspect(self, hold: Hold, why: str) -> None:
+        """A call to the worker failed: take it out of use until it has described itself again. Others keep theirs."""
+        member = hold.member
+        worker_id = member.endpoint.worker_id
+        if self._members.get(worker_id) is not member or member.state is not WorkerState.READY:
+            return
+        if member.facts is not None and member.facts.epoch == hold.epoch:
+            logger.warning("worker suspected: %s", why, extra={"worker_id": worker_id})
+            member.state, member.why = WorkerState.CONNECTING, why
+            self._links[worker_id].restart()
+
+    # Placement.
+
+    def view(self, *, excluded: Collection[WorkerId]) -> FleetView:
+        """Return the ready workers that are not excluded."""
+        members = self._members.values()
+        usable = [m for m in members if m.state is WorkerState.READY and m.endpoint.worker_id not in excluded]
+        return FleetView(
+            prefill=tuple(m.load() for m in usable if m.endpoint.role == worker_pb2.WORKER_ROLE_PREFILL),
+            decode=tuple(m.load() for m in usable if m.endpoint.role == worker_pb2.WORKER_ROLE_DECODE),
+            num_prefill=sum(m.is_accepted and m.endpoint.role == worker_pb2.WORKER_ROLE_PREFILL for m in members),
+        )
+
+    def load_version(self, worker_id: WorkerId) -> int:
+        """Return a number that changes with the worker's reported load."""
+        member = self._members.get(worker_id)
+        return -1 if member is None else member.load_version
+
+    def book(self, plan: Plan, request: RouteRequest) -> Booking:
+        """Count the plan's work as load of its workers until the booking is released."""
+        if plan.prefill is None:
+            prefill = None
+            decode = self._hold(plan.decode, request.num_decode_blocks, request.missing_tokens(plan.decode))
+        else:
+            prefill = self._hold(plan.prefill, request.num_prefill_blocks, request.missing_tokens(plan.prefill))
+            decode = self._hold(plan.decode, request.num_decode_blocks, 0)
+        booking = Booking(plan=plan, decode=decode, prefill=prefill, on_release=self._release)
+        self._bookings.add(booking)
+        return booking
+
+    def _hold(self, worker_id: WorkerId, num_blocks: int, num_prefill_tokens: int) -> Hold:
+        member = self._members[worker_id]
+        assert member.facts is not None, f"{worker_id} was chosen in state {member.state}"
+        hold = Hold(
+            member=member,
+            epoch=member.facts.epoch,
+            num_blocks=num_blocks,
+            num_prefill_tokens=num_prefill_tokens,
+            booked_s=self._clock.monotonic(),
+        )
+        member.add_hold(hold)
+        return hold
+
+    def _release(self, booking: Booking) -> None:
+        if booking not in self._bookings:
+            return
+        self._bookings.remove(booking)
+        for hold in (booking.decode, booking.prefill):
+            if hold is not None:
+                hold.member.remove_hold(hold)
+                link = self._retired.get(hold.member)
+                if link is not None and not hold.member.num_users:
+                    self._close(hold.member, link)
+        self._notify()
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+        for listener in self._listeners:
+            listener()

@@ -1,0 +1,103 @@
+"""The connection to one worker: describe, subscribe, follow; begin again whenever something is wrong.
+
+1. Connect and ask for the worker's facts; one that does not fit is refused, and asked again later.
+2. Subscribe: the first update brings a snapshot of its blocks, and makes it ready.
+3. Follow. A gap in the sequence, another epoch or the end of the stream leads back to 1; a failure also takes the
+   worker out of use until it answers again.
+"""
+
+import asyncio
+import logging
+from typing import Protocol
+
+from common.clock import Clock
+from common.errors import KvrelayError
+from kvrelay.v1 import worker_pb2
+from router.facts import WorkerFacts, facts_from_proto
+from router.member import Member
+
+logger = logging.getLogger(__name__)
+
+DESCRIBE_TIMEOUT_S = 5.0
+MIN_BACKOFF_S = 0.05
+MAX_BACKOFF_S = 1.0
+STABLE_S = 5.0
+"""A connection that held this long begins again without a growing pause."""
+
+
+class LinkListener(Protocol):
+    """Hears what a link learns. All methods are quick and run on the event loop."""
+
+    def on_described(self, member: Member, facts: WorkerFacts) -> bool:
+        """Check the facts; returns whether to go on and subscribe."""
+        ...
+
+    def on_update(self, member: Member, update: worker_pb2.WatchWorkerResponse) -> None:
+        """Take one update of a stream whose epoch and sequence are right. Raises ValueError for malformed events."""
+        ...
+
+    def on_lost(self, member: Member, why: str) -> None:
+        """Hear that the worker cannot be reached, or talks nonsense."""
+        ...
+
+
+class WorkerLink:
+    """Follows one worker until it is stopped."""
+
+    def __init__(self, member: Member, listener: LinkListener, *, clock: Clock) -> None:
+        self._member = member
+        self._listener = listener
+        self._clock = clock
+        self._task: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def restart(self) -> None:
+        """Begin to follow the worker, or begin anew at once: it has to show that it is still there."""
+        self.stop()
+        self._task = asyncio.create_task(self._run(), name=f"link {self._member.endpoint.worker_id}")
+
+    def stop(self) -> None:
+        """Stop following; `wait_stopped` tells when the call has ended."""
+        if self._task is not None:
+            self._task.cancel()
+            self._ending.add(self._task)
+            self._task.add_done_callback(self._ending.discard)
+            self._task = None
+
+    async def wait_stopped(self) -> None:
+        """Wait until a stopped link has ended its call."""
+        if self._ending:
+            await asyncio.wait(self._ending)
+
+    async def _run(self) -> None:
+        backoff_s = MIN_BACKOFF_S
+        while True:
+            started_s = self._clock.monotonic()
+            try:
+                await self._session()
+            except (KvrelayError, ValueError) as error:
+                self._listener.on_lost(self._member, str(error))
+            except Exception as error:  # the top of a task: whatever a worker sends must not end it
+                logger.exception("link failed", extra={"worker_id": self._member.endpoint.worker_id})
+                self._listener.on_lost(self._member, f"{type(error).__name__}: {error}")
+            if self._clock.monotonic() - started_s >= STABLE_S:
+                backoff_s = MIN_BACKOFF_S
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    async def _session(self) -> None:
+        worker_id = self._member.endpoint.worker_id
+        facts = facts_from_proto(await self._member.client.describe(timeout_s=DESCRIBE_TIMEOUT_S))
+        if not self._listener.on_described(self._member, facts):
+            return
+        with self._member.client.watch() as updates:
+            expected_seq = 0
+            while (update := await updates.receive()) is not None:
+                if update.epoch != facts.epoch or update.seq != expected_seq:
+                    logger.warning(
+                        "update out of order, subscribing again",
+                        extra={"worker_id": worker_id, "seq": update.seq, "expected_seq": expected_seq},
+                    )
+                    return
+                self._listener.on_update(self._member, update)
+                expected_seq += 1

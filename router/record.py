@@ -1,0 +1,136 @@
+"""One request as the router keeps it: what was asked, what was delivered, what the workers reported."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from common.block_hash import hash_blocks, pack_hashes
+from common.clock import Clock
+from common.ids import BlockHash, RequestId
+from common.lifecycle import LifeCycle, State
+from common.sampling import SamplingParams
+from common.wire import sampling_to_proto
+from kvrelay.v1 import inference_pb2, sampling_pb2, sequence_pb2, worker_pb2
+from router.facts import ModelFacts
+from router.ledger import TokenLedger
+from router.outbox import Outbox
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A request that passed every check."""
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    model: ModelFacts
+
+    def known_tokens(self, output: Sequence[int]) -> tuple[int, ...]:
+        """Return prompt and output so far."""
+        return (*self.prompt_token_ids, *output)
+
+    def hashes(self, output: Sequence[int]) -> tuple[BlockHash, ...]:
+        """Return the hashes of the full blocks of prompt and output."""
+        return hash_blocks(self.known_tokens(output), root=self.model.root, block_size=self.model.block_size)
+
+
+@dataclass(slots=True, eq=False)
+class RequestRecord:
+    """The state of one running request. Event loop only."""
+
+    job: Job
+    life: LifeCycle
+    clock: Clock
+    deadline_s: float
+    """Time of the event loop at which everything must have ended."""
+    outbox: Outbox = field(default_factory=Outbox)
+    ledger: TokenLedger = field(init=False)
+    num_cached_tokens: int = 0
+    num_decode_cached_tokens: int = 0
+    prefill_s: float = 0.0
+    num_attempts: int = 0
+    transfer: worker_pb2.TransferStats = field(default_factory=worker_pb2.TransferStats)
+
+    def __post_init__(self) -> None:
+        self.ledger = TokenLedger(num_samples=self.job.sampling.n, clock=self.clock)
+
+    def output_of(self, samples: range) -> tuple[int, ...]:
+        """Return the tokens that a worker must go on from; several samples begin together, from nothing."""
+        return self.ledger.output(samples[0]) if len(samples) == 1 else ()
+
+    def sequence(self, samples: range) -> sequence_pb2.SequenceSpec:
+        """Return what a worker needs in order to begin the samples, or to go on with a single one."""
+        output = self.output_of(samples)
+        sampling = replace(self.job.sampling, n=len(samples))
+        if self.ledger.has_prompt_logprobs:
+            sampling = replace(sampling, num_prompt_logprobs=None)
+        return sequence_pb2.SequenceSpec(
+            request_id=self.job.request_id,
+            prompt_token_ids=self.job.prompt_token_ids,
+            output_token_ids=output,
+            block_hashes=pack_hashes(self.job.hashes(output)),
+            hash_root=self.job.model.root,
+            sampling=sampling_to_proto(sampling),
+            first_sample_index=samples[0],
+        )
+
+    def deliver(
+        self,
+        tokens: Sequence[sampling_pb2.SampleToken],
+        prompt_logprobs: Sequence[sampling_pb2.PositionLogprobs],
+        *,
+        expected: range,
+    ) -> None:
+        """Send the new ones of the tokens to the client. Raises EngineFault for tokens that cannot follow."""
+        new = self.ledger.accept(tokens, expected=expected)
+        if self.ledger.has_prompt_logprobs:
+            prompt_logprobs = ()
+        self.ledger.has_prompt_logprobs |= bool(prompt_logprobs)
+        if new:
+            delta = inference_pb2.TokenDelta(tokens=new, prompt_logprobs=prompt_logprobs)
+            self.outbox.put(inference_pb2.GenerateResponse(tokens=delta))
+
+    def add_transfer(self, stats: worker_pb2.TransferStats) -> None:
+        """Count KV that was handed over."""
+        self.transfer.num_blocks += stats.num_blocks
+        self.transfer.kv_bytes += stats.kv_bytes
+        self.transfer.transfer_s += stats.transfer_s
+        self.transfer.exposed_s += stats.exposed_s
+        self.transfer.transport = stats.transport
+
+    @property
+    def usage(self) -> inference_pb2.Usage:
+        """Token counts so far."""
+        return inference_pb2.Usage(
+            num_prompt_tokens=len(self.job.prompt_token_ids),
+            num_output_tokens=self.ledger.num_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_decode_cached_tokens=self.num_decode_cached_tokens,
+        )
+
+    @property
+    def timings(self) -> inference_pb2.RequestTimings:
+        """Durations, each a difference of stamps or a worker's report."""
+        received_s = self.life.received_s
+        started_s = self.life.first(State.PREFILLING)
+        gaps_s = self.ledger.gaps_s
+        return inference_pb2.RequestTimings(
+            queue_s=0.0 if started_s is None else started_s - received_s,
+            prefill_s=self.prefill_s,
+            transfer_s=self.transfer.transfer_s,
+            transfer_exposed_s=self.transfer.exposed_s,
+            ttft_s=0.0 if self.ledger.first_token_s is None else self.ledger.first_token_s - received_s,
+            mean_itl_s=sum(gaps_s) / len(gaps_s) if gaps_s else 0.0,
+            max_itl_s=max(gaps_s, default=0.0),
+            e2e_s=0.0 if self.ledger.last_token_s is None else self.ledger.last_token_s - received_s,
+        )
+
+    @property
+    def completed(self) -> inference_pb2.Completed:
+        """The terminal message."""
+        return inference_pb2.Completed(
+            usage=self.usage,
+            timings=self.timings,
+            transfer=self.transfer,
+            num_attempts=self.num_attempts,
+            seed=self.job.sampling.seed,
+        )

@@ -1,0 +1,134 @@
+"""Builders that tests share."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from common.block_hash import hash_blocks, hash_root
+from common.clock import ManualClock
+from common.errors import Refused
+from common.fake_tokenizer import EOS_TOKEN_ID
+from common.ids import RequestId
+from common.sampling import SamplingParams
+from engine.core import EngineCore
+from engine.events import EngineEvent, Failed, TokenOutput, Tokens
+from engine.executor import ScheduledSequence
+from engine.fake import FakeExecutor
+from engine.group import Group
+from engine.scheduler import SchedulerLimits
+from engine.sequence import EngineRequest
+from engine.sequence import Sequence as EngineSequence
+
+BLOCK_SIZE = 4
+
+
+def make_request(
+    prompt: Sequence[int], *, output: Sequence[int] = (), block_size: int = BLOCK_SIZE, salt: str = "", **sampling: Any
+) -> EngineRequest:
+    """Return a request; sampling defaults to 8 greedy tokens."""
+    params: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8} | sampling
+    first_sample_index = params.pop("first_sample_index", 0)
+    root = hash_root(model_fingerprint=f"fake-v1-{block_size}", cache_salt=salt)
+    return EngineRequest(
+        request_id=RequestId("req-test"),
+        prompt_token_ids=tuple(prompt),
+        output_token_ids=tuple(output),
+        sampling=SamplingParams(**params),
+        hash_root=root,
+        block_hashes=hash_blocks([*prompt, *output], root=root, block_size=block_size),
+        first_sample_index=first_sample_index,
+    )
+
+
+def make_core(
+    *,
+    num_blocks: int = 64,
+    block_size: int = BLOCK_SIZE,
+    max_step_tokens: int = 64,
+    max_running: int = 16,
+    max_waiting: int = 64,
+    max_model_len: int = 512,
+    clock: ManualClock | None = None,
+) -> EngineCore:
+    """Return a core over the fake engine."""
+    executor = FakeExecutor(num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
+    limits = SchedulerLimits(
+        block_size=block_size, max_step_tokens=max_step_tokens, max_running=max_running, max_waiting=max_waiting
+    )
+    return EngineCore(executor, limits, clock or ManualClock())
+
+
+class Collector:
+    """A sink that remembers."""
+
+    def __init__(self) -> None:
+        self.events: list[EngineEvent] = []
+
+    def __call__(self, event: EngineEvent) -> None:
+        self.events.append(event)
+
+    @property
+    def outputs(self) -> list[TokenOutput]:
+        """All tokens, in order of arrival."""
+        return [token for event in self.events if isinstance(event, Tokens) for token in event.tokens]
+
+    def token_ids(self, sample_index: int = 0) -> list[int]:
+        """One sample's tokens; their indexes are consecutive."""
+        outputs = [o for o in self.outputs if o.sample_index == sample_index]
+        assert [o.token_index for o in outputs] == list(
+            range(outputs[0].token_index, outputs[0].token_index + len(outputs))
+        )
+        return [o.token_id for o in outputs]
+
+    @property
+    def failure(self) -> Failed | None:
+        """The failure, if any."""
+        return next((event for event in self.events if isinstance(event, Failed)), None)
+
+
+def submit(core: EngineCore, request: EngineRequest) -> tuple[Group, Collector]:
+    """Add a request that must be accepted."""
+    collector = Collector()
+    group = core.add(request, collector)
+    assert not isinstance(group, Refused), group
+    return group, collector
+
+
+def run_until_idle(core: EngineCore, *, max_steps: int = 10_000) -> int:
+    """Step until nothing is left, delivering events; returns the number of steps."""
+    for num_steps in range(max_steps):
+        if not core.has_work:
+            return num_steps
+        for group, event in core.step():
+            group.sink(event)
+        core.wake()
+    raise AssertionError(f"still busy after {max_steps} steps")
+
+
+def expected_tokens(request: EngineRequest, *, sample: int = 0) -> list[int]:
+    """Return the fake engine's answer computed without pages, batches or schedulers: the oracle."""
+    executor = FakeExecutor(num_blocks=256, block_size=BLOCK_SIZE)
+    tokens = [*request.prompt_token_ids, *request.output_token_ids]
+    generated: list[int] = []
+    while len(request.output_token_ids) + len(generated) < request.sampling.max_tokens:
+        sequence = EngineSequence.from_request(make_request(request.prompt_token_ids), block_size=BLOCK_SIZE, order=0)
+        sequence.request = request
+        sequence.token_ids = [*tokens, *generated]
+        sequence.sample_index = request.first_sample_index + sample
+        sequence.block_table = executor_blocks(len(sequence.token_ids))
+        (result,) = executor.execute([ScheduledSequence(sequence, len(sequence.token_ids), 1)])
+        generated.append(result.sampled[0].token_id)
+        if generated[-1] == EOS_TOKEN_ID and not request.sampling.ignore_eos:
+            break
+    return generated
+
+
+def executor_blocks(num_tokens: int) -> list[Any]:
+    """Return pages 0, 1, 2, … for a lone sequence."""
+    return list(range(-(-num_tokens // BLOCK_SIZE)))
+
+
+def assert_empty(core: EngineCore) -> None:
+    """Nothing is held any more."""
+    load = core.load()
+    held = (load.num_running, load.num_waiting, load.num_reserved, load.num_held, load.num_used_blocks)
+    assert held == (0, 0, 0, 0, 0), held

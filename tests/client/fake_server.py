@@ -1,0 +1,204 @@
+"""A scripted InferenceService on a free port, in threads of the test's own process."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import grpc
+
+from common.errors import KvrelayError, to_status
+from kvrelay.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2, worker_pb2
+
+LIMIT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A step of a script: say nothing until the client goes away."""
+
+
+Step = inference_pb2.GenerateResponse | KvrelayError | Hold
+
+
+def accepted(num_prompt_tokens: int = 5) -> Step:
+    event = inference_pb2.Accepted(request_id="req-1", num_prompt_tokens=num_prompt_tokens)
+    return inference_pb2.GenerateResponse(accepted=event)
+
+
+def remote_plan(attempt: int = 1) -> Step:
+    return inference_pb2.GenerateResponse(
+        plan=inference_pb2.PlanChosen(
+            kind=inference_pb2.PLAN_KIND_REMOTE,
+            prefill_worker_id="prefill-0",
+            decode_worker_id="decode-0",
+            predicted_cached_tokens=3,
+            reason="longest prefix",
+            attempt=attempt,
+        )
+    )
+
+
+def local_plan() -> Step:
+    plan = inference_pb2.PlanChosen(
+        kind=inference_pb2.PLAN_KIND_LOCAL, decode_worker_id="decode-1", reason="short suffix", attempt=1
+    )
+    return inference_pb2.GenerateResponse(plan=plan)
+
+
+def tokens(texts: Sequence[str], *, first_index: int = 0, sample_index: int = 0, last: str = "") -> Step:
+    """One message with a token for each text; `last` ("stop" or "length") ends the sample."""
+    made = [
+        sampling_pb2.SampleToken(
+            sample_index=sample_index, token_index=first_index + i, token_id=100 + first_index + i, text=text
+        )
+        for i, text in enumerate(texts)
+    ]
+    if last:
+        made[-1].finish_reason = sampling_pb2.FinishReason.Value(f"FINISH_REASON_{last.upper()}")
+    return inference_pb2.GenerateResponse(tokens=inference_pb2.TokenDelta(tokens=made))
+
+
+def completed(num_output_tokens: int = 2, num_attempts: int = 1) -> Step:
+    return inference_pb2.GenerateResponse(
+        completed=inference_pb2.Completed(
+            usage=inference_pb2.Usage(
+                num_prompt_tokens=5,
+                num_output_tokens=num_output_tokens,
+                num_cached_tokens=3,
+                num_decode_cached_tokens=2,
+            ),
+            timings=inference_pb2.RequestTimings(
+                queue_s=0.001,
+                prefill_s=0.25,
+                transfer_s=0.004,
+                transfer_exposed_s=0.002,
+                ttft_s=0.3,
+                mean_itl_s=0.05,
+                max_itl_s=0.06,
+                e2e_s=0.4,
+            ),
+            transfer=worker_pb2.TransferStats(
+                num_blocks=2,
+                kv_bytes=3 << 20,
+                transfer_s=0.004,
+                exposed_s=0.002,
+                transport=worker_pb2.KV_TRANSPORT_SHM,
+            ),
+            num_attempts=num_attempts,
+            seed=7,
+        )
+    )
+
+
+def hello_world() -> list[Step]:
+    return [accepted(), remote_plan(), tokens(["Hello"]), tokens([" world"], first_index=1, last="stop"), completed()]
+
+
+def worker_view(worker_id: str, role: int, *, state: str = "ready") -> inference_pb2.WorkerView:
+    view = inference_pb2.WorkerView(worker_id=worker_id, address="127.0.0.1:7001", state=state, role=role)  # type: ignore[arg-type]
+    if state == "ready":
+        load = worker_pb2.LoadReport(num_running=1, num_waiting=2, num_free_blocks=60, num_blocks=64)
+        view.status.CopyFrom(
+            worker_pb2.WorkerStatus(
+                load=load,
+                num_used_blocks=4,
+                num_cached_blocks=9,
+                num_leases=1,
+                kv_bytes_sent=5 << 20,
+                num_cached_tokens=30,
+                num_computed_tokens=70,
+                uptime_s=75.0,
+                pid=4242,
+                epoch=99,
+            )
+        )
+    return view
+
+
+class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
+    """Plays `script` to every Generate call and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.script: list[Step] = hello_world()
+        self.unary_error: KvrelayError | None = None
+        self.generate_requests: list[inference_pb2.GenerateRequest] = []
+        self.tokenize_requests: list[inference_pb2.TokenizeRequest] = []
+        self.time_remaining_s: float | None = None
+        self.client_left = threading.Event()
+        """Set when a call ended before its script did."""
+
+    def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Any
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        self.generate_requests.append(request)
+        self.time_remaining_s = context.time_remaining()
+        call_is_over = threading.Event()
+        played: list[Step] = []
+
+        def on_end() -> None:
+            call_is_over.set()
+            if len(played) < len(script):
+                self.client_left.set()
+
+        script = list(self.script)
+        context.add_callback(on_end)
+        for step in script:
+            match step:
+                case Hold():
+                    assert call_is_over.wait(LIMIT_S), "the client never left"
+                    return
+                case KvrelayError():
+                    played.append(step)
+                    _abort(context, step)
+                case inference_pb2.GenerateResponse():
+                    played.append(step)
+                    yield step
+
+    def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
+        self.tokenize_requests.append(request)
+        self._maybe_abort(context)
+        return inference_pb2.TokenizeResponse(token_ids=[1, 2], pieces=["a", "b"])
+
+    def ListModels(self, request: inference_pb2.ListModelsRequest, context: Any) -> inference_pb2.ListModelsResponse:
+        self._maybe_abort(context)
+        model = inference_pb2.ModelInfo(name="tiny", max_model_len=2048, vocab_size=512, fingerprint="f00d")
+        return inference_pb2.ListModelsResponse(models=[model])
+
+    def GetClusterStatus(
+        self, request: inference_pb2.GetClusterStatusRequest, context: Any
+    ) -> inference_pb2.GetClusterStatusResponse:
+        self._maybe_abort(context)
+        return inference_pb2.GetClusterStatusResponse(
+            router=inference_pb2.RouterStatus(policy="prefix_affinity", num_active=2, num_completed=11, num_failed=1),
+            workers=[
+                worker_view("prefill-0", worker_pb2.WORKER_ROLE_PREFILL),
+                worker_view("decode-0", worker_pb2.WORKER_ROLE_DECODE, state="lost"),
+            ],
+        )
+
+    def _maybe_abort(self, context: Any) -> None:
+        if self.unary_error is not None:
+            _abort(context, self.unary_error)
+
+
+def _abort(context: Any, error: KvrelayError) -> NoReturn:
+    code, message, trailing = to_status(error)
+    context.set_trailing_metadata(trailing)
+    context.abort(code, message)
+    raise AssertionError("abort raises")
+
+
+@contextmanager
+def serving(fake: FakeInference) -> Iterator[str]:
+    """Serve `fake`; yields its address."""
+    server = grpc.server(ThreadPoolExecutor(max_workers=8), options=[("grpc.max_receive_message_length", 1 << 20)])
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(fake, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(grace=None).wait(LIMIT_S)

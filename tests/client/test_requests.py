@@ -1,0 +1,75 @@
+import pytest
+
+from common.errors import InvalidRequest
+from kvrelay.client.records import ChatMessage
+from kvrelay.client.requests import SamplingOptions, generate_request
+from kvrelay.v1 import inference_pb2, sampling_pb2
+
+
+def build(prompt: object, **sampling: object) -> inference_pb2.GenerateRequest:
+    return generate_request(prompt, sampling, model="m", label="l")  # type: ignore[arg-type]
+
+
+def test_options_cover_every_field_of_the_wire_message() -> None:
+    assert set(SamplingOptions.__annotations__) == {
+        field.name for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields
+    }
+
+
+def test_options_left_out_stay_unset_on_the_wire() -> None:
+    assert build("Hi").sampling == sampling_pb2.SamplingParams()
+    assert build("Hi", seed=None, stop=None).sampling == sampling_pb2.SamplingParams()
+
+
+def test_every_kind_of_option_arrives() -> None:
+    message = build("Hi", temperature=0, top_k=3, stop="END", stop_token_ids=(4, 5), logit_bias={7: -1.5}, logprobs=2)
+    expected = sampling_pb2.SamplingParams(
+        temperature=0, top_k=3, stop=["END"], stop_token_ids=[4, 5], logit_bias={7: -1.5}, logprobs=2
+    )
+    assert message.sampling == expected
+    assert message.sampling.HasField("temperature")
+    assert (message.model, message.label) == ("m", "l")
+
+
+def test_prompt_kind_follows_its_type() -> None:
+    assert build("Hi").text == "Hi"
+    assert list(build((1, 2)).token_ids.ids) == [1, 2]
+    assert build([ChatMessage(role="user", content="Hi")]).chat.messages[0].content == "Hi"
+    assert build([{"role": "user", "content": "Hi"}]).chat.messages[0].role == "user"
+    assert build([]).WhichOneof("prompt") == "token_ids"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "field"),
+    [
+        ([-1], {}, "token_ids"),
+        ([1 << 32], {}, "token_ids"),
+        ("\ud800", {}, "text"),
+        ([{"role": "user", "content": "\ud800"}], {}, "chat.messages"),
+        ("Hi", {"seed": -1}, "sampling.seed"),
+        ("Hi", {"n": 1 << 40}, "sampling.n"),
+        ("Hi", {"stop": ["\udfff"]}, "sampling.stop"),
+        ("Hi", {"logit_bias": {-1: 0.0}}, "sampling.logit_bias"),
+    ],
+)
+def test_value_that_no_message_can_carry_names_its_field(
+    prompt: object, sampling: dict[str, object], field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        build(prompt, **sampling)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "words"),
+    [
+        ("Hi", {"max_new_tokens": 4}, "unknown sampling option 'max_new_tokens'"),
+        ("Hi", {"temperature": "hot"}, "sampling.temperature"),
+        ([{"role": "user"}], {}, "role and content"),
+        ([{"role": "user", "content": "a"}, 3], {}, "role and content"),
+        ([1.5], {}, "token_ids"),
+    ],
+)
+def test_value_of_a_wrong_type_raises_type_error(prompt: object, sampling: dict[str, object], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        build(prompt, **sampling)

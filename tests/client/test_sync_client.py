@@ -1,0 +1,241 @@
+import threading
+import time
+
+import pytest
+
+from common.errors import Cancelled, DeadlineExceeded, EngineFault, InvalidRequest, Overloaded, Unreachable, WorkerLost
+from kvrelay.client import Accepted, Client, Completed, Event, FinishReason, PlanChosen, PlanKind, Token
+from tests.client.fake_server import (
+    LIMIT_S,
+    FakeInference,
+    Hold,
+    accepted,
+    completed,
+    hello_world,
+    local_plan,
+    remote_plan,
+    tokens,
+)
+
+
+def test_generate_returns_the_whole_answer(fake: FakeInference, address: str) -> None:
+    with Client(address) as client:
+        generation = client.generate("Hi")
+    assert generation.request_id == "req-1"
+    assert generation.text == "Hello world"
+    assert generation.token_ids == (100, 101)
+    assert generation.finish_reason is FinishReason.STOP
+    assert generation.plan.kind is PlanKind.REMOTE
+    assert generation.plan.prefill_worker_id == "prefill-0"
+    assert generation.usage.num_cached_tokens == 3
+    assert generation.usage.num_decode_cached_tokens == 2
+    assert generation.timings.ttft_s == 0.3
+    assert generation.transfer.kv_bytes == 3 << 20
+    assert generation.transfer.transport == "shm"
+    assert generation.seed == 7
+
+
+def test_stream_yields_typed_events_in_order(address: str) -> None:
+    with Client(address) as client:
+        events = list(client.stream("Hi"))
+    assert [type(event) for event in events] == [Accepted, PlanChosen, Token, Token, Completed]
+    assert [event.text for event in events if isinstance(event, Token)] == ["Hello", " world"]
+    assert [event.finish_reason for event in events if isinstance(event, Token)] == [None, FinishReason.STOP]
+
+
+def test_stream_result_after_some_events_still_holds_all_of_them(address: str) -> None:
+    with Client(address) as client, client.stream("Hi") as stream:
+        next(stream)
+        assert stream.result().text == "Hello world"
+
+
+def test_generate_with_two_samples_keeps_them_apart(fake: FakeInference, address: str) -> None:
+    fake.script = [
+        accepted(),
+        local_plan(),
+        tokens(["a"], sample_index=1),
+        tokens(["x"], sample_index=0),
+        tokens(["b"], sample_index=1, first_index=1, last="length"),
+        tokens(["y"], sample_index=0, first_index=1, last="stop"),
+        completed(num_output_tokens=4),
+    ]
+    with Client(address) as client:
+        generation = client.generate("Hi", n=2)
+    assert [(sample.text, sample.finish_reason.value) for sample in generation.samples] == [
+        ("xy", "stop"),
+        ("ab", "length"),
+    ]
+    assert generation.plan.prefill_worker_id is None
+    assert fake.generate_requests[0].sampling.n == 2
+
+
+def test_generate_after_a_lost_worker_reports_both_plans(fake: FakeInference, address: str) -> None:
+    fake.script = [
+        accepted(),
+        remote_plan(),
+        tokens(["a"]),
+        remote_plan(attempt=2),
+        tokens(["b"], first_index=1, last="stop"),
+        completed(num_attempts=2),
+    ]
+    with Client(address) as client:
+        generation = client.generate("Hi")
+    assert [plan.attempt for plan in generation.plans] == [1, 2]
+    assert generation.text == "ab"
+
+
+def test_chat_sends_the_conversation(fake: FakeInference, address: str) -> None:
+    with Client(address) as client:
+        client.chat([{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}])
+        client.chat("Hi")
+    first, second = fake.generate_requests
+    assert [(turn.role, turn.content) for turn in first.chat.messages] == [("system", "Be short."), ("user", "Hi")]
+    assert [(turn.role, turn.content) for turn in second.chat.messages] == [("user", "Hi")]
+
+
+def test_stream_chat_yields_tokens(address: str) -> None:
+    with Client(address) as client:
+        texts = [event.text for event in client.stream_chat("Hi") if isinstance(event, Token)]
+    assert texts == ["Hello", " world"]
+
+
+def test_close_of_a_stream_cancels_on_the_server(fake: FakeInference, address: str) -> None:
+    fake.script = [accepted(), remote_plan(), tokens(["a"]), Hold()]
+    with Client(address) as client:
+        stream = client.stream("Hi")
+        next(stream)
+        stream.close()
+        assert fake.client_left.wait(LIMIT_S)
+        assert list(stream) == []
+        with pytest.raises(Cancelled):
+            stream.result()
+
+
+def test_break_out_of_a_stream_cancels_on_the_server(fake: FakeInference, address: str) -> None:
+    fake.script = [accepted(), remote_plan(), tokens(["a"]), Hold()]
+    with Client(address) as client:
+        for event in client.stream("Hi"):
+            if isinstance(event, Token):
+                break
+        assert fake.client_left.wait(LIMIT_S)
+
+
+def test_close_from_another_thread_ends_the_iteration(fake: FakeInference, address: str) -> None:
+    fake.script = [accepted(), Hold()]
+    with Client(address) as client:
+        stream = client.stream("Hi")
+        assert isinstance(next(stream), Accepted)
+        rest: list[Event] = []
+        reader = threading.Thread(target=lambda: rest.extend(stream))
+        reader.start()
+        stream.close()
+        reader.join(LIMIT_S)
+        assert not reader.is_alive()
+        assert rest == []
+        assert fake.client_left.wait(LIMIT_S)
+
+
+def test_timeout_of_a_call_raises_deadline_exceeded_and_cancels(fake: FakeInference, address: str) -> None:
+    fake.script = [accepted(), Hold()]
+    with Client(address) as client:
+        started_s = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            client.generate("Hi", timeout_s=0.2)
+        assert time.monotonic() - started_s < LIMIT_S
+        assert fake.client_left.wait(LIMIT_S)
+
+
+def test_timeout_of_the_client_is_the_default_of_its_calls(fake: FakeInference, address: str) -> None:
+    with Client(address, timeout_s=50) as client:
+        client.generate("Hi")
+        assert fake.time_remaining_s is not None
+        assert 40 < fake.time_remaining_s < 60
+        client.generate("Hi", timeout_s=500)
+        assert 400 < fake.time_remaining_s < 600
+
+
+def test_invalid_request_names_the_field(fake: FakeInference, address: str) -> None:
+    fake.script = [InvalidRequest("top_p is 0.0", field="sampling.top_p")]
+    with Client(address) as client, pytest.raises(InvalidRequest) as caught:
+        client.generate("Hi", top_p=0.0)
+    assert caught.value.field == "sampling.top_p"
+    assert caught.value.message == "top_p is 0.0"
+
+
+def test_overloaded_says_when_to_come_back(fake: FakeInference, address: str) -> None:
+    fake.script = [Overloaded("the queue is full", retry_after_s=1.5)]
+    with Client(address) as client, pytest.raises(Overloaded) as caught:
+        client.generate("Hi")
+    assert caught.value.retry_after_s == 1.5
+
+
+def test_worker_lost_in_the_middle_is_not_mistaken_for_a_lost_router(fake: FakeInference, address: str) -> None:
+    fake.script = [accepted(), remote_plan(), tokens(["a"]), WorkerLost("decode-0 went away")]
+    with Client(address) as client:
+        stream = client.stream("Hi")
+        with pytest.raises(WorkerLost, match="decode-0 went away"):
+            list(stream)
+        assert list(stream) == []
+
+
+def test_call_without_a_server_raises_unreachable_with_the_address() -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(Unreachable, match=r"127\.0\.0\.1:1"):
+        client.status()
+
+
+def test_oversized_request_is_invalid_not_overloaded(address: str) -> None:
+    with Client(address) as client, pytest.raises(InvalidRequest, match="too large"):
+        client.generate("x" * (2 << 20))
+
+
+def test_unary_error_is_typed(fake: FakeInference, address: str) -> None:
+    fake.unary_error = Overloaded("busy", retry_after_s=2)
+    with Client(address) as client:
+        for call in (client.models, client.status, lambda: client.tokenize("a")):
+            with pytest.raises(Overloaded):
+                call()
+
+
+def test_stream_that_ends_early_raises_engine_fault(fake: FakeInference, address: str) -> None:
+    fake.script = hello_world()[:-1]
+    with Client(address) as client, pytest.raises(EngineFault, match="before the answer was complete"):
+        client.generate("Hi")
+
+
+@pytest.mark.parametrize("first_index", [0, 2])
+def test_stream_with_a_repeated_or_missing_token_raises_engine_fault(
+    fake: FakeInference, address: str, first_index: int
+) -> None:
+    fake.script = [accepted(), remote_plan(), tokens(["a"]), tokens(["b"], first_index=first_index), Hold()]
+    with Client(address) as client:
+        with pytest.raises(EngineFault, match=f"token {first_index} arrived after 1"):
+            client.generate("Hi")
+        assert fake.client_left.wait(LIMIT_S)
+
+
+def test_tokenize_models_and_status_return_records(fake: FakeInference, address: str) -> None:
+    with Client(address) as client:
+        tokenization = client.tokenize([{"role": "user", "content": "Hi"}])
+        (model,) = client.models()
+        status = client.status()
+    assert (tokenization.token_ids, tokenization.pieces) == ((1, 2), ("a", "b"))
+    assert fake.tokenize_requests[0].chat.messages[0].content == "Hi"
+    assert (model.name, model.max_model_len, model.vocab_size) == ("tiny", 2048, 512)
+    assert (status.router.policy, status.router.num_completed) == ("prefix_affinity", 11)
+    prefill, decode = status.workers
+    assert prefill.role == "prefill"
+    assert prefill.status is not None
+    assert prefill.status.load.num_free_blocks == 60
+    assert prefill.status.num_leases == 1
+    assert (decode.role, decode.state, decode.status) == ("decode", "lost", None)
+
+
+def test_one_client_serves_many_threads(address: str) -> None:
+    texts: list[str] = []
+    with Client(address) as client:
+        threads = [threading.Thread(target=lambda: texts.append(client.generate("Hi").text)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+    assert texts == ["Hello world"] * 4

@@ -1,0 +1,248 @@
+"""EngineCore over the fake engine, whose answers depend on every byte of KV it reads."""
+
+import random
+
+import pytest
+
+from common.errors import EngineFault, PromptTooLong, Refused
+from common.fake_tokenizer import EOS_TOKEN_ID
+from engine.events import FinishReason, Started
+from engine.group import Group
+from tests.builders import (
+    BLOCK_SIZE,
+    Collector,
+    assert_empty,
+    expected_tokens,
+    make_core,
+    make_request,
+    run_until_idle,
+    submit,
+)
+
+BOUNDARY_LENGTHS = sorted({1, *(BLOCK_SIZE * k + d for k in (1, 2, 5) for d in (-1, 0, 1))})
+
+
+@pytest.mark.parametrize("num_prompt_tokens", BOUNDARY_LENGTHS)
+@pytest.mark.parametrize("max_step_tokens", [16, 17, 64])
+def test_generate_at_block_and_chunk_boundaries_equals_oracle(num_prompt_tokens: int, max_step_tokens: int) -> None:
+    core = make_core(max_step_tokens=max_step_tokens)
+    request = make_request(range(num_prompt_tokens), max_tokens=11, ignore_eos=True)
+    for _ in range(2):  # the second time from the prefix cache
+        _group, collector = submit(core, request)
+        run_until_idle(core)
+        assert collector.token_ids() == expected_tokens(request)
+    assert_empty(core)
+
+
+def test_generate_when_prompt_is_cached_computes_only_the_rest() -> None:
+    core = make_core()
+    prompt = list(range(4 * BLOCK_SIZE))
+    for expected_cached in (0, 3 * BLOCK_SIZE):  # the last token is always computed
+        _group, collector = submit(core, make_request(prompt))
+        run_until_idle(core)
+        (started,) = [event for event in collector.events if isinstance(event, Started)]
+        assert started.num_cached_tokens == expected_cached
+
+
+def test_generate_with_other_salt_never_sees_cached_blocks() -> None:
+    core = make_core()
+    prompt = list(range(4 * BLOCK_SIZE))
+    for salt in ("a", "b"):
+        _group, collector = submit(core, make_request(prompt, salt=salt))
+        run_until_idle(core)
+        (started,) = [event for event in collector.events if isinstance(event, Started)]
+        assert started.num_cached_tokens == 0
+
+
+def test_mixed_load_in_tiny_pool_preempts_and_still_equals_oracle() -> None:
+    rng = random.Random(7)
+    core = make_core(num_blocks=14, max_step_tokens=16)
+    requests = [
+        make_request([rng.randrange(3) for _ in range(rng.randrange(1, 20))], max_tokens=20, ignore_eos=True)
+        for _ in range(24)
+    ]
+    collectors = [submit(core, request)[1] for request in requests]
+    run_until_idle(core)
+    for request, collector in zip(requests, collectors, strict=True):
+        assert collector.token_ids() == expected_tokens(request)
+    assert core.load().num_preemptions > 0
+    assert_empty(core)
+
+
+def test_preempted_request_is_resumed_before_later_arrivals_start() -> None:
+    core = make_core(num_blocks=7, max_step_tokens=32)
+    _g, early = submit(core, make_request([0] * 9, max_tokens=12, ignore_eos=True))
+    _g, late = submit(core, make_request([1] * 9, max_tokens=12, ignore_eos=True))
+    _g, last = submit(core, make_request([2] * 9, max_tokens=12, ignore_eos=True))
+    while not last.events:
+        for group, event in core.step():
+            group.sink(event)
+    assert core.load().num_preemptions > 0
+    assert (len(early.outputs), len(late.outputs)) == (12, 12)
+    run_until_idle(core)
+    assert_empty(core)
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE])
+def test_n_samples_share_prompt_pages_and_equal_single_samples(num_prompt_tokens: int) -> None:
+    core = make_core()
+    request = make_request(range(num_prompt_tokens), n=5, temperature=1.0, seed=3, max_tokens=9, ignore_eos=True)
+    _group, collector = submit(core, request)
+    core_step_events = core.step()
+    for group, event in core_step_events:
+        group.sink(event)
+    assert core.load().num_used_blocks == -(-num_prompt_tokens // BLOCK_SIZE), "samples must share the prompt's pages"
+    run_until_idle(core)
+    for sample in range(5):
+        assert collector.token_ids(sample) == expected_tokens(request, sample=sample)
+    assert_empty(core)
+
+
+def test_n_samples_in_tiny_pool_with_preemption_equal_single_samples() -> None:
+    core = make_core(num_blocks=12)
+    requests = [
+        make_request([seed] * 6, n=3, temperature=1.0, seed=seed, max_tokens=14, ignore_eos=True) for seed in range(6)
+    ]
+    collectors = [submit(core, request)[1] for request in requests]
+    run_until_idle(core)
+    for request, collector in zip(requests, collectors, strict=True):
+        for sample in range(3):
+            assert collector.token_ids(sample) == expected_tokens(request, sample=sample)
+    assert core.load().num_preemptions > 0
+    assert_empty(core)
+
+
+def test_sampled_answer_is_the_same_alone_in_a_batch_and_resumed() -> None:
+    request = make_request([5, 6, 7], temperature=0.8, seed=11, max_tokens=12, ignore_eos=True)
+    alone = expected_tokens(request)
+    core = make_core()
+    submits = [submit(core, make_request([i], temperature=1.0, seed=i, max_tokens=10)) for i in range(15)]
+    _group, in_batch = submit(core, request)
+    run_until_idle(core)
+    assert len(submits) == 15
+    assert in_batch.token_ids() == alone
+    _group, resumed = submit(
+        core, make_request([5, 6, 7], output=alone[:5], temperature=0.8, seed=11, max_tokens=12, ignore_eos=True)
+    )
+    run_until_idle(core)
+    assert resumed.token_ids() == alone[5:]
+    assert resumed.outputs[0].token_index == 5
+
+
+def test_finish_reasons_stop_token_eos_length_and_context_end() -> None:
+    core = make_core(max_model_len=16)
+    request = make_request([1, 2, 3], max_tokens=5, ignore_eos=True)
+    free_run = expected_tokens(request)
+    _g, length = submit(core, request)
+    _g, stop = submit(core, make_request([1, 2, 3], max_tokens=5, ignore_eos=True, stop_token_ids=(free_run[2],)))
+    _g, context = submit(core, make_request(range(12), max_tokens=100, ignore_eos=True))
+    run_until_idle(core)
+    assert (len(length.outputs), length.outputs[-1].finish_reason) == (5, FinishReason.LENGTH)
+    assert stop.token_ids() == free_run[: free_run.index(free_run[2]) + 1]
+    assert stop.outputs[-1].finish_reason is FinishReason.STOP
+    assert (len(context.outputs), context.outputs[-1].finish_reason) == (4, FinishReason.LENGTH)
+    assert_empty(core)
+
+
+def test_eos_ends_a_sample_unless_ignored() -> None:
+    core = make_core()
+    for seed in range(200):
+        request = make_request([seed], temperature=1.0, seed=seed, max_tokens=40)
+        expected = expected_tokens(request)
+        if expected[-1] == EOS_TOKEN_ID:
+            _group, collector = submit(core, request)
+            run_until_idle(core)
+            assert collector.token_ids() == expected
+            assert collector.outputs[-1].finish_reason is FinishReason.STOP
+            return
+    raise AssertionError("the fake never drew its end-of-sequence token")
+
+
+@pytest.mark.parametrize("steps_before_cancel", range(6))
+def test_cancel_in_every_phase_frees_everything(steps_before_cancel: int) -> None:
+    core = make_core(max_step_tokens=16, max_running=8)
+    prompt = list(range(40))
+    group, collector = submit(core, make_request(prompt, n=4, temperature=1.0, max_tokens=50, ignore_eos=True))
+    _other, survivor = submit(core, make_request([9, 9], max_tokens=4, ignore_eos=True))
+    for _ in range(steps_before_cancel):
+        for emitted_group, event in core.step():
+            emitted_group.sink(event)
+    core.cancel(group)
+    before = len(collector.outputs)
+    run_until_idle(core)
+    assert len(collector.outputs) == before
+    assert survivor.token_ids() == expected_tokens(_other.request)
+    assert_empty(core)
+
+
+def test_add_when_line_is_full_is_refused_with_retry_hint() -> None:
+    core = make_core(max_waiting=2)
+    for _ in range(2):
+        submit(core, make_request([1]))
+    refused = core.add(make_request([1]), Collector())
+    assert isinstance(refused, Refused)
+    assert refused.retry_after_s > 0
+
+
+@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(512, 1), (600, 1), (30, 40)])
+def test_add_when_it_can_never_fit_raises_prompt_too_long(num_prompt: int, max_tokens: int) -> None:
+    core = make_core(num_blocks=16)
+    with pytest.raises(PromptTooLong):
+        core.add(make_request([1] * num_prompt, max_tokens=max_tokens), Collector())
+    assert_empty(core)
+
+
+def test_step_when_executor_fails_ends_only_that_batch() -> None:
+    core = make_core()
+    group, collector = submit(core, make_request([1, 2, 3]))
+    fine = core.executor.execute
+
+    def broken(batch: object) -> list[object]:
+        raise RuntimeError("boom")
+
+    core.executor.execute = broken  # type: ignore[method-assign,assignment]
+    for emitted_group, event in core.step():
+        emitted_group.sink(event)
+    assert collector.failure is not None
+    assert isinstance(collector.failure.error, EngineFault)
+    assert group.is_over
+    assert_empty(core)
+    core.executor.execute = fine  # type: ignore[method-assign]
+    _group, after = submit(core, make_request([1, 2, 3]))
+    run_until_idle(core)
+    assert after.token_ids() == expected_tokens(_group.request)
+
+
+def test_reserve_refuses_when_pages_are_short_and_grants_after_release() -> None:
+    core = make_core(num_blocks=10)
+    first = core.reserve(make_request(range(20), max_tokens=4), Collector())
+    assert isinstance(first, Group)
+    refused = core.reserve(make_request(range(100, 120), max_tokens=4), Collector())
+    assert isinstance(refused, Refused)
+    core.cancel(first)
+    assert isinstance(core.reserve(make_request(range(100, 120), max_tokens=4), Collector()), Group)
+
+
+def test_handoff_inside_one_process_equals_oracle_and_publishes_only_verified_blocks() -> None:
+    prefill, decode = make_core(max_step_tokens=16), make_core()
+    request = make_request(range(23), max_tokens=10, ignore_eos=True)
+    collector, sent = Collector(), Collector()
+    source = prefill.add_prefill_only(request, sent)
+    target = decode.reserve(request, collector)
+    assert isinstance(source, Group)
+    assert isinstance(target, Group)
+    run_until_idle(prefill)
+    assert prefill.load().num_held == 1
+    data = prefill.executor.kv.read_blocks(source.leader.block_table)
+    decode.executor.kv.write_blocks(target.leader.block_table, data)
+    assert not decode.pool.snapshot().stored
+    decode.commit(target, 23)
+    first = sent.outputs[0]
+    decode.start(target, [(first.token_id, first.finish_reason is not None)])
+    decode.wake()
+    run_until_idle(decode)
+    assert [first.token_id, *collector.token_ids()] == expected_tokens(request)
+    assert collector.outputs[0].token_index == 1
+    prefill.cancel(source)
+    assert_empty(prefill)
+    assert_empty(decode)

@@ -1,0 +1,184 @@
+"""The handoff between real services over real gRPC: same answers as one process, nothing left behind."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from common.errors import HandoffGone, InvalidRequest, Overloaded, StaleEpoch, from_rpc_error
+from common.ids import Epoch, mint_handoff_id
+from engine.sequence import EngineRequest
+from kvrelay.v1 import decode_pb2, prefill_pb2, worker_pb2
+from tests.builders import BLOCK_SIZE, expected_tokens, make_request
+from tests.worker.cluster import Answer, error_of, messages, running_pair, spec_of
+
+LENGTHS = sorted({1, *(BLOCK_SIZE * k + d for k in (1, 8, 16) for d in (-1, 0, 1)), 200})
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shm"])
+async def test_handoff_at_every_boundary_equals_oracle_cold_and_cached(transport: str) -> None:
+    async with running_pair(transports=[transport]) as pair:
+        for length in LENGTHS:
+            request = make_request(range(length), max_tokens=9, ignore_eos=True)
+            cold = await pair.generate(request)
+            warm = await pair.generate(request)
+            assert cold.tokens[0] == warm.tokens[0] == expected_tokens(request), length
+            assert warm.num_decode_cached == length // BLOCK_SIZE * BLOCK_SIZE
+            assert cold.transfer is not None
+            assert worker_pb2.KvTransport.Name(cold.transfer.transport) == f"KV_TRANSPORT_{transport.upper()}"
+            assert warm.transfer is not None
+            assert warm.transfer.num_blocks == (1 if length % BLOCK_SIZE else 0), "only the tail moves again"
+        await pair.until_empty()
+
+
+async def test_handoff_when_hosts_differ_falls_back_from_shm_to_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_transfer.pull.host_id", lambda: "another host")
+    async with running_pair(transports=["shm", "grpc"]) as pair:
+        request = make_request(range(30), ignore_eos=True)
+        answer = await pair.generate(request)
+        assert answer.tokens[0] == expected_tokens(request)
+        assert answer.transfer is not None
+        assert answer.transfer.transport == worker_pb2.KV_TRANSPORT_GRPC
+
+
+async def test_n_samples_are_handed_over_once_and_equal_single_samples() -> None:
+    async with running_pair() as pair:
+        request = make_request(range(21), n=4, temperature=1.0, seed=5, max_tokens=12)
+        answer = await pair.generate(request)
+        for sample in range(4):
+            assert answer.tokens[sample] == expected_tokens(request, sample=sample)
+        assert answer.transfer is not None
+        assert answer.transfer.num_blocks == 6
+        await pair.until_empty()
+
+
+async def test_concurrent_handoffs_in_a_tiny_decode_pool_preempt_and_equal_oracle() -> None:
+    async with running_pair(decode={"num_blocks": 40}) as pair:
+        requests = [make_request([i % 3] * (5 + i), max_tokens=30, ignore_eos=True) for i in range(12)]
+
+        async def serve(request: EngineRequest) -> Answer:
+            while True:
+                try:
+                    return await pair.generate(request)
+                except grpc.aio.AioRpcError as error:
+                    assert isinstance(from_rpc_error(error), Overloaded)
+                    await asyncio.sleep(0)
+
+        answers = await asyncio.gather(*(serve(request) for request in requests))
+        for request, answer in zip(requests, answers, strict=True):
+            assert answer.tokens[0] == expected_tokens(request)
+        await pair.until_empty()
+
+
+async def test_local_plan_on_decode_worker_equals_oracle() -> None:
+    async with running_pair() as pair:
+        request = make_request(range(45), max_tokens=9, ignore_eos=True)
+        assert (await pair.generate_locally(request)).tokens[0] == expected_tokens(request)
+        await pair.until_empty()
+
+
+async def test_takeover_in_the_middle_continues_with_the_same_tokens_and_text() -> None:
+    async with running_pair() as pair:
+        request = make_request(b"resume me", temperature=1.0, seed=1, max_tokens=30, ignore_eos=True)
+        whole = await pair.generate(request)
+        known = whole.tokens[0][:13]
+        rest_request = make_request(b"resume me", output=known, temperature=1.0, seed=1, max_tokens=30, ignore_eos=True)
+        tokens, text = [], ""
+        handoff_id = mint_handoff_id()
+        decode = pair.open_decode(rest_request, handoff_id)
+        await decode.read()
+        async for message in pair.open_prefill(rest_request, handoff_id):
+            tokens.extend(message.finished.first_tokens)
+        async for message in messages(decode):
+            tokens.extend(message.tokens.tokens)
+        text = "".join(token.text for token in tokens)
+        assert [token.token_index for token in tokens] == list(range(13, 30))
+        assert [token.token_id for token in tokens] == whole.tokens[0][13:]
+        assert whole.text[0].endswith(text)
+        await pair.until_empty()
+
+
+async def test_decode_call_closed_while_pulling_stops_the_prefill_at_once() -> None:
+    async with running_pair(prefill={"step_s": 0.05, "max_step_tokens": 16}) as pair:
+        request = make_request([i % 256 for i in range(480)], max_tokens=4)
+        handoff_id = mint_handoff_id()
+        decode = pair.open_decode(request, handoff_id)
+        await decode.read()
+        prefill = pair.open_prefill(request, handoff_id)
+        await prefill.read()
+        decode.cancel()
+        error = await error_of(prefill)
+        assert isinstance(from_rpc_error(error), HandoffGone)
+        await pair.until_empty()
+
+
+async def test_prefill_call_closed_in_the_middle_ends_the_decode_call_at_once() -> None:
+    async with running_pair(prefill={"step_s": 0.05, "max_step_tokens": 16}) as pair:
+        request = make_request([i % 256 for i in range(480)], max_tokens=4)
+        handoff_id = mint_handoff_id()
+        decode = pair.open_decode(request, handoff_id)
+        await decode.read()
+        prefill = pair.open_prefill(request, handoff_id)
+        await prefill.read()
+        prefill.cancel()
+        assert isinstance(from_rpc_error(await error_of(decode)), HandoffGone)
+        await pair.until_empty()
+
+
+async def test_handoff_without_a_puller_expires_and_is_counted() -> None:
+    async with running_pair(prefill={"lease_ttl_s": 0.2}) as pair:
+        request = make_request(range(20))
+        prefill = pair.open_prefill(request, mint_handoff_id())
+        replies = [message async for message in prefill]
+        assert replies[-1].finished.first_tokens
+        assert pair.prefill.runtime.handoffs.num_leases == 1
+        await pair.until_empty()
+        assert pair.prefill.runtime.handoffs.num_expired == 1
+
+
+async def test_fetch_without_a_prefill_expires_and_frees_the_reservation() -> None:
+    async with running_pair(prefill={"lease_ttl_s": 0.2}) as pair:
+        decode = pair.open_decode(make_request(range(20)), mint_handoff_id())
+        assert isinstance(from_rpc_error(await error_of(decode)), HandoffGone)
+        await pair.until_empty()
+
+
+async def test_calls_for_an_earlier_epoch_are_refused() -> None:
+    async with running_pair() as pair:
+        request = make_request(range(20))
+        pair.prefill.runtime.epoch = Epoch(pair.prefill.runtime.epoch + 2)
+        stale = prefill_pb2.PrefillRequest(sequence=spec_of(request), handoff_id="x", epoch=1)
+        assert isinstance(from_rpc_error(await error_of(pair.prefill_stub.Prefill(stale))), StaleEpoch)
+        stale_decode = decode_pb2.DecodeRequest(sequence=spec_of(request), epoch=1)
+        assert isinstance(from_rpc_error(await error_of(pair.decode_stub.Decode(stale_decode))), StaleEpoch)
+        await pair.until_empty()
+
+
+async def test_spec_with_wrong_hashes_or_tokens_is_refused_by_field() -> None:
+    async with running_pair() as pair:
+        spec = spec_of(make_request(range(20)))
+        epoch = pair.decode.runtime.epoch
+        for field, change in {
+            "sequence.block_hashes": {"block_hashes": b"short"},
+            "sequence.prompt_token_ids": {"prompt_token_ids": [10**6]},
+        }.items():
+            bad = type(spec)()
+            bad.CopyFrom(spec)
+            for name in change:
+                bad.ClearField(name)
+            bad.MergeFrom(type(spec)(**change))
+            error = from_rpc_error(
+                await error_of(pair.decode_stub.Decode(decode_pb2.DecodeRequest(sequence=bad, epoch=epoch)))
+            )
+            assert isinstance(error, InvalidRequest)
+            assert error.field == field
+        await pair.until_empty()
+
+
+async def test_stop_string_across_tokens_ends_the_sample_and_never_leaks() -> None:
+    async with running_pair() as pair:
+        free = await pair.generate(make_request(b"stop here", max_tokens=40, ignore_eos=True))
+        stop = free.text[0][10:13]
+        answer = await pair.generate(make_request(b"stop here", max_tokens=40, ignore_eos=True, stop=(stop,)))
+        assert answer.text[0] == free.text[0][: free.text[0].index(stop)]
+        await pair.until_empty()

@@ -1,0 +1,1 @@
+"""What both worker kinds share: engine start-up, status, KV events, text output, process shell."""

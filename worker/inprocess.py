@@ -1,0 +1,125 @@
+"""The engine alone, in the caller's process and thread: no pools, no network, no handoff.
+
+For `kvrelay generate --in-process`, and as the other arm of every benchmark that asks what the split costs.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import tokenizers
+
+from common.block_hash import hash_blocks, hash_root
+from common.clock import SystemClock
+from common.config import ServingConfig
+from common.errors import InvalidRequest, Overloaded, Refused
+from common.ids import mint_request_id
+from common.sampling import SamplingParams
+from engine.core import EngineCore
+from engine.events import EngineEvent, Failed, Tokens
+from engine.executor import Executor
+from engine.group import Group
+from engine.sequence import EngineRequest
+from kvrelay.v1 import sampling_pb2
+from worker.factory import limits_for, load_executor_for
+from worker.output import OutputStreams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleText:
+    """One generated token of one request."""
+
+    request_idx: int
+    sample_index: int
+    token_index: int
+    token_id: int
+    text: str
+    finish_reason: str | None
+    """"stop", "length" or None while the sample goes on."""
+
+
+_REASONS = {sampling_pb2.FINISH_REASON_STOP: "stop", sampling_pb2.FINISH_REASON_LENGTH: "length"}
+
+
+class LocalEngine:
+    """A loaded model that generates when iterated. Not thread-safe."""
+
+    def __init__(self, executor: Executor, tokenizer: tokenizers.Tokenizer, config: ServingConfig) -> None:
+        self.executor = executor
+        self.tokenizer = tokenizer
+        self._core = EngineCore(executor, limits_for(config.pools.decode), SystemClock())
+        self._root = hash_root(model_fingerprint=executor.kv.shape.fingerprint)
+
+    @classmethod
+    def load(cls, config: ServingConfig) -> "LocalEngine":
+        """Load what `config.model` names, with the decode pool's pages and limits. Takes seconds."""
+        executor, tokenizer = load_executor_for(config, config.pools.decode)
+        return cls(executor, tokenizer, config)
+
+    def stream(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Iterator[SampleText]:
+        """Generate one request. Raises InvalidRequest or PromptTooLong before the first token."""
+        return self.stream_all([(prompt_token_ids, sampling)])
+
+    def stream_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> Iterator[SampleText]:
+        """Generate several requests in one batch; closing the iterator frees their pages."""
+        running: list[tuple[Group, OutputStreams]] = []
+        inbox: deque[tuple[int, EngineEvent]] = deque()
+        try:
+            for idx, (prompt, sampling) in enumerate(requests):
+                request = self._request(prompt, sampling)
+                group = self._core.add(request, _Sink(idx, inbox))
+                if isinstance(group, Refused):
+                    raise Overloaded(group.reason, retry_after_s=group.retry_after_s)
+                running.append((group, OutputStreams(request, self.tokenizer)))
+            while any(not streams.is_over for _group, streams in running):
+                for group, event in self._core.step():
+                    group.sink(event)
+                while inbox:
+                    idx, event = inbox.popleft()
+                    yield from self._texts(idx, *running[idx], event)
+        finally:
+            for group, _streams in running:
+                self._core.cancel(group)
+            self._core.wake()
+
+    def _texts(self, idx: int, group: Group, streams: OutputStreams, event: EngineEvent) -> Iterator[SampleText]:
+        if isinstance(event, Failed):
+            raise event.error
+        if not isinstance(event, Tokens):
+            return
+        messages, stopped = streams.take(event.tokens)
+        for sample_index in stopped:
+            self._core.finish_sample(group, sample_index)
+        for message in messages:
+            yield SampleText(
+                request_idx=idx,
+                sample_index=message.sample_index,
+                token_index=message.token_index,
+                token_id=message.token_id,
+                text=message.text,
+                finish_reason=_REASONS.get(message.finish_reason),
+            )
+
+    def _request(self, prompt: Sequence[int], sampling: SamplingParams) -> EngineRequest:
+        sampling.validate(vocab_size=self.executor.vocab_size)
+        if not prompt:
+            raise InvalidRequest("the prompt is empty", field="prompt")
+        block_size = self.executor.kv.shape.block_size
+        return EngineRequest(
+            request_id=mint_request_id(),
+            prompt_token_ids=tuple(prompt),
+            sampling=sampling,
+            hash_root=self._root,
+            block_hashes=hash_blocks(prompt, root=self._root, block_size=block_size),
+        )
+
+
+class _Sink:
+    """Puts a request's events in the shared inbox with its index."""
+
+    def __init__(self, idx: int, inbox: "deque[tuple[int, EngineEvent]]") -> None:
+        self._idx = idx
+        self._inbox = inbox
+
+    def __call__(self, event: EngineEvent) -> None:
+        self._inbox.append((self._idx, event))

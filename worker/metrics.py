@@ -1,0 +1,73 @@
+"""Prometheus metrics of a worker, read from its runtime at scrape time: the token path pays nothing for them.
+
+Defined for readers in docs/metrics.md.
+"""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from common.wire import ROLE_NAMES, TRANSPORT_NAMES
+from worker.runtime import WorkerRuntime
+
+
+class RuntimeCollector(Collector):
+    """Reads a runtime's counters. Called on the metrics server's thread; it reads single attributes only."""
+
+    def __init__(self, runtime: WorkerRuntime) -> None:
+        self._runtime = runtime
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family."""
+        runtime, load = self._runtime, self._runtime.load
+        labels = [runtime.worker_id, ROLE_NAMES[runtime.role]]
+        gauges = {
+            "kvrelay_kv_blocks_used": ("KV blocks held by sequences, reservations or leases", load.num_used_blocks),
+            "kvrelay_kv_blocks_cached": ("Free KV blocks that hold reusable KV", load.num_cached_blocks),
+            "kvrelay_kv_blocks": ("KV blocks in all", load.num_blocks),
+            "kvrelay_sequences_running": ("Sequences in the running batch", load.num_running),
+            "kvrelay_sequences_waiting": ("Sequences waiting", load.num_waiting),
+            "kvrelay_reservations": ("Reservations that a transfer fills", load.num_reserved),
+            "kvrelay_leases": ("Handoffs expected or pinned", runtime.handoffs.num_leases),
+        }
+        counters = {
+            "kvrelay_preemptions": ("Sequences that lost their pages", load.num_preemptions),
+            "kvrelay_leases_expired": ("Handoffs ended by expiry", runtime.handoffs.num_expired),
+            "kvrelay_worker_requests": ("Calls served", runtime.counters.num_requests),
+            "kvrelay_worker_cancels": ("Calls cancelled", runtime.counters.num_cancelled),
+            "kvrelay_prompt_tokens_cached": ("Prompt tokens found in the cache", load.num_cached_tokens),
+            "kvrelay_prompt_tokens_computed": ("Prompt tokens computed", load.num_computed_tokens),
+        }
+        for name, (text, value) in gauges.items():
+            gauge = GaugeMetricFamily(name, text, labels=["worker", "role"])
+            gauge.add_metric(labels, value)
+            yield gauge
+        for name, (text, value) in counters.items():
+            counter = CounterMetricFamily(name, text, labels=["worker", "role"])
+            counter.add_metric(labels, value)
+            yield counter
+        kv_bytes = CounterMetricFamily(
+            "kvrelay_kv_transfer_bytes", "KV bytes moved", labels=["worker", "role", "transport", "direction"]
+        )
+        for direction, totals in (("sent", runtime.bytes_sent), ("received", runtime.bytes_received)):
+            for number, name in TRANSPORT_NAMES.items():
+                kv_bytes.add_metric([*labels, name, direction], totals[number])
+        yield kv_bytes
+
+
+class MetricsServer:
+    """Serves a runtime's metrics on a free port."""
+
+    def __init__(self, runtime: WorkerRuntime, host: str) -> None:
+        registry = CollectorRegistry()
+        registry.register(RuntimeCollector(runtime))
+        self._server, self._thread = start_http_server(0, addr=host, registry=registry)
+        self.port = int(self._server.server_port)
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,101 @@
+"""From engine tokens to what a client reads: text deltas, stop strings, finish reasons."""
+
+from collections.abc import Iterable, Sequence
+
+import tokenizers
+from engine.text import TextStream
+
+from engine.events import FinishReason, TokenOutput
+from engine.executor import Logprobs
+from engine.sequence import EngineRequest
+from kvrelay.v1 import sampling_pb2 as pb
+
+FINISH_REASONS = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+
+
+class OutputStreams:
+    """The text of all samples of one request. A text delta is a pure function of the tokens before it.
+
+    So a worker that takes a request over primes its streams with the tokens so far and goes on exactly where the other
+    one stopped. Event loop only.
+    """
+
+    def __init__(self, request: EngineRequest, tokenizer: tokenizers.Tokenizer) -> None:
+        self._streams: dict[int, TextStream] = {}
+        self._over: set[int] = set()
+        for i in range(request.sampling.n):
+            sample_index = request.first_sample_index + i
+            stream = TextStream(
+                tokenizer,
+                stop=request.sampling.stop,
+                include_special_tokens=request.sampling.include_special_tokens,
+            )
+            stream.prime(request.output_token_ids)
+            self._streams[sample_index] = stream
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every sample has ended."""
+        return len(self._over) == len(self._streams)
+
+    def skip(self, sample_index: int, token_id: int) -> None:
+        """Take a sample's first token from here, which another worker has delivered already."""
+        self._streams[sample_index].prime([token_id])
+
+    def end(self, sample_index: int) -> None:
+        """A sample ended at another worker."""
+        self._over.add(sample_index)
+
+    def take(self, outputs: Iterable[TokenOutput]) -> tuple[list[pb.SampleToken], list[int]]:
+        """Return the messages for new tokens, and the samples that a stop string ended before the engine knew."""
+        messages: list[pb.SampleToken] = []
+        stopped_here: list[int] = []
+        for output in outputs:
+            if output.sample_index in self._over:
+                continue  # computed before the engine heard of the stop string
+            text, reason = self._text(output)
+            if reason is not None:
+                self._over.add(output.sample_index)
+                if output.finish_reason is None:
+                    stopped_here.append(output.sample_index)
+            messages.append(
+                pb.SampleToken(
+                    sample_index=output.sample_index,
+                    token_index=output.token_index,
+                    token_id=output.token_id,
+                    text=text,
+                    logprobs=logprobs_to_proto(output.logprobs) if output.logprobs is not None else None,
+                    finish_reason=FINISH_REASONS[reason],
+                )
+            )
+        return messages, stopped_here
+
+    def _text(self, output: TokenOutput) -> tuple[str, FinishReason | None]:
+        stream = self._streams[output.sample_index]
+        if output.finish_reason is FinishReason.STOP:  # the token is the stop: it has no text of its own
+            return stream.flush(), FinishReason.STOP
+        delta = stream.push(output.token_id)
+        if delta.stopped:
+            return delta.text, FinishReason.STOP
+        if output.finish_reason is not None:
+            return delta.text + stream.flush(), output.finish_reason
+        return delta.text, None
+
+
+def logprobs_to_proto(logprobs: Logprobs) -> pb.PositionLogprobs:
+    """Return the message."""
+    return pb.PositionLogprobs(
+        chosen=pb.TokenLogprob(token_id=logprobs.token_id, logprob=logprobs.logprob),
+        top=[pb.TokenLogprob(token_id=token_id, logprob=value) for token_id, value in logprobs.top],
+    )
+
+
+def prompt_logprobs_to_proto(entries: Sequence[Logprobs]) -> list[pb.PositionLogprobs]:
+    """Return one message per prompt position; the first one is empty, since nothing precedes it."""
+    if not entries:
+        return []
+    return [pb.PositionLogprobs(), *(logprobs_to_proto(entry) for entry in entries)]

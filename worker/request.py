@@ -1,0 +1,38 @@
+"""Reads a SequenceSpec. Routers are ours, but a worker checks what would corrupt it all the same."""
+
+from common.block_hash import HASH_BYTES, unpack_hashes
+from common.errors import InvalidRequest
+from common.ids import BlockHash, RequestId
+from common.wire import sampling_from_proto, token_ids_from_proto
+from engine.executor import Executor
+from engine.sequence import EngineRequest
+from kvrelay.v1 import sequence_pb2
+
+
+def engine_request(spec: sequence_pb2.SequenceSpec, executor: Executor) -> EngineRequest:
+    """Return the engine's record. Raises InvalidRequest naming the field."""
+    vocab_size, block_size = executor.vocab_size, executor.kv.shape.block_size
+    prompt = token_ids_from_proto(spec.prompt_token_ids, vocab_size=vocab_size, field="sequence.prompt_token_ids")
+    output = token_ids_from_proto(spec.output_token_ids, vocab_size=vocab_size, field="sequence.output_token_ids")
+    if not prompt:
+        raise InvalidRequest("the prompt is empty", field="sequence.prompt_token_ids")
+    sampling = sampling_from_proto(spec.sampling, default_max_tokens=1, default_seed=0)
+    sampling.validate(vocab_size=vocab_size)
+    if output and sampling.n != 1:
+        raise InvalidRequest("only one sample at a time can be taken over", field="sequence.output_token_ids")
+    if len(output) >= sampling.max_tokens:
+        raise InvalidRequest("there is nothing left to generate", field="sequence.output_token_ids")
+    num_blocks = (len(prompt) + len(output)) // block_size
+    if len(spec.hash_root) != HASH_BYTES or len(spec.block_hashes) != num_blocks * HASH_BYTES:
+        raise InvalidRequest(
+            f"{len(spec.block_hashes)} bytes of hashes for {num_blocks} full blocks", field="sequence.block_hashes"
+        )
+    return EngineRequest(
+        request_id=RequestId(spec.request_id),
+        prompt_token_ids=prompt,
+        output_token_ids=output,
+        sampling=sampling,
+        hash_root=BlockHash(spec.hash_root),
+        block_hashes=unpack_hashes(spec.block_hashes),
+        first_sample_index=spec.first_sample_index,
+    )

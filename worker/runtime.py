@@ -1,0 +1,170 @@
+"""One worker process from the inside: engine thread, epoch, counters, and what its services share."""
+
+import asyncio
+import os
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import tokenizers
+
+from common.clock import Clock, SystemClock
+from common.config import PoolConfig, ServingConfig
+from common.errors import StaleEpoch
+from common.ids import Epoch, WorkerId, mint_epoch
+from common.wire import TRANSPORT_NUMBERS
+from engine.core import EngineCore
+from engine.events import Load, StepReport
+from engine.executor import Executor
+from engine.thread import EngineThread
+from kv_transfer.handoff import HandoffTable
+from kv_transfer.serve import KvTransferService, ServeSettings
+from kvrelay.v1 import worker_pb2
+from worker.factory import limits_for, load_executor_for
+from worker.kv_event_hub import KvEventHub
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since process start."""
+
+    num_cancelled: int = 0
+    num_requests: int = 0
+
+
+class WorkerRuntime:
+    """Everything a worker's services stand on. Event loop only; the engine has its own thread."""
+
+    def __init__(
+        self,
+        *,
+        config: ServingConfig,
+        role: worker_pb2.WorkerRole.ValueType,
+        worker_id: WorkerId,
+        executor: Executor,
+        tokenizer: tokenizers.Tokenizer,
+        clock: Clock,
+    ) -> None:
+        self.config = config
+        self.role = role
+        self.worker_id = worker_id
+        self.epoch: Epoch = mint_epoch()
+        self.executor = executor
+        self.tokenizer = tokenizer
+        self.clock = clock
+        self.counters = Counters()
+        self.bytes_sent: Counter[int] = Counter()
+        self.bytes_received: Counter[int] = Counter()
+        self.hub = KvEventHub()
+        core = EngineCore(executor, limits_for(self.pool_config), clock)
+        self.load: Load = core.load()
+        self.engine = EngineThread(core, self._on_report)
+        self.num_request_tasks = 0
+        self._started_s = time.monotonic()
+        self.handoffs = HandoffTable(
+            block_size=executor.kv.shape.block_size, lease_ttl_s=config.transfer.lease_ttl_s, clock=clock
+        )
+        self.on_close: list[Callable[[], Awaitable[None]]] = []
+        self._sweeper: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def load_from(
+        cls, config: ServingConfig, *, role: worker_pb2.WorkerRole.ValueType, worker_id: str
+    ) -> "WorkerRuntime":
+        """Load the model off the event loop and return a runtime that is not started yet."""
+        pool = pool_of(config, role)
+        loop = asyncio.get_running_loop()
+        executor, tokenizer = await loop.run_in_executor(None, load_executor_for, config, pool)
+        return cls(
+            config=config,
+            role=role,
+            worker_id=WorkerId(worker_id),
+            executor=executor,
+            tokenizer=tokenizer,
+            clock=SystemClock(),
+        )
+
+    @property
+    def pool_config(self) -> PoolConfig:
+        """The section of serving.yaml that describes this worker's pool."""
+        return pool_of(self.config, self.role)
+
+    @property
+    def transports(self) -> tuple[int, ...]:
+        """Allowed KV transports, preferred first."""
+        return tuple(int(TRANSPORT_NUMBERS[name]) for name in self.config.transfer.transports)
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since this runtime was made."""
+        return time.monotonic() - self._started_s
+
+    def start(self) -> None:
+        """Start stepping and sweeping."""
+        self.engine.start()
+        self._sweeper = asyncio.get_running_loop().create_task(self.handoffs.sweep_forever())
+
+    async def aclose(self) -> None:
+        """Stop the sweeper, what the services registered in `on_close`, and the engine thread."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._sweeper
+        for close in self.on_close:
+            await close()
+        await self.engine.aclose()
+
+    @contextmanager
+    def request_task(self) -> Iterator[None]:
+        """Count a call that serves a request, and whether it was cancelled."""
+        self.num_request_tasks += 1
+        self.counters.num_requests += 1
+        try:
+            yield
+        except asyncio.CancelledError:
+            self.counters.num_cancelled += 1
+            raise
+        finally:
+            self.num_request_tasks -= 1
+
+    @contextmanager
+    def transfer_task(self) -> Iterator[None]:
+        """Count a call that serves a transfer."""
+        self.num_request_tasks += 1
+        try:
+            yield
+        finally:
+            self.num_request_tasks -= 1
+
+    def check_epoch(self, epoch: int) -> None:
+        """Raise StaleEpoch when the caller means an earlier life of this worker."""
+        if epoch != self.epoch:
+            raise StaleEpoch(f"{self.worker_id} was restarted; its epoch is another one")
+
+    def transfer_service(self) -> KvTransferService:
+        """Return the service that lets others pull this worker's blocks."""
+        return KvTransferService(
+            table=self.handoffs,
+            store=self.executor.kv,
+            settings=ServeSettings(
+                epoch=self.epoch,
+                pid=os.getpid(),
+                transports=self.transports,
+                chunk_bytes=self.config.transfer.chunk_bytes,
+                lease_ttl_s=self.config.transfer.lease_ttl_s,
+            ),
+            clock=self.clock,
+            track=self.transfer_task,
+            on_bytes=lambda transport, count: self.bytes_sent.update({transport: count}),
+        )
+
+    def _on_report(self, report: StepReport) -> None:
+        self.load = report.load
+        self.hub.publish(report.kv_events)
+
+
+def pool_of(config: ServingConfig, role: worker_pb2.WorkerRole.ValueType) -> PoolConfig:
+    """Return a role's pool section."""
+    return config.pools.prefill if role == worker_pb2.WORKER_ROLE_PREFILL else config.pools.decode

@@ -1,0 +1,112 @@
+"""WorkerService: who this worker is, what it caches, how loaded it is, what it holds."""
+
+import asyncio
+import os
+from typing import Any
+
+import grpc
+
+from common.block_hash import hash_probe, hash_root
+from common.kv_events import KvEvents, encode_events
+from common.rpc import error_boundary
+from engine.events import Load
+from kvrelay.v1 import worker_pb2 as pb
+from kvrelay.v1 import worker_pb2_grpc
+from worker.runtime import WorkerRuntime
+
+_MIN_UPDATE_GAP_S = 0.02  # load changes with each step; routers need not hear of each
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
+    """Answers questions about one runtime."""
+
+    def __init__(self, runtime: WorkerRuntime) -> None:
+        self._runtime = runtime
+        self.metrics_port = 0
+
+    async def DescribeWorker(  # noqa: D102
+        self, request: pb.DescribeWorkerRequest, context: Context
+    ) -> pb.DescribeWorkerResponse:
+        runtime = self._runtime
+        executor, shape = runtime.executor, runtime.executor.kv.shape
+        return pb.DescribeWorkerResponse(
+            worker_id=runtime.worker_id,
+            epoch=runtime.epoch,
+            role=runtime.role,
+            layout=pb.KvLayout(
+                num_layers=shape.num_layers,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                block_size=shape.block_size,
+                dtype=shape.dtype,
+                fingerprint=shape.fingerprint,
+            ),
+            num_blocks=executor.kv.num_blocks,
+            max_model_len=executor.max_model_len,
+            vocab_size=executor.vocab_size,
+            model_name=executor.model_name,
+            hash_probe=hash_probe(hash_root(model_fingerprint=shape.fingerprint), shape.block_size),
+            metrics_port=self.metrics_port,
+            pid=os.getpid(),
+            eos_token_ids=sorted(executor.eos_token_ids),
+        )
+
+    async def WatchWorker(  # type: ignore[override]  # noqa: D102
+        self, request: pb.WatchWorkerRequest, context: Context
+    ) -> None:
+        async with error_boundary(context, "WatchWorker"):
+            with self._runtime.hub.watch() as watcher:
+                events: KvEvents = await self._runtime.engine.call(lambda core: core.pool.snapshot())
+                seq = 0
+                while True:
+                    await context.write(
+                        pb.WatchWorkerResponse(
+                            epoch=self._runtime.epoch,
+                            seq=seq,
+                            kv_events=encode_events(events) if events else b"",
+                            load=load_to_proto(self._runtime.load),
+                        )
+                    )
+                    seq += 1
+                    await asyncio.sleep(_MIN_UPDATE_GAP_S)
+                    events = await watcher.next_changes()
+
+    async def GetWorkerStatus(  # noqa: D102
+        self, request: pb.GetWorkerStatusRequest, context: Context
+    ) -> pb.GetWorkerStatusResponse:
+        runtime = self._runtime
+        load = await runtime.engine.call(lambda core: core.load())
+        return pb.GetWorkerStatusResponse(
+            status=pb.WorkerStatus(
+                load=load_to_proto(load),
+                num_used_blocks=load.num_used_blocks,
+                num_cached_blocks=load.num_cached_blocks,
+                num_leases=runtime.handoffs.num_leases,
+                num_reservations=load.num_reserved,
+                num_request_tasks=runtime.num_request_tasks,
+                num_preemptions=load.num_preemptions,
+                num_leases_expired=runtime.handoffs.num_expired,
+                num_cancelled=runtime.counters.num_cancelled,
+                kv_bytes_received=runtime.bytes_received.total(),
+                kv_bytes_sent=runtime.bytes_sent.total(),
+                num_cached_tokens=load.num_cached_tokens,
+                num_computed_tokens=load.num_computed_tokens,
+                uptime_s=runtime.uptime_s,
+                pid=os.getpid(),
+                epoch=runtime.epoch,
+            )
+        )
+
+
+def load_to_proto(load: Load) -> pb.LoadReport:
+    """Return the part of a load that routers use."""
+    return pb.LoadReport(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_free_blocks=load.num_free_blocks,
+        num_blocks=load.num_blocks,
+        num_pending_prefill_tokens=load.num_pending_prefill_tokens,
+        num_context_tokens=load.num_context_tokens,
+    )

@@ -1,0 +1,135 @@
+"""The process around a worker: start, announce, serve, stop. The same for both kinds, with or without Ray."""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from common.config import ConfigError, ServingConfig, load_config
+from common.log import setup_logging
+from common.rpc import Server, start_server
+from common.wire import ROLE_NAMES
+from kvrelay.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from worker.metrics import MetricsServer
+from worker.runtime import WorkerRuntime
+from worker.service import WorkerService
+
+logger = logging.getLogger(__name__)
+
+AddServices = Callable[[grpc.aio.Server, WorkerRuntime], Sequence[str]]
+"""Registers the services of one worker kind and returns their full names."""
+
+_STOP_GRACE_S = 5.0
+
+
+@dataclass(slots=True)
+class RunningWorker:
+    """A worker that serves."""
+
+    runtime: WorkerRuntime
+    server: Server
+    metrics: MetricsServer | None
+    address: str
+
+    @property
+    def metrics_port(self) -> int:
+        """Port of the Prometheus metrics; 0 when off."""
+        return self.metrics.port if self.metrics is not None else 0
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new work, let running calls end for `grace_s` seconds, free everything."""
+        await self.server.stop(grace_s)
+        await self.runtime.aclose()
+        if self.metrics is not None:
+            self.metrics.close()
+
+
+async def start_worker(runtime: WorkerRuntime, add_services: AddServices, *, host: str, port: int) -> RunningWorker:
+    """Start a runtime and serve it. Raises OSError when the port is taken."""
+    worker_service = WorkerService(runtime)
+
+    def add(server: grpc.aio.Server) -> list[str]:
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker_service, server)
+        kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(runtime.transfer_service(), server)
+        return [
+            worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name,
+            kv_transfer_pb2.DESCRIPTOR.services_by_name["KvTransferService"].full_name,
+            *add_services(server, runtime),
+        ]
+
+    runtime.start()
+    server = await start_server(add, host=host, port=port)
+    metrics = MetricsServer(runtime, host) if runtime.pool_config.metrics else None
+    worker_service.metrics_port = metrics.port if metrics is not None else 0
+    logger.info(
+        "serving",
+        extra={
+            "worker_id": runtime.worker_id,
+            "role": ROLE_NAMES[runtime.role],
+            "port": server.port,
+            "epoch": runtime.epoch,
+            "num_blocks": runtime.executor.kv.num_blocks,
+        },
+    )
+    return RunningWorker(runtime=runtime, server=server, metrics=metrics, address=f"{host}:{server.port}")
+
+
+def worker_main(role: worker_pb2.WorkerRole.ValueType, add_services: AddServices) -> None:
+    """Run a worker as a plain process: one ready line on stdout, logs on stderr, SIGTERM stops it."""
+    name = ROLE_NAMES[role]
+    parser = argparse.ArgumentParser(prog=f"python -m {name}_worker", description=f"A kvrelay {name} worker.")
+    parser.add_argument("--config", type=Path, required=True, help="serving.yaml")
+    parser.add_argument("--worker-id", default=f"{name}-0", help="name, stable over restarts")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=0, help="0 picks a free one")
+    parser.add_argument(
+        "--die-with-parent", action="store_true", help="never outlive the process that started this one"
+    )
+    args = parser.parse_args()
+    if args.die_with_parent:
+        from common.process import die_with_parent
+
+        die_with_parent()
+    setup_logging(args.worker_id)
+    try:
+        config = load_config(args.config)
+    except ConfigError as error:
+        parser.exit(2, f"{error}\n")
+    try:
+        import uvloop
+    except ImportError:
+        run = asyncio.run
+    else:
+        run = uvloop.run
+    run(_serve(config, role, add_services, args))
+
+
+async def _serve(
+    config: ServingConfig,
+    role: worker_pb2.WorkerRole.ValueType,
+    add_services: AddServices,
+    args: argparse.Namespace,
+) -> None:
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    runtime = await WorkerRuntime.load_from(config, role=role, worker_id=args.worker_id)
+    worker = await start_worker(runtime, add_services, host=args.host, port=args.port)
+    ready = {
+        "event": "ready",
+        "worker_id": args.worker_id,
+        "address": worker.address,
+        "metrics_port": worker.metrics_port,
+        "pid": os.getpid(),
+        "epoch": runtime.epoch,
+    }
+    print(json.dumps(ready), flush=True)  # noqa: T201 - the one line that the launcher reads
+    await stop.wait()
+    await worker.stop(_STOP_GRACE_S)
