@@ -10,13 +10,15 @@ from pathlib import Path
 
 from cluster.launcher import RunningProcess, StartFailed, log_path, log_tail
 from cluster.plan import ProcessRole, ProcessSpec
-from common.process import PARENT_PID_ENV, Ready, parse_ready
+from common.process import PARENT_PID_ENV, ProcessIdentity, Ready, parse_ready
 
 _MODULES = {
     ProcessRole.ROUTER: "router",
     ProcessRole.PREFILL: "prefill_worker",
     ProcessRole.DECODE: "decode_worker",
 }
+
+_EXIT_GRACE_S = 5.0
 
 Command = Callable[[ProcessSpec], Sequence[str]]
 
@@ -70,8 +72,8 @@ class LocalLauncher:
             await _kill(process)
             raise
         if ready is None:
-            await _kill(process)
-            reason = f"{spec.name}: {_describe_exit(await process.wait())} before it was ready"
+            code = await _wait_or_kill(process, _EXIT_GRACE_S)  # its stdout is closed: it is about to exit
+            reason = f"{spec.name}: {_describe_exit(code)} before it was ready"
             raise StartFailed(f"{reason}\n{log_tail(path, offset=offset)}".rstrip())
         return _Subprocess(process, ready)
 
@@ -81,6 +83,7 @@ class _Subprocess:
 
     def __init__(self, process: asyncio.subprocess.Process, ready: Ready) -> None:
         self.ready = ready
+        self.identity = ProcessIdentity.of(process.pid)
         self._process = process
         # Nobody reads its stdout any more; a full pipe would stop it.
         self._drain = asyncio.get_running_loop().create_task(_drain(process))
@@ -92,11 +95,9 @@ class _Subprocess:
     async def stop(self, grace_s: float) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
-        try:
-            await asyncio.wait_for(self._process.wait(), grace_s)
-        except TimeoutError:
-            await _kill(self._process)
-        await self._drain
+        await _wait_or_kill(self._process, grace_s)
+        self._drain.cancel()
+        await asyncio.wait([self._drain])
 
 
 async def _read_ready(process: asyncio.subprocess.Process) -> Ready | None:
@@ -114,10 +115,17 @@ async def _drain(process: asyncio.subprocess.Process) -> None:
         pass
 
 
-async def _kill(process: asyncio.subprocess.Process) -> None:
+async def _wait_or_kill(process: asyncio.subprocess.Process, grace_s: float) -> int:
+    try:
+        return await asyncio.wait_for(process.wait(), grace_s)
+    except TimeoutError:
+        return await _kill(process)
+
+
+async def _kill(process: asyncio.subprocess.Process) -> int:
     with contextlib.suppress(ProcessLookupError):
         process.kill()
-    await process.wait()
+    return await process.wait()
 
 
 def _describe_exit(code: int) -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Protocol
 
 from cluster.plan import ProcessSpec
-from common.process import Ready
+from common.process import ProcessIdentity, Ready
 
 
 class StartFailed(Exception):  # noqa: N818 - reads like its siblings in common.errors
@@ -17,6 +17,11 @@ class RunningProcess(Protocol):
     @property
     def ready(self) -> Ready:
         """Where it serves."""
+        ...
+
+    @property
+    def identity(self) -> ProcessIdentity | None:
+        """Which process it is; None on another host."""
         ...
 
     async def exited(self) -> str:

@@ -148,14 +148,14 @@ class TorchStepAttention:
     def __init__(self, store: TorchKvStore, slot_mapping: Tensor, layer_plans: tuple[_Plan, ...]) -> None:
         self._store = store
         self._slot_mapping = slot_mapping
-        self._layer_plans = layer_plans
+        self.layer_plans = layer_plans
 
     def attend(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Write KV, then attend chunk by chunk and group by group; see `StepAttention`."""
         pages = self._store.layers[layer_idx]
         for cache, new in zip(pages, (key, value), strict=True):
             cache.view(-1, *new.shape[1:]).index_copy_(0, self._slot_mapping, new)
-        plan = self._layer_plans[layer_idx]
+        plan = self.layer_plans[layer_idx]
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for chunk in plan.chunks:
             output[chunk.tokens] = _attend_chunk(chunk, query, key, value, pages)

@@ -47,7 +47,7 @@ class EngineCore:
         return self._enter(Group.of(request, sink, self._clock.monotonic()), self.scheduler.add)
 
     def add_prefill_only(self, request: EngineRequest, sink: Sink) -> Group | Refused:
-        """Put a request in line for prompt and first tokens; its pages stay held until `cancel`. Raises PromptTooLong."""
+        """Put a request in line for prompt and first tokens; its pages stay until `cancel`. Raises PromptTooLong."""
         self._check_fits(request, num_new_tokens=0)
         group = Group.of(request, sink, self._clock.monotonic())
         group.holds_after_prefill = True

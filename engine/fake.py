@@ -1,8 +1,8 @@
 """A deterministic engine without torch, whose answers depend on every byte of KV that it reads.
 
 KV of a token is 8 bytes: a hash of the token and its position. The next token is a hash over the KV *found in the
-pages* of all earlier positions, through the block table. So a wrong page, a missed copy-on-write, a corrupt transfer or
-an off-by-one slot changes the answer, exactly as in a real model. Scheduler, block pool and protocol around it are real.
+pages* of all earlier positions, through the block table. So a wrong page, a missed copy-on-write, a corrupt transfer
+or an off-by-one slot changes the answer, exactly as in a real model. Scheduler, block pool and protocol are real.
 """
 
 import time

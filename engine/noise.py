@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-# A 32-bit word: a Python int, or a uint64 array with one word per row (whose product with an int NumPy types as signed).
+# A 32-bit word: a Python int, or a uint64 array with one word per row (times an int, NumPy types it as signed).
 Words: TypeAlias = Any
 
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57

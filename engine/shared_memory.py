@@ -46,7 +46,7 @@ def map_peer_region(*, pid: int, fd: int, size_bytes: int, nonce: bytes) -> mmap
 
 
 def host_id() -> str:
-    """Return what two processes share exactly when one can open the other's /proc entries, or "" where there is none."""
+    """Return what processes share exactly when one can open the other's /proc entries, or "" where there is none."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot_id}/{Path('/proc/self/ns/pid').readlink()}/{os.getuid()}"

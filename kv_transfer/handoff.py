@@ -123,7 +123,7 @@ class HandoffTable:
         return len(self._handoffs)
 
     def begin(self, handoff_id: HandoffId, on_end: Callable[[], None]) -> Handoff:
-        """The prefill side arrives; `on_end` runs once when the handoff is over. Raises InvalidRequest the second time."""
+        """The prefill side arrives; `on_end` runs once when the handoff is over. InvalidRequest the second time."""
         handoff = self._get_or_expect(handoff_id)
         if handoff.state is not HandoffState.EXPECTED:
             raise InvalidRequest(f"handoff {handoff_id} has begun already", field="handoff_id")

@@ -8,13 +8,12 @@ Remote plan:
 
 Local plan: 1 without a handoff; D computes the prompt and sends every token.
 
-Both calls live inside one task group: when one fails, or the client goes away, the other is closed in the same turn.
+Both calls belong to the attempt: when one fails, or the client goes away, the other is closed in the same turn.
 """
 
 import asyncio
-from collections.abc import Callable
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -27,7 +26,7 @@ from router.member import Hold
 from router.metrics import RouterMetrics
 from router.plans import PlanKind
 from router.record import RequestRecord
-from router.structured import reraise_first
+from router.structured import TaskCensus
 from router.worker_client import Incoming
 
 END_OF_STREAM_TIMEOUT_S = 1.0
@@ -56,8 +55,7 @@ class Attempt:
     booking: Booking
     number: int
     metrics: RouterMetrics
-    spawn: Callable[..., "asyncio.Task[None]"]
-    """Starts a counted task in a task group."""
+    census: TaskCensus
 
     async def run(self) -> None:
         """Deliver every missing token of the samples. Raises AttemptFailed."""
@@ -95,18 +93,19 @@ class Attempt:
         self, prefill: Hold, handoff_id: HandoffId, answer: Incoming[decode_pb2.DecodeResponse]
     ) -> None:
         has_first_tokens = asyncio.Event()
-        try:
-            async with asyncio.TaskGroup() as group:
-                decoding = self.spawn(group, self._decode_after(has_first_tokens, answer))
-                prefilling = self.spawn(group, self._prefill(prefill, handoff_id, has_first_tokens, decoding))
-                # A worker that keeps its prefill call open after the answer has ended is not waited for.
-                decoding.add_done_callback(lambda _task: prefilling.cancel())
-        except BaseExceptionGroup as errors:
-            reraise_first(errors)
+        async with self.census.owned(
+            self._prefill(prefill, handoff_id, has_first_tokens), self._decode_after(has_first_tokens, answer)
+        ) as (prefilling, decoding):
+            await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
+            for task in (prefilling, decoding):
+                if task.done():
+                    task.result()
+            # A first token that is the last one needs no decoding; and a prefill call that
+            # stays open after the last token is not waited for.
+            if prefilling.done() and self._unfinished():
+                await decoding
 
-    async def _prefill(
-        self, prefill: Hold, handoff_id: HandoffId, has_first_tokens: asyncio.Event, decoding: "asyncio.Task[None]"
-    ) -> None:
+    async def _prefill(self, prefill: Hold, handoff_id: HandoffId, has_first_tokens: asyncio.Event) -> None:
         request = prefill_pb2.PrefillRequest(
             sequence=self.record.sequence(self.samples), handoff_id=handoff_id, epoch=prefill.epoch
         )
@@ -119,8 +118,6 @@ class Attempt:
                     has_first_tokens.set()
         if not has_first_tokens.is_set():
             raise AttemptFailed(prefill, EngineFault("the prefill ended without a first token"))
-        if not self._unfinished():
-            decoding.cancel()
 
     def _take_first_tokens(self, prefill: Hold, finished: prefill_pb2.PrefillFinished) -> None:
         self._enter(State.PREFILLING)
@@ -130,9 +127,7 @@ class Attempt:
         with _blaming(prefill):
             self.record.deliver(finished.first_tokens, finished.prompt_logprobs, expected=self.samples)
 
-    async def _decode_after(
-        self, has_first_tokens: asyncio.Event, answer: Incoming[decode_pb2.DecodeResponse]
-    ) -> None:
+    async def _decode_after(self, has_first_tokens: asyncio.Event, answer: Incoming[decode_pb2.DecodeResponse]) -> None:
         """Follow the decode worker; what it sends waits until the first tokens are out, for it comes after them."""
         while (response := await self._receive_decode(answer)) is not None:
             await has_first_tokens.wait()

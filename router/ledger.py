@@ -42,9 +42,7 @@ class TokenLedger:
         """Return those of the samples that have not ended."""
         return [index for index in sample_indices if not self._samples[index].is_finished]
 
-    def accept(
-        self, tokens: Sequence[sampling_pb2.SampleToken], *, expected: range
-    ) -> list[sampling_pb2.SampleToken]:
+    def accept(self, tokens: Sequence[sampling_pb2.SampleToken], *, expected: range) -> list[sampling_pb2.SampleToken]:
         """Take tokens of the samples `expected` and return the new ones; duplicates fall away.
 
         Raises EngineFault, and takes nothing, when an index is missing or a token belongs to another sample.

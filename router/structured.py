@@ -1,12 +1,18 @@
-"""Task groups, with the errors that their owners want to see."""
+"""Tasks that never outlive their owner.
+
+Not asyncio.TaskGroup: on Python 3.11 a group whose child fails while its owner waits leaves the owner marked as
+cancelled, which breaks every `asyncio.timeout` around it, and a failure in the moment of a cancellation hides
+the cancellation. Here the owner waits by itself, so an own cancellation and a child's failure stay what they are.
+"""
 
 import asyncio
-from collections.abc import Coroutine, Iterator
-from typing import Any, NoReturn
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
 
 class TaskCensus:
-    """Starts tasks in task groups and counts those that have not ended."""
+    """Starts owned tasks and counts those that run. Event loop only."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -16,29 +22,26 @@ class TaskCensus:
         """Tasks that run."""
         return len(self._tasks)
 
-    def spawn(self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Start a task that belongs to `group`."""
-        task = group.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    @asynccontextmanager
+    async def owned(self, *works: Coroutine[Any, Any, None]) -> AsyncIterator[tuple["asyncio.Task[None]", ...]]:
+        """Run `works` beside the block. Leaving it cancels those that still run and waits until they have ended."""
+        tasks = tuple(asyncio.create_task(work) for work in works)
+        self._tasks.update(tasks)
+        try:
+            yield tasks
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            self._tasks.difference_update(tasks)
+            for task in tasks:
+                if not task.cancelled():
+                    task.exception()  # seen: the owner raised the one that matters
 
 
-def reraise_first(errors: BaseExceptionGroup[Any]) -> NoReturn:
-    """Raise the first error of a task group by itself, or CancelledError when the owner was cancelled meanwhile.
-
-    A group that fails in the moment in which its owner is cancelled reports only the failure; going on from there
-    would swallow the cancellation.
-    """
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError from errors
-    raise next(_leaves(errors)) from None
-
-
-def _leaves(errors: BaseExceptionGroup[Any]) -> Iterator[BaseException]:
-    for error in errors.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error
+async def all_or_first_failure(tasks: Sequence["asyncio.Task[None]"]) -> None:
+    """Wait until all tasks have ended; raise the failure of one as soon as there is one."""
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    for task in tasks:
+        if task.done():
+            task.result()

@@ -5,8 +5,9 @@ import time
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
+_FILE_WIDTH = 180
 out = Console(markup=False, highlight=False, emoji=False)
 err = Console(markup=False, highlight=False, emoji=False, stderr=True)
 
@@ -20,6 +21,12 @@ def write_text(text: str) -> None:
         text = text.translate(_CONTROLS)
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def print_wide(renderable: RenderableType) -> None:
+    """Print a table to stdout: as wide as the terminal, or as wide as it likes when stdout is a file or a pipe."""
+    console = out if out.is_terminal else Console(markup=False, highlight=False, emoji=False, width=_FILE_WIDTH)
+    console.print(renderable)
 
 
 class Progress:

@@ -1,5 +1,7 @@
 """Entry point of the `kvrelay` command."""
 
+import io
+import sys
 from typing import Annotated
 
 import typer
@@ -61,4 +63,7 @@ app.command(rich_help_panel=_USE)(demo)
 
 def main() -> None:
     """Run the command line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # an answer may hold what the terminal's encoding does not
+            stream.reconfigure(errors="replace")
     app(prog_name="kvrelay")

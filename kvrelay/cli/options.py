@@ -2,7 +2,7 @@
 
 import enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -76,13 +76,14 @@ SeedOption = Annotated[
 def sampling_options(
     *, max_new_tokens: int | None, temperature: float, top_k: int | None, top_p: float | None, seed: int | None
 ) -> SamplingOptions:
-    """Return the options that were given; the server knows the defaults of the others."""
-    given: dict[str, Any] = {
-        "max_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "seed": seed,
-    }
-    options: Any = {name: value for name, value in given.items() if value is not None}
-    return options  # type: ignore[no-any-return]
+    """Return the options that were given; the defaults of the others are the server's."""
+    options = SamplingOptions(temperature=temperature)
+    if max_new_tokens is not None:
+        options["max_tokens"] = max_new_tokens
+    if top_k is not None:
+        options["top_k"] = top_k
+    if top_p is not None:
+        options["top_p"] = top_p
+    if seed is not None:
+        options["seed"] = seed
+    return options

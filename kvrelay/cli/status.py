@@ -9,15 +9,13 @@ import typer
 from rich.console import RenderableType
 from rich.live import Live
 
-from kvrelay.cli.console import out
-from kvrelay.cli.errors import CliError
+from kvrelay.cli.console import out, print_wide
 from kvrelay.cli.options import DEFAULT_CONFIG, AddressOption, ConfigOption
 from kvrelay.cli.render import status_view
 from kvrelay.cli.target import find_address
 from kvrelay.client import Client, KvrelayError
 
 _TIMEOUT_S = 10.0
-_PIPE_WIDTH = 180
 
 
 def status(
@@ -35,15 +33,14 @@ def status(
     kvrelay status --json | jq '.workers[].status.load'
     """
     if watch and as_json:
-        raise CliError("--watch and --json exclude each other")
+        raise typer.BadParameter("--watch and --json exclude each other")
     with Client(find_address(address, config_path), timeout_s=_TIMEOUT_S) as client:
         if watch:
             _watch(client, interval_s)
         elif as_json:
-            out.print(json.dumps(dataclasses.asdict(client.status()), indent=2), soft_wrap=True)
+            typer.echo(json.dumps(dataclasses.asdict(client.status()), indent=2))
         else:
-            view = status_view(client.status(), address=client.address)
-            out.print(view, width=None if out.is_terminal else _PIPE_WIDTH)
+            print_wide(status_view(client.status(), address=client.address))
 
 
 def _watch(client: Client, interval_s: float) -> None:

@@ -21,7 +21,6 @@ from common.errors import (
     WorkerLost,
 )
 from kvrelay.client.async_client import AsyncClient, AsyncGenerationStream
-from kvrelay.client.collect import GenerationBuilder
 from kvrelay.client.records import (
     Accepted,
     ChatMessage,
@@ -64,7 +63,6 @@ __all__ = [
     "Event",
     "FinishReason",
     "Generation",
-    "GenerationBuilder",
     "GenerationStream",
     "InvalidRequest",
     "KvrelayError",

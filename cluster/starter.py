@@ -1,0 +1,104 @@
+"""The link between a starting supervisor and whoever started it, until the cluster is ready.
+
+The supervisor tells its progress as JSON lines on stdout. The starter holds the other end of its stdin and writes
+`detach` once it has seen `ready`; an end of stdin without that means that nobody waits any more (Ctrl-C, a kill), and
+a half-started cluster must not stay behind.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+DETACH = b"detach\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """A step was made."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Up:
+    """The cluster serves."""
+
+    address: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """It will not; everything was stopped again."""
+
+    reason: str
+
+
+def parse_event(line: str) -> Progress | Up | Failed | None:
+    """Return what a line from the supervisor says, or None for any other line."""
+    try:
+        entry = json.loads(line)
+        match entry["event"]:
+            case "progress":
+                return Progress(text=entry["text"])
+            case "ready":
+                return Up(address=entry["address"], pid=entry["pid"])
+            case "failed":
+                return Failed(reason=entry["reason"])
+    except (ValueError, TypeError, KeyError):
+        pass
+    return None
+
+
+class Starter:
+    """The supervisor's end. Event loop only, but for `failed`, which may come before one runs."""
+
+    def __init__(self, *, stdin_fd: int | None) -> None:
+        self._stdin_fd = stdin_fd
+
+    @classmethod
+    def attached(cls) -> "Starter":
+        """Somebody waits on our stdin and stdout."""
+        return cls(stdin_fd=sys.stdin.fileno())
+
+    @classmethod
+    def absent(cls) -> "Starter":
+        """Nobody waits; progress is still printed."""
+        return cls(stdin_fd=None)
+
+    def watch(self, *, gone: Callable[[], None]) -> None:
+        """Call `gone` when the starter goes away without having detached."""
+        if self._stdin_fd is None:
+            return
+        fd, loop, received = self._stdin_fd, asyncio.get_running_loop(), bytearray()
+
+        def readable() -> None:
+            chunk = os.read(fd, 64)
+            received.extend(chunk)
+            if not chunk or DETACH in received:
+                loop.remove_reader(fd)
+            if not chunk and DETACH not in received:
+                gone()
+
+        loop.add_reader(fd, readable)
+
+    def report(self, text: str) -> None:
+        """Tell a step."""
+        self._tell({"event": "progress", "text": text})
+
+    def ready(self, address: str) -> None:
+        """Tell that the cluster serves."""
+        self._tell({"event": "ready", "address": address, "pid": os.getpid()})
+
+    def failed(self, reason: str) -> None:
+        """Tell why it does not."""
+        self._tell({"event": "failed", "reason": reason})
+
+    def _tell(self, event: dict[str, object]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # nobody listens, which `watch` deals with
+            sys.stdout.write(json.dumps(event) + "\n")
+            sys.stdout.flush()

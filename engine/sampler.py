@@ -1,0 +1,208 @@
+"""Chooses the next token of every row of a batch.
+
+Each row goes through these steps, in this order; a step that its parameters leave out is skipped:
+
+1. log-probabilities, when asked for: float32, from the logits as the model gave them
+2. logit bias, added
+3. min_tokens: tokens that would end the sample become impossible (end-of-sequence unless ignore_eos, stop tokens)
+4. penalties: repetition (prompt and output), then frequency and presence (output)
+5. temperature 0: the largest logit, the smallest token id of equals. Else:
+6. temperature
+7. top-k: the k best tokens, of equals the smaller ids
+8. top-p: the fewest best tokens whose share of what top-k left reaches p, of equals the smaller ids
+9. min-p: tokens at least min_p times as probable as the best one
+10. the choice: the first token, in order of token ids, whose cumulative probability exceeds noise(seed, sample, token index)
+
+transformers and vLLM agree on 4, and on 6 before 7 before 8. transformers puts min-p last as here, vLLM before top-k; that
+makes no difference to which tokens pass min-p, only to the mass that top-p measures against. Both keep all tokens that tie
+with the k-th one; here exactly k are kept.
+
+The choice walks the tokens by id, in float64, and not by rank: when another batch composition or another device moves
+the probabilities by 1e-7, the boundaries between tokens move by that much and no tokens swap their places. No random
+generator exists; the noise is a counter-based function, so a row's answer depends on nothing but the row.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from common.errors import EngineFault
+from common.sampling import SamplingParams
+from engine.executor import Logprobs, Sampled
+from engine.logits import (
+    SamplingRow,
+    forbidden_token_ids,
+    gather_logprobs,
+    position_logprobs,
+    rank_logits,
+    shape_logits,
+)
+from engine.noise import uniforms
+
+__all__ = ["Sampler", "SamplingRow", "position_logprobs"]
+
+# How many best tokens are looked at; a row gets the first width that suffices, else the whole vocabulary.
+_WIDTHS = (64, 1024)
+# With top-p alone nobody knows beforehand; rows whose mass lies wider are done again with the whole vocabulary.
+_NUCLEUS_WIDTH = 1024
+_INVALID = -1
+
+
+class Sampler:
+    """Chooses tokens. Holds no state between calls. Engine thread only."""
+
+    def __init__(self, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
+        """Return the chosen token of each row of logits [len(rows), vocab_size], any float dtype; does not mutate them.
+
+        Waits for the device once, at the end (and once before, when a row has top-p without top-k). Raises EngineFault
+        when a row has no finite largest logit.
+        """
+        assert logits.shape == (len(rows), self._vocab_size), f"logits {tuple(logits.shape)} for {len(rows)} rows"
+        if not rows:
+            return []
+        chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+        plain = [i for i, row in enumerate(rows) if row.params.is_greedy and not self._is_shaped(row)]
+        if len(plain) == len(rows):
+            chosen = _argmax(logits)
+        else:
+            others = sorted(set(range(len(rows))).difference(plain))
+            shaped = logits[others].float()
+            shape_logits(shaped, [rows[i] for i in others], self._eos_token_ids)
+            chosen[others] = _choose(shaped, [rows[i] for i in others])
+            if plain:
+                chosen[plain] = _argmax(logits[plain])
+        logprobs = self._logprobs(logits, chosen, rows)
+        token_ids = chosen.tolist()
+        if _INVALID in token_ids:
+            raise EngineFault(f"logits of row {token_ids.index(_INVALID)} have no finite maximum")
+        return [Sampled(token_id=token, logprobs=logprobs.get(i)) for i, token in enumerate(token_ids)]
+
+    def _is_shaped(self, row: SamplingRow) -> bool:
+        params = row.params
+        return params.has_penalties or bool(params.logit_bias) or bool(forbidden_token_ids(row, self._eos_token_ids))
+
+    def _logprobs(self, logits: torch.Tensor, chosen: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[int, Logprobs]:
+        """Return the log-probabilities of the rows that ask for them."""
+        wanted = {i: row.params.num_logprobs for i, row in enumerate(rows) if row.params.num_logprobs is not None}
+        if not wanted:
+            return {}
+        indices = list(wanted)
+        found = gather_logprobs(logits[indices], chosen[indices].clamp(min=0), max(wanted.values()))
+        return {
+            i: Logprobs(token_id=each.token_id, logprob=each.logprob, top=each.top[:num_top])
+            for (i, num_top), each in zip(wanted.items(), found, strict=True)
+        }
+
+
+def _choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Return the chosen token ids (int64 [rows]) for shaped logits [rows, vocab], greedy rows among them."""
+    chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    by_width: dict[int | None, list[int]] = {}
+    greedy: list[int] = []
+    for i, row in enumerate(rows):
+        members = greedy if row.params.is_greedy else by_width.setdefault(_width(row.params, logits.shape[-1]), [])
+        members.append(i)
+    if greedy:
+        chosen[greedy] = _argmax(logits[greedy])
+    for width, members in by_width.items():
+        batch = _Batch(logits[members], [rows[i] for i in members])
+        chosen[members] = batch.choose_from_all() if width is None else batch.choose_from_best(width)
+    return chosen
+
+
+def _width(params: SamplingParams, vocab_size: int) -> int | None:
+    """Return how many best tokens to rank for a row; None when nothing in it needs a ranking."""
+    if 0 < params.top_k < vocab_size:
+        needed = params.top_k
+    elif params.top_p < 1.0:
+        needed = _NUCLEUS_WIDTH
+    else:
+        return None
+    return next((width for width in _WIDTHS if needed <= width < vocab_size), vocab_size)
+
+
+class _Batch:
+    """Rows that are sampled in the same way. Logits [rows, vocab] float32; columns [rows, 1] float64."""
+
+    def __init__(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+        self._logits = logits
+        self._rows = rows
+        self._peak = logits.amax(dim=-1, keepdim=True).double()
+        self._temperature = self._column([row.params.temperature for row in rows])
+        self._min_p = self._column([row.params.min_p for row in rows])
+        self._noise = self._column(
+            uniforms(
+                [row.params.seed for row in rows], [row.sample_index for row in rows], [row.token_index for row in rows]
+            ).tolist()
+        )
+
+    def choose_from_all(self) -> torch.Tensor:
+        """Return token ids when neither top-k nor top-p is set."""
+        weights = self._drop_improbable(self._weigh(self._logits))
+        return self._checked(_invert_cdf(weights, self._noise))
+
+    def choose_from_best(self, width: int) -> torch.Tensor:
+        """Return token ids, looking at the `width` best tokens; a nucleus that reaches beyond is looked at as a whole."""
+        vocab_size = self._logits.shape[-1]
+        values, token_ids = rank_logits(self._logits, width)
+        top_k = self._column([row.params.top_k or vocab_size for row in self._rows])
+        weights = self._weigh(values) * (torch.arange(width, device=values.device) < top_k)
+        has_open_end = [not 0 < row.params.top_k < vocab_size for row in self._rows]
+        total = weights.sum(dim=-1, keepdim=True)
+        if any(has_open_end):
+            is_open = torch.tensor(has_open_end, device=values.device).unsqueeze(1)
+            total = torch.where(is_open, self._weigh(self._logits).sum(dim=-1, keepdim=True), total)
+        top_p = self._column([row.params.top_p for row in self._rows])
+        mass = torch.where(top_p < 1.0, top_p * total, torch.inf)
+        reached = weights.cumsum(dim=-1)
+        kept = self._drop_improbable(weights * (reached - weights < mass))
+        by_id = token_ids.argsort(dim=-1)
+        position = _invert_cdf(kept.gather(-1, by_id), self._noise)
+        chosen = self._checked(token_ids.gather(-1, by_id.gather(-1, position.unsqueeze(1))).squeeze(1))
+        if width < vocab_size and any(has_open_end):
+            self._redo_wide(chosen, (is_open & (reached[:, -1:] < mass)).squeeze(1).nonzero().flatten().tolist())
+        return chosen
+
+    def _redo_wide(self, chosen: torch.Tensor, members: Sequence[int]) -> None:
+        """Choose anew, from the whole vocabulary, for some rows. Mutates `chosen`."""
+        if members:
+            wide = _Batch(self._logits[members], [self._rows[i] for i in members])
+            chosen[members] = wide.choose_from_best(self._logits.shape[-1])
+
+    def _weigh(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return probabilities relative to the best token's, float64: 1 for that one, whatever the temperature."""
+        return ((logits.double() - self._peak) / self._temperature).exp_()
+
+    def _drop_improbable(self, weights: torch.Tensor) -> torch.Tensor:
+        if all(row.params.min_p == 0.0 for row in self._rows):
+            return weights
+        return weights.masked_fill(weights < self._min_p, 0.0)
+
+    def _checked(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return torch.where(self._peak.isfinite().squeeze(1), token_ids, _INVALID)
+
+    def _column(self, values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=self._logits.device).unsqueeze(1)
+
+
+def _invert_cdf(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Return the first index (int64 [rows]) where the cumulative weight exceeds noise [rows, 1] times the whole.
+
+    Weights [rows, n] are float64, not negative. An index with weight 0 is never returned: it does not count as reached, and
+    the product is kept below the whole, to which it may round.
+    """
+    reached = torch.where(weights > 0, weights.cumsum(dim=-1), 0.0)
+    total = reached.amax(dim=-1, keepdim=True)
+    target = torch.minimum(noise * total, torch.nextafter(total, torch.zeros_like(total)))
+    return (reached > target).to(torch.uint8).argmax(dim=-1)
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Return the largest logit's index (int64 [rows]), the first one of equals; _INVALID when it is not finite."""
+    token_ids = logits.argmax(dim=-1)
+    peak = logits.gather(-1, token_ids.unsqueeze(1)).squeeze(1)
+    return torch.where(peak.isfinite(), token_ids, _INVALID)

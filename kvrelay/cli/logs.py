@@ -1,0 +1,111 @@
+"""`kvrelay logs`: the JSON lines of every process, readable."""
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import typer
+
+from kvrelay.cli.errors import CliError
+from kvrelay.cli.options import DEFAULT_CONFIG, ConfigOption
+from kvrelay.cli.target import run_dir_of
+
+_POLL_S = 0.2
+_SUFFIX = ".log"
+_HEAD_KEYS = ("ts", "level", "process", "logger", "msg", "exc")
+_CLOCK = slice(11, 23)  # hours to milliseconds of an ISO time
+
+
+def logs(
+    process: Annotated[
+        str | None, typer.Argument(help="Such as router, prefill-0, supervisor; default: all of them.")
+    ] = None,
+    config_path: ConfigOption = DEFAULT_CONFIG,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines until Ctrl-C.")] = False,
+    num_lines: Annotated[int, typer.Option("--lines", "-l", min=0, help="Last lines of each process.")] = 50,
+    raw: Annotated[bool, typer.Option("--raw", help="The JSON lines as they are.")] = False,
+) -> None:
+    """Show what the processes of the cluster logged; it stays there after `kvrelay down`.
+
+    \b
+    kvrelay logs
+    kvrelay logs decode-0 --follow
+    kvrelay logs --raw | grep req-0123456789abcdef
+    """
+    folder = run_dir_of(config_path) / "logs"
+    paths = _log_files(folder, process)
+    show = _raw_line if raw else _readable_line
+    files = [LogFile(path) for path in paths]
+    try:
+        for file in files:
+            for line in file.last_lines(num_lines):
+                typer.echo(show(file.process, line))
+        if follow:
+            _follow(files, show, wait=lambda: time.sleep(_POLL_S))
+    except KeyboardInterrupt:
+        return
+    finally:
+        for file in files:
+            file.close()
+
+
+class LogFile:
+    """One process's log, read from its end on."""
+
+    def __init__(self, path: Path) -> None:
+        self.process = path.stem
+        self._stream: TextIO = path.open(encoding="utf-8", errors="replace")
+        self._partial = ""
+
+    def last_lines(self, num_lines: int) -> Sequence[str]:
+        """Return the last complete lines that are there now."""
+        return deque(self.new_lines(), maxlen=num_lines)
+
+    def new_lines(self) -> list[str]:
+        """Return the complete lines written since the last call."""
+        *lines, self._partial = (self._partial + self._stream.read()).split("\n")
+        return lines
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()
+
+
+def _follow(files: Sequence[LogFile], show: Callable[[str, str], str], *, wait: Callable[[], None]) -> None:
+    while True:
+        wait()
+        for file in files:
+            for line in file.new_lines():
+                typer.echo(show(file.process, line))
+
+
+def _log_files(folder: Path, process: str | None) -> list[Path]:
+    found = sorted(folder.glob(f"*{_SUFFIX}"))
+    if not found:
+        raise CliError(f"there are no logs in {folder}: `kvrelay up` has not run with this configuration")
+    if process is None:
+        return found
+    chosen = [path for path in found if path.stem == process]
+    if not chosen:
+        raise CliError(f"there is no log of {process!r}; there are: {', '.join(path.stem for path in found)}")
+    return chosen
+
+
+def _raw_line(process: str, line: str) -> str:
+    return line
+
+
+def _readable_line(process: str, line: str) -> str:
+    """Return "time level process message key=value …"; a line that is not JSON stays as it is."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        entry = None
+    if not isinstance(entry, dict) or "msg" not in entry:
+        return f"{process:<12} {line}"
+    extra = "".join(f" {key}={value}" for key, value in entry.items() if key not in _HEAD_KEYS)
+    head = f"{str(entry.get('ts', ''))[_CLOCK]} {entry.get('level', ''):<7} {process:<12} {entry['msg']}{extra}"
+    return f"{head}\n{entry['exc']}" if entry.get("exc") else head

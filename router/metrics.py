@@ -1,0 +1,104 @@
+"""Prometheus metrics of the router, from life-cycle stamps and workers' reports. Labels are bounded."""
+
+import asyncio
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from common.clock import Clock
+from common.wire import ROLE_NAMES
+from kvrelay.v1 import worker_pb2
+from router.record import RequestRecord
+
+_LATENCY_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
+_GAP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+LAG_INTERVAL_S = 0.25
+
+
+class RouterMetrics:
+    """The router's own registry. Event loop only; a scrape reads it from a thread of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._ttft = self._histogram("kvrelay_ttft_seconds", "Request received to first token sent", _LATENCY_S)
+        self._itl = self._histogram("kvrelay_itl_seconds", "Gap between tokens of the first sample", _GAP_S)
+        self._tpot = self._histogram("kvrelay_tpot_seconds", "(last - first token) / (tokens - 1)", _GAP_S)
+        self._e2e = self._histogram("kvrelay_e2e_seconds", "Request received to last token sent", _LATENCY_S)
+        self._queue = self._histogram("kvrelay_queue_seconds", "Request received to start of prefill", _LATENCY_S)
+        self._prefill = self._histogram("kvrelay_prefill_seconds", "Prefill computation", _LATENCY_S)
+        self._transfer = self._histogram("kvrelay_transfer_seconds", "First to last KV block received", _LATENCY_S)
+        self._requests = self._counter("kvrelay_requests", "Requests ended", "outcome")
+        self._replans = self._counter("kvrelay_replans", "Plans made again after a failure", "reason")
+        self._refusals = self._counter("kvrelay_worker_refusals", "Requests sent back by a full worker", "role")
+        self._cancels = Counter("kvrelay_cancels", "Requests cancelled by the client", registry=self.registry)
+        self._predicted = Counter(
+            "kvrelay_predicted_cached_tokens", "Prompt tokens expected in the cache", registry=self.registry
+        )
+        self._actual = Counter(
+            "kvrelay_actual_cached_tokens", "Prompt tokens found in the cache", registry=self.registry
+        )
+        self._lag = self._histogram("kvrelay_event_loop_lag_seconds", "Lateness of the event loop", _GAP_S)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, buckets=buckets, registry=self.registry)
+
+    def _counter(self, name: str, text: str, label: str) -> Counter:
+        return Counter(name, text, [label], registry=self.registry)
+
+    def watch(self, name: str, text: str, read: Callable[[], int]) -> None:
+        """Export a gauge that is read at each scrape, on the scraper's thread."""
+        Gauge(name, text, registry=self.registry).set_function(read)
+
+    def observe(self, record: RequestRecord) -> None:
+        """Take the durations of a completed request."""
+        timings, gaps_s = record.timings, record.ledger.gaps_s
+        self._ttft.observe(timings.ttft_s)
+        self._e2e.observe(timings.e2e_s)
+        self._queue.observe(timings.queue_s)
+        self._prefill.observe(timings.prefill_s)
+        if record.transfer.num_blocks:
+            self._transfer.observe(timings.transfer_s)
+        if gaps_s:
+            self._tpot.observe(timings.mean_itl_s)
+        for gap_s in gaps_s:
+            self._itl.observe(gap_s)
+
+    def count_request(self, outcome: str) -> None:
+        """Count an ended request: "completed", "cancelled", or the name of its error class."""
+        self._requests.labels(outcome).inc()
+        if outcome == "cancelled":
+            self._cancels.inc()
+
+    def count_replan(self, reason: str) -> None:
+        """Count a plan made again; `reason` is the name of an error class."""
+        self._replans.labels(reason).inc()
+
+    def count_refusal(self, role: "worker_pb2.WorkerRole.ValueType") -> None:
+        """Count a request that a worker had no room for."""
+        self._refusals.labels(ROLE_NAMES[role]).inc()
+
+    def compare_cached_tokens(self, *, predicted: int, actual: int) -> None:
+        """Count what the index promised beside what the worker found."""
+        self._predicted.inc(predicted)
+        self._actual.inc(actual)
+
+    async def watch_event_loop(self, clock: Clock) -> None:
+        """Measure how late the event loop wakes a sleeper, until cancelled."""
+        while True:
+            started_s = clock.monotonic()
+            await asyncio.sleep(LAG_INTERVAL_S)
+            self._lag.observe(max(clock.monotonic() - started_s - LAG_INTERVAL_S, 0.0))
+
+
+class MetricsServer:
+    """Serves a registry over HTTP on a thread of its own."""
+
+    def __init__(self, registry: CollectorRegistry, *, host: str, port: int) -> None:
+        self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        self.port: int = self._server.server_port
+
+    def close(self) -> None:
+        """Stop serving and free the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,253 @@
+"""One request's life, from its admission to its one terminal message.
+
+1. QUEUED: the request waits in line for a plan (admission.py); the plan is booked in the same step.
+2. RESERVING, PREFILLING, HANDOFF, DECODING: an attempt runs the plan (attempt.py). Tokens go to the client as they
+   come, each index of each sample once and in order (ledger.py).
+3. A worker refuses (Overloaded): the booking is released and the request goes back to its place in line.
+4. A worker is lost, restarted, faulty, or the transfer breaks: the workers in question have to show that they are
+   still there, and the request is planned again, at most `max_attempts` plans in all. A single sample goes on behind
+   its last delivered token; several samples that have begun go on one by one, side by side.
+5. FINISHED, FAILED or CANCELLED: calls, bookings, tasks and the ticket are gone before the client's call ends.
+
+A client that goes away, or whose deadline passes, cancels the task that runs this; every step releases on its way out.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+from common.clock import Clock
+from common.config import RouterConfig
+from common.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFault,
+    KvrelayError,
+    Overloaded,
+    TransferError,
+    WorkerError,
+)
+from common.lifecycle import LifeCycle, State
+from kvrelay.v1 import inference_pb2
+from router.admission import Admission, Seeker, Sought, Ticket
+from router.attempt import Attempt, AttemptFailed
+from router.booking import Booking
+from router.fleet import Fleet
+from router.metrics import RouterMetrics
+from router.outbox import Outbox
+from router.record import Job, RequestRecord
+from router.structured import TaskCensus, all_or_first_failure
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since process start."""
+
+    num_completed: int = 0
+    num_cancelled: int = 0
+    num_failed: int = 0
+    num_replans: int = 0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Leg:
+    """Some samples of a request that are served together."""
+
+    record: RequestRecord
+    ticket: Ticket
+    samples: range
+    life: LifeCycle
+    num_attempts: int = 0
+
+
+class Orchestrator:
+    """Runs requests. Event loop only."""
+
+    def __init__(
+        self, *, fleet: Fleet, admission: Admission, metrics: RouterMetrics, clock: Clock, config: RouterConfig
+    ) -> None:
+        self._fleet = fleet
+        self._admission = admission
+        self._metrics = metrics
+        self._clock = clock
+        self._config = config
+        self._census = TaskCensus()
+        self._num_calls = 0
+        self.totals = Totals()
+
+    @property
+    def num_request_tasks(self) -> int:
+        """Tasks that serve requests: the client's calls, and what they started."""
+        return self._num_calls + self._census.num_tasks
+
+    @contextmanager
+    def account(self, life: LifeCycle) -> Iterator[None]:
+        """Count a client's call and how it ends, whatever happens inside."""
+        self._num_calls += 1
+        try:
+            yield
+        except asyncio.CancelledError:
+            self.totals.num_cancelled += 1
+            self._end(life, State.CANCELLED, "cancelled")
+            raise
+        except BaseException as error:
+            self.totals.num_failed += 1
+            self._end(life, State.FAILED, type(error).__name__ if isinstance(error, KvrelayError) else "bug")
+            raise
+        else:
+            self.totals.num_completed += 1
+            self._end(life, State.FINISHED, "completed")
+        finally:
+            self._num_calls -= 1
+
+    def _end(self, life: LifeCycle, state: State, outcome: str) -> None:
+        if not life.is_over:
+            life.advance(state)
+        self._metrics.count_request(outcome)
+        duration_s = round(life.stamps[-1][1] - life.received_s, 6)
+        extra = {"request_id": life.request_id, "outcome": outcome, "duration_s": duration_s}
+        logger.info("request ended", extra=extra)
+
+    @asynccontextmanager
+    async def running(self, job: Job, ticket: Ticket, life: LifeCycle, *, timeout_s: float) -> AsyncIterator[Outbox]:
+        """Run a job beside the block, which takes its messages. Leaving the block early cancels the job."""
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        record = RequestRecord(job, life, self._clock, deadline_s)
+        accepted = inference_pb2.Accepted(request_id=job.request_id, num_prompt_tokens=len(job.prompt_token_ids))
+        record.outbox.put(inference_pb2.GenerateResponse(accepted=accepted))
+        async with self._census.owned(self._run(record, ticket)):
+            yield record.outbox
+
+    async def _run(self, record: RequestRecord, ticket: Ticket) -> None:
+        error: KvrelayError | None = None
+        try:
+            async with asyncio.timeout_at(record.deadline_s):
+                samples = range(record.job.sampling.n)
+                await self._serve(_Leg(record=record, ticket=ticket, samples=samples, life=record.life))
+            record.life.advance(State.FINISHED)
+            record.outbox.put(inference_pb2.GenerateResponse(completed=record.completed))
+            self._metrics.observe(record)
+        except TimeoutError:
+            error = DeadlineExceeded("the deadline passed before the answer was complete")
+        except KvrelayError as caught:
+            error = caught
+        except Exception as caught:  # the top of a task: the client gets a terminal status, whatever happened
+            logger.exception("request failed", extra={"request_id": record.job.request_id})
+            error = EngineFault(f"the router failed: {type(caught).__name__}: {caught}")
+        record.outbox.close(error)
+
+    async def _serve(self, leg: _Leg) -> None:
+        """Serve a leg until its samples have ended, with a new plan after every lost worker."""
+        record = leg.record
+        while True:
+            leg.num_attempts += 1
+            try:
+                await self._attempt(leg)
+                return
+            except AttemptFailed as failure:
+                remaining = record.ledger.unfinished(leg.samples)
+                if not remaining:
+                    return
+                self._plan_again_or_raise(leg, failure)
+            if len(leg.samples) > 1 and record.ledger.num_tokens:
+                await self._serve_apart(leg, remaining)
+                return
+
+    def _plan_again_or_raise(self, leg: _Leg, failure: AttemptFailed) -> None:
+        error = failure.error
+        # A worker that cancels a call nobody cancelled here is shutting down.
+        if not isinstance(error, WorkerError | TransferError | Cancelled):
+            raise error
+        if leg.num_attempts >= self._config.max_attempts:
+            raise error
+        logger.warning(
+            "planning again: %s",
+            failure,
+            extra={
+                "request_id": leg.record.job.request_id,
+                "attempt": leg.num_attempts,
+                "reason": type(error).__name__,
+            },
+        )
+        self.totals.num_replans += 1
+        self._metrics.count_replan(type(error).__name__)
+        leg.life.advance(State.QUEUED)
+
+    async def _serve_apart(self, leg: _Leg, remaining: list[int]) -> None:
+        """Serve samples that have begun each by itself: each has its own tokens to go on from."""
+        legs = [
+            _Leg(
+                record=leg.record,
+                ticket=leg.ticket,
+                samples=range(sample_index, sample_index + 1),
+                # The request's own life cycle follows the first of them.
+                life=LifeCycle(leg.life.request_id, self._clock) if position else leg.life,
+                num_attempts=leg.num_attempts,
+            )
+            for position, sample_index in enumerate(remaining)
+        ]
+        async with self._census.owned(*(self._serve(one) for one in legs)) as tasks:
+            await all_or_first_failure(tasks)
+
+    async def _attempt(self, leg: _Leg) -> None:
+        """Find a plan and run it; a worker's refusal leads back to the line. Raises AttemptFailed."""
+        seeker = self._seeker(leg)
+        while True:
+            with await self._admission.place(seeker) as booking:
+                attempt = Attempt(
+                    record=leg.record,
+                    samples=leg.samples,
+                    life=leg.life,
+                    booking=booking,
+                    number=leg.num_attempts,
+                    metrics=self._metrics,
+                    census=self._census,
+                )
+                try:
+                    await attempt.run()
+                    return
+                except AttemptFailed as failure:
+                    if not isinstance(failure.error, Overloaded):
+                        self._suspect(booking, failure)
+                        raise
+                    leg.life.advance(State.QUEUED)
+                    refusing = failure.hold.member.endpoint.worker_id
+                    self._metrics.count_refusal(failure.hold.member.endpoint.role)
+                    self._admission.exclude(seeker, refusing, retry_after_s=failure.error.retry_after_s)
+
+    def _seeker(self, leg: _Leg) -> Seeker:
+        job = leg.record.job
+        output = leg.record.output_of(leg.samples)
+        # Prompt log-probabilities need every position computed: cached KV has none.
+        wants_prompt = job.sampling.num_prompt_logprobs is not None and not leg.record.ledger.has_prompt_logprobs
+        is_first = leg.num_attempts == 1
+        patience_s = self._config.queue_timeout_s if is_first else self._config.recovery_timeout_s
+        return Seeker(
+            ticket=leg.ticket,
+            sought=Sought(
+                request_id=job.request_id,
+                num_tokens=len(job.prompt_token_ids) + len(output),
+                num_samples=len(leg.samples),
+                block_size=job.model.block_size,
+                hashes=() if wants_prompt else job.hashes(output),
+            ),
+            deadline_s=asyncio.get_running_loop().time() + patience_s,
+        )
+
+    def _suspect(self, booking: Booking, failure: AttemptFailed) -> None:
+        """Ask the workers of a failed attempt to show themselves.
+
+        A prefill worker that dies makes the decode worker's call fail as well, and may be seen first through it: so both are
+        asked when the decode call fails.
+        """
+        if not isinstance(failure.error, WorkerError | TransferError | Cancelled):
+            return
+        suspects = {failure.hold}
+        if booking.prefill is not None:
+            suspects.add(booking.prefill)
+        for hold in suspects:
+            self._fleet.suspect(hold, str(failure))

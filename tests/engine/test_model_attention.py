@@ -1,0 +1,123 @@
+"""Paged attention against a naive one that sees each sequence whole."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from common.ids import BlockId
+from engine.attention import AttentionMetadata, SequenceSpan, TorchPagedAttention
+from engine.executor import KvShape
+from engine.kv_cache import TorchKvStore
+
+BLOCK_SIZE = 4
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 8
+
+
+def make_store(num_blocks: int) -> TorchKvStore:
+    shape = KvShape(
+        num_layers=1,
+        num_kv_heads=NUM_KV_HEADS,
+        head_dim=HEAD_DIM,
+        block_size=BLOCK_SIZE,
+        dtype="float32",
+        bytes_per_element=4,
+        fingerprint="test",
+    )
+    return TorchKvStore(shape, num_blocks, device=torch.device("cpu"))
+
+
+def naive_attention(query: Tensor, key: Tensor, value: Tensor, first_position: int, window: int | None) -> Tensor:
+    """query [n, heads, dim] at first_position.., key and value [context, kv_heads, dim]; loops over queries."""
+    key, value = (x.repeat_interleave(NUM_HEADS // NUM_KV_HEADS, dim=1) for x in (key, value))
+    rows = []
+    for i, row in enumerate(query):
+        end = first_position + i + 1
+        begin = 0 if window is None else max(0, end - window)
+        scores = torch.einsum("hd,khd->hk", row, key[begin:end]) / HEAD_DIM**0.5
+        rows.append(torch.einsum("hk,khd->hd", scores.softmax(-1), value[begin:end]))
+    return torch.stack(rows)
+
+
+def check_step(spans: list[tuple[int, int]], window: int | None, seed: int) -> None:
+    """Run one step over (num_computed, num_new_tokens) sequences in scrambled pages and compare every token."""
+    torch.manual_seed(seed)
+    num_blocks = sum(-(-(computed + new) // BLOCK_SIZE) for computed, new in spans)
+    store = make_store(num_blocks + 1)
+    free = [BlockId(i) for i in range(num_blocks + 1)]
+    random.Random(seed).shuffle(free)
+    store.layers[0][0].normal_(std=100)  # whatever is left in pages must not matter
+    store.layers[0][1].normal_(std=100)
+    attention = TorchPagedAttention(store, [window])
+    keys = [torch.randn(computed + new, NUM_KV_HEADS, HEAD_DIM) for computed, new in spans]
+    values = [torch.randn_like(key) for key in keys]
+    query = torch.randn(sum(new for _, new in spans), NUM_HEADS, HEAD_DIM)
+    tables = [[free.pop() for _ in range(-(-(computed + new) // BLOCK_SIZE))] for computed, new in spans]
+
+    def run(parts: list[tuple[int, int]], query: Tensor) -> Tensor:
+        described = [
+            SequenceSpan(num_computed=a, num_new_tokens=b - a, block_table=table)
+            for (a, b), table in zip(parts, tables, strict=True)
+            if b > a
+        ]
+        key, value = (
+            torch.cat([x[a:b] for (a, b), x in zip(parts, source, strict=True)]) for source in (keys, values)
+        )
+        plan = attention.plan(AttentionMetadata.from_spans(described, block_size=BLOCK_SIZE))
+        return plan.attend(0, query, key, value)
+
+    computed_before = [(0, computed) for computed, _ in spans]
+    if any(computed for computed, _ in spans):
+        run(computed_before, torch.zeros(sum(computed for computed, _ in spans), NUM_HEADS, HEAD_DIM))
+    output = run([(computed, computed + new) for computed, new in spans], query)
+
+    start = 0
+    for (computed, new), key, value in zip(spans, keys, values, strict=True):
+        expected = naive_attention(query[start : start + new], key, value, computed, window)
+        torch.testing.assert_close(output[start : start + new], expected, atol=1e-5, rtol=1e-5)
+        start += new
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 21), st.sampled_from([1, 1, 1, 2, 3, 4, 5, 9])), min_size=1, max_size=6),
+    window=st.none() | st.integers(1, 12),
+    seed=st.integers(0, 1000),
+)
+def test_attend_when_batch_mixes_chunks_and_decodes_equals_naive(
+    spans: list[tuple[int, int]], window: int | None, seed: int
+) -> None:
+    check_step(spans, window, seed)
+
+
+@pytest.mark.parametrize("window", [None, 5, 600])
+def test_attend_when_decode_lengths_differ_widely_equals_naive(window: int | None) -> None:
+    check_step([(1300, 1), (0, 1), (700, 1), (699, 1), (3, 1), (20, 3), (1299, 1)], window, seed=1)
+
+
+def test_plan_when_lengths_differ_widely_bounds_padding() -> None:
+    tables = [[BlockId(i) for i in range(-(-n // BLOCK_SIZE))] for n in (4000, 10, 11, 12, 3900)]
+    spans = [
+        SequenceSpan(num_computed=num - 1, num_new_tokens=1, block_table=table)
+        for num, table in zip((4000, 10, 11, 12, 3900), tables, strict=True)
+    ]
+    metadata = AttentionMetadata.from_spans(spans, block_size=BLOCK_SIZE)
+    plan = TorchPagedAttention(make_store(1000), [None]).plan(metadata)
+    sizes = [(len(group.rows), group.num_keys) for group in plan.layer_plans[0].groups]
+    assert sizes == [(2, 4000), (3, 12)]
+
+
+def test_metadata_when_sequences_continue_maps_positions_to_slots() -> None:
+    spans = [
+        SequenceSpan(num_computed=3, num_new_tokens=2, block_table=[BlockId(7), BlockId(2), BlockId(9)]),
+        SequenceSpan(num_computed=0, num_new_tokens=1, block_table=[BlockId(5)]),
+    ]
+    metadata = AttentionMetadata.from_spans(spans, block_size=4)
+    assert metadata.positions.tolist() == [3, 4, 0]
+    assert metadata.slot_mapping.tolist() == [7 * 4 + 3, 2 * 4, 5 * 4]
+    assert metadata.query_start_loc.tolist() == [0, 2, 3]
+    assert metadata.context_lens.tolist() == [5, 1]
+    assert [table.tolist() for table in metadata.block_tables] == [[7, 2], [5]]

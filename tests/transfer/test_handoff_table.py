@@ -1,0 +1,96 @@
+"""Handoffs under an injected clock: every end runs exactly once, every lease ends."""
+
+import asyncio
+
+import pytest
+
+from common.clock import ManualClock
+from common.errors import HandoffGone, InvalidRequest
+from common.ids import BlockId, HandoffId
+from kv_transfer.handoff import FirstToken, HandoffManifest, HandoffState, HandoffTable
+
+MANIFEST = HandoffManifest(
+    num_tokens=6,
+    num_blocks=2,
+    last_block_hash=None,
+    first_tokens=(FirstToken(sample_index=0, token_id=1, finished=False),),
+)
+ID = HandoffId("ho-1")
+
+
+class Fixture:
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.table = HandoffTable(block_size=4, lease_ttl_s=10.0, clock=self.clock)
+        self.num_ends = 0
+
+    def ended(self) -> None:
+        self.num_ends += 1
+
+
+@pytest.mark.parametrize("first", ["puller", "prefill"])
+def test_either_side_may_come_first(first: str) -> None:
+    f = Fixture()
+    if first == "puller":
+        f.table.attach_puller(ID)
+    handoff = f.table.begin(ID, f.ended)
+    if first == "prefill":
+        assert f.table.attach_puller(ID) is handoff
+    f.table.progress(handoff, (BlockId(3), BlockId(5)), 5)
+    assert handoff.num_ready_blocks == 1, "the tail is not final before the manifest"
+    f.table.complete(handoff, MANIFEST)
+    assert handoff.num_ready_blocks == 2
+    f.table.release(handoff)
+    f.table.abort(handoff, HandoffGone("late"))
+    assert (f.num_ends, f.table.num_leases, handoff.state) == (1, 0, HandoffState.RELEASED)
+
+
+def test_second_puller_and_second_prefill_are_refused() -> None:
+    f = Fixture()
+    f.table.attach_puller(ID)
+    with pytest.raises(HandoffGone):
+        f.table.attach_puller(ID)
+    f.table.begin(ID, f.ended)
+    with pytest.raises(InvalidRequest):
+        f.table.begin(ID, f.ended)
+
+
+@pytest.mark.parametrize("missing", ["puller", "prefill"])
+def test_lease_expires_when_one_side_never_comes(missing: str) -> None:
+    f = Fixture()
+    if missing == "prefill":
+        handoff = f.table.attach_puller(ID)
+    else:
+        handoff = f.table.begin(ID, f.ended)
+        f.clock.advance(100.0)  # computing a long prompt is no idleness of a lease...
+        f.table.complete(handoff, MANIFEST)
+    f.clock.advance(9.9)
+    f.table.sweep()
+    assert f.table.num_leases == 1
+    f.clock.advance(0.2)
+    f.table.sweep()
+    assert (f.table.num_leases, f.table.num_expired) == (0, 1)
+    with pytest.raises(HandoffGone):
+        handoff.raise_if_aborted()
+    assert f.num_ends == (missing == "puller")
+
+
+def test_lease_with_both_sides_present_does_not_expire_while_prefill_computes() -> None:
+    f = Fixture()
+    f.table.attach_puller(ID)
+    f.table.begin(ID, f.ended)
+    f.clock.advance(1000.0)
+    f.table.sweep()
+    assert (f.table.num_leases, f.table.num_expired) == (1, 0)
+
+
+async def test_abort_wakes_the_other_side_at_once() -> None:
+    f = Fixture()
+    handoff = f.table.attach_puller(ID)
+    waiter = asyncio.create_task(handoff.changed())
+    await asyncio.sleep(0)
+    f.table.abort(handoff, HandoffGone("the router cancelled"))
+    async with asyncio.timeout(1):
+        await waiter
+    with pytest.raises(HandoffGone, match="the router cancelled"):
+        handoff.raise_if_aborted()

@@ -1,0 +1,159 @@
+"""The puller against a peer that lies, breaks off or is somebody else: it never reports a transfer as complete."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+import xxhash
+
+from common.clock import SystemClock
+from common.errors import HandoffGone, KvIncomplete, WorkerLost
+from common.ids import BlockId, Epoch, HandoffId, WorkerId
+from common.rpc import abort, client_channel, start_server
+from engine.fake import FakeKvStore
+from kv_transfer.pull import KvPuller, PullPlan
+from kvrelay.v1 import kv_transfer_pb2 as pb
+from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2
+
+BLOCK = bytes(range(32))  # one block of the fake: 4 tokens of 8 bytes
+
+
+def chunk(index: int, *, offset: int = 0, data: bytes = BLOCK, checksum: int | None = None) -> pb.FetchBlocksResponse:
+    checksum = xxhash.xxh3_64_intdigest(data) if checksum is None else checksum
+    return pb.FetchBlocksResponse(chunk=pb.BlockChunk(block_index=index, offset=offset, data=data, checksum=checksum))
+
+
+def manifest(**changes: Any) -> pb.FetchBlocksResponse:
+    fields: dict[str, Any] = {
+        "num_tokens": 6,
+        "num_blocks": 2,
+        "last_block_hash": b"",
+        "first_tokens": [pb.ManifestToken(sample_index=0, token_id=7)],
+    }
+    return pb.FetchBlocksResponse(manifest=pb.Manifest(**(fields | changes)))
+
+
+OPENED = pb.FetchBlocksResponse(opened=pb.FetchOpened(transport=worker_pb2.KV_TRANSPORT_GRPC))
+GOOD = [OPENED, chunk(0), chunk(1, data=BLOCK[:8]), chunk(1, offset=8, data=BLOCK[8:]), manifest()]
+LIES: dict[str, list[pb.FetchBlocksResponse]] = {
+    "a block is missing": [OPENED, chunk(0), manifest()],
+    "a piece is missing": [OPENED, chunk(0), chunk(1, data=BLOCK[:8]), manifest()],
+    "a checksum is wrong": [OPENED, chunk(0, checksum=1), chunk(1), manifest()],
+    "a block comes twice": [OPENED, chunk(0), chunk(0), chunk(1), manifest()],
+    "a block was not asked for": [OPENED, chunk(0), chunk(1), chunk(2), manifest()],
+    "a piece is too long": [OPENED, chunk(0, data=BLOCK + b"x"), chunk(1), manifest()],
+    "pieces are out of order": [OPENED, chunk(0, offset=8, data=BLOCK[8:]), chunk(1), manifest()],
+    "the manifest counts other tokens": [OPENED, chunk(0), chunk(1), manifest(num_tokens=7)],
+    "the manifest counts other blocks": [OPENED, chunk(0), chunk(1), manifest(num_blocks=3)],
+    "the manifest ends in another hash": [OPENED, chunk(0), chunk(1), manifest(last_block_hash=b"x" * 16)],
+    "the manifest has no first token": [OPENED, chunk(0), chunk(1), manifest(first_tokens=[])],
+    "there is no manifest": [OPENED, chunk(0), chunk(1)],
+    "sealed blocks without shared memory": [
+        OPENED,
+        pb.FetchBlocksResponse(sealed=pb.SealedBlocks(first_block=0, block_ids=[0, 1], checksums=[1, 2])),
+    ],
+    "shared memory of nobody": [
+        pb.FetchBlocksResponse(
+            opened=pb.FetchOpened(
+                transport=worker_pb2.KV_TRANSPORT_SHM,
+                shared_memory=pb.SharedMemory(pid=1 << 30, fd=3, size_bytes=64, nonce=b"n" * 16, num_blocks=1),
+            )
+        )
+    ],
+}
+
+
+class Peer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
+    """Plays a script, and remembers whether it got an acknowledgement."""
+
+    def __init__(self, script: list[pb.FetchBlocksResponse], end: Callable[[Any], Any] | None = None) -> None:
+        self.script = script
+        self.end = end
+        self.acked = False
+
+    async def FetchBlocks(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        assert (await anext(request_iterator)).WhichOneof("message") == "open"
+        for message in self.script:
+            await context.write(message)
+        if self.end is not None:
+            await self.end(context)
+        elif self.script[-1].WhichOneof("message") == "manifest":
+            message = await anext(request_iterator, None)
+            self.acked = message is not None and message.WhichOneof("message") == "ack"
+
+
+@asynccontextmanager
+async def pulling(peer: Peer) -> AsyncIterator[tuple[KvPuller, FakeKvStore, grpc.aio.Channel]]:
+    def add(server: grpc.aio.Server) -> list[str]:
+        kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(peer, server)
+        return []
+
+    server = await start_server(add, host="127.0.0.1", port=0)
+    store = FakeKvStore(num_blocks=8, block_size=4)
+    puller = KvPuller(
+        store=store,
+        transports=(worker_pb2.KV_TRANSPORT_SHM, worker_pb2.KV_TRANSPORT_GRPC),
+        clock=SystemClock(),
+        on_bytes=lambda _transport, _count: None,
+    )
+    channel = client_channel(f"127.0.0.1:{server.port}")
+    try:
+        yield puller, store, channel
+    finally:
+        await channel.close()
+        await server.stop(0)
+
+
+def plan() -> PullPlan:
+    return PullPlan(
+        peer=WorkerId("prefill-0"),
+        handoff_id=HandoffId("ho-1"),
+        epoch=Epoch(1),
+        block_table=(BlockId(5), BlockId(2)),
+        first_block=0,
+        num_tokens=6,
+        last_block_hash=None,
+        num_samples=1,
+    )
+
+
+async def test_pull_of_a_complete_transfer_writes_only_its_own_pages_and_acknowledges() -> None:
+    peer = Peer(GOOD)
+    async with pulling(peer) as (puller, store, channel):
+        before = [bytes(store.read_blocks([BlockId(i)])) for i in range(8)]
+        pulled = await puller.pull(plan(), channel)
+        assert (pulled.num_blocks, pulled.kv_bytes) == (2, 64)
+        after = [bytes(store.read_blocks([BlockId(i)])) for i in range(8)]
+        assert after[5] == after[2] == BLOCK
+        assert [a for i, a in enumerate(after) if i not in (5, 2)] == [
+            b for i, b in enumerate(before) if i not in (5, 2)
+        ]
+    assert peer.acked
+
+
+@pytest.mark.parametrize("lie", LIES)
+async def test_pull_of_a_wrong_transfer_raises_kv_incomplete_and_never_acknowledges(lie: str) -> None:
+    peer = Peer(LIES[lie])
+    async with pulling(peer) as (puller, _store, channel):
+        with pytest.raises(KvIncomplete):
+            await puller.pull(plan(), channel)
+    assert not peer.acked
+
+
+async def test_pull_when_peer_aborts_raises_what_the_peer_said() -> None:
+    async def end(context: Any) -> None:
+        await abort(context, HandoffGone("the prefill was cancelled"))
+
+    async with pulling(Peer([OPENED, chunk(0)], end)) as (puller, _store, channel):
+        with pytest.raises(HandoffGone, match="the prefill was cancelled"):
+            await puller.pull(plan(), channel)
+
+
+async def test_pull_from_nobody_raises_worker_lost() -> None:
+    async with pulling(Peer(GOOD)) as (puller, _store, _channel):
+        nowhere = client_channel("127.0.0.1:1")
+        with pytest.raises(WorkerLost):
+            await puller.pull(plan(), nowhere)
+        await nowhere.close()
