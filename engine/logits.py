@@ -25,14 +25,14 @@ class SamplingRow:
     output_token_ids: Sequence[int]
 
     @property
-    def is_ended_early_by_stop(self) -> bool:
-        """Whether a stop token now would come before `min_tokens`."""
+    def must_go_on(self) -> bool:
+        """Whether the sample is still shorter than `min_tokens`."""
         return self.token_index < self.params.min_tokens
 
 
 def forbidden_token_ids(row: SamplingRow, eos_token_ids: Collection[int]) -> set[int]:
     """Return the tokens that `min_tokens` keeps from being chosen: those that would end the sample."""
-    if not row.is_ended_early_by_stop:
+    if not row.must_go_on:
         return set()
     ends = set(row.params.stop_token_ids)
     return ends if row.params.ignore_eos else ends.union(eos_token_ids)
@@ -51,8 +51,7 @@ def shape_logits(logits: torch.Tensor, rows: Sequence[SamplingRow], eos_token_id
         logits[_ints(row_idx, logits), _ints(token_ids, logits)] = -torch.inf
     penalized = [i for i, row in enumerate(rows) if row.params.has_penalties]
     if penalized:
-        row_idx = _ints(penalized, logits)
-        logits[row_idx] = _penalize(logits[row_idx], [rows[i] for i in penalized])
+        logits[penalized] = _penalize(logits[penalized], [rows[i] for i in penalized])
 
 
 def _penalize(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
@@ -84,8 +83,8 @@ def _count_tokens(token_ids: Sequence[Sequence[int]], like: torch.Tensor) -> tor
 def rank_logits(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the values (float32) and token ids (int64) of the best tokens, [rows, num_top], best first.
 
-    Of equal logits the smaller token id comes first. `torch.topk` alone leaves that open, so it is given one integer per
-    token that carries both: the value's bits, mapped so that integers order as floats do, above the reversed id.
+    Of equal logits the smaller token id comes first. `torch.topk` alone leaves that open, so it is given one integer
+    per token that carries both: the value's bits, mapped so that integers order as floats do, above the reversed id.
     """
     vocab_size = logits.shape[-1]
     bits = (logits.float() + 0.0).view(torch.int32)  # + 0.0: -0.0 and 0.0 are equal, their bits are not
@@ -99,8 +98,8 @@ def rank_logits(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch
 def position_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[Logprobs]:
     """Return the log-probability of one given token per row, and of the num_top best ones, from logits [rows, vocab].
 
-    Computed in float32 from the logits as they are; of equally probable tokens the smaller id comes first. Waits for the
-    device.
+    Computed in float32 from the logits as they are; of equally probable tokens the smaller id comes first. Waits for
+    the device.
     """
     return gather_logprobs(logits, _ints(token_ids, logits), num_top)
 

@@ -11,11 +11,12 @@ Each row goes through these steps, in this order; a step that its parameters lea
 7. top-k: the k best tokens, of equals the smaller ids
 8. top-p: the fewest best tokens whose share of what top-k left reaches p, of equals the smaller ids
 9. min-p: tokens at least min_p times as probable as the best one
-10. the choice: the first token, in order of token ids, whose cumulative probability exceeds noise(seed, sample, token index)
+10. the choice: the first token, in order of token ids, whose cumulative probability exceeds the noise of (seed, sample
+    index, token index)
 
-transformers and vLLM agree on 4, and on 6 before 7 before 8. transformers puts min-p last as here, vLLM before top-k; that
-makes no difference to which tokens pass min-p, only to the mass that top-p measures against. Both keep all tokens that tie
-with the k-th one; here exactly k are kept.
+transformers and vLLM have the same order of bias, min_tokens, temperature, top-k and top-p; transformers puts min-p last,
+as here, vLLM before top-k, which changes only the mass that top-p measures against. Both keep every token that ties with
+the k-th one; here exactly k are kept.
 
 The choice walks the tokens by id, in float64, and not by rank: when another batch composition or another device moves
 the probabilities by 1e-7, the boundaries between tokens move by that much and no tokens swap their places. No random
@@ -146,25 +147,26 @@ class _Batch:
         return self._checked(_invert_cdf(weights, self._noise))
 
     def choose_from_best(self, width: int) -> torch.Tensor:
-        """Return token ids, looking at the `width` best tokens; a nucleus that reaches beyond is looked at as a whole."""
+        """Return token ids from the `width` best tokens, or from all where a nucleus reaches beyond these."""
         vocab_size = self._logits.shape[-1]
         values, token_ids = rank_logits(self._logits, width)
+        has_top_k = [0 < row.params.top_k < vocab_size for row in self._rows]
         top_k = self._column([row.params.top_k or vocab_size for row in self._rows])
         weights = self._weigh(values) * (torch.arange(width, device=values.device) < top_k)
-        has_open_end = [not 0 < row.params.top_k < vocab_size for row in self._rows]
         total = weights.sum(dim=-1, keepdim=True)
-        if any(has_open_end):
-            is_open = torch.tensor(has_open_end, device=values.device).unsqueeze(1)
-            total = torch.where(is_open, self._weigh(self._logits).sum(dim=-1, keepdim=True), total)
+        if not all(has_top_k):  # the whole vocabulary is what top-p measures against
+            everything = self._weigh(self._logits).sum(dim=-1, keepdim=True)
+            total = torch.where(self._column(has_top_k) == 1, total, everything)
         top_p = self._column([row.params.top_p for row in self._rows])
         mass = torch.where(top_p < 1.0, top_p * total, torch.inf)
         reached = weights.cumsum(dim=-1)
         kept = self._drop_improbable(weights * (reached - weights < mass))
         by_id = token_ids.argsort(dim=-1)
-        position = _invert_cdf(kept.gather(-1, by_id), self._noise)
-        chosen = self._checked(token_ids.gather(-1, by_id.gather(-1, position.unsqueeze(1))).squeeze(1))
-        if width < vocab_size and any(has_open_end):
-            self._redo_wide(chosen, (is_open & (reached[:, -1:] < mass)).squeeze(1).nonzero().flatten().tolist())
+        position = by_id.gather(-1, _invert_cdf(kept.gather(-1, by_id), self._noise).unsqueeze(1))
+        chosen = self._checked(token_ids.gather(-1, position).squeeze(1))
+        if width < vocab_size and not all(has_top_k):
+            is_cut = (reached[:, -1] < mass[:, 0]).tolist()
+            self._redo_wide(chosen, [i for i in range(len(is_cut)) if is_cut[i] and not has_top_k[i]])
         return chosen
 
     def _redo_wide(self, chosen: torch.Tensor, members: Sequence[int]) -> None:
@@ -192,8 +194,8 @@ class _Batch:
 def _invert_cdf(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """Return the first index (int64 [rows]) where the cumulative weight exceeds noise [rows, 1] times the whole.
 
-    Weights [rows, n] are float64, not negative. An index with weight 0 is never returned: it does not count as reached, and
-    the product is kept below the whole, to which it may round.
+    Weights [rows, n] are float64, not negative. An index with weight 0 is never returned: it does not count as
+    reached, and the product is kept below the whole, to which it may round.
     """
     reached = torch.where(weights > 0, weights.cumsum(dim=-1), 0.0)
     total = reached.amax(dim=-1, keepdim=True)
