@@ -7,7 +7,7 @@ from cluster.plan import ProcessSpec
 from common.process import ProcessIdentity, Ready
 
 
-class StartFailed(Exception):  # noqa: N818 - reads like its siblings in common.errors
+class StartFailed(Exception):
     """A process, or what runs processes, did not come up; the message says why, with the end of its log."""
 
 

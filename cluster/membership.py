@@ -1,6 +1,7 @@
 """Tells the router which workers there are: on every change, and every second, so that a restarted router learns it."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -59,10 +60,8 @@ class MembershipPusher:
                     channel = client_channel(self._router_address)
                 self._changed.clear()
                 await self._push(channel)
-                try:
+                with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), _PERIOD_S)
-                except TimeoutError:
-                    pass
         finally:
             await channel.close()
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-class RunDirTaken(Exception):  # noqa: N818 - reads like its siblings in common.errors
+class RunDirTaken(Exception):
     """Another supervisor runs in this folder."""
 
 

@@ -25,10 +25,11 @@ from cluster.launcher import Launcher, StartFailed, log_path
 from cluster.managed_process import ManagedProcess
 from cluster.membership import MembershipPusher
 from cluster.plan import PlanError, ProcessRole, ProcessSpec
+from cluster.ports import dial_address
 from cluster.run_lock import RunDirTaken, lock_run_dir
 from cluster.starter import Starter
 from cluster.state import ClusterPhase, ClusterState, StateFile
-from cluster.wiring import choose_launcher, dial_address
+from cluster.wiring import choose_launcher
 from common.clock import SystemClock
 from common.config import ServingConfig, load_config
 from common.log import setup_logging
@@ -188,7 +189,7 @@ async def supervise(config_path: Path, run_dir: Path, starter: Starter) -> int:
             await launcher.close()
             state_file.remove()
     except (StartFailed, PlanError) as error:
-        logger.error("cluster failed to start", extra={"reason": str(error)})  # noqa: TRY400 - the reason is the message
+        logger.error("cluster failed to start", extra={"reason": str(error)})
         starter.failed(str(error))
         return 1
     return 0

@@ -1,38 +1,43 @@
 """Chooses the launcher that a configuration asks for, and looks at this machine for the plan."""
 
 import os
-import socket
+import subprocess
 from pathlib import Path
 
+from cluster import ray_settings
 from cluster.launch_local import LocalLauncher, service_command
 from cluster.launcher import Launcher, StartFailed
 from cluster.plan import HostResources, ProcessSpec, make_plan
 from common.config import ServingConfig
 
-_WILDCARDS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}
+Wiring = tuple[tuple[ProcessSpec, ...], Launcher]
 
 
-def choose_launcher(
-    config: ServingConfig, *, config_path: Path, run_dir: Path
-) -> tuple[tuple[ProcessSpec, ...], Launcher]:
+def choose_launcher(config: ServingConfig, *, config_path: Path, run_dir: Path) -> Wiring:
     """Return the plan and what carries it out. Raises PlanError, or StartFailed when Ray is wanted and not there."""
-    if config.launcher == "local":
-        gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
-        host = HostResources(cores=num_cores(), gpus=gpus.split(",") if gpus else _count_gpus())
-        specs = make_plan(config, host)
-        return specs, LocalLauncher(command=service_command(config_path), run_dir=run_dir)
+    if config.launcher == "ray":
+        return _ray(config, run_dir)
+    pools = config.pools
+    gpus = _visible_gpus() if pools.prefill.num_gpus or pools.decode.num_gpus else None
+    specs = make_plan(config, HostResources(cores=num_cores(), gpus=gpus))
+    return specs, LocalLauncher(command=service_command(config_path), run_dir=run_dir)
+
+
+def _ray(config: ServingConfig, run_dir: Path) -> Wiring:
+    address = os.environ.get("RAY_ADDRESS") or None
+    if address is None:
+        ray_settings.prepare_to_start()
+    else:
+        ray_settings.prepare_to_join()
     try:
         from cluster.launch_ray import RayLauncher
     except ImportError as error:
-        raise StartFailed(
-            f"launcher: ray needs Ray ({error}): pip install 'kvrelay[ray]', or set launcher: local"
-        ) from error
-    launcher = RayLauncher(config, run_dir=run_dir, address=os.environ.get("RAY_ADDRESS"))
-    # Ray deals out the GPUs itself. In a Ray cluster of others, it also chooses the hosts.
-    ours = HostResources(cores=num_cores(), gpus=None)
-    specs = make_plan(config, ours if launcher.is_private else None)
-    launcher.reserve(specs)
-    return specs, launcher
+        hint = "pip install 'kvrelay[ray]', or set launcher: local"
+        raise StartFailed(f"launcher: ray, but Ray cannot be imported ({error}): {hint}") from error
+    # Ray deals out the GPUs itself, and in a Ray cluster of its own it also chooses the hosts.
+    host = None if address is not None else HostResources(cores=num_cores(), gpus=None)
+    specs = make_plan(config, host)
+    return specs, RayLauncher(config, specs=specs, run_dir=run_dir, address=address)
 
 
 def num_cores() -> int:
@@ -42,24 +47,13 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def dial_address(host: str, port: int) -> str:
-    """Return the host:port by which this machine reaches a server that listens on `host`."""
-    host = _WILDCARDS.get(host, host).strip("[]")
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def free_port(host: str) -> int:
-    """Return a port that is free on `host` now. Raises OSError for an address that is not this machine's."""
-    with _bound(host, 0) as listener:
-        return int(listener.getsockname()[1])
-
-
-def is_port_free(host: str, port: int) -> bool:
-    """Whether `port` can be listened on. Raises OSError for an address that is not this machine's."""
+def _visible_gpus() -> list[str]:
+    """Return what CUDA_VISIBLE_DEVICES allows, or every GPU of the machine. Asks the driver's tool, not torch."""
+    configured = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if configured is not None:
+        return [device for device in configured.split(",") if device]
     try:
-        _bound(host, port).close()
-    except OSError as error:
-        if error.errno == 98:
-            return False
-        raise
-    return True
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [str(idx) for idx, _ in enumerate(line for line in listed.splitlines() if line.startswith("GPU "))]

@@ -13,6 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from common.errors import EngineFault, KvrelayError, to_status
+from common.malformed import MalformedRequestInterceptor
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ async def start_server(
         ("grpc.max_send_message_length", 64 * _MIB),
         ("grpc.so_reuseport", 0),
     ]
-    server = grpc.aio.server(options=options)
+    server = grpc.aio.server(options=options, interceptors=[MalformedRequestInterceptor()])
     names = [*add_services(server), health.SERVICE_NAME, reflection.SERVICE_NAME]
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

@@ -23,7 +23,7 @@ class RunningService(Protocol):
 
     @property
     def address(self) -> str:
-        """host:port"""
+        """Where it serves, host:port."""
         ...
 
     @property
@@ -38,7 +38,7 @@ class RunningService(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceParams:
-    """What an actor needs to run its service. Travels to the actor by value, so no path of the sender's host but logs."""
+    """What an actor needs to run its service. By value: the actor may be on a host without the sender's files."""
 
     name: str
     config: ServingConfig

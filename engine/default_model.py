@@ -49,10 +49,11 @@ def fetch_default_model(report: Report) -> Path:
         report("3/3 converting to bfloat16 safetensors (about 15 s)")
         converted = scratch / "converted"
         _convert(gguf, converted)
-        with contextlib.suppress(OSError):  # another process was faster: its folder is as good
+        try:
             converted.rename(target)
-    if not is_checkpoint(target):
-        raise FetchFailed(f"{target} is in the way: it exists and holds no config.json; remove it and try again")
+        except OSError as error:
+            if not is_checkpoint(target):  # else another process was faster, and its folder is as good
+                raise FetchFailed(f"the model could not be put in place: {error}") from error
     report(f"{DEFAULT_MODEL_NAME} is in {target} ({time.monotonic() - started_s:.0f} s)")
     return target
 

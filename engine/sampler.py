@@ -14,9 +14,9 @@ Each row goes through these steps, in this order; a step that its parameters lea
 10. the choice: the first token, in order of token ids, whose cumulative probability exceeds the noise of (seed, sample
     index, token index)
 
-transformers and vLLM have the same order of bias, min_tokens, temperature, top-k and top-p; transformers puts min-p last,
-as here, vLLM before top-k, which changes only the mass that top-p measures against. Both keep every token that ties with
-the k-th one; here exactly k are kept.
+vLLM has this order too, but for min-p, which it applies before top-k; that changes only the mass that top-p measures
+against. transformers has repetition before min_tokens, which comes to the same, and min-p last, as here. Both keep
+every token that ties with the k-th one; here exactly k are kept.
 
 The choice walks the tokens by id, in float64, and not by rank: when another batch composition or another device moves
 the probabilities by 1e-7, the boundaries between tokens move by that much and no tokens swap their places. No random
@@ -43,8 +43,8 @@ from engine.noise import uniforms
 __all__ = ["Sampler", "SamplingRow", "position_logprobs"]
 
 # How many best tokens are looked at; a row gets the first width that suffices, else the whole vocabulary.
-_WIDTHS = (64, 1024)
-# With top-p alone nobody knows beforehand; rows whose mass lies wider are done again with the whole vocabulary.
+_WIDTHS = (64, 1024, 8192)
+# With top-p alone nobody knows beforehand; rows whose mass lies wider are done again with the next width.
 _NUCLEUS_WIDTH = 1024
 _INVALID = -1
 
@@ -59,17 +59,17 @@ class Sampler:
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
         """Return the chosen token of each row of logits [len(rows), vocab_size], any float dtype; does not mutate them.
 
-        Waits for the device once, at the end (and once before, when a row has top-p without top-k). Raises EngineFault
+        Waits for the device once, at the end (and before, when a row has top-p without top-k). Raises EngineFault
         when a row has no finite largest logit.
         """
         assert logits.shape == (len(rows), self._vocab_size), f"logits {tuple(logits.shape)} for {len(rows)} rows"
         if not rows:
             return []
-        chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
         plain = [i for i, row in enumerate(rows) if row.params.is_greedy and not self._is_shaped(row)]
         if len(plain) == len(rows):
             chosen = _argmax(logits)
         else:
+            chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
             others = sorted(set(range(len(rows))).difference(plain))
             shaped = logits[others].float()
             shape_logits(shaped, [rows[i] for i in others], self._eos_token_ids)
@@ -123,7 +123,11 @@ def _width(params: SamplingParams, vocab_size: int) -> int | None:
         needed = _NUCLEUS_WIDTH
     else:
         return None
-    return next((width for width in _WIDTHS if needed <= width < vocab_size), vocab_size)
+    return _round_up(needed, vocab_size)
+
+
+def _round_up(width: int, vocab_size: int) -> int:
+    return next((known for known in _WIDTHS if width <= known < vocab_size), vocab_size)
 
 
 class _Batch:
@@ -147,7 +151,7 @@ class _Batch:
         return self._checked(_invert_cdf(weights, self._noise))
 
     def choose_from_best(self, width: int) -> torch.Tensor:
-        """Return token ids from the `width` best tokens, or from all where a nucleus reaches beyond these."""
+        """Return token ids from the `width` best tokens, or from more where a nucleus reaches beyond these."""
         vocab_size = self._logits.shape[-1]
         values, token_ids = rank_logits(self._logits, width)
         has_top_k = [0 < row.params.top_k < vocab_size for row in self._rows]
@@ -166,14 +170,11 @@ class _Batch:
         chosen = self._checked(token_ids.gather(-1, position).squeeze(1))
         if width < vocab_size and not all(has_top_k):
             is_cut = (reached[:, -1] < mass[:, 0]).tolist()
-            self._redo_wide(chosen, [i for i in range(len(is_cut)) if is_cut[i] and not has_top_k[i]])
+            again = [i for i in range(len(is_cut)) if is_cut[i] and not has_top_k[i]]
+            if again:
+                wider = _Batch(self._logits[again], [self._rows[i] for i in again])
+                chosen[again] = wider.choose_from_best(_round_up(width + 1, vocab_size))
         return chosen
-
-    def _redo_wide(self, chosen: torch.Tensor, members: Sequence[int]) -> None:
-        """Choose anew, from the whole vocabulary, for some rows. Mutates `chosen`."""
-        if members:
-            wide = _Batch(self._logits[members], [self._rows[i] for i in members])
-            chosen[members] = wide.choose_from_best(self._logits.shape[-1])
 
     def _weigh(self, logits: torch.Tensor) -> torch.Tensor:
         """Return probabilities relative to the best token's, float64: 1 for that one, whatever the temperature."""

@@ -35,7 +35,7 @@ END_OF_STREAM_TIMEOUT_S = 1.0
 _Response = TypeVar("_Response")
 
 
-class AttemptFailed(Exception):  # noqa: N818 - it is caught and planned around, never reported
+class AttemptFailed(Exception):
     """A worker's call failed, or a worker broke the protocol."""
 
     def __init__(self, hold: Hold, error: KvrelayError) -> None:
@@ -113,14 +113,14 @@ class Attempt:
             while (response := await _receive(answer, prefill)) is not None:
                 if response.HasField("started"):
                     self._note_started(prefill, response.started.num_cached_tokens)
-                elif response.HasField("finished"):
+                elif response.HasField("finished") and not has_first_tokens.is_set():
                     self._take_first_tokens(prefill, response.finished)
                     has_first_tokens.set()
         if not has_first_tokens.is_set():
             raise AttemptFailed(prefill, EngineFault("the prefill ended without a first token"))
 
     def _take_first_tokens(self, prefill: Hold, finished: prefill_pb2.PrefillFinished) -> None:
-        self._enter(State.PREFILLING)
+        self._enter_prefilling()
         if not self.record.ledger.num_tokens:
             self.record.prefill_s = finished.prefill_s
         self.life.advance(State.HANDOFF)
@@ -131,7 +131,7 @@ class Attempt:
         """Follow the decode worker; what it sends waits until the first tokens are out, for it comes after them."""
         while (response := await self._receive_decode(answer)) is not None:
             await has_first_tokens.wait()
-            self._enter(State.DECODING)
+            self._enter_decoding()
             if response.HasField("transferred"):
                 self.record.add_transfer(response.transferred)
             elif response.HasField("tokens"):
@@ -144,8 +144,8 @@ class Attempt:
             if response.HasField("prefill_started"):
                 self._note_started(self.booking.decode, response.prefill_started.num_cached_tokens)
             elif response.HasField("tokens"):
-                self._enter(State.PREFILLING)
-                self._enter(State.DECODING)
+                self._enter_prefilling()
+                self._enter_decoding()
                 if not self.record.ledger.num_tokens:
                     self.record.prefill_s = response.tokens.prefill_s
                 await self._deliver(response.tokens)
@@ -169,16 +169,20 @@ class Attempt:
 
     def _note_started(self, hold: Hold, num_cached_tokens: int) -> None:
         hold.acknowledge()
-        self._enter(State.PREFILLING)
+        self._enter_prefilling()
         self.metrics.compare_cached_tokens(
             predicted=self.booking.plan.predicted_cached_tokens, actual=num_cached_tokens
         )
         if not self.record.ledger.num_tokens:
             self.record.num_cached_tokens = num_cached_tokens
 
-    def _enter(self, state: State) -> None:
-        if self.life.state is not state and not (state is State.PREFILLING and self.life.state is not State.RESERVING):
-            self.life.advance(state)
+    def _enter_prefilling(self) -> None:
+        if self.life.state is State.RESERVING:
+            self.life.advance(State.PREFILLING)
+
+    def _enter_decoding(self) -> None:
+        if self.life.state is not State.DECODING:
+            self.life.advance(State.DECODING)
 
     def _unfinished(self) -> list[int]:
         return self.record.ledger.unfinished(self.samples)

@@ -56,8 +56,8 @@ class Fleet:
         return len(self._bookings)
 
     def count_ready(self, role: "worker_pb2.WorkerRole.ValueType | None" = None) -> int:
-        """Return how many workers, of one pool or of both, are ready."""
-        members = self._members.values()
+        """Return how many workers, of one pool or of both, are ready. Any thread."""
+        members = list(self._members.values())
         return sum(m.state is WorkerState.READY and role in (None, m.endpoint.role) for m in members)
 
     @property

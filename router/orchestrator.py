@@ -14,7 +14,7 @@ A client that goes away, or whose deadline passes, cancels the task that runs th
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
@@ -28,6 +28,7 @@ from common.errors import (
     Overloaded,
     TransferError,
     WorkerError,
+    WorkerLost,
 )
 from common.lifecycle import LifeCycle, State
 from kvrelay.v1 import inference_pb2
@@ -85,14 +86,22 @@ class Orchestrator:
         return self._num_calls + self._census.num_tasks
 
     @contextmanager
-    def account(self, life: LifeCycle) -> Iterator[None]:
-        """Count a client's call and how it ends, whatever happens inside."""
+    def account(self, life: LifeCycle, *, time_left_s: Callable[[], float | None]) -> Iterator[None]:
+        """Count a client's call and how it ends, whatever happens inside.
+
+        gRPC cancels a call whose client went away and one whose deadline passed alike; `time_left_s` tells which.
+        """
         self._num_calls += 1
         try:
             yield
         except asyncio.CancelledError:
-            self.totals.num_cancelled += 1
-            self._end(life, State.CANCELLED, "cancelled")
+            left_s = time_left_s()
+            if left_s is not None and left_s <= 0:
+                self.totals.num_failed += 1
+                self._end(life, State.FAILED, DeadlineExceeded.__name__)
+            else:
+                self.totals.num_cancelled += 1
+                self._end(life, State.CANCELLED, "cancelled")
             raise
         except BaseException as error:
             self.totals.num_failed += 1
@@ -198,6 +207,7 @@ class Orchestrator:
         seeker = self._seeker(leg)
         while True:
             with await self._admission.place(seeker) as booking:
+                self._check_model(leg)
                 attempt = Attempt(
                     record=leg.record,
                     samples=leg.samples,
@@ -218,6 +228,12 @@ class Orchestrator:
                     refusing = failure.hold.member.endpoint.worker_id
                     self._metrics.count_refusal(failure.hold.member.endpoint.role)
                     self._admission.exclude(seeker, refusing, retry_after_s=failure.error.retry_after_s)
+
+    def _check_model(self, leg: _Leg) -> None:
+        """Raise WorkerLost when the workers now serve another model: it would go on with other tokens."""
+        model, now = leg.record.job.model, self._fleet.model
+        if now is None or now.fingerprint != model.fingerprint:
+            raise WorkerLost(f"the workers of model {model.name} ({model.fingerprint}) are gone")
 
     def _seeker(self, leg: _Leg) -> Seeker:
         job = leg.record.job
@@ -241,8 +257,8 @@ class Orchestrator:
     def _suspect(self, booking: Booking, failure: AttemptFailed) -> None:
         """Ask the workers of a failed attempt to show themselves.
 
-        A prefill worker that dies makes the decode worker's call fail as well, and may be seen first through it: so both are
-        asked when the decode call fails.
+        A prefill worker that dies makes the decode worker's call fail as well, and may be seen first through it: so
+        both are asked when the decode call fails.
         """
         if not isinstance(failure.error, WorkerError | TransferError | Cancelled):
             return

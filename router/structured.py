@@ -26,17 +26,20 @@ class TaskCensus:
     async def owned(self, *works: Coroutine[Any, Any, None]) -> AsyncIterator[tuple["asyncio.Task[None]", ...]]:
         """Run `works` beside the block. Leaving it cancels those that still run and waits until they have ended."""
         tasks = tuple(asyncio.create_task(work) for work in works)
-        self._tasks.update(tasks)
+        for task in tasks:
+            self._tasks.add(task)
+            task.add_done_callback(self._forget)
         try:
             yield tasks
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.wait(tasks)
-            self._tasks.difference_update(tasks)
-            for task in tasks:
-                if not task.cancelled():
-                    task.exception()  # seen: the owner raised the one that matters
+            await _until_ended(tasks)
+
+    def _forget(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen: the owner raises the one that matters
 
 
 async def all_or_first_failure(tasks: Sequence["asyncio.Task[None]"]) -> None:
@@ -45,3 +48,15 @@ async def all_or_first_failure(tasks: Sequence["asyncio.Task[None]"]) -> None:
     for task in tasks:
         if task.done():
             task.result()
+
+
+async def _until_ended(tasks: Sequence["asyncio.Task[None]"]) -> None:
+    """Wait for cancelled tasks even when the owner is cancelled again meanwhile, as a deadline and a client may do."""
+    interruption: asyncio.CancelledError | None = None
+    while pending := [task for task in tasks if not task.done()]:
+        try:
+            await asyncio.wait(pending)
+        except asyncio.CancelledError as error:
+            interruption = error
+    if interruption is not None:
+        raise interruption

@@ -162,10 +162,10 @@ def _architecture(raw: Mapping[str, Any]) -> _Architecture:
 def _windows(raw: Mapping[str, Any], architecture: _Architecture) -> tuple[int | None, ...]:
     num_layers = _positive(raw, "num_hidden_layers")
     if architecture.has_window:
-        return (raw.get("sliding_window", _DEFAULT_WINDOW),) * num_layers
+        return (raw.get("sliding_window", _DEFAULT_WINDOW) or None,) * num_layers
     if not architecture.has_layer_types:
         return (None,) * num_layers
-    window = raw.get("sliding_window", _DEFAULT_WINDOW) if raw.get("use_sliding_window", False) else None
+    window = (raw.get("sliding_window", _DEFAULT_WINDOW) or None) if raw.get("use_sliding_window") else None
     layer_types = raw.get("layer_types")
     if layer_types is None:
         first_windowed = raw.get("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)

@@ -83,8 +83,8 @@ def _yarn(inv_freq: Tensor, config: RopeConfig, head_dim: int) -> Tensor:
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001  # a step, not a division by zero
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    return inv_freq / config.factor * ramp + inv_freq * (1 - ramp)
+    kept = 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return inv_freq / config.factor * (1 - kept) + inv_freq * kept
 
 
 def _yarn_mscale(factor: float, mscale: float) -> float:

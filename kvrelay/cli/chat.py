@@ -44,14 +44,15 @@ def chat(
     top_p: TopPOption = 0.95,
     seed: SeedOption = None,
 ) -> None:
-    """Talk to the model. It remembers the conversation; its KV stays cached between the turns.
+    """Talk to the model.
 
+    It remembers the conversation, whose KV stays cached between the turns.
     /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer but not the program.
 
     \b
     kvrelay chat
     kvrelay chat --system "Answer in one sentence." --temperature 0
-    """
+    """  # noqa: D301 - \b marks a preformatted block
     sampling = sampling_options(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )

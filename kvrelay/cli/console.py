@@ -46,6 +46,7 @@ class Progress:
         return time.monotonic() - self._started_s
 
     def __call__(self, line: str) -> None:
+        """Report `line`."""
         self._console.print(f"{self.elapsed_s:6.1f} s  {line}", soft_wrap=True)
         self._status.update(line)
 

@@ -1,17 +1,14 @@
 """`kvrelay generate`: one answer, from the cluster or from an engine in this very process."""
 
 import enum
-import secrets
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import closing
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kvrelay.cli.console import Progress, err, write_text
+from kvrelay.cli.console import err, write_text
+from kvrelay.cli.in_process import local_config, run_in_process
 from kvrelay.cli.options import (
     DEFAULT_CONFIG,
     AddressOption,
@@ -25,13 +22,9 @@ from kvrelay.cli.options import (
     TopPOption,
     sampling_options,
 )
-from kvrelay.cli.render import seconds, stats_lines, throughput
+from kvrelay.cli.render import stats_lines
 from kvrelay.cli.target import find_address
 from kvrelay.client import ChatMessage, Client, Prompt, SamplingOptions, Token
-
-if TYPE_CHECKING:
-    from common.config import ServingConfig
-    from common.sampling import SamplingParams
 
 _IN_PROCESS = "In-process"
 _STDIN = "-"
@@ -92,7 +85,7 @@ def generate(
     kvrelay generate -p "A haiku" --temperature 0.8 --top-p 0.95 --seed 7
     git diff | kvrelay generate -p - > summary.txt
     kvrelay generate --in-process --model ./my-checkpoint -p "Hello"
-    """
+    """  # noqa: D301 - \b marks a preformatted block
     text = sys.stdin.read() if prompt == _STDIN else prompt
     source: str | list[ChatMessage] = [ChatMessage(role="user", content=text)] if chat else text
     sampling = sampling_options(
@@ -102,7 +95,7 @@ def generate(
         if address is not None or timeout_s is not None:
             raise typer.BadParameter("--address and --timeout make no sense with --in-process")
         overrides = {"id": model, "device": device, "dtype": dtype, "local_files_only": local_files_only or None}
-        stats = _run_in_process(_local_config(config_path, overrides), source, sampling)
+        stats = run_in_process(local_config(config_path, overrides), source, sampling)
     else:
         if device or dtype or local_files_only:
             raise typer.BadParameter("--device, --dtype and --local-files-only need --in-process")
@@ -123,81 +116,3 @@ def _run_on_cluster(client: Client, source: Prompt, sampling: SamplingOptions, *
         elapsed_s = time.perf_counter() - started_s
         write_text("\n")
         return stats_lines(stream.result(), elapsed_s=elapsed_s)
-
-
-def _run_in_process(config: "ServingConfig", source: str | list[ChatMessage], options: SamplingOptions) -> list[str]:
-    """Load the model here and stream the answer to stdout; returns the lines of statistics."""
-    from engine.inprocess import LocalEngine
-
-    with Progress() as report:
-        report(f"loading {config.model.id}")
-        engine = LocalEngine.load(config)
-        report("loaded")
-    with closing(engine):
-        prompt_ids = engine.encode(source) if isinstance(source, str) else engine.encode_chat(_as_dicts(source))
-        stopwatch = Stopwatch()
-        for piece in engine.stream(prompt_ids, _sampling_params(options, config)):
-            stopwatch.note_token()
-            write_text(piece.text)
-        write_text("\n")
-    return [
-        f"tokens    prompt {len(prompt_ids)} · output {stopwatch.num_tokens}",
-        f"time      TTFT {seconds(stopwatch.ttft_s)} · ITL mean {seconds(stopwatch.mean_itl_s)}",
-        f"total     {throughput(stopwatch.num_tokens, stopwatch.elapsed_s)}",
-    ]
-
-
-class Stopwatch:
-    """Latencies of a stream of tokens, as this process sees them."""
-
-    def __init__(self) -> None:
-        self._started_s = time.perf_counter()
-        self._first_s: float | None = None
-        self._last_s = self._started_s
-        self.num_tokens = 0
-
-    def note_token(self) -> None:
-        """Count a token that has just arrived."""
-        self._last_s = time.perf_counter()
-        self.num_tokens += 1
-        if self._first_s is None:
-            self._first_s = self._last_s
-
-    @property
-    def elapsed_s(self) -> float:
-        """Start to last token."""
-        return self._last_s - self._started_s
-
-    @property
-    def ttft_s(self) -> float | None:
-        """Start to first token; None before it."""
-        return None if self._first_s is None else self._first_s - self._started_s
-
-    @property
-    def mean_itl_s(self) -> float | None:
-        """Mean gap between tokens; None with fewer than two."""
-        if self._first_s is None or self.num_tokens < 2:
-            return None
-        return (self._last_s - self._first_s) / (self.num_tokens - 1)
-
-
-def _local_config(config_path: Path, overrides: dict[str, Any]) -> "ServingConfig":
-    """Return the file's configuration, or the default one, with the command line's model options."""
-    from common.config import ServingConfig, load_config, parse_config
-
-    is_default = config_path == DEFAULT_CONFIG and not config_path.exists()
-    raw = (ServingConfig() if is_default else load_config(config_path)).model_dump(mode="json")
-    raw["model"].update({key: value for key, value in overrides.items() if value is not None})
-    return parse_config(raw, source="command line")
-
-
-def _sampling_params(options: SamplingOptions, config: "ServingConfig") -> "SamplingParams":
-    from common.sampling import SamplingParams
-
-    given: dict[str, Any] = dict(options)
-    defaults = {"max_tokens": config.router.default_max_tokens, "seed": secrets.randbits(63)}
-    return SamplingParams(**(defaults | given))
-
-
-def _as_dicts(turns: Sequence[ChatMessage]) -> list[dict[str, str]]:
-    return [{"role": turn.role, "content": turn.content} for turn in turns]

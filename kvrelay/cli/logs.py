@@ -1,10 +1,10 @@
 """`kvrelay logs`: the JSON lines of every process, readable."""
 
 import json
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from time import sleep
 from typing import Annotated, TextIO
 
 import typer
@@ -28,13 +28,15 @@ def logs(
     num_lines: Annotated[int, typer.Option("--lines", "-l", min=0, help="Last lines of each process.")] = 50,
     raw: Annotated[bool, typer.Option("--raw", help="The JSON lines as they are.")] = False,
 ) -> None:
-    """Show what the processes of the cluster logged; it stays there after `kvrelay down`.
+    """Show what the processes of the cluster logged.
+
+    The logs stay there after `kvrelay down`, until the next `kvrelay up`.
 
     \b
     kvrelay logs
     kvrelay logs decode-0 --follow
     kvrelay logs --raw | grep req-0123456789abcdef
-    """
+    """  # noqa: D301 - \b marks a preformatted block
     folder = run_dir_of(config_path) / "logs"
     paths = _log_files(folder, process)
     show = _raw_line if raw else _readable_line
@@ -44,7 +46,7 @@ def logs(
             for line in file.last_lines(num_lines):
                 typer.echo(show(file.process, line))
         if follow:
-            _follow(files, show, wait=lambda: time.sleep(_POLL_S))
+            _follow(files, show, wait=lambda: sleep(_POLL_S))
     except KeyboardInterrupt:
         return
     finally:

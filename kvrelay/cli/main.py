@@ -47,7 +47,7 @@ def kvrelay(
     kvrelay generate -p "Why is the sky blue?"  ask it something
     kvrelay status --watch                      look at it
     kvrelay down                                stop it
-    """
+    """  # noqa: D301 - \b marks a preformatted block
 
 
 _CLUSTER, _USE = "Cluster", "Use"

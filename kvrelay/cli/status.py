@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-import time
+from time import sleep
 from typing import Annotated
 
 import typer
@@ -31,7 +31,7 @@ def status(
     kvrelay status
     kvrelay status --watch --interval 0.5
     kvrelay status --json | jq '.workers[].status.load'
-    """
+    """  # noqa: D301 - \b marks a preformatted block
     if watch and as_json:
         raise typer.BadParameter("--watch and --json exclude each other")
     with Client(find_address(address, config_path), timeout_s=_TIMEOUT_S) as client:
@@ -48,7 +48,7 @@ def _watch(client: Client, interval_s: float) -> None:
     try:
         with Live(view, console=out, auto_refresh=False) as live:
             while True:
-                time.sleep(interval_s)
+                sleep(interval_s)
                 try:
                     view = status_view(client.status(), address=client.address)
                 except KvrelayError as error:  # a router that restarts comes back into view

@@ -160,7 +160,8 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
     def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
         self.tokenize_requests.append(request)
         self._maybe_abort(context)
-        return inference_pb2.TokenizeResponse(token_ids=[1, 2], pieces=["a", "b"])
+        words = request.text.split() if request.WhichOneof("input") == "text" else ["a", "b"]
+        return inference_pb2.TokenizeResponse(token_ids=range(1, len(words) + 1), pieces=words)
 
     def ListModels(self, request: inference_pb2.ListModelsRequest, context: Any) -> inference_pb2.ListModelsResponse:
         self._maybe_abort(context)

@@ -63,9 +63,7 @@ def check_step(spans: list[tuple[int, int]], window: int | None, seed: int) -> N
             for (a, b), table in zip(parts, tables, strict=True)
             if b > a
         ]
-        key, value = (
-            torch.cat([x[a:b] for (a, b), x in zip(parts, source, strict=True)]) for source in (keys, values)
-        )
+        key, value = (torch.cat([x[a:b] for (a, b), x in zip(parts, source, strict=True)]) for source in (keys, values))
         plan = attention.plan(AttentionMetadata.from_spans(described, block_size=BLOCK_SIZE))
         return plan.attend(0, query, key, value)
 

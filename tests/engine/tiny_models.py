@@ -1,7 +1,8 @@
 """Tiny randomly initialised checkpoints, and a driver that runs them through an executor as a scheduler would."""
 
 import random
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "llama-rope-yarn": lambda: _llama(rope_parameters=dict(_YARN)),
     "mistral": lambda: _mistral(sliding_window=None),
     "mistral-window": lambda: _mistral(sliding_window=7),
-    "mistral-window-of-one": lambda: _mistral(sliding_window=1),
+    "mistral-window-of-two": lambda: _mistral(sliding_window=2),
     "qwen2": _qwen2,
     "qwen2-tied": lambda: _qwen2(tie_word_embeddings=True),
     "qwen2-max-window-layers": lambda: _qwen2(**_windowed_layers(), max_window_layers=1),
@@ -118,14 +119,14 @@ def make_prompt(num_tokens: int, *, seed: int = 0) -> tuple[int, ...]:
 
 
 def reference_tokens(model: Any, prompt: Seq[int], num_tokens: int) -> list[int]:
-    """Return transformers' greedy answer."""
+    """Return transformers' greedy answer, beyond an end-of-sequence token where there is one."""
     prompt_ids = torch.tensor([list(prompt)])
+    model.generation_config.eos_token_id = None
     with torch.inference_mode():
         output = model.generate(
             prompt_ids,
             attention_mask=torch.ones_like(prompt_ids),
             max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
             do_sample=False,
             pad_token_id=0,
         )

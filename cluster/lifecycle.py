@@ -1,0 +1,238 @@
+"""Brings clusters up and down from the outside: what the command line calls. No torch, no Ray, no gRPC."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from cluster.launcher import log_path, log_tail
+from cluster.ports import dial_address, free_port, is_port_free
+from cluster.starter import DETACH, Failed, Progress, Up, parse_event
+from cluster.state import ClusterState, StateFile
+from common.config import ServingConfig
+from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, cache_dir, resolve_model
+from common.process import ProcessIdentity
+
+RUN_DIR_ENV = "KVRELAY_RUN_DIR"
+
+_STOP_TIMEOUT_S = 60.0
+_DEATH_TIMEOUT_S = 5.0
+_POLL_S = 0.02
+
+Report = Callable[[str], None]
+
+
+class ClusterError(Exception):
+    """A cluster cannot be started or stopped; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterInfo:
+    """A running cluster."""
+
+    address: str
+    """The router's host:port, as a client dials it."""
+    pid: int
+    """The supervisor."""
+    run_dir: Path
+
+
+def default_run_dir(name: str) -> Path:
+    """Return where a cluster keeps state and logs: `$KVRELAY_RUN_DIR/<name>`, else `~/.cache/kvrelay/run/<name>`."""
+    configured = os.environ.get(RUN_DIR_ENV)
+    base = Path(configured).expanduser() if configured else cache_dir() / "run"
+    return base / name
+
+
+def read_info(run_dir: Path) -> ClusterInfo | None:
+    """Return the cluster that runs in a folder, starting or stopping ones included, or None."""
+    state = StateFile(run_dir).read()
+    if state is None or not state.supervisor.is_alive():
+        return None
+    return ClusterInfo(address=state.address, pid=state.supervisor.pid, run_dir=run_dir)
+
+
+def up(config: ServingConfig, *, config_path: Path, run_dir: Path, report: Report) -> ClusterInfo:
+    """Start a cluster and return when it serves with every worker. Blocks; `report` gets a line per step.
+
+    `config` counts, `config_path` is only named in messages: callers may have overridden values. The cluster outlives
+    this process; but when this process dies or is interrupted before the cluster serves, the cluster is stopped. Raises
+    ClusterError.
+    """
+    run_dir = run_dir.expanduser().resolve()
+    running = read_info(run_dir)
+    if running is not None:
+        raise ClusterError(
+            f"a cluster already runs in {run_dir}: it serves on {running.address} (supervisor {running.pid});"
+            " stop it with `kvrelay down`"
+        )
+    _clean_up(StateFile(run_dir), report)
+    config = _with_port(_with_model(config, report), config_path)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    resolved_path = run_dir / "serving.yaml"
+    resolved_path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    return _start_supervisor(resolved_path, run_dir, report)
+
+
+def down(run_dir: Path, *, report: Report) -> bool:
+    """Stop the cluster of a folder and return whether there was one. Blocks until nothing of it is left.
+
+    Also removes what a killed supervisor left behind. Raises ClusterError when something does not die.
+    """
+    run_dir = run_dir.expanduser().resolve()
+    state_file = StateFile(run_dir)
+    state = state_file.read()
+    if state is None or not state.supervisor.is_alive():
+        return _clean_up(state_file, report)
+    report(f"stopping the cluster on {state.address}: the router drains first")
+    state.supervisor.signal(signal.SIGTERM)
+    if _alive_after([state.supervisor], _STOP_TIMEOUT_S):
+        report(f"the supervisor does not stop after {_STOP_TIMEOUT_S:g} s: killing it")
+        state = state_file.read() or state
+        state.supervisor.signal(signal.SIGKILL)
+        _alive_after([state.supervisor], _DEATH_TIMEOUT_S)
+    _clean_up(state_file, report)
+    report("stopped")
+    return True
+
+
+def _with_model(config: ServingConfig, report: Report) -> ServingConfig:
+    """Return the configuration with a model that is on this machine, and no relative path in it."""
+    model = config.model
+    if model.engine == "fake":
+        return config
+    try:
+        folder = resolve_model(model.id, local_files_only=model.local_files_only)
+    except ModelNotFound as error:
+        if model.id != DEFAULT_MODEL_ID:
+            raise ClusterError(str(error)) from error
+        _fetch_default_model(report)
+        return config
+    is_local_folder = model.id != DEFAULT_MODEL_ID and Path(model.id).expanduser().is_dir()
+    if not is_local_folder:
+        return config
+    return config.model_copy(update={"model": model.model_copy(update={"id": str(folder)})})
+
+
+def _fetch_default_model(report: Report) -> None:
+    from engine.default_model import FetchFailed, fetch_default_model  # only when it is not there: imports torch
+
+    try:
+        fetch_default_model(report)
+    except FetchFailed as error:
+        raise ClusterError(str(error)) from error
+
+
+def _with_port(config: ServingConfig, config_path: Path) -> ServingConfig:
+    """Return the configuration with a definite router port, so that a restarted router is where it was."""
+    router = config.router
+    try:
+        if router.port == 0:
+            return config.model_copy(update={"router": router.model_copy(update={"port": free_port(router.host)})})
+        if is_port_free(router.host, router.port):
+            return config
+    except OSError as error:
+        raise ClusterError(f"{config_path}:router.host: cannot listen on {router.host}: {error.strerror}") from error
+    raise ClusterError(
+        f"{config_path}:router.port: {dial_address(router.host, router.port)} is taken by another program;"
+        " choose another port, or 0 for a free one"
+    )
+
+
+def _start_supervisor(config_path: Path, run_dir: Path, report: Report) -> ClusterInfo:
+    path = log_path(run_dir, "supervisor")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-P", "-m", "cluster.supervisor", "--attached"]
+    with path.open("ab") as log:
+        offset = log.tell()
+        process = subprocess.Popen(
+            [*command, "--config", str(config_path), "--run-dir", str(run_dir)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+        )
+    # Reaps it whenever it ends, so that a long-lived caller keeps no zombie; does not hold up the caller's exit.
+    reaper = threading.Thread(target=process.wait, name="reap-supervisor", daemon=True)
+    reaper.start()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        info = _follow(process.stdout, run_dir, report)
+        if info is None:
+            reaper.join(_DEATH_TIMEOUT_S)
+            raise ClusterError(f"the supervisor died while starting; {path} ends with\n{log_tail(path, offset=offset)}")
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(DETACH.decode())
+            process.stdin.flush()
+        return info
+    except BaseException:
+        # Its stdin ends without `detach`: it stops what it has started.
+        _close(process.stdin, process.stdout)
+        reaper.join(_STOP_TIMEOUT_S)
+        raise
+    finally:
+        _close(process.stdin, process.stdout)
+
+
+def _follow(events: Iterable[str], run_dir: Path, report: Report) -> ClusterInfo | None:
+    """Report progress until the cluster serves. None: the supervisor went away. Raises ClusterError."""
+    for line in events:
+        match parse_event(line):
+            case Progress(text=text):
+                report(text)
+            case Up(address=address, pid=pid):
+                return ClusterInfo(address=address, pid=pid, run_dir=run_dir)
+            case Failed(reason=reason):
+                raise ClusterError(reason)
+    return None
+
+
+def _close(*files: object) -> None:
+    for file in files:
+        with contextlib.suppress(BrokenPipeError):
+            file.close()  # type: ignore[attr-defined]
+
+
+def _clean_up(state_file: StateFile, report: Report) -> bool:
+    """Kill what a dead supervisor left and forget it. Returns whether anything was left. Raises ClusterError."""
+    state = state_file.read()
+    if state is None:
+        return False
+    assert not state.supervisor.is_alive(), f"supervisor {state.supervisor.pid} is alive"
+    # Its children die by the kernel's hand; this is for those that cannot, and for other systems.
+    left = [each for each in _members(state) if each.is_alive()]
+    for each in left:
+        each.signal(signal.SIGKILL)
+    stubborn = _alive_after(left, _DEATH_TIMEOUT_S)
+    if stubborn:
+        raise ClusterError(f"processes {', '.join(str(each.pid) for each in stubborn)} do not die")
+    if left:
+        report(f"killed {len(left)} processes that a dead supervisor had left behind")
+    state_file.remove()
+    return bool(left)
+
+
+def _members(state: ClusterState) -> list[ProcessIdentity]:
+    own = [process.identity for process in state.processes if process.identity is not None]
+    return [*own, *state.helpers]
+
+
+def _alive_after(identities: Iterable[ProcessIdentity], timeout_s: float) -> list[ProcessIdentity]:
+    """Wait for processes to die; return those that still live after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    left = [each for each in identities if each.is_alive()]
+    # Polled: they are not our children, and a wait for the pid to vanish would wait for somebody to reap it.
+    while left and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
+        left = [each for each in left if each.is_alive()]
+    return left

@@ -1,0 +1,46 @@
+"""Ports and addresses of this machine."""
+
+import errno
+import socket
+
+_WILDCARDS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def dial_address(host: str, port: int) -> str:
+    """Return the host:port by which this machine reaches a server that listens on `host`."""
+    bare = host.strip("[]")
+    bare = _WILDCARDS.get(bare, bare)
+    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+
+
+def free_port(host: str) -> int:
+    """Return a port that is free on `host` now. Raises OSError for an address that is not this machine's."""
+    with _listen(host, 0) as listener:
+        return int(listener.getsockname()[1])
+
+
+def is_port_free(host: str, port: int) -> bool:
+    """Whether `port` can be listened on. Raises OSError for an address that is not this machine's."""
+    try:
+        with _listen(host, port):
+            return True
+    except OSError as error:
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            return False
+        raise
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, kind, _, _, address = socket.getaddrinfo(
+        host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind)
+    try:
+        # As gRPC does: a port whose last connections linger in TIME_WAIT is free.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,34 @@
+"""Ray's environment variables. Ray reads them when it is imported, so they are set before; hence no Ray in here."""
+
+import os
+import secrets
+
+_LEAN = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    # How often a caller looks whether a dead actor is back; 1000 by default.
+    "RAY_core_worker_internal_heartbeat_ms": "50",
+}
+_LEAN_PRIVATE = {
+    # Idle workers that nobody will use cost a second of start-up.
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+}
+
+
+def prepare_to_join() -> None:
+    """Set what a driver of somebody else's Ray cluster wants, where the user has not. Authentication is the user's."""
+    for key, value in _LEAN.items():
+        os.environ.setdefault(key, value)
+
+
+def prepare_to_start() -> None:
+    """Set what a private Ray on this machine wants, and a random token that only its own processes inherit.
+
+    Ray listens on all interfaces, and whoever may talk to it may run code.
+    """
+    prepare_to_join()
+    for key, value in _LEAN_PRIVATE.items():
+        os.environ.setdefault(key, value)
+    os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
+    os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})

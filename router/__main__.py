@@ -1,0 +1,67 @@
+"""`python -m router`: the router as a plain process. One ready line on stdout, logs on stderr, SIGTERM drains it."""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+from common.config import ConfigError, ServingConfig, load_config
+from common.log import setup_logging
+from common.model_files import ModelNotFound, resolve_model
+from common.process import Ready, die_with_parent, ready_line
+from router.server import start_router
+
+STOP_GRACE_S = 10.0
+
+
+def main() -> None:
+    """Parse the command line and serve until SIGTERM or SIGINT."""
+    parser = argparse.ArgumentParser(prog="python -m router", description="The kvrelay router.")
+    parser.add_argument("--config", type=Path, required=True, help="serving.yaml")
+    parser.add_argument("--host", help="address to listen on; default: serving.yaml's")
+    parser.add_argument("--port", type=int, help="0 picks a free one; default: serving.yaml's")
+    parser.add_argument(
+        "--die-with-parent", action="store_true", help="never outlive the process that started this one"
+    )
+    args = parser.parse_args()
+    if args.die_with_parent:
+        die_with_parent()
+    setup_logging("router")
+    try:
+        config = load_config(args.config)
+        model_dir = _model_dir(config)
+    except (ConfigError, ModelNotFound) as error:
+        parser.exit(2, f"{error}\n")
+    host = config.router.host if args.host is None else args.host
+    port = config.router.port if args.port is None else args.port
+    try:
+        import uvloop
+    except ImportError:
+        run = asyncio.run
+    else:
+        run = uvloop.run
+    run(_serve(config, model_dir, host, port))
+
+
+def _model_dir(config: ServingConfig) -> Path | None:
+    if config.model.engine == "fake":
+        return None
+    return resolve_model(config.model.id, local_files_only=config.model.local_files_only)
+
+
+async def _serve(config: ServingConfig, model_dir: Path | None, host: str, port: int) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    router = await start_router(config, model_dir=model_dir, host=host, port=port)
+    ready = Ready(address=router.address, metrics_port=router.metrics_port, pid=os.getpid())
+    sys.stdout.write(ready_line(ready) + "\n")
+    sys.stdout.flush()
+    await stop.wait()
+    await router.stop(STOP_GRACE_S)
+
+
+if __name__ == "__main__":
+    main()

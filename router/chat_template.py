@@ -1,0 +1,115 @@
+"""Renders a conversation with the model's own chat template.
+
+A template is a Jinja2 program that comes with the checkpoint. It runs in a sandbox that lets it read the conversation
+and write text, with the functions and the whitespace rules that templates are written for.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from common.errors import InvalidRequest
+
+ROLES = ("system", "user", "assistant")
+
+# What a template may raise on messages that it was not written for: its own refusals, and what its expressions run into.
+_TEMPLATE_FAULTS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+class ChatTemplate:
+    """A compiled template. Thread-safe."""
+
+    def __init__(self, source: str, *, special_tokens: Mapping[str, str]) -> None:
+        """Compile `source`; special tokens (`bos_token` and so on) are variables in it. Raises TemplateSyntaxError."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self._template = environment.from_string(source)
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: Sequence[tuple[str, str]]) -> str:
+        """Return the prompt for (role, content) messages, up to where the assistant's answer begins.
+
+        Raises InvalidRequest that names the message and its field, or tells what the template objects to.
+        """
+        _check(messages)
+        try:
+            return self._template.render(
+                **self._special_tokens,
+                messages=[{"role": role, "content": content} for role, content in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+            )
+        except _TEMPLATE_FAULTS as error:
+            raise InvalidRequest(
+                f"the model's chat template refuses the conversation: {error}", field="chat.messages"
+            ) from error
+
+
+def check_unicode(text: str, *, field: str) -> None:
+    """Raise InvalidRequest when `text` holds a lone surrogate, which has no UTF-8 form."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"character {error.start} is a lone surrogate: not valid Unicode", field=field) from error
+
+
+def _check(messages: Sequence[tuple[str, str]]) -> None:
+    if not messages:
+        raise InvalidRequest("the conversation has no message", field="chat.messages")
+    for position, (role, content) in enumerate(messages):
+        if role not in ROLES:
+            allowed = ", ".join(ROLES)
+            raise InvalidRequest(
+                f"role is {role[:40]!r}; allowed are {allowed}", field=f"chat.messages[{position}].role"
+            )
+        check_unicode(content, field=f"chat.messages[{position}].content")
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}…{% endgeneration %}` marks the assistant's words for training; nothing changes in the text."""
+
+    tags = {"generation"}  # noqa: RUF012 - declared so by the base class
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return the statements inside."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - templates call it with json.dumps's own parameters
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,  # noqa: FBT001, FBT002
+) -> str:
+    """Return JSON as it is; Jinja's own filter escapes it for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)

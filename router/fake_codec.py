@@ -1,0 +1,23 @@
+"""A codec without files, for the fake engine: one token per byte."""
+
+from collections.abc import Sequence
+
+NUM_BYTES = 256
+
+
+class ByteCodec:
+    """Token id = byte value of the UTF-8 text."""
+
+    async def encode(self, text: str) -> tuple[int, ...]:
+        """Return the bytes of `text`."""
+        return tuple(text.encode())
+
+    async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
+        """Return the bytes of one `role: content` line per message, and of the line that the answer continues."""
+        return tuple("".join([*(f"{role}: {content}\n" for role, content in messages), "assistant:"]).encode())
+
+    def decode_pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """Return each byte as a character, where it is one; ids beyond bytes have no text."""
+        return tuple(
+            bytes([token_id]).decode(errors="replace") if token_id < NUM_BYTES else "" for token_id in token_ids
+        )

@@ -1,0 +1,123 @@
+"""Puts a router together and serves it."""
+
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from common.clock import Clock, SystemClock
+from common.config import RouterConfig, ServingConfig
+from common.rpc import Server, start_server
+from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc
+from router.admission import Admission
+from router.codec import Codec
+from router.fake_codec import ByteCodec
+from router.fleet import Fleet
+from router.index import PrefixIndex
+from router.metrics import MetricsServer, RouterMetrics
+from router.orchestrator import Orchestrator
+from router.policies import make_policy
+from router.service import InferenceService, RouterAdminService, RouterParts
+from router.validation import RequestReader
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class RunningRouter:
+    """A router that serves."""
+
+    address: str
+    """host:port."""
+    fleet: Fleet
+    server: Server
+    metrics_server: MetricsServer | None
+    lag_watch: "asyncio.Task[None]"
+
+    @property
+    def metrics_port(self) -> int:
+        """Port of the Prometheus metrics; 0 when off."""
+        return 0 if self.metrics_server is None else self.metrics_server.port
+
+    async def stop(self, grace_s: float) -> None:
+        """Report NOT_SERVING, let running requests end for `grace_s` seconds, cancel the rest, leave the workers."""
+        await self.server.stop(grace_s)
+        await self.fleet.aclose()
+        self.lag_watch.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.lag_watch
+        if self.metrics_server is not None:
+            await asyncio.to_thread(self.metrics_server.close)
+
+
+async def start_router(config: ServingConfig, *, model_dir: Path | None, host: str, port: int) -> RunningRouter:
+    """Start a router; port 0 picks a free one. `model_dir` holds the tokenizer; only the fake engine needs none.
+
+    Raises OSError when a port is taken, ValueError without a folder for a real model.
+    """
+    if model_dir is None and config.model.engine != "fake":
+        raise ValueError("a real model needs its folder, for the tokenizer")
+    return await serve_router(config.router, codec=await _load_codec(model_dir), host=host, port=port)
+
+
+async def serve_router(
+    config: RouterConfig, *, codec: Codec, host: str, port: int, clock: Clock | None = None
+) -> RunningRouter:
+    """Start a router with a given codec and clock. Raises OSError when a port is taken."""
+    clock = SystemClock() if clock is None else clock
+    index, metrics = PrefixIndex(), RouterMetrics()
+    fleet = Fleet(index=index, clock=clock)
+    policy = make_policy(config.policy, local_prefill_max_tokens=config.local_prefill_max_tokens)
+    admission = Admission(fleet=fleet, index=index, policy=policy, clock=clock, max_queued=config.max_queued)
+    orchestrator = Orchestrator(fleet=fleet, admission=admission, metrics=metrics, clock=clock, config=config)
+    metrics.watch("kvrelay_requests_queued", "Requests that wait for a plan", lambda: admission.num_queued)
+    metrics.watch("kvrelay_requests_active", "Requests with a plan", lambda: admission.num_active)
+    metrics.watch("kvrelay_bookings", "Bookings held on workers", lambda: fleet.num_bookings)
+    metrics.watch("kvrelay_index_blocks", "Blocks known to the prefix index", lambda: index.num_blocks)
+    metrics.watch("kvrelay_workers_ready", "Workers in use", fleet.count_ready)
+    parts = RouterParts(
+        reader=RequestReader(codec, default_max_tokens=config.default_max_tokens),
+        fleet=fleet,
+        index=index,
+        admission=admission,
+        orchestrator=orchestrator,
+        clock=clock,
+        config=config,
+    )
+
+    def add_services(server: grpc.aio.Server) -> list[str]:
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(parts), server)
+        router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(RouterAdminService(fleet), server)
+        return [
+            inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
+            router_admin_pb2.DESCRIPTOR.services_by_name["RouterAdminService"].full_name,
+        ]
+
+    metrics_server = None
+    if config.metrics_port is not None:
+        metrics_server = MetricsServer(metrics.registry, host=host, port=config.metrics_port)
+    try:
+        server = await start_server(add_services, host=host, port=port, max_message_mib=config.max_message_mib)
+    except BaseException:
+        if metrics_server is not None:
+            metrics_server.close()
+        raise
+    logger.info("serving", extra={"port": server.port, "policy": config.policy})
+    return RunningRouter(
+        address=f"{host}:{server.port}",
+        fleet=fleet,
+        server=server,
+        metrics_server=metrics_server,
+        lag_watch=asyncio.create_task(metrics.watch_event_loop(clock), name="event-loop lag"),
+    )
+
+
+async def _load_codec(model_dir: Path | None) -> Codec:
+    if model_dir is None:
+        return ByteCodec()
+    from router.tokenizer import TextCodec  # the tokenizer library is not needed by the fake engine
+
+    return await asyncio.to_thread(TextCodec.load, model_dir)

@@ -1,0 +1,171 @@
+"""The router's gRPC services: the clients' front door and the controller's."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from common.clock import Clock
+from common.config import RouterConfig
+from common.errors import InvalidRequest, KvrelayError, Overloaded, Refused
+from common.ids import RequestId, WorkerId, mint_request_id
+from common.lifecycle import LifeCycle
+from common.rpc import error_boundary, time_left_s
+from common.wire import ROLE_NAMES
+from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.v1 import inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc
+from router.admission import Admission, Ticket
+from router.facts import Endpoint
+from router.fleet import Fleet
+from router.index import PrefixIndex
+from router.member import Member, WorkerState
+from router.orchestrator import Orchestrator
+from router.record import Job
+from router.validation import RequestReader
+
+MAX_REQUEST_S = 3600.0
+"""Deadline of a request whose client names none."""
+STATUS_TIMEOUT_S = 1.0
+MAX_WORKERS = 4096
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterParts:
+    """What a router is made of."""
+
+    reader: RequestReader
+    fleet: Fleet
+    index: PrefixIndex
+    admission: Admission
+    orchestrator: Orchestrator
+    clock: Clock
+    config: RouterConfig
+
+
+class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
+    """Serves clients."""
+
+    def __init__(self, parts: RouterParts) -> None:
+        self._parts = parts
+
+    # A coroutine that writes, not a generator: a generator that is cancelled while gRPC sends is closed only later.
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
+        life = LifeCycle(mint_request_id(), self._parts.clock)
+        orchestrator = self._parts.orchestrator
+        async with error_boundary(context, "Generate"):
+            with orchestrator.account(life, time_left_s=context.time_remaining), self._admit() as ticket:
+                job = await self._read(request, context, life.request_id)
+                timeout_s = time_left_s(context, at_most_s=MAX_REQUEST_S)
+                async with orchestrator.running(job, ticket, life, timeout_s=timeout_s) as outbox:
+                    while (message := await outbox.get()) is not None:
+                        await context.write(message)
+                if outbox.error is not None:
+                    raise outbox.error
+
+    def _admit(self) -> Ticket:
+        """Return a place in line. Raises Overloaded."""
+        admitted = self._parts.admission.admit()
+        if isinstance(admitted, Refused):
+            raise Overloaded(admitted.reason, retry_after_s=admitted.retry_after_s)
+        return admitted
+
+    async def _read(self, request: pb.GenerateRequest, context: Context, request_id: RequestId) -> Job:
+        """Return the checked request; waits for the first worker to tell what the model is. Raises KvrelayError."""
+        patience_s = time_left_s(context, at_most_s=self._parts.config.queue_timeout_s)
+        model = await self._parts.fleet.wait_for_model(timeout_s=patience_s)
+        return await self._parts.reader.read(request, request_id=request_id, model=model)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: D102
+        async with error_boundary(context, "Tokenize"):
+            match request.WhichOneof("input"):
+                case "text":
+                    tokens = await self._parts.reader.encode_text(request.text, self._parts.fleet.model)
+                case "chat":
+                    tokens = await self._parts.reader.encode_chat(request.chat, self._parts.fleet.model)
+                case _:
+                    raise InvalidRequest("one of text and chat must be set", field="input")
+            return pb.TokenizeResponse(token_ids=tokens, pieces=self._parts.reader.pieces(tokens))
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: D102
+        model = self._parts.fleet.model
+        if model is None:
+            return pb.ListModelsResponse()
+        info = pb.ModelInfo(
+            name=model.name,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            fingerprint=model.fingerprint,
+        )
+        return pb.ListModelsResponse(models=[info])
+
+    async def GetClusterStatus(  # noqa: D102
+        self, request: pb.GetClusterStatusRequest, context: Context
+    ) -> pb.GetClusterStatusResponse:
+        async with error_boundary(context, "GetClusterStatus"):
+            timeout_s = time_left_s(context, at_most_s=STATUS_TIMEOUT_S)
+            views = await asyncio.gather(*(_view(member, timeout_s) for member in self._parts.fleet.members))
+            return pb.GetClusterStatusResponse(router=self._router_status(), workers=views)
+
+    def _router_status(self) -> pb.RouterStatus:
+        totals = self._parts.orchestrator.totals
+        return pb.RouterStatus(
+            policy=self._parts.config.policy,
+            num_queued=self._parts.admission.num_queued,
+            num_active=self._parts.admission.num_active,
+            num_bookings=self._parts.fleet.num_bookings,
+            num_index_blocks=self._parts.index.num_blocks,
+            num_request_tasks=self._parts.orchestrator.num_request_tasks,
+            num_completed=totals.num_completed,
+            num_cancelled=totals.num_cancelled,
+            num_failed=totals.num_failed,
+            num_replans=totals.num_replans,
+        )
+
+
+async def _view(member: Member, timeout_s: float) -> pb.WorkerView:
+    endpoint = member.endpoint
+    view = pb.WorkerView(
+        worker_id=endpoint.worker_id, address=endpoint.address, state=member.state_text, role=endpoint.role
+    )
+    if member.state is WorkerState.READY:
+        with suppress(KvrelayError):  # unreachable just now: its absent status tells
+            view.status.CopyFrom(await member.client.status(timeout_s=timeout_s))
+    return view
+
+
+class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
+    """Serves the controller."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    async def SetWorkers(  # noqa: D102
+        self, request: router_admin_pb2.SetWorkersRequest, context: Context
+    ) -> router_admin_pb2.SetWorkersResponse:
+        async with error_boundary(context, "SetWorkers"):
+            num_ready = self._fleet.set_workers(_endpoints(request.workers))
+            return router_admin_pb2.SetWorkersResponse(num_ready=num_ready)
+
+
+def _endpoints(workers: Sequence[router_admin_pb2.WorkerEndpoint]) -> list[Endpoint]:
+    """Return the membership. Raises InvalidRequest."""
+    if len(workers) > MAX_WORKERS:
+        raise InvalidRequest(f"{len(workers)} workers; at most {MAX_WORKERS}", field="workers")
+    endpoints: dict[WorkerId, Endpoint] = {}
+    for position, worker in enumerate(workers):
+        field = f"workers[{position}]"
+        worker_id = WorkerId(worker.worker_id)
+        if not worker_id or worker_id in endpoints:
+            raise InvalidRequest(f"worker_id {worker_id!r} is empty or comes twice", field=f"{field}.worker_id")
+        if worker.role not in ROLE_NAMES:
+            raise InvalidRequest(f"role {int(worker.role)} is unknown", field=f"{field}.role")
+        host, _, port = worker.address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise InvalidRequest(f"address {worker.address!r} is not host:port", field=f"{field}.address")
+        endpoints[worker_id] = Endpoint(worker_id=worker_id, role=worker.role, address=worker.address)
+    return list(endpoints.values())

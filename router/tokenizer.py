@@ -1,0 +1,133 @@
+"""The model's tokenizer and chat template, read from its folder. No torch, no transformers.
+
+Tokenizing 64 kB takes 11 ms, and the library's `encode` keeps the interpreter lock all that time; `encode_batch_fast`
+releases it. So that one is used, on threads of its own, and the event loop goes on meanwhile.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import tokenizers
+
+from common.errors import InvalidRequest
+from common.model_files import ModelNotFound
+from router.chat_template import ChatTemplate, check_unicode
+
+_NUM_THREADS = 2
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextCodec:
+    """Turns text and conversations into the token ids that transformers' tokenizer gives, and ids into text."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, chat_template: ChatTemplate | None) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self.tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
+        self._pieces: dict[int, str] = {}
+
+    @classmethod
+    def load(cls, model_dir: Path) -> "TextCodec":
+        """Read a Hugging Face folder; blocks for a good 100 ms. Raises ModelNotFound when it cannot be used."""
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise ModelNotFound(f"{model_dir} holds no tokenizer.json: only fast tokenizers can be served")
+        config = _read_json(model_dir / "tokenizer_config.json")
+        named = _special_tokens({**_read_json(model_dir / "special_tokens_map.json"), **config})
+        source = _template_source(model_dir, config)
+        try:
+            template = ChatTemplate(source, special_tokens=named) if source is not None else None
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelNotFound(f"the chat template in {model_dir} does not compile: {error}") from error
+        return cls(tokenizers.Tokenizer.from_file(str(path)), template)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the tokenizer knows; the model's logits may have more entries."""
+        return self.tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be encoded."""
+        return self._chat_template is not None
+
+    async def encode(self, text: str) -> tuple[int, ...]:
+        """Return the ids of plain text, with the special tokens that the model expects. Raises InvalidRequest."""
+        check_unicode(text, field="text")
+        return await self._off_loop(lambda: self._encode(text, add_special_tokens=True))
+
+    async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
+        """Return the ids of a conversation of (role, content), up to where the assistant's answer begins.
+
+        Special tokens are those that the template writes. Raises InvalidRequest that names the field.
+        """
+        template = self._chat_template
+        if template is None:
+            raise InvalidRequest("the model has no chat template; send text instead", field="chat")
+        return await self._off_loop(lambda: self._encode(template.render(messages), add_special_tokens=False))
+
+    def decode_pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """Return the text of each id by itself, its leading space included; part of a character shows as U+FFFD."""
+        return tuple(self._piece(token_id) for token_id in token_ids)
+
+    def close(self) -> None:
+        """Stop the threads; nothing can be encoded any more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _off_loop(self, work: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(encoding.ids)
+
+    def _piece(self, token_id: int) -> str:
+        if token_id not in self._pieces:
+            once = self.tokenizer.decode([token_id], skip_special_tokens=False)
+            twice = self.tokenizer.decode([token_id, token_id], skip_special_tokens=False)
+            # Some decoders strip the space before the first token: the second one shows it.
+            self._pieces[token_id] = once if _REPLACEMENT in twice else twice[len(once) :]
+        return self._pieces[token_id]
+
+
+def _template_source(model_dir: Path, config: dict[str, Any]) -> str | None:
+    """Return the chat template: the file of its own, else the one in the tokenizer's configuration."""
+    path = model_dir / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    configured = config.get("chat_template")
+    if isinstance(configured, list):
+        named = {each["name"]: each["template"] for each in configured}
+        if "default" not in named:
+            raise ModelNotFound(f"{model_dir}: of the chat templates {', '.join(named)} none is named default")
+        configured = named["default"]
+    if configured is not None and not isinstance(configured, str):
+        raise ModelNotFound(f"{model_dir}: chat_template in tokenizer_config.json is neither a string nor a list")
+    return configured
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Return the named special tokens; each is a string, or an object whose `content` it is."""
+    found = {name: config[name] for name in _SPECIAL_TOKENS if config.get(name) is not None}
+    return {name: token if isinstance(token, str) else str(token["content"]) for name, token in found.items()}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return a file's JSON object; empty when there is no such file. Raises ModelNotFound when it is something else."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelNotFound(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelNotFound(f"{path} holds no JSON object")
+    return content

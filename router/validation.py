@@ -1,0 +1,109 @@
+"""From a client's message to a job: every field is checked here, once, and nothing later looks at the message."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+
+from common.errors import InvalidRequest, PromptTooLong, UnknownModel
+from common.ids import RequestId
+from common.sampling import SamplingParams
+from common.wire import sampling_from_proto, token_ids_from_proto
+from kvrelay.v1 import inference_pb2, sampling_pb2
+from router.codec import Codec
+from router.facts import ModelFacts
+from router.record import Job
+
+CHAT_ROLES = ("system", "user", "assistant")
+MAX_CHARS_PER_TOKEN = 64
+"""Text with more characters than this for each token of the context is refused before it is tokenized."""
+DEFAULT_MAX_CHARS = 4 << 20
+"""The same bound while no worker has told the context length."""
+
+
+class RequestReader:
+    """Reads and checks clients' messages."""
+
+    def __init__(self, codec: Codec, *, default_max_tokens: int) -> None:
+        self._codec = codec
+        self._default_max_tokens = default_max_tokens
+
+    async def read(self, message: inference_pb2.GenerateRequest, *, request_id: RequestId, model: ModelFacts) -> Job:
+        """Return the job. Raises RequestError that names the field."""
+        if message.model and message.model != model.name:
+            raise UnknownModel(f"model {message.model!r} is not served; {model.name!r} is", field="model")
+        prompt = await self._prompt(message, model)
+        if not prompt:
+            raise InvalidRequest("the prompt is empty", field="prompt")
+        sampling = self._sampling(message.sampling, len(prompt), model)
+        _check_pages(len(prompt), sampling, model)
+        return Job(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, model=model)
+
+    async def encode_text(self, text: str, model: ModelFacts | None) -> tuple[int, ...]:
+        """Tokenize plain text. Raises PromptTooLong for text that no context could hold."""
+        _check_chars(len(text), model, field="text")
+        return await self._codec.encode(text)
+
+    async def encode_chat(self, chat: inference_pb2.ChatPrompt, model: ModelFacts | None) -> tuple[int, ...]:
+        """Render and tokenize a conversation. Raises RequestError."""
+        if not chat.messages:
+            raise InvalidRequest("the conversation has no message", field="chat.messages")
+        for position, message in enumerate(chat.messages):
+            if message.role not in CHAT_ROLES:
+                raise InvalidRequest(
+                    f"role is {message.role[:40]!r}; allowed are {', '.join(CHAT_ROLES)}",
+                    field=f"chat.messages[{position}].role",
+                )
+        # A template adds some text to each message, so empty messages count as well.
+        num_chars = sum(len(message.content) + 1 for message in chat.messages)
+        _check_chars(num_chars, model, field="chat.messages")
+        return await self._codec.encode_chat([(message.role, message.content) for message in chat.messages])
+
+    def pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """Return the text of each token by itself."""
+        return self._codec.decode_pieces(token_ids)
+
+    async def _prompt(self, message: inference_pb2.GenerateRequest, model: ModelFacts) -> tuple[int, ...]:
+        match message.WhichOneof("prompt"):
+            case "text":
+                tokens = await self.encode_text(message.text, model)
+            case "chat":
+                tokens = await self.encode_chat(message.chat, model)
+            case "token_ids":
+                tokens = token_ids_from_proto(message.token_ids.ids, vocab_size=model.vocab_size, field="token_ids")
+            case _:
+                raise InvalidRequest("one of text, token_ids and chat must be set", field="prompt")
+        if len(tokens) + 1 > model.max_model_len:
+            raise PromptTooLong(
+                f"the prompt has {len(tokens)} tokens; the model takes at most {model.max_model_len - 1},"
+                f" so that one can follow",
+                field="prompt",
+            )
+        return tokens
+
+    def _sampling(
+        self, message: sampling_pb2.SamplingParams, num_prompt_tokens: int, model: ModelFacts
+    ) -> SamplingParams:
+        sampling = sampling_from_proto(
+            message, default_max_tokens=self._default_max_tokens, default_seed=secrets.randbits(63)
+        )
+        sampling.validate(vocab_size=model.vocab_size)
+        max_tokens = min(sampling.max_tokens, model.max_model_len - num_prompt_tokens)
+        return replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
+
+
+def _check_chars(num_chars: int, model: ModelFacts | None, *, field: str) -> None:
+    most = DEFAULT_MAX_CHARS if model is None else MAX_CHARS_PER_TOKEN * model.max_model_len
+    if num_chars > most:
+        raise PromptTooLong(f"the text has {num_chars} characters; at most {most} are taken", field=field)
+
+
+def _check_pages(num_prompt_tokens: int, sampling: SamplingParams, model: ModelFacts) -> None:
+    """Refuse what would never fit: each sample alone to its end, and all samples together at their start."""
+    num_tokens = num_prompt_tokens + sampling.max_tokens
+    num_blocks = max(-(-num_tokens // model.block_size), num_prompt_tokens // model.block_size + sampling.n)
+    if num_blocks > model.max_decode_blocks:
+        raise PromptTooLong(
+            f"{num_prompt_tokens} prompt tokens and {sampling.n} answers of up to {sampling.max_tokens} need"
+            f" {num_blocks} KV pages; the largest decode worker has {model.max_decode_blocks}",
+            field="sampling.max_tokens",
+        )

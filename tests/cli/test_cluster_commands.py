@@ -1,0 +1,90 @@
+import signal
+from pathlib import Path
+
+from tests.cli.conftest import FakeLifecycle, Run
+
+
+def write_config(folder: Path, text: str = "name: mine\n") -> None:
+    (folder / "serving.yaml").write_text(text)
+
+
+def test_up_reports_progress_and_prints_the_address(run: Run, folder: Path, lifecycle: FakeLifecycle) -> None:
+    write_config(folder)
+    result = run("up")
+    assert result.exit_code == 0
+    assert result.stdout == "ready at 127.0.0.1:1\n"
+    assert "prefill-0: loading" in result.stderr
+    (call,) = lifecycle.ups
+    assert call.config.name == "mine"
+    assert call.config_path == Path("serving.yaml")
+    assert call.run_dir == lifecycle.default_run_dir("mine")
+    assert lifecycle.downs == []
+
+
+def test_up_with_another_launcher_overrides_the_file(run: Run, folder: Path, lifecycle: FakeLifecycle) -> None:
+    write_config(folder, "name: mine\nlauncher: ray\nrouter: {port: 0}\n")
+    assert run("up", "--launcher", "local").exit_code == 0
+    (call,) = lifecycle.ups
+    assert call.config.launcher == "local"
+    assert call.config.router.port == 0
+
+
+def test_up_without_a_configuration_names_the_file(run: Run, lifecycle: FakeLifecycle) -> None:
+    result = run("up")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("kvrelay: serving.yaml: cannot be read")
+    assert lifecycle.ups == []
+
+
+def test_up_with_a_bad_configuration_names_file_and_key(run: Run, folder: Path) -> None:
+    write_config(folder, "pools: {decode: {block_size: 32}}\nmodle: {}\n")
+    result = run("up")
+    assert result.exit_code == 1
+    assert "serving.yaml:modle: unknown key" in result.stderr
+
+
+def test_up_that_fails_tells_the_reason(run: Run, folder: Path, lifecycle: FakeLifecycle) -> None:
+    write_config(folder)
+    lifecycle.up_error = lifecycle.ClusterError("decode-0 ended with code 1")
+    result = run("up")
+    assert result.exit_code == 1
+    assert "kvrelay: decode-0 ended with code 1" in result.stderr
+
+
+def test_up_in_the_foreground_stops_the_cluster_when_its_supervisor_has_ended(
+    run: Run, folder: Path, lifecycle: FakeLifecycle
+) -> None:
+    write_config(folder)
+    before = signal.getsignal(signal.SIGTERM)
+    result = run("up", "--foreground")
+    assert result.exit_code == 0
+    assert lifecycle.downs == [lifecycle.default_run_dir("mine")]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_up_in_the_foreground_that_fails_leaves_a_running_cluster_alone(
+    run: Run, folder: Path, lifecycle: FakeLifecycle
+) -> None:
+    write_config(folder)
+    run("up")
+    lifecycle.up_error = lifecycle.ClusterError("a cluster already runs")
+    result = run("up", "--foreground")
+    assert result.exit_code == 1
+    assert "a cluster already runs" in result.stderr
+    assert lifecycle.downs == []
+
+
+def test_down_stops_the_cluster_of_the_file(run: Run, folder: Path, lifecycle: FakeLifecycle) -> None:
+    write_config(folder)
+    run("up")
+    result = run("down")
+    assert result.exit_code == 0
+    assert "stopped" in result.stderr
+    assert not lifecycle.running
+
+
+def test_down_without_a_cluster_says_so(run: Run, lifecycle: FakeLifecycle) -> None:
+    result = run("down")
+    assert result.exit_code == 0
+    assert "no cluster is running" in result.stderr
+    assert lifecycle.downs == [lifecycle.default_run_dir("kvrelay")]

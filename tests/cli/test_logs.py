@@ -1,0 +1,69 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import FakeLifecycle, Run
+
+
+def line(msg: str, **extra: object) -> str:
+    entry = {"ts": "2026-01-02T03:04:05.678Z", "level": "info", "process": "x", "logger": "l", "msg": msg, **extra}
+    return json.dumps(entry) + "\n"
+
+
+@pytest.fixture
+def log_dir(lifecycle: FakeLifecycle) -> Path:
+    folder = lifecycle.default_run_dir("kvrelay") / "logs"
+    folder.mkdir(parents=True)
+    (folder / "router.log").write_text(line("one") + line("two", request_id="req-1") + "not json\n")
+    (folder / "decode-0.log").write_text(line("three"))
+    return folder
+
+
+def test_logs_are_readable(run: Run, log_dir: Path) -> None:
+    result = run("logs", "router")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == [
+        "03:04:05.678 info    router       one",
+        "03:04:05.678 info    router       two request_id=req-1",
+        "router       not json",
+    ]
+
+
+def test_logs_of_all_processes_are_limited_each(run: Run, log_dir: Path) -> None:
+    result = run("logs", "--lines", "1", "--raw")
+    assert result.stdout.splitlines() == [line("three").strip(), "not json"]
+
+
+def test_logs_with_a_traceback_show_it(run: Run, log_dir: Path) -> None:
+    (log_dir / "router.log").write_text(line("failed", exc="Traceback …\nValueError: x"))
+    assert run("logs", "router").stdout.endswith("failed\nTraceback …\nValueError: x\n")
+
+
+def test_logs_of_an_unknown_process_name_the_known_ones(run: Run, log_dir: Path) -> None:
+    result = run("logs", "prefill-9")
+    assert result.exit_code == 1
+    assert "there are: decode-0, router" in result.stderr
+
+
+def test_logs_without_a_run_folder_say_so(run: Run) -> None:
+    result = run("logs")
+    assert result.exit_code == 1
+    assert "there are no logs in" in result.stderr
+
+
+def test_logs_follow_shows_whole_new_lines_until_interrupted(
+    run: Run, log_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = [line("later")[:10], line("later")[10:], line("last")]
+
+    def write_next(seconds: float) -> None:
+        if not pieces:
+            raise KeyboardInterrupt
+        with (log_dir / "router.log").open("a") as stream:
+            stream.write(pieces.pop(0))
+
+    monkeypatch.setattr("kvrelay.cli.logs.sleep", write_next)
+    result = run("logs", "router", "--follow", "--lines", "0")
+    assert result.exit_code == 0
+    assert [shown.split()[-1] for shown in result.stdout.splitlines()] == ["later", "last"]

@@ -1,0 +1,51 @@
+import json
+
+import pytest
+
+from common.errors import Unreachable
+from tests.cli.conftest import Run
+from tests.client.fake_server import FakeInference
+
+
+def test_status_shows_router_and_workers(run: Run, address: str) -> None:
+    result = run("status", "-a", address)
+    assert result.exit_code == 0
+    assert f"router {address} · policy prefix_affinity" in result.stdout
+    assert "2 active · 11 completed" in result.stdout
+    prefill = next(line for line in result.stdout.splitlines() if line.startswith(" prefill-0"))
+    cells = [cell.strip() for cell in prefill.split("│")]
+    assert cells == [
+        *("prefill-0", "ready", "1", "2", "4", "9", "64", "1", "0", "0", "0"),
+        *("30%", "0 B", "5.0 MiB", "75.00 s", "4242"),
+    ]
+    assert "decode-0" in result.stdout
+    assert "lost" in result.stdout
+
+
+def test_status_as_json_has_every_field(run: Run, address: str) -> None:
+    status = json.loads(run("status", "-a", address, "--json").stdout)
+    assert status["router"]["num_completed"] == 11
+    assert status["workers"][0]["status"]["load"]["num_free_blocks"] == 60
+    assert status["workers"][1]["status"] is None
+
+
+def test_status_watch_goes_on_over_a_failure_until_interrupted(
+    run: Run, fake: FakeInference, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds: list[float] = []
+
+    def sleep(interval_s: float) -> None:
+        rounds.append(interval_s)
+        fake.unary_error = Unreachable("gone") if len(rounds) == 1 else None
+        if len(rounds) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvrelay.cli.status.sleep", sleep)
+    result = run("status", "-a", address, "--watch", "--interval", "0.5")
+    assert result.exit_code == 0
+    assert rounds == [0.5] * 3
+    assert "prefill-0" in result.stdout
+
+
+def test_status_watch_as_json_is_a_usage_error(run: Run) -> None:
+    assert run("status", "--watch", "--json").exit_code == 2

@@ -1,0 +1,33 @@
+"""A process that speaks the services' contract and does nothing: one ready line, then waits for SIGTERM.
+
+fake_service.py ADDRESS [--die-after-ready | --fail MESSAGE | --never-ready | --ignore-sigterm]
+"""
+
+import json
+import os
+import signal
+import sys
+
+from common.process import die_with_parent
+
+
+def main() -> int:
+    die_with_parent()
+    address, mode = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""
+    sys.stderr.write("hello from the log\n")
+    if mode == "--fail":
+        sys.stderr.write(f"{sys.argv[3]}\n")
+        return 3
+    if mode == "--ignore-sigterm":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if mode != "--never-ready":
+        ready = {"event": "ready", "address": address, "metrics_port": 0, "pid": os.getpid()}
+        sys.stdout.write(f"not the ready line\n{json.dumps(ready)}\n")
+        sys.stdout.flush()
+    if mode != "--die-after-ready":
+        signal.pause()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""Builders and a scripted router for the tests of cluster/."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+
+from cluster.launch_local import Command
+from cluster.plan import ProcessRole, ProcessSpec
+from common.config import ServingConfig
+from common.rpc import start_server
+from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc
+
+FAKE_SERVICE = Path(__file__).with_name("fake_service.py")
+
+
+def make_config(**changes: object) -> ServingConfig:
+    return ServingConfig.model_validate({"launcher": "local", "model": {"engine": "fake"}, **changes})
+
+
+def make_spec(name: str, role: ProcessRole = ProcessRole.DECODE) -> ProcessSpec:
+    return ProcessSpec(name=name, role=role, host="127.0.0.1", port=0)
+
+
+def fake_command(*, router_address: str = "", modes: dict[str, Sequence[str]] | None = None) -> Command:
+    """Return a Command that starts fake services: workers tell an address made of their name."""
+
+    def command(spec: ProcessSpec) -> list[str]:
+        address = router_address if spec.role is ProcessRole.ROUTER else f"{spec.name}.invalid:1"
+        return [sys.executable, str(FAKE_SERVICE), address, *(modes or {}).get(spec.name, ())]
+
+    return command
+
+
+Worker = tuple[str, int, str]
+
+
+class RecordingRouter(router_admin_pb2_grpc.RouterAdminServiceServicer):
+    """Remembers the last membership, and lets tests wait for one."""
+
+    def __init__(self) -> None:
+        self.workers: list[Worker] = []
+        self.num_pushes = 0
+        self._pushed = asyncio.Condition()
+
+    async def SetWorkers(
+        self,
+        request: router_admin_pb2.SetWorkersRequest,
+        context: grpc.aio.ServicerContext[router_admin_pb2.SetWorkersRequest, router_admin_pb2.SetWorkersResponse],
+    ) -> router_admin_pb2.SetWorkersResponse:
+        async with self._pushed:
+            self.workers = [(each.worker_id, each.role, each.address) for each in request.workers]
+            self.num_pushes += 1
+            self._pushed.notify_all()
+        return router_admin_pb2.SetWorkersResponse(num_ready=len(self.workers))
+
+    async def until(self, condition: Callable[["RecordingRouter"], bool], *, timeout_s: float = 20.0) -> None:
+        """Wait until `condition` holds after a push, or now."""
+        async with asyncio.timeout(timeout_s), self._pushed:
+            await self._pushed.wait_for(lambda: condition(self))
+
+
+@asynccontextmanager
+async def recording_router() -> AsyncIterator[tuple[RecordingRouter, int]]:
+    """Serve a RecordingRouter on a free port."""
+    router = RecordingRouter()
+
+    def add(server: grpc.aio.Server) -> list[str]:
+        router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(router, server)
+        return [router_admin_pb2.DESCRIPTOR.services_by_name["RouterAdminService"].full_name]
+
+    server = await start_server(add, host="127.0.0.1", port=0)
+    try:
+        yield router, server.port
+    finally:
+        await server.stop(0)

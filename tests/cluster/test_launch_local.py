@@ -1,0 +1,91 @@
+"""The local launcher, with processes that only speak the contract."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster.launch_local import LocalLauncher, service_command
+from cluster.launcher import StartFailed, log_path
+from cluster.plan import ProcessRole
+from common.process import process_birth
+from tests.cluster.support import fake_command, make_spec
+
+
+def make_launcher(run_dir: Path, **modes: Sequence[str]) -> LocalLauncher:
+    by_name = {name.replace("_", "-"): mode for name, mode in modes.items()}
+    return LocalLauncher(command=fake_command(modes=by_name), run_dir=run_dir)
+
+
+async def test_start_returns_what_the_ready_line_says(tmp_path: Path) -> None:
+    process = await make_launcher(tmp_path).start(make_spec("decode-0"))
+
+    assert process.ready.address == "decode-0.invalid:1"
+    assert process.identity is not None
+    assert process.identity.pid == process.ready.pid
+    await process.stop(10)
+
+
+async def test_stderr_of_every_life_is_appended_to_the_log(tmp_path: Path) -> None:
+    launcher = make_launcher(tmp_path)
+    for _ in range(2):
+        await (await launcher.start(make_spec("decode-0"))).stop(10)
+
+    assert log_path(tmp_path, "decode-0").read_text() == "hello from the log\n" * 2
+
+
+async def test_start_of_a_process_that_fails_tells_code_and_its_own_log_tail(tmp_path: Path) -> None:
+    log_path(tmp_path, "decode-0").parent.mkdir(parents=True)
+    log_path(tmp_path, "decode-0").write_text("an older life\n")
+
+    with pytest.raises(StartFailed) as failure:
+        await make_launcher(tmp_path, decode_0=["--fail", "port is taken"]).start(make_spec("decode-0"))
+
+    assert str(failure.value) == "decode-0: exited with code 3 before it was ready\nhello from the log\nport is taken"
+
+
+async def test_start_cancelled_leaves_no_process(tmp_path: Path) -> None:
+    launcher = make_launcher(tmp_path, decode_0=["--never-ready"])
+    task = asyncio.create_task(launcher.start(make_spec("decode-0")))
+    children: list[psutil.Process] = []
+    while not children:
+        await asyncio.sleep(0)
+        children = psutil.Process().children()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+    assert not any(child.is_running() for child in children)
+
+
+async def test_exited_tells_the_signal(tmp_path: Path) -> None:
+    process = await make_launcher(tmp_path).start(make_spec("decode-0"))
+    os.kill(process.ready.pid, signal.SIGKILL)
+
+    async with asyncio.timeout(10):
+        assert await process.exited() == "killed by SIGKILL"
+    await process.stop(0)
+
+
+async def test_stop_of_a_process_that_ignores_sigterm_kills_it(tmp_path: Path) -> None:
+    process = await make_launcher(tmp_path, decode_0=["--ignore-sigterm"]).start(make_spec("decode-0"))
+
+    async with asyncio.timeout(10):
+        await process.stop(0.05)
+
+    assert process_birth(process.ready.pid) is None
+
+
+def test_service_command_names_the_worker_and_asks_it_to_die_with_us() -> None:
+    command = service_command(Path("/run/serving.yaml"))
+
+    worker = " ".join(command(make_spec("prefill-0", ProcessRole.PREFILL)))
+    router = " ".join(command(make_spec("router", ProcessRole.ROUTER)))
+
+    where = "--host 127.0.0.1 --port 0 --die-with-parent"
+    assert worker.endswith(f"-m prefill_worker --config /run/serving.yaml --worker-id prefill-0 {where}")
+    assert router.endswith(f"-m router --config /run/serving.yaml {where}")

@@ -1,0 +1,95 @@
+"""The plan: names, roles, threads, devices."""
+
+import pytest
+
+from cluster.plan import HostResources, PlanError, ProcessRole, make_plan
+from common.config import ServingConfig
+
+
+def make_config(*, prefill: dict[str, object] | None = None, decode: dict[str, object] | None = None) -> ServingConfig:
+    return ServingConfig.model_validate({"pools": {"prefill": prefill or {}, "decode": decode or {}}})
+
+
+def make_host(*, cores: int = 8, gpus: list[str] | None = None) -> HostResources:
+    return HostResources(cores=cores, gpus=gpus)
+
+
+def test_plan_lists_the_router_then_prefill_then_decode_by_index() -> None:
+    specs = make_plan(make_config(prefill={"count": 1}, decode={"count": 2}), make_host())
+
+    assert [(spec.name, spec.role) for spec in specs] == [
+        ("router", ProcessRole.ROUTER),
+        ("prefill-0", ProcessRole.PREFILL),
+        ("decode-0", ProcessRole.DECODE),
+        ("decode-1", ProcessRole.DECODE),
+    ]
+
+
+def test_plan_gives_the_router_its_configured_place_and_workers_a_free_port() -> None:
+    config = ServingConfig.model_validate({"router": {"host": "0.0.0.0", "port": 7001}})
+
+    router, *workers = make_plan(config, make_host())
+
+    assert (router.host, router.port) == ("0.0.0.0", 7001)
+    assert {(worker.host, worker.port) for worker in workers} == {("127.0.0.1", 0)}
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_workers", "threads"), [(2, 2, "1"), (8, 2, "4"), (7, 2, "3"), (2, 5, "1"), (1, 1, "1")]
+)
+def test_threads_auto_shares_the_cores_among_all_workers_at_least_one_each(
+    cores: int, num_workers: int, threads: str
+) -> None:
+    specs = make_plan(make_config(prefill={"count": num_workers - 1}, decode={"count": 1}), make_host(cores=cores))
+
+    for spec in specs[1:]:
+        assert spec.env == {"OMP_NUM_THREADS": threads, "KVRELAY_THREADS": threads}
+
+
+def test_threads_given_wins_over_the_share() -> None:
+    specs = make_plan(make_config(prefill={"threads": 3}), make_host(cores=64))
+
+    assert specs[1].env["OMP_NUM_THREADS"] == "3"
+    assert specs[2].env["OMP_NUM_THREADS"] == "32"
+
+
+def test_plan_for_unknown_hosts_uses_reserved_cpus_and_the_hosts_own_address() -> None:
+    _, prefill, decode = make_plan(make_config(prefill={"num_cpus": 4}, decode={"num_cpus": 0.5}), None)
+
+    assert (prefill.env["OMP_NUM_THREADS"], prefill.host) == ("4", None)
+    assert (decode.env["OMP_NUM_THREADS"], decode.host) == ("1", None)
+
+
+def test_gpus_are_dealt_in_order_and_never_twice() -> None:
+    config = make_config(prefill={"num_gpus": 2}, decode={"count": 2, "num_gpus": 1})
+
+    specs = make_plan(config, make_host(gpus=["4", "5", "6", "7"]))
+
+    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs[1:]] == ["4,5", "6", "7"]
+
+
+def test_gpus_halves_share_one_device() -> None:
+    config = make_config(prefill={"num_gpus": 0.5}, decode={"count": 2, "num_gpus": 0.5})
+
+    specs = make_plan(config, make_host(gpus=["0", "1"]))
+
+    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs[1:]] == ["0", "0", "1"]
+
+
+def test_gpus_when_too_few_names_the_key() -> None:
+    config = make_config(prefill={"num_gpus": 1}, decode={"num_gpus": 1})
+
+    with pytest.raises(PlanError, match=r"pools\.decode\.num_gpus"):
+        make_plan(config, make_host(gpus=["0"]))
+
+
+def test_gpus_mixed_number_is_refused() -> None:
+    with pytest.raises(PlanError, match="neither a whole number"):
+        make_plan(make_config(prefill={"num_gpus": 1.5}), make_host(gpus=["0", "1"]))
+
+
+def test_gpus_left_to_ray_are_reserved_and_not_dealt() -> None:
+    _, prefill, _ = make_plan(make_config(prefill={"num_gpus": 1}), make_host(gpus=None))
+
+    assert prefill.num_gpus == 1
+    assert "CUDA_VISIBLE_DEVICES" not in prefill.env

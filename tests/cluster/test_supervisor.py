@@ -1,0 +1,167 @@
+"""The supervisor with fake processes and a scripted router: restarts, membership, stopping, failing."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from cluster.launch_local import LocalLauncher
+from cluster.launcher import StartFailed
+from cluster.managed_process import restart_delay_s
+from cluster.plan import HostResources, make_plan
+from cluster.state import ClusterPhase, ClusterState, ProcessPhase, ProcessState, StateFile
+from cluster.supervisor import Supervisor
+from kvrelay.v1.worker_pb2 import WORKER_ROLE_DECODE, WORKER_ROLE_PREFILL
+from tests.cluster.support import RecordingRouter, fake_command, make_config, recording_router
+
+_MEMBERS = [
+    ("prefill-0", WORKER_ROLE_PREFILL, "prefill-0.invalid:1"),
+    ("decode-0", WORKER_ROLE_DECODE, "decode-0.invalid:1"),
+]
+
+
+@dataclass
+class Cluster:
+    router: RecordingRouter
+    supervisor: Supervisor
+    state_file: StateFile
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    reports: list[str] = field(default_factory=list)
+
+    def state(self) -> ClusterState:
+        state = self.state_file.read()
+        assert state is not None
+        return state
+
+    def process(self, name: str) -> ProcessState:
+        return next(each for each in self.state().processes if each.name == name)
+
+    async def run(self) -> None:
+        await self.supervisor.run(self.stopping, on_ready=self.ready.set)
+
+
+@asynccontextmanager
+async def make_cluster(run_dir: Path, **modes: Sequence[str]) -> AsyncIterator[Cluster]:
+    by_name = {name.replace("_", "-"): mode for name, mode in modes.items()}
+    async with recording_router() as (router, port):
+        config = make_config(router={"port": port})
+        command = fake_command(router_address=f"127.0.0.1:{port}", modes=by_name)
+        reports: list[str] = []
+        supervisor = Supervisor(
+            config,
+            specs=make_plan(config, HostResources(cores=2, gpus=None)),
+            launcher=LocalLauncher(command=command, run_dir=run_dir),
+            state_file=StateFile(run_dir),
+            report=reports.append,
+        )
+        yield Cluster(router=router, supervisor=supervisor, state_file=StateFile(run_dir), reports=reports)
+
+
+@asynccontextmanager
+async def running_cluster(run_dir: Path, **modes: Sequence[str]) -> AsyncIterator[Cluster]:
+    async with make_cluster(run_dir, **modes) as cluster, asyncio.TaskGroup() as tasks:
+        tasks.create_task(cluster.run())
+        try:
+            async with asyncio.timeout(20):
+                await cluster.ready.wait()
+            yield cluster
+        finally:
+            cluster.stopping.set()
+
+
+async def test_run_pushes_every_worker_and_then_is_ready(tmp_path: Path) -> None:
+    async with running_cluster(tmp_path) as cluster:
+        assert cluster.router.workers == _MEMBERS
+        state = cluster.state()
+        assert state.phase is ClusterPhase.READY
+        assert state.supervisor.pid == os.getpid()
+        assert {each.name: each.phase for each in state.processes} == {
+            "router": ProcessPhase.READY,
+            "prefill-0": ProcessPhase.READY,
+            "decode-0": ProcessPhase.READY,
+        }
+        assert sorted(report.split()[0] for report in cluster.reports) == ["decode-0", "prefill-0", "router"]
+
+
+async def test_worker_killed_is_taken_out_restarted_and_put_back(tmp_path: Path) -> None:
+    async with running_cluster(tmp_path) as cluster:
+        before = cluster.process("decode-0")
+        assert before.identity is not None
+
+        before.identity.signal(signal.SIGKILL)
+        await cluster.router.until(lambda router: router.workers == _MEMBERS[:1])
+        await cluster.router.until(lambda router: router.workers == _MEMBERS)
+
+        after = cluster.process("decode-0")
+        assert after.identity not in (None, before.identity)
+        assert (after.num_restarts, after.last_exit) == (1, "killed by SIGKILL")
+        assert cluster.process("prefill-0").num_restarts == 0
+
+
+async def test_worker_that_keeps_dying_is_started_again_and_again(tmp_path: Path) -> None:
+    async with make_cluster(tmp_path, decode_0=["--die-after-ready"]) as cluster, asyncio.TaskGroup() as tasks:
+        tasks.create_task(cluster.run())
+        await cluster.router.until(
+            lambda router: router.num_pushes > 0 and cluster.process("decode-0").num_restarts >= 3
+        )
+        assert cluster.process("decode-0").last_exit == "exited with code 0"
+        cluster.stopping.set()
+
+
+async def test_router_killed_is_told_the_membership_again(tmp_path: Path) -> None:
+    async with running_cluster(tmp_path) as cluster:
+        cluster.router.workers.clear()
+        router = cluster.process("router").identity
+        assert router is not None
+        router.signal(signal.SIGKILL)
+
+        await cluster.router.until(lambda _: cluster.process("router").num_restarts == 1)
+        await cluster.router.until(lambda router: router.workers == _MEMBERS)
+
+
+async def test_membership_is_repeated_without_a_change(tmp_path: Path) -> None:
+    async with running_cluster(tmp_path) as cluster:
+        seen = cluster.router.num_pushes
+
+        await cluster.router.until(lambda router: router.num_pushes >= seen + 2)
+
+
+async def test_stop_leaves_no_process(tmp_path: Path) -> None:
+    async with running_cluster(tmp_path, prefill_0=["--ignore-sigterm"]) as cluster:
+        identities = [each.identity for each in cluster.state().processes]
+
+    assert len(identities) == 3
+    assert not any(identity is None or identity.is_alive() for identity in identities)
+    assert {each.phase for each in cluster.state().processes} == {ProcessPhase.STOPPED}
+
+
+async def test_stop_before_ready_leaves_no_process(tmp_path: Path) -> None:
+    async with make_cluster(tmp_path, decode_0=["--never-ready"]) as cluster, asyncio.TaskGroup() as tasks:
+        tasks.create_task(cluster.run())
+        await cluster.router.until(lambda router: router.workers == _MEMBERS[:1])
+        helpers = cluster.state().helpers
+        cluster.stopping.set()
+
+    assert not any(helper.is_alive() for helper in helpers)
+    assert cluster.state().phase is ClusterPhase.STOPPING
+
+
+async def test_first_start_that_fails_stops_everything_and_tells_why(tmp_path: Path) -> None:
+    async with make_cluster(tmp_path, decode_0=["--fail", "out of memory"]) as cluster:
+        with pytest.raises(StartFailed, match=r"decode-0: exited with code 3 before it was ready\n.*\nout of memory"):
+            await cluster.run()
+
+        state = cluster.state()
+        assert state.phase is ClusterPhase.FAILED
+        assert {each.phase for each in state.processes} <= {ProcessPhase.STOPPED}
+
+
+@pytest.mark.parametrize(("num_short_lives", "delay_s"), [(0, 0), (1, 0), (2, 0.25), (3, 0.5), (6, 4), (7, 5), (99, 5)])
+def test_restart_delay_is_zero_once_then_doubles_up_to_five_seconds(num_short_lives: int, delay_s: float) -> None:
+    assert restart_delay_s(num_short_lives) == delay_s

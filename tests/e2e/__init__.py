@@ -1,0 +1,1 @@
+"""Real processes, real sockets."""

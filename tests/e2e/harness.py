@@ -1,0 +1,123 @@
+"""Starts real clusters for tests and takes them apart again."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from cluster import lifecycle
+from common.config import load_config
+from kvrelay.client import AsyncClient, Generation, WorkerView
+
+FAKE_POOL: dict[str, Any] = {"num_blocks": 512, "block_size": 16, "max_step_tokens": 256, "max_running": 64}
+
+
+def fake_config(*, launcher: str = "local", step_ms: float = 2.0, **sections: Any) -> dict[str, Any]:
+    """Return a serving.yaml for fake engines; keyword arguments replace whole sections."""
+    config: dict[str, Any] = {
+        "name": "e2e",
+        "launcher": launcher,
+        "model": {"engine": "fake", "fake_step_ms": step_ms, "max_model_len": 4096},
+        "pools": {"prefill": dict(FAKE_POOL), "decode": dict(FAKE_POOL)},
+        "router": {"port": 0},
+    }
+    return config | sections
+
+
+@asynccontextmanager
+async def running_cluster(folder: Path, config: dict[str, Any]) -> AsyncIterator[AsyncClient]:
+    """Start a cluster, yield a client, stop everything; fails when a process outlives it."""
+    config_path = folder / "serving.yaml"
+    config_path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    run_dir = folder / "run"
+    loop = asyncio.get_running_loop()
+    log: list[str] = []
+    info = await loop.run_in_executor(
+        None,
+        lambda: lifecycle.up(load_config(config_path), config_path=config_path, run_dir=run_dir, report=log.append),
+    )
+    started = {process.pid for process in psutil.Process(info.pid).children(recursive=True)} | {info.pid}
+    try:
+        async with AsyncClient(info.address, timeout_s=120) as client:
+            yield client
+    finally:
+        await loop.run_in_executor(None, lambda: lifecycle.down(run_dir, report=log.append))
+        left = [pid for pid in started if _is_alive(pid)]
+        assert not left, f"processes outlive the cluster: {left}"
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def worker(client: AsyncClient, role: str, index: int = 0) -> WorkerView:
+    """Return a worker as the router sees it."""
+    workers = [view for view in (await client.status()).workers if view.role == role]
+    return workers[index]
+
+
+async def kill_worker(client: AsyncClient, role: str) -> int:
+    """Kill -9 a worker and return its pid."""
+    view = await worker(client, role)
+    assert view.status is not None
+    os.kill(view.status.pid, signal.SIGKILL)
+    return view.status.pid
+
+
+async def until(condition: Callable[[], Awaitable[bool]], *, timeout_s: float, what: str) -> float:
+    """Poll until a condition holds; returns the seconds it took."""
+    started_s = time.monotonic()
+    while not await condition():
+        assert time.monotonic() - started_s < timeout_s, f"timed out: {what}"
+        await asyncio.sleep(0.05)
+    return time.monotonic() - started_s
+
+
+async def until_idle(client: AsyncClient, *, timeout_s: float = 20) -> None:
+    """Wait until `status` shows that nothing is held anywhere."""
+
+    async def idle() -> bool:
+        return not await held(client)
+
+    try:
+        await until(idle, timeout_s=timeout_s, what="nothing is held")
+    except AssertionError:
+        raise AssertionError(f"still held: {await held(client)}") from None
+
+
+async def held(client: AsyncClient) -> dict[str, int]:
+    """Return everything that the cluster's status reports as held, where it is not zero."""
+    status = await client.status()
+    router = status.router
+    found = {
+        "router.queued": router.num_queued,
+        "router.active": router.num_active,
+        "router.bookings": router.num_bookings,
+        "router.tasks": router.num_request_tasks,
+    }
+    for view in status.workers:
+        if view.status is None:
+            found[f"{view.worker_id}.unreachable"] = 1
+            continue
+        found[f"{view.worker_id}.used_blocks"] = view.status.num_used_blocks
+        found[f"{view.worker_id}.leases"] = view.status.num_leases
+        found[f"{view.worker_id}.reservations"] = view.status.num_reservations
+        found[f"{view.worker_id}.tasks"] = view.status.num_request_tasks
+        found[f"{view.worker_id}.running"] = view.status.load.num_running
+        found[f"{view.worker_id}.waiting"] = view.status.load.num_waiting
+    return {name: count for name, count in found.items() if count}
+
+
+async def generate_all(client: AsyncClient, prompts: list[list[int]], **sampling: Any) -> list[Generation]:
+    """Generate for all prompts at once."""
+    return list(await asyncio.gather(*(client.generate(prompt, **sampling) for prompt in prompts)))

@@ -1,0 +1,137 @@
+"""300 requests of every length, half of them cancelled, some of them hostile: one reply each, nothing left."""
+
+import asyncio
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from common.errors import KvrelayError, RequestError
+from kvrelay.client import AsyncClient
+from kvrelay.v1 import inference_pb2, sampling_pb2
+from tests.builders import expected_tokens, make_request
+from tests.e2e.harness import FAKE_POOL, fake_config, held, running_cluster, until_idle, worker
+
+pytestmark = pytest.mark.e2e
+
+NUM_REQUESTS = 300
+
+
+def _hostile() -> list[tuple[str, bytes]]:
+    """Return (what is wrong, serialized request); some are no valid protobuf at all."""
+
+    def request(**sampling: Any) -> bytes:
+        message = inference_pb2.GenerateRequest(text="x", sampling=sampling_pb2.SamplingParams(**sampling))
+        return message.SerializeToString()
+
+    text = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name["text"].number
+    too_long = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1] * 5000))
+    return [
+        ("no prompt", b""),
+        ("empty prompt", inference_pb2.GenerateRequest(text="").SerializeToString()),
+        ("empty token ids", inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds()).SerializeToString()),
+        (
+            "unknown token",
+            inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[9999])).SerializeToString(),
+        ),
+        ("prompt too long", too_long.SerializeToString()),
+        ("negative temperature", request(temperature=-1.0)),
+        ("temperature NaN", request(temperature=math.nan)),
+        ("temperature inf", request(temperature=math.inf)),
+        ("top_p 0", request(top_p=0.0)),
+        ("top_p NaN", request(top_p=math.nan)),
+        ("100 stop strings", request(stop=[str(i) for i in range(100)])),
+        ("empty stop string", request(stop=[""])),
+        ("huge n", request(n=2**31)),
+        ("n 0", request(n=0)),
+        ("huge logprobs", request(logprobs=10**6)),
+        ("bias of an unknown token", request(logit_bias={10**6: 1.0})),
+        ("min above max", request(min_tokens=9, max_tokens=3)),
+        ("max_tokens 0", request(max_tokens=0)),
+        ("unknown model", inference_pb2.GenerateRequest(text="x", model="nobody").SerializeToString()),
+        (
+            "bad role",
+            inference_pb2.GenerateRequest(
+                chat=inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role="\0", content="x")])
+            ).SerializeToString(),
+        ),
+        ("invalid UTF-8", bytes([text << 3 | 2, 2, 0xFF, 0xFE])),
+        ("not protobuf", b"\xff" * 40),
+        ("oversized message", inference_pb2.GenerateRequest(text="x" * (5 << 20)).SerializeToString()),
+    ]
+
+
+async def _raw_generate(channel: grpc.aio.Channel, payload: bytes) -> grpc.StatusCode:
+    call = channel.unary_stream(
+        "/kvrelay.v1.InferenceService/Generate", request_serializer=None, response_deserializer=None
+    )(payload, timeout=30)
+    try:
+        async for _message in call:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+async def _one(client: AsyncClient, rng: random.Random, number: int) -> str:
+    """Run one honest request, perhaps cancelled at a random moment; returns how it ended."""
+    prompt = [rng.randrange(256) for _ in range(rng.choice([1, 15, 16, 17, 100, 300, 900]))]
+    options: dict[str, Any] = {"temperature": 1.0, "seed": number, "max_tokens": rng.randrange(1, 60)}
+    events_before_cancel = rng.choice([0, 1, 2, 3, 4, 10, 25]) if number % 2 else None
+    stream = client.stream(prompt, **options)
+    try:
+        if events_before_cancel == 0:
+            await asyncio.sleep(rng.random() * 0.2)
+            await stream.aclose()
+            return "cancelled"
+        num_seen = 0
+        async for _event in stream:
+            num_seen += 1
+            if num_seen == events_before_cancel:
+                await stream.aclose()
+                return "cancelled"
+        answer = await stream.result()
+    except KvrelayError as error:
+        return type(error).__name__
+    assert answer.token_ids == tuple(expected_tokens(make_request(prompt, **options)))
+    return "completed"
+
+
+@pytest.mark.parametrize("num_blocks", [2048, 62])
+async def test_300_requests_half_cancelled_some_hostile_leave_nothing_behind(tmp_path: Path, num_blocks: int) -> None:
+    pools = {"prefill": FAKE_POOL | {"num_blocks": 512}, "decode": FAKE_POOL | {"num_blocks": num_blocks}}
+    async with running_cluster(tmp_path, fake_config(step_ms=3.0, pools=pools)) as client:
+        pids = [view.status.pid for view in (await client.status()).workers if view.status]
+        rng = random.Random(1)
+        channel = grpc.aio.insecure_channel(client.address, options=[("grpc.max_send_message_length", 64 << 20)])
+        hostile = _hostile()
+        honest = [_one(client, random.Random(i), i) for i in range(NUM_REQUESTS - len(hostile))]
+        attacks = [_raw_generate(channel, payload) for _what, payload in hostile]
+        work: list[Any] = [*honest, *attacks]
+        order = list(range(len(work)))
+        rng.shuffle(order)
+        ended = await asyncio.gather(*(work[i] for i in order))
+        outcome = dict(zip(order, ended, strict=True))
+        honest_ends = [outcome[i] for i in range(len(honest))]
+        assert set(honest_ends) <= {"completed", "cancelled"}, sorted(set(honest_ends))
+        assert honest_ends.count("completed") >= len(honest) // 2
+        for i, (what, _payload) in enumerate(hostile):
+            code = outcome[len(honest) + i]
+            allowed = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
+            if what == "oversized message":
+                allowed = {grpc.StatusCode.RESOURCE_EXHAUSTED}
+            assert code in allowed, (what, code)
+        await until_idle(client)
+        assert not await held(client)
+        assert [view.status.pid for view in (await client.status()).workers if view.status] == pids, "a process died"
+        assert (await client.generate([1, 2, 3], temperature=0, max_tokens=3)).token_ids
+        view = await worker(client, "decode")
+        assert view.status is not None
+        if num_blocks == 62:
+            assert view.status.num_preemptions > 0, "the tiny pool must have run out of pages"
+        with pytest.raises(RequestError):
+            await client.generate([], max_tokens=1)
+        await channel.close()

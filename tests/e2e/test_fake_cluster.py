@@ -1,0 +1,134 @@
+"""Router, prefill worker and decode worker as real processes around the fake engine, against its page-free oracle."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from kvrelay.client import AsyncClient, Generation
+from tests.builders import expected_tokens, make_request
+from tests.e2e.harness import fake_config, generate_all, kill_worker, running_cluster, until, until_idle, worker
+
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
+
+LENGTHS = sorted({1, 2, *(16 * k + d for k in (1, 2, 3, 16, 32) for d in (-1, 0, 1)), 700})
+
+
+def prompt_of(length: int, salt: int = 0) -> list[int]:
+    return [(i * 7 + salt) % 256 for i in range(length)]
+
+
+def oracle(prompt: list[int], **sampling: object) -> tuple[int, ...]:
+    return tuple(expected_tokens(make_request(prompt, **sampling)))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncClient]:
+    async with running_cluster(tmp_path_factory.mktemp("fake"), fake_config()) as client:
+        yield client
+
+
+async def test_answers_at_every_boundary_equal_oracle_cold_and_cached(client: AsyncClient) -> None:
+    for salt in (1, 1):
+        prompts = [prompt_of(length, salt) for length in LENGTHS]
+        answers = await generate_all(client, prompts, temperature=0, max_tokens=12)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.token_ids == oracle(prompt, max_tokens=12), len(prompt)
+    await until_idle(client)
+
+
+async def test_plans_are_remote_for_cold_prompts_and_local_for_short_uncached_suffixes(client: AsyncClient) -> None:
+    prompt = prompt_of(400, salt=3)
+    cold = await client.generate(prompt, temperature=0, max_tokens=4, ignore_eos=True)
+    again = await client.generate(prompt, temperature=0, max_tokens=4, ignore_eos=True)
+    assert cold.plan.kind == "remote"
+    assert (cold.usage.num_cached_tokens, cold.transfer.num_blocks, cold.transfer.kv_bytes) == (0, 25, 25 * 128)
+    assert again.plan.kind == "local"
+    assert again.usage.num_cached_tokens == 384, "all full blocks but the one that holds the last token"
+    assert cold.token_ids == again.token_ids == oracle(prompt, max_tokens=4, ignore_eos=True)
+    assert again.plan.predicted_cached_tokens == again.usage.num_cached_tokens
+
+
+async def test_shared_prefix_is_cached_and_only_the_rest_moves(client: AsyncClient) -> None:
+    prefix = prompt_of(320, salt=9)
+    first = await client.generate([*prefix, *prompt_of(100, 1)], temperature=0, max_tokens=2, ignore_eos=True)
+    second = await client.generate([*prefix, *prompt_of(100, 2)], temperature=0, max_tokens=2, ignore_eos=True)
+    assert first.usage.num_cached_tokens == 0
+    assert second.usage.num_cached_tokens == 320
+    assert second.usage.num_decode_cached_tokens == 320
+    assert second.transfer.num_blocks == first.transfer.num_blocks - 20
+
+
+async def test_sampled_answers_are_a_function_of_the_seed(client: AsyncClient) -> None:
+    prompt = prompt_of(50, salt=4)
+    options = {"temperature": 0.9, "seed": 42, "max_tokens": 20, "ignore_eos": True}
+    alone = await client.generate(prompt, **options)  # type: ignore[arg-type]
+    crowd = [prompt_of(20 + i, salt=i) for i in range(15)]
+    _others, again = await asyncio.gather(
+        generate_all(client, crowd, temperature=1.0, max_tokens=20),
+        client.generate(prompt, **options),  # type: ignore[arg-type]
+    )
+    assert alone.token_ids == again.token_ids == oracle(prompt, **options)
+
+
+async def test_n_samples_stream_each_token_once_in_order(client: AsyncClient) -> None:
+    prompt = prompt_of(37, salt=5)
+    answer = await client.generate(prompt, temperature=1.0, seed=8, n=4, max_tokens=15)
+    for i, sample in enumerate(answer.samples):
+        request = make_request(prompt, temperature=1.0, seed=8, n=4, max_tokens=15)
+        assert sample.token_ids == tuple(expected_tokens(request, sample=i))
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_kill_worker_in_the_middle_of_8_streams_leaves_every_answer_complete(
+    client: AsyncClient, role: str
+) -> None:
+    prompts = [prompt_of(200 + i, salt=20 + i) for i in range(8)]
+    options = {"temperature": 1.0, "seed": 5, "max_tokens": 300, "ignore_eos": True}
+    streams = [client.stream(prompt, **options) for prompt in prompts]  # type: ignore[arg-type]
+    results = [asyncio.create_task(_follow(stream, prompt)) for stream, prompt in zip(streams, prompts, strict=True)]
+    if role == "decode":
+        await until(lambda: _is_decoding(client), timeout_s=20, what="8 sequences decode")
+    pid = await kill_worker(client, role)
+    for prompt, result in zip(prompts, await asyncio.gather(*results), strict=True):
+        assert result.token_ids == oracle(prompt, **options)
+
+    async def is_back() -> bool:
+        view = await worker(client, role)
+        return view.state == "ready" and view.status is not None and view.status.pid != pid
+
+    await until(is_back, timeout_s=30, what=f"the {role} worker is back")
+    await until_idle(client)
+
+
+async def _is_decoding(client: AsyncClient) -> bool:
+    view = await worker(client, "decode")
+    return view.status is not None and view.status.load.num_running == 8
+
+
+async def _follow(stream: object, prompt: list[int]) -> Generation:
+    return await stream.result()  # type: ignore[attr-defined,no-any-return]
+
+
+async def test_client_that_goes_away_frees_everything_at_once(client: AsyncClient) -> None:
+    for _ in range(3):
+        async with client.stream(prompt_of(600, salt=77), temperature=0, max_tokens=2000, ignore_eos=True) as stream:
+            await anext(stream)
+        await until_idle(client, timeout_s=5)
+
+
+async def test_router_reports_metrics_and_status(client: AsyncClient) -> None:
+    status = await client.status()
+    assert [view.worker_id for view in status.workers] == ["prefill-0", "decode-0"]
+    assert status.router.num_completed > 0
+    assert (await client.models())[0].name == "fake"
+
+
+async def test_two_clusters_side_by_side_do_not_meet(client: AsyncClient, tmp_path: Path) -> None:
+    async with running_cluster(tmp_path, fake_config()) as other:
+        assert (await other.status()).router.num_completed == 0
+        prompt = prompt_of(64)
+        answer = await other.generate(prompt, temperature=0, max_tokens=3)
+        assert answer.token_ids == oracle(prompt, max_tokens=3)

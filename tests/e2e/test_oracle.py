@@ -1,0 +1,163 @@
+"""The project's central test: the cluster's answers are those of plain `transformers`, token for token.
+
+Real SmolLM2, fp32, greedy, real processes. 60 prompts around every block and chunk boundary, with shared prefixes and
+one of 1,900 tokens, in every mode that moves or recomputes KV differently.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.model_files import default_model_dir
+from kvrelay.client import AsyncClient, Generation
+from tests.e2e.harness import kill_worker, running_cluster, until, until_idle, worker
+
+pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.timeout(900)]
+
+MAX_TOKENS = 12
+NUM_PROMPTS = 60
+LONG_PROMPT = 1900
+_BOUNDARIES = [1, 2, 3, *(base + d for base in (16, 32, 48, 64, 112, 128, 256) for d in (-1, 0, 1))]
+_CHUNKS = [511, 512, 513, 14, 21, 70]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Token ids cut from the license text: 30 boundary lengths, 29 with one of three shared prefixes, one long."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(default_model_dir() / "tokenizer.json"))
+    text = tokenizer.encode((Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")).ids
+    cut = [text[11 * i : 11 * i + length] for i, length in enumerate([*_BOUNDARIES, *_CHUNKS])]
+    prefixes = [text[300:396], text[700:763], text[900:916]]
+    num_shared = NUM_PROMPTS - 1 - len(cut)
+    shared = [[*prefixes[i % 3], *text[40 * i : 40 * i + 5 + i]] for i in range(num_shared)]
+    found = [*cut, *shared, text[:LONG_PROMPT]]
+    assert len(found) == NUM_PROMPTS
+    assert len(found[-1]) == LONG_PROMPT
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[list[int]]) -> list[tuple[int, ...]]:
+    """The answers of `transformers` on one process."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(default_model_dir(), dtype=torch.float32)
+    answers = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            output = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0
+            )
+            answers.append(tuple(output[0, len(prompt) :].tolist()))
+    return answers
+
+
+def model_config(**changes: Any) -> dict[str, Any]:
+    """Return a serving.yaml for fp32 SmolLM2; `prefill` and `decode` change pools, `router` and `transfer` sections."""
+    pool = {"kv_memory_gib": 0.5}
+    return {
+        "name": "oracle",
+        "launcher": "local",
+        "model": {"dtype": "float32"},
+        "pools": {"prefill": pool | changes.get("prefill", {}), "decode": pool | changes.get("decode", {})},
+        "router": {"port": 0, "local_prefill_max_tokens": 0} | changes.get("router", {}),
+        "transfer": changes.get("transfer", {}),
+    }
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "disaggregated over shm, then cached": {"transfer": {"transports": ["shm"]}},
+    "disaggregated over gRPC": {"transfer": {"transports": ["grpc"]}},
+    "local prefill on decode": {"router": {"local_prefill_max_tokens": 4096}},
+    # 1,912 tokens need 120 pages: the others are admitted beside them and then pushed out as all of them grow
+    "tiny page pool": {"decode": {"num_blocks": 124, "max_running": 24}, "router": {"local_prefill_max_tokens": 24}},
+    "chunk size 7": {
+        "prefill": {"max_step_tokens": 7, "max_running": 7},
+        "decode": {"max_step_tokens": 7, "max_running": 7},
+        "router": {"local_prefill_max_tokens": 40},
+    },
+}
+
+
+@asynccontextmanager
+async def oracle_cluster(folder: Path, mode: str) -> AsyncIterator[AsyncClient]:
+    async with running_cluster(folder, model_config(**MODES[mode])) as client:
+        yield client
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_cluster_equals_transformers(
+    tmp_path: Path, mode: str, prompts: list[list[int]], expected: list[tuple[int, ...]]
+) -> None:
+    async with oracle_cluster(tmp_path, mode) as client:
+        for attempt in ["cold", "cached"] if "cached" in mode else ["cold"]:
+            answers = await _all(client, prompts)
+            wrong = [
+                (i, len(prompts[i]), answer.token_ids, want)
+                for i, (answer, want) in enumerate(zip(answers, expected, strict=True))
+                if answer.token_ids != want
+            ]
+            assert not wrong, f"{mode}, {attempt}: {wrong}"
+            _check_mode(mode, attempt, answers)
+        if mode == "tiny page pool":
+            view = await worker(client, "decode")
+            assert view.status is not None
+            assert view.status.num_preemptions > 0
+        await until_idle(client)
+
+
+async def _all(client: AsyncClient, prompts: list[list[int]]) -> list[Generation]:
+    limit = asyncio.Semaphore(12)
+
+    async def one(prompt: list[int]) -> Generation:
+        async with limit:
+            return await client.generate(prompt, temperature=0, max_tokens=MAX_TOKENS)
+
+    return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+
+
+def _check_mode(mode: str, attempt: str, answers: list[Generation]) -> None:
+    """The mode was really exercised."""
+    kinds = {answer.plan.kind for answer in answers}
+    if "disaggregated" in mode:
+        assert kinds == {"remote"}
+        transport = "shm" if "shm" in mode else "grpc"
+        assert {answer.transfer.transport for answer in answers if answer.transfer.num_blocks} == {transport}
+    if mode == "local prefill on decode":
+        assert kinds == {"local"}
+    if attempt == "cached":
+        assert answers[-1].usage.num_cached_tokens == LONG_PROMPT // 16 * 16
+        assert answers[-1].transfer.num_blocks == 1
+
+
+async def test_sampled_answer_is_the_same_alone_in_a_batch_and_after_the_decode_worker_was_killed(
+    tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    options: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 48, "ignore_eos": True}
+    prompt = prompts[20]
+    async with running_cluster(tmp_path, model_config()) as client:
+        alone = await client.generate(prompt, **options)
+        crowd = [client.generate(other, temperature=1.0, max_tokens=48) for other in prompts[21:36]]
+        in_batch, *_ = await asyncio.gather(client.generate(prompt, **options), *crowd)
+        stream = client.stream(prompt, **options)
+        result = asyncio.create_task(stream.result())
+
+        async def decoding() -> bool:
+            view = await worker(client, "decode")
+            return view.status is not None and view.status.load.num_context_tokens > len(prompt) + 8
+
+        await until(decoding, timeout_s=30, what="some tokens are decoded")
+        await kill_worker(client, "decode")
+        killed = await result
+        assert alone.token_ids == in_batch.token_ids == killed.token_ids
+        assert alone.text == in_batch.text == killed.text
+        assert len(killed.plans) > 1, "the kill must have hit the stream"
+        await until_idle(client)

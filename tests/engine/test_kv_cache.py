@@ -1,0 +1,150 @@
+"""The KV store: bytes out, bytes in, and the same bytes seen from another process."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import LayoutMismatch
+from common.ids import BlockId
+from engine.executor import KvShape
+from engine.kv_cache import TorchKvStore, num_blocks_for_budget
+from engine.shared_memory import NONCE_BYTES
+
+CPU = torch.device("cpu")
+
+
+def make_shape(dtype: str = "float32") -> KvShape:
+    return KvShape(
+        num_layers=3,
+        num_kv_heads=2,
+        head_dim=6,
+        block_size=4,
+        dtype=dtype,
+        bytes_per_element=4 if dtype == "float32" else 2,
+        fingerprint="test",
+    )
+
+
+def make_store(dtype: str = "float32", num_blocks: int = 5) -> TorchKvStore:
+    """Return a store whose every element differs from its neighbours."""
+    store = TorchKvStore(make_shape(dtype), num_blocks, device=CPU)
+    for layer_idx, pages in enumerate(store.layers):
+        for half, page in enumerate(pages):
+            values = torch.arange(page.numel(), dtype=torch.float32) + 1000 * (2 * layer_idx + half)
+            page.copy_(values.view(page.shape))
+    return store
+
+
+def ids(*block_ids: int) -> list[BlockId]:
+    return [BlockId(i) for i in block_ids]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_read_blocks_when_order_is_scrambled_returns_each_block_contiguous(dtype: str) -> None:
+    store = make_store(dtype)
+    data = store.read_blocks(ids(3, 0, 4))
+    assert data.nbytes == 3 * store.shape.block_bytes
+    blocks = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).view(3, 3, 2, 4, 2, 6)
+    for row, block_id in enumerate((3, 0, 4)):
+        for layer_idx, (keys, values) in enumerate(store.layers):
+            assert torch.equal(blocks[row, layer_idx, 0], keys[block_id])
+            assert torch.equal(blocks[row, layer_idx, 1], values[block_id])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_write_blocks_when_given_what_was_read_restores_it_elsewhere(dtype: str) -> None:
+    source, target = make_store(dtype), TorchKvStore(make_shape(dtype), 7, device=CPU)
+    target.write_blocks(ids(6, 2), source.read_blocks(ids(1, 4)))
+    for (keys, values), (target_keys, target_values) in zip(source.layers, target.layers, strict=True):
+        assert torch.equal(target_keys[6], keys[1])
+        assert torch.equal(target_values[2], values[4])
+        assert not target_keys[[0, 1, 3, 4, 5]].any()
+    assert target.read_blocks(ids(6, 2)) == source.read_blocks(ids(1, 4))
+
+
+def test_read_blocks_when_pages_change_afterwards_keeps_the_copy() -> None:
+    store = make_store()
+    data = store.read_blocks(ids(1))
+    before = bytes(data)
+    store.clear_blocks(ids(1))
+    assert bytes(data) == before
+
+
+def test_read_blocks_when_no_block_is_asked_for_returns_nothing() -> None:
+    assert make_store().read_blocks([]).nbytes == 0
+
+
+@pytest.mark.parametrize("block_id", [-1, 5])
+def test_read_blocks_when_id_is_out_of_range_reports_layout_mismatch(block_id: int) -> None:
+    with pytest.raises(LayoutMismatch, match="no block"):
+        make_store().read_blocks(ids(block_id))
+
+
+@pytest.mark.parametrize("difference", [-1, 1])
+def test_write_blocks_when_size_is_wrong_reports_layout_mismatch_and_writes_nothing(difference: int) -> None:
+    store = make_store()
+    before = bytes(store.read_blocks(ids(0, 1)))
+    with pytest.raises(LayoutMismatch, match="2 blocks take"):
+        store.write_blocks(ids(0, 1), memoryview(bytes(2 * store.shape.block_bytes + difference)))
+    assert bytes(store.read_blocks(ids(0, 1))) == before
+
+
+def test_copy_block_when_copied_leaves_source_and_others_alone() -> None:
+    store = make_store()
+    before = [bytes(store.read_blocks(ids(i))) for i in range(5)]
+    store.copy_block(BlockId(2), BlockId(4))
+    assert [bytes(store.read_blocks(ids(i))) for i in range(5)] == [*before[:4], before[2]]
+
+
+def test_clear_blocks_when_page_holds_nan_zeroes_that_page_only() -> None:
+    store = make_store()
+    store.layers[1][1][3].fill_(float("nan"))
+    before = bytes(store.read_blocks(ids(0, 1, 2, 4)))
+    store.clear_blocks(ids(3))
+    assert not any(store.read_blocks(ids(3)))
+    assert bytes(store.read_blocks(ids(0, 1, 2, 4))) == before
+
+
+def test_num_blocks_for_budget_when_budget_is_between_pages_rounds_down() -> None:
+    shape = make_shape()
+    assert num_blocks_for_budget(3 * shape.block_bytes - 1, shape) == 2
+    assert num_blocks_for_budget(3 * shape.block_bytes, shape) == 3
+    with pytest.raises(ValueError, match="hold no page"):
+        num_blocks_for_budget(shape.block_bytes - 1, shape)
+
+
+def test_map_peer_when_region_has_another_size_reports_layout_mismatch() -> None:
+    store = make_store()
+    with pytest.raises(LayoutMismatch, match="expected"):
+        store.map_peer(memoryview(bytes(5 * store.shape.block_bytes + NONCE_BYTES - 1)), 5)
+
+
+_PEER = """
+    import sys, torch
+    from engine.executor import KvShape
+    from engine.kv_cache import TorchKvStore
+    from engine.shared_memory import map_peer_region
+    pid, fd, size_bytes, nonce = sys.argv[1:]
+    shape = KvShape(num_layers=3, num_kv_heads=2, head_dim=6, block_size=4, dtype="bfloat16", bytes_per_element=2,
+                    fingerprint="test")
+    region = map_peer_region(pid=int(pid), fd=int(fd), size_bytes=int(size_bytes), nonce=bytes.fromhex(nonce))
+    pages = TorchKvStore(shape, 2, device=torch.device("cpu")).map_peer(memoryview(region), 5)
+    sys.stdout.buffer.write(pages.read_blocks([4, 0, 2]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no anonymous memory files on this system")
+def test_map_peer_when_another_process_maps_the_region_reads_the_same_bytes_without_warnings() -> None:
+    store = make_store("bfloat16")
+    region = store.shared_region
+    assert region is not None
+    arguments = [str(os.getpid()), str(region.fd), str(region.size_bytes), region.nonce.hex()]
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(_PEER), *arguments]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert done.stderr.decode() == ""
+    assert np.frombuffer(done.stdout, np.uint8).tobytes() == bytes(store.read_blocks(ids(4, 0, 2)))

@@ -1,0 +1,273 @@
+"""engine.sampler against a straightforward reference, and the promises it makes about batches, ties and edges."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from common.errors import EngineFault
+from common.sampling import SamplingParams
+from engine.sampler import Sampler, SamplingRow, position_logprobs
+from tests.engine.sampling_reference import choice, distribution, shaped_logits
+
+EOS = frozenset({2})
+F32 = npt.NDArray[np.float32]
+
+torch.set_num_threads(1)
+
+
+def make_row(
+    *,
+    token_index: int = 0,
+    sample_index: int = 0,
+    prompt: tuple[int, ...] = (5, 6, 7),
+    output: tuple[int, ...] = (),
+    **params: Any,
+) -> SamplingRow:
+    return SamplingRow(
+        params=SamplingParams(**params),
+        sample_index=sample_index,
+        token_index=token_index,
+        prompt_token_ids=prompt,
+        output_token_ids=output,
+    )
+
+
+def make_logits(num_rows: int, vocab_size: int, *, seed: int = 0, scale: float = 2.5) -> F32:
+    return np.random.default_rng(seed).normal(size=(num_rows, vocab_size), scale=scale).astype(np.float32)
+
+
+def sample_ids(logits: F32, rows: list[SamplingRow]) -> list[int]:
+    sampler = Sampler(vocab_size=logits.shape[1], eos_token_ids=EOS)
+    return [sampled.token_id for sampled in sampler.sample(torch.from_numpy(logits), rows)]
+
+
+PARAMS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.3},
+    {"temperature": 7.0},
+    {"temperature": 1e-9},
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 63},
+    {"top_k": 64},
+    {"top_k": 65},
+    {"top_k": 1500},
+    {"top_k": 2**31 - 1},
+    {"top_p": 0.6},
+    {"top_p": 0.999, "temperature": 10.0},
+    {"top_p": 1e-12},
+    {"min_p": 0.2},
+    {"min_p": 1.0},
+    {"logit_bias": ((3, 4.0), (9, -100.0), (0, 2.5))},
+    {"repetition_penalty": 1.7},
+    {"repetition_penalty": 0.4},
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": -1.2},
+    {"min_tokens": 500, "stop_token_ids": (4, 8)},
+    {"min_tokens": 500, "stop_token_ids": (4, 8), "ignore_eos": True},
+    {"temperature": 0.0},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "logit_bias": ((1, 3.0),)},
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
+    {
+        "temperature": 1.4,
+        "top_k": 300,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.7,
+        "frequency_penalty": 0.4,
+        "logit_bias": ((11, 5.0),),
+        "min_tokens": 500,
+        "stop_token_ids": (11,),
+    },
+]
+
+
+@pytest.mark.parametrize("vocab_size", [16, 1100, 3000])
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_sample_with_each_parameter_equals_the_reference(params: dict[str, Any], vocab_size: int) -> None:
+    logits = make_logits(12, vocab_size)
+    rows = [
+        make_row(token_index=i, output=tuple(range(3, 3 + i % 5)) + (4,) * (i % 3), seed=9, max_tokens=999, **params)
+        for i in range(12)
+    ]
+    assert sample_ids(logits, rows) == [choice(each, row, EOS) for each, row in zip(logits, rows, strict=True)]
+
+
+def test_sample_in_a_mixed_batch_equals_sampling_each_row_alone() -> None:
+    logits = make_logits(2 * len(PARAMS), 3000, seed=4)
+    rows = [make_row(token_index=i, output=(3, 4, 4), seed=1, max_tokens=999, **p) for i, p in enumerate(PARAMS * 2)]
+    alone = [sample_ids(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
+    assert sample_ids(logits, rows) == alone
+    order = np.random.default_rng(0).permutation(len(rows))
+    assert sample_ids(logits[order], [rows[i] for i in order]) == [alone[i] for i in order]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sample_never_changes_the_logits_it_is_given(dtype: torch.dtype) -> None:
+    logits = torch.from_numpy(make_logits(len(PARAMS), 64)).to(dtype)
+    before = logits.clone()
+    rows = [make_row(output=(3,), max_tokens=999, **params) for params in PARAMS]
+    Sampler(vocab_size=64, eos_token_ids=EOS).sample(logits, rows)
+    assert torch.equal(logits, before)
+
+
+def test_sample_of_no_rows_returns_nothing() -> None:
+    assert Sampler(vocab_size=8, eos_token_ids=EOS).sample(torch.empty(0, 8), []) == []
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 0.0, "logit_bias": ((0, 0.0),)}], ids=str)
+def test_greedy_when_logits_tie_takes_the_smallest_token_id(params: dict[str, Any]) -> None:
+    logits = np.array([[0.0, 3.0, 1.0, 3.0, 3.0]], dtype=np.float32)
+    assert sample_ids(logits, [make_row(prompt=(), **params)]) == [1]
+
+
+@pytest.mark.parametrize("params", [{"top_k": 3}, {"top_p": 0.3}], ids=str)
+def test_filters_when_logits_tie_keep_the_smallest_token_ids(params: dict[str, Any]) -> None:
+    logits = np.zeros((200, 10), dtype=np.float32)
+    logits[:, ::2] = -0.0
+    rows = [make_row(token_index=i, prompt=(), **params) for i in range(200)]
+    assert set(sample_ids(logits, rows)) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 4}, {"top_p": 0.99}, {"min_p": 1e-6}], ids=str)
+def test_sample_when_tokens_are_impossible_never_chooses_them(params: dict[str, Any]) -> None:
+    logits = np.full((300, 12), -np.inf, dtype=np.float32)
+    logits[:, 3] = -1.0
+    logits[:, 9] = -2.0
+    rows = [make_row(token_index=i, prompt=(), **params) for i in range(300)]
+    assert set(sample_ids(logits, rows)) == {3, 9}
+
+
+@pytest.mark.parametrize("noise", [0.0, 1 - 2**-53])
+def test_sample_at_the_ends_of_the_noise_chooses_a_possible_token(
+    monkeypatch: pytest.MonkeyPatch, noise: float
+) -> None:
+    monkeypatch.setattr("engine.sampler.uniforms", lambda seeds, samples, tokens: np.full(len(seeds), noise))
+    logits = make_logits(50, 200)
+    logits[:, :3] = logits[:, -3:] = -np.inf
+    logits[:, 3] = logits[:, -4] = -800.0  # underflows to probability 0
+    for params in ({}, {"top_k": 60}, {"top_p": 0.9}, {"min_p": 0.5}):
+        rows = [make_row(prompt=(), **params) for _ in range(50)]
+        for token, each, row in zip(sample_ids(logits, rows), logits, rows, strict=True):
+            assert distribution(each, row, EOS)[token] > 0
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_k": 2}, {"top_p": 0.5}], ids=str)
+def test_sample_when_a_logit_is_not_a_number_or_infinite_raises_engine_fault(
+    params: dict[str, Any], bad: float
+) -> None:
+    logits = make_logits(3, 8)
+    logits[1, 5] = bad
+    with pytest.raises(EngineFault, match="row 1 "):
+        sample_ids(logits, [make_row(prompt=(), **params)] * 3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_sample_when_every_token_is_impossible_raises_engine_fault(temperature: float) -> None:
+    with pytest.raises(EngineFault, match="row 0 "):
+        sample_ids(np.full((1, 8), -np.inf, dtype=np.float32), [make_row(temperature=temperature, prompt=())])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("ignore_eos", "token_index", "expected"), [(False, 2, {0}), (True, 2, {2}), (False, 3, {2}), (True, 3, {2})]
+)
+def test_min_tokens_forbids_eos_until_reached_unless_eos_is_ignored(
+    temperature: float, ignore_eos: bool, token_index: int, expected: set[int]
+) -> None:
+    logits = np.array([[10.0, -30.0, 50.0, -30.0]], dtype=np.float32)
+    row = make_row(
+        token_index=token_index,
+        prompt=(),
+        output=(1,) * token_index,
+        min_tokens=3,
+        ignore_eos=ignore_eos,
+        temperature=temperature,
+    )
+    assert set(sample_ids(logits, [row])) == expected
+
+
+@pytest.mark.parametrize(("token_index", "expected"), [(0, 1), (1, 3)])
+def test_min_tokens_forbids_stop_tokens_even_when_eos_is_ignored(token_index: int, expected: int) -> None:
+    logits = np.array([[0.0, 5.0, 1.0, 9.0]], dtype=np.float32)
+    row = make_row(
+        token_index=token_index,
+        prompt=(),
+        output=(0,) * token_index,
+        min_tokens=1,
+        stop_token_ids=(3,),
+        ignore_eos=True,
+        temperature=0.0,
+    )
+    assert sample_ids(logits, [row]) == [expected]
+
+
+def test_penalties_count_output_tokens_and_only_repetition_sees_the_prompt() -> None:
+    logits = np.array([[4.0, -4.0, 4.0, 4.0]], dtype=np.float32)
+    row = make_row(
+        prompt=(0, 1, 1),
+        output=(2, 2, 2),
+        repetition_penalty=2.0,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+    )
+    expected = [2.0, -8.0, 2.0 - 0.5 - 3 * 0.25, 4.0]
+    assert shaped_logits(logits[0], row, EOS).tolist() == expected
+    rows = [
+        make_row(
+            prompt=(0, 1, 1),
+            output=(2, 2, 2),
+            token_index=i,
+            repetition_penalty=2.0,
+            presence_penalty=0.5,
+            frequency_penalty=0.25,
+        )
+        for i in range(4000)
+    ]
+    counts = np.bincount(sample_ids(np.repeat(logits, 4000, axis=0), rows), minlength=4)
+    probabilities = np.exp(expected) / np.exp(expected).sum()
+    assert np.abs(counts / 4000 - probabilities).max() < 0.02
+
+
+def test_logprobs_come_from_the_unshaped_logits_best_first() -> None:
+    logits = make_logits(3, 50)
+    rows = [
+        make_row(temperature=0.0, logit_bias=((7, 100.0),), num_logprobs=4),
+        make_row(temperature=0.0),
+        make_row(temperature=0.0, num_logprobs=0),
+    ]
+    sampled = Sampler(vocab_size=50, eos_token_ids=EOS).sample(torch.from_numpy(logits), rows)
+    exact = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
+    assert sampled[0].token_id == 7
+    assert sampled[1].logprobs is None
+    first, last = sampled[0].logprobs, sampled[2].logprobs
+    assert first is not None
+    assert last is not None
+    assert first.token_id == 7
+    assert first.logprob == pytest.approx(exact[0, 7], abs=1e-5)
+    best = np.argsort(-exact[0])[:4]
+    assert [token for token, _ in first.top] == best.tolist()
+    assert [value for _, value in first.top] == pytest.approx(exact[0, best], abs=1e-5)
+    assert (last.token_id, last.top) == (int(exact[2].argmax()), ())
+
+
+def test_logprobs_of_a_row_do_not_depend_on_what_its_neighbours_ask_for() -> None:
+    logits = torch.from_numpy(make_logits(2, 50))
+    sampler = Sampler(vocab_size=50, eos_token_ids=EOS)
+    together = sampler.sample(logits, [make_row(num_logprobs=2), make_row(num_logprobs=20, seed=5)])
+    assert together[0] == sampler.sample(logits[:1], [make_row(num_logprobs=2)])[0]
+
+
+def test_position_logprobs_tell_of_the_given_tokens_and_break_ties_by_id() -> None:
+    logits = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, -torch.inf, 2.0, 2.0]])
+    first, second = position_logprobs(logits, [3, 1], 3)
+    assert first.token_id == 3
+    assert first.logprob == pytest.approx(np.log(0.25))
+    assert [token for token, _ in first.top] == [0, 1, 2]
+    assert second.logprob == -np.inf
+    assert [token for token, _ in second.top] == [2, 3, 0]

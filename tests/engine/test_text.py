@@ -1,0 +1,339 @@
+"""engine.text against whole decodes, for every kind of vocabulary that a checkpoint may bring."""
+
+import functools
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+
+import pytest
+import tokenizers
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from common.fake_tokenizer import NUM_BYTES, byte_tokenizer
+from common.model_files import default_model_dir
+from engine.text import TextDelta, TextStream
+
+CORPUS = [
+    "Hello world, the stop is here.",
+    "naïve café – 东京都 こんにちは 😀😀 👩‍👩‍👧 Ω≈ç√ ﷽",
+    "END. \n\nUser: stop stopping",
+] * 3
+FALLBACK_PIECES = ["<unk>", "<s>", "</s>", "▁", "▁▁", "▁Hello", "▁a", "lo", "é", "stop", "▁st", "op", "s", "\n", "�"]
+
+
+@functools.cache
+def byte_level() -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=340,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|end|>", "<|user|>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens(["two words", "naïve"])
+    return tokenizer
+
+
+def byte_fallback(decoder: tokenizers.decoders.Decoder | None) -> tokenizers.Tokenizer:
+    pieces = [*FALLBACK_PIECES, *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens(["<s>", "</s>", "<unk>"])
+    return tokenizer
+
+
+@functools.cache
+def llama_like() -> tokenizers.Tokenizer:
+    chain = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    return byte_fallback(decoders.Sequence(chain))
+
+
+@functools.cache
+def gemma_like() -> tokenizers.Tokenizer:
+    return byte_fallback(decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]))
+
+
+@functools.cache
+def metaspace_with_fallback() -> tokenizers.Tokenizer:
+    return byte_fallback(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]))
+
+
+@functools.cache
+def metaspace() -> tokenizers.Tokenizer:
+    return byte_fallback(decoders.Metaspace())
+
+
+@functools.cache
+def wordpiece() -> tokenizers.Tokenizer:
+    vocab = {piece: i for i, piece in enumerate(["[UNK]", "play", "##ing", "##ed", ",", "the", "é", "don", "'", "t"])}
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(vocab=vocab, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+@functools.cache
+def undecorated() -> tokenizers.Tokenizer:
+    return byte_fallback(None)
+
+
+@functools.cache
+def default_model() -> tokenizers.Tokenizer:
+    path = default_model_dir() / "tokenizer.json"
+    if not path.is_file():
+        pytest.skip("the default model has not been fetched")
+    return tokenizers.Tokenizer.from_file(str(path))
+
+
+BYTE_LEVEL = [byte_level, pytest.param(default_model, marks=pytest.mark.model)]
+FALLBACK = [llama_like, gemma_like, metaspace_with_fallback]
+TEXT_ONLY = [metaspace, wordpiece, undecorated]
+STOPS = [(), ("stop",), ("\n\n",), ("stop", "top is", "o"), ("aab", "aabaaab"), (" a a", "😀😀", "é"), ("�",)]
+BYTE_PIECES = [byte_tokenizer().id_to_token(byte) or "" for byte in range(NUM_BYTES)]
+# Whatever bytes could complete a character, and one that cannot.
+COMPLETIONS = [b"A", *(bytes([first, 0x80, 0x80])[:n] for first in (0x80, 0x90, 0xA0, 0xBF) for n in (1, 2, 3))]
+
+Make = Callable[[], tokenizers.Tokenizer]
+relaxed = settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+
+
+def open_stream(tokenizer: tokenizers.Tokenizer, stop: Sequence[str] = (), *, special: bool = False) -> TextStream:
+    return TextStream(tokenizer, stop=tuple(stop), include_special_tokens=special)
+
+
+def run(stream: TextStream, token_ids: Sequence[int]) -> str:
+    """Return all text, as a worker reads it: up to the stop, or with what flush gives."""
+    text = ""
+    for token_id in token_ids:
+        delta = stream.push(token_id)
+        text += delta.text
+        if delta.stopped:
+            return text
+    return text + stream.flush()
+
+
+def cut(text: str, stops: Sequence[str]) -> str:
+    """Return the text before the first stop string: first to end, of these the longest."""
+    found = [(text.find(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
+    if not found:
+        return text
+    end, minus_length = min(found)
+    return text[: end + minus_length]
+
+
+def without_begun_stop(text: str, stops: Sequence[str]) -> str:
+    """Return the text without the longest ending that is the beginning of a stop string."""
+    begun = [n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+    return text[: len(text) - max(begun, default=0)]
+
+
+def id_of(tokenizer: tokenizers.Tokenizer, piece: str) -> int:
+    found = tokenizer.token_to_id(piece)
+    assert found is not None, piece
+    return found
+
+
+def byte_ids(tokenizer: tokenizers.Tokenizer, raw: bytes) -> list[int]:
+    """Return tokens that spell bytes one by one."""
+    if tokenizer.token_to_id("<0x00>") is not None:
+        return [id_of(tokenizer, f"<0x{byte:02X}>") for byte in raw]
+    return [id_of(tokenizer, BYTE_PIECES[byte]) for byte in raw]
+
+
+def certain_text(tokenizer: tokenizers.Tokenizer, token_ids: Sequence[int]) -> str:
+    """Return what all continuations of the tokens have in common."""
+    decoded = [tokenizer.decode([*token_ids, *byte_ids(tokenizer, raw)]) for raw in COMPLETIONS]
+    shared = takewhile(lambda chars: len(set(chars)) == 1, zip(*decoded, strict=False))
+    return "".join(chars[0] for chars in shared)
+
+
+@pytest.mark.parametrize("make", BYTE_LEVEL)
+@pytest.mark.parametrize("special", [False, True])
+@given(data=st.data())
+@relaxed
+def test_stream_of_any_byte_level_tokens_equals_the_whole_decode_up_to_the_stop(
+    make: Make, special: bool, data: st.DataObject
+) -> None:
+    tokenizer = make()
+    some_ids = st.integers(0, tokenizer.get_vocab_size() + 3) | st.sampled_from(tokenizer.encode(CORPUS[1]).ids)
+    token_ids = data.draw(st.lists(some_ids, max_size=40))
+    stops = data.draw(st.sampled_from(STOPS))
+    whole = tokenizer.decode(token_ids, skip_special_tokens=not special)
+    assert run(open_stream(tokenizer, stops, special=special), token_ids) == cut(whole, stops)
+
+
+@pytest.mark.parametrize("make", BYTE_LEVEL)
+@given(data=st.data())
+@relaxed
+def test_stream_after_each_byte_level_token_has_emitted_all_that_is_certain_and_no_more(
+    make: Make, data: st.DataObject
+) -> None:
+    tokenizer = make()
+    raw = data.draw(st.text(max_size=6).map(str.encode) | st.binary(max_size=12))
+    token_ids = byte_ids(tokenizer, bytes(b for b in raw if tokenizer.token_to_id(BYTE_PIECES[b]) is not None))
+    stops = data.draw(st.sampled_from([(), ("AA",), ("é\x80", "😀")]))
+    stream, emitted = open_stream(tokenizer, stops), ""
+    for n, token_id in enumerate(token_ids, start=1):
+        delta = stream.push(token_id)
+        emitted += delta.text
+        certain = certain_text(tokenizer, token_ids[:n])
+        if delta.stopped:
+            assert emitted == cut(certain, stops) != certain
+            break
+        assert emitted == without_begun_stop(certain, stops)
+
+
+@pytest.mark.parametrize("make", FALLBACK)
+@given(
+    items=st.lists(
+        st.sampled_from(FALLBACK_PIECES) | st.characters(codec="utf-8").map(lambda char: f"byte:{char}"), max_size=30
+    ),
+    stops=st.sampled_from(STOPS),
+)
+@example(items=["byte: ", "▁a"], stops=())
+@example(items=["▁", "▁", "▁a"], stops=())
+@example(items=["<s>", "▁Hello"], stops=())
+@example(items=["byte:é", "<s>", "byte:é"], stops=())
+@relaxed
+def test_stream_of_valid_byte_fallback_tokens_equals_the_whole_decode_up_to_the_stop(
+    make: Make, items: list[str], stops: tuple[str, ...]
+) -> None:
+    tokenizer = make()
+    token_ids: list[int] = []
+    for item in items:
+        spelled = item.removeprefix("byte:")
+        token_ids += byte_ids(tokenizer, spelled.encode()) if spelled != item else [id_of(tokenizer, item)]
+    assert run(open_stream(tokenizer, stops), token_ids) == cut(tokenizer.decode(token_ids), stops)
+
+
+@pytest.mark.parametrize("make", TEXT_ONLY)
+@given(data=st.data())
+@relaxed
+def test_stream_of_any_text_tokens_equals_the_whole_decode_up_to_the_stop(make: Make, data: st.DataObject) -> None:
+    tokenizer = make()
+    token_ids = data.draw(st.lists(st.integers(0, min(14, tokenizer.get_vocab_size() - 1)), max_size=30))
+    stops = data.draw(st.sampled_from(STOPS))
+    assert run(open_stream(tokenizer, stops), token_ids) == cut(tokenizer.decode(token_ids), stops)
+
+
+@pytest.mark.parametrize("make", [*BYTE_LEVEL, *FALLBACK, *TEXT_ONLY])
+@given(data=st.data())
+@relaxed
+def test_stream_primed_with_any_beginning_emits_the_same_deltas_as_the_uninterrupted_one(
+    make: Make, data: st.DataObject
+) -> None:
+    tokenizer = make()
+    token_ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=30))
+    num_before = data.draw(st.integers(0, len(token_ids)))
+    stops = data.draw(st.sampled_from(STOPS))
+    uninterrupted, resumed = open_stream(tokenizer, stops), open_stream(tokenizer, stops)
+    for token_id in token_ids[:num_before]:
+        uninterrupted.push(token_id)
+    resumed.prime(token_ids[:num_before])
+    rest = token_ids[num_before:]
+    assert [resumed.push(token_id) for token_id in rest] == [uninterrupted.push(token_id) for token_id in rest]
+    assert resumed.flush() == uninterrupted.flush()
+
+
+@pytest.mark.model
+def test_stream_of_the_default_models_multilingual_text_gives_the_text_back_character_by_character() -> None:
+    tokenizer = default_model()
+    text = "".join(CORPUS)
+    token_ids = tokenizer.encode(text).ids
+    stream = open_stream(tokenizer)
+    deltas = [stream.push(token_id).text for token_id in token_ids]
+    assert "".join(deltas) == text
+    assert stream.flush() == ""
+    assert "�" not in text
+
+
+def test_stream_of_invalid_fallback_bytes_replaces_each_and_keeps_the_characters_already_sent() -> None:
+    tokenizer = llama_like()
+    stream = open_stream(tokenizer)
+    deltas = [stream.push(token_id).text for token_id in byte_ids(tokenizer, b"\xff\xc3\xa9\xe4\xbd!\xe4\xbd")]
+    assert deltas == ["�", "", "é", "", "", "��!", "", ""]
+    assert stream.flush() == "��"
+
+
+def test_stream_when_text_follows_an_incomplete_character_replaces_its_bytes_first() -> None:
+    tokenizer = llama_like()
+    token_ids = [*byte_ids(tokenizer, b"\xe4\xbd"), id_of(tokenizer, "▁Hello")]
+    stream = open_stream(tokenizer)
+    assert [stream.push(token_id).text for token_id in token_ids] == ["", "", "�� Hello"]
+    assert tokenizer.decode(token_ids) == "�� Hello"
+
+
+def test_stream_of_endless_invalid_bytes_never_holds_back_more_than_one_character() -> None:
+    tokenizer = byte_level()
+    stream = open_stream(tokenizer)
+    lead = byte_ids(tokenizer, b"\xf0")[0]
+    assert [stream.push(lead).text for _ in range(500)] == ["", *["�"] * 499]
+    assert stream.flush() == "�"
+
+
+def push_text(stops: tuple[str, ...], *tokens: str) -> list[tuple[str, bool]]:
+    tokenizer = byte_fallback(decoders.Fuse())
+    tokenizer.add_tokens(list(tokens))
+    stream = open_stream(tokenizer, stops)
+    deltas: list[TextDelta] = [stream.push(id_of(tokenizer, token)) for token in tokens]
+    return [(delta.text, delta.stopped) for delta in deltas]
+
+
+def test_stop_string_over_three_tokens_is_held_back_and_never_emitted() -> None:
+    assert push_text(("stop",), "x s", "t", "op y") == [("x ", False), ("", False), ("", True)]
+
+
+def test_stop_string_that_does_not_come_true_is_emitted_as_soon_as_that_is_certain() -> None:
+    assert push_text(("stop",), "s", "to", "x") == [("", False), ("", False), ("stox", False)]
+
+
+def test_stop_string_that_begins_inside_a_failed_beginning_is_found() -> None:
+    assert push_text(("aab",), "a", "a", "ab") == [("", False), ("", False), ("a", True)]
+
+
+def test_stop_strings_complete_at_the_same_character_cut_before_the_longest() -> None:
+    assert push_text(("b", "aab"), "xaa", "bz") == [("x", False), ("", True)]
+
+
+def test_stop_string_complete_first_wins_over_one_that_began_earlier() -> None:
+    assert push_text(("abcd", "bc"), "xabcd") == [("xa", True)]
+
+
+def test_stop_string_of_one_character_stops_at_its_first_occurrence() -> None:
+    assert push_text(("o",), "hello world") == [("hell", True)]
+
+
+def test_stream_after_a_stop_string_emits_nothing_more() -> None:
+    assert push_text(("b",), "ab", "cd") == [("a", True), ("", True)]
+    tokenizer = llama_like()
+    stream = open_stream(tokenizer, ("lo",))
+    stream.prime([id_of(tokenizer, "lo"), id_of(tokenizer, "é")])
+    assert stream.flush() == ""
+
+
+def test_flush_returns_the_begun_stop_string_once() -> None:
+    tokenizer = llama_like()
+    stream = open_stream(tokenizer, ("stop",))
+    assert stream.push(id_of(tokenizer, "▁st")).text == ""
+    assert stream.flush() == "st"
+    assert stream.flush() == ""
+
+
+def test_flush_when_the_replaced_bytes_complete_a_stop_string_cuts_before_it() -> None:
+    tokenizer = byte_level()
+    stream = open_stream(tokenizer, ("x�",))
+    stream.prime(byte_ids(tokenizer, b"yx\xe4"))
+    assert stream.flush() == ""
+    again = open_stream(tokenizer, ("x�",))
+    assert [again.push(token_id).text for token_id in byte_ids(tokenizer, b"yx\xe4")] == ["y", "", ""]
+
+
+@pytest.mark.parametrize(("special", "expected"), [(False, "Hello"), (True, "<s> Hello</s>")])
+def test_special_tokens_are_in_the_text_only_when_asked_for(special: bool, expected: str) -> None:
+    tokenizer = llama_like()
+    token_ids = [id_of(tokenizer, token) for token in ("<s>", "▁Hello", "</s>")]
+    assert run(open_stream(tokenizer, special=special), token_ids) == expected

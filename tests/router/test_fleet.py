@@ -1,0 +1,196 @@
+"""Membership, parity, events and load, seen through a running router."""
+
+import asyncio
+import json
+import urllib.request
+
+import pytest
+
+from common.block_hash import hash_blocks
+from common.clock import ManualClock
+from common.config import RouterConfig
+from common.ids import BlockHash, WorkerId
+from kvrelay.v1 import inference_pb2, worker_pb2
+from router.facts import Endpoint
+from router.member import SETTLE_S, Member
+from router.worker_client import WorkerClient
+from tests.router.fakes import (
+    BLOCK_SIZE,
+    DECODE,
+    PREFILL,
+    ROOT,
+    TIMEOUT_S,
+    FakeWorker,
+    Shape,
+    TestCluster,
+    config_with,
+    make_request,
+    prompt_of,
+    running_cluster,
+)
+
+HASHES = hash_blocks(prompt_of(12), root=ROOT, block_size=BLOCK_SIZE)
+
+
+async def predicted(cluster: TestCluster, num_prompt_tokens: int = 14) -> int:
+    reply = await cluster.generate(make_request(num_prompt_tokens, max_tokens=2))
+    return reply.plans[0].predicted_cached_tokens
+
+
+async def until_blocks(cluster: TestCluster, count: int) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while (await cluster.status()).router.num_index_blocks != count:
+            pass
+
+
+@pytest.mark.parametrize(
+    ("shape", "why"),
+    [
+        (Shape(fingerprint="other"), "fingerprint is 'other', but worker d0 has 'fake-model'"),
+        (Shape(block_size=8), "block_size is 8, but worker d0 has 4"),
+        (Shape(vocab_size=300), "vocab_size is 300"),
+        (Shape(model_name="x"), "model_name is 'x'"),
+        (Shape(probe=b"0" * 16), "hash_probe differs"),
+        (Shape(num_blocks=0), "must be positive"),
+    ],
+)
+async def test_worker_that_does_not_fit_is_refused_and_says_why(shape: Shape, why: str) -> None:
+    good, bad = FakeWorker("d0", DECODE), FakeWorker("d1", DECODE, shape=shape)
+    async with running_cluster(good) as cluster:
+        await bad.start()
+        assert await cluster.set_workers(good, bad) == 1
+        view = await cluster.until_state("d1", "refused")
+        assert why in view.state
+        assert not view.HasField("status")
+        await cluster.generate(make_request())
+        assert not bad.requests
+        await bad.die()
+
+
+async def test_worker_of_another_name_or_role_is_refused() -> None:
+    worker = FakeWorker("d0", DECODE)
+    async with running_cluster() as cluster:
+        await worker.start()
+        as_prefill = worker.endpoint
+        as_prefill.role = PREFILL
+        other = worker.endpoint
+        other.worker_id = "d9"
+        for endpoint, why in ((as_prefill, "role is decode, wanted prefill"), (other, "is worker 'd0', not 'd9'")):
+            cluster.router.fleet.set_workers(
+                [Endpoint(worker_id=WorkerId(endpoint.worker_id), role=endpoint.role, address=endpoint.address)]
+            )
+            assert why in (await cluster.until_state(endpoint.worker_id, "refused")).state
+        await worker.die()
+
+
+async def test_refused_worker_that_comes_back_right_is_used() -> None:
+    good, bad = FakeWorker("d0", DECODE), FakeWorker("d1", DECODE, shape=Shape(fingerprint="other"))
+    async with running_cluster(good) as cluster:
+        await bad.start()
+        await cluster.set_workers(good, bad)
+        await cluster.until_state("d1", "refused")
+        bad.shape = Shape()
+        await bad.restart()
+        await cluster.until_state("d1", "ready")
+        await bad.die()
+
+
+async def test_set_workers_is_idempotent() -> None:
+    worker = FakeWorker("d0", DECODE)
+    async with running_cluster(worker) as cluster:
+        for _ in range(3):
+            assert await cluster.set_workers(worker) == 1
+        assert worker.num_watches == 1
+
+
+async def test_removed_worker_gets_no_new_requests_but_ends_what_it_has() -> None:
+    old, new = FakeWorker("d0", DECODE), FakeWorker("d1", DECODE)
+    old.gates.close("token 3")
+    async with running_cluster(old) as cluster:
+        generating = asyncio.create_task(cluster.generate(make_request()))
+        await old.gates.reached("token 3")
+        await new.start()
+        await cluster.set_workers(new)
+        await cluster.until_state("d1", "ready")
+        assert [view.worker_id for view in (await cluster.status()).workers] == ["d1"]
+        await cluster.generate(make_request())
+        old.gates.open("token 3")
+        assert len((await generating).token_ids()) == 6
+        assert (len(old.requests), len(new.requests)) == (1, 1)
+        await new.die()
+
+
+async def test_status_shows_every_worker_and_its_own_report() -> None:
+    prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+    decode.set_load(num_running=3)
+    async with running_cluster(decode, prefill) as cluster:
+        status = await cluster.status()
+        assert [(view.worker_id, view.role, view.state) for view in status.workers] == [
+            ("p0", PREFILL, "ready"),
+            ("d0", DECODE, "ready"),
+        ]
+        assert status.workers[1].status.load.num_running == 3
+        assert status.router.policy == "prefix_affinity"
+        await prefill.die()
+        view = await cluster.until_state("p0", "lost")
+        assert not view.HasField("status")
+
+
+async def test_events_feed_the_index() -> None:
+    prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+    prefill.blocks.update(HASHES[:1])
+    async with running_cluster(prefill, decode) as cluster:
+        await until_blocks(cluster, 1)  # the snapshot
+        prefill.publish(stored=HASHES)
+        await until_blocks(cluster, 3)
+        prefill.publish(removed=HASHES[2:])
+        await until_blocks(cluster, 2)
+        assert await predicted(cluster) == 2 * BLOCK_SIZE
+
+
+async def test_gap_in_events_leads_to_a_snapshot() -> None:
+    prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+    async with running_cluster(prefill, decode) as cluster:
+        prefill.blocks.update(HASHES)  # the messages that told of these are lost
+        prefill.publish(lost=1)
+        await until_blocks(cluster, 3)
+        assert prefill.num_watches == 2
+        assert await predicted(cluster) == 3 * BLOCK_SIZE
+
+
+async def test_new_epoch_forgets_the_blocks_of_the_old_one() -> None:
+    prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+    prefill.blocks.update(HASHES)
+    async with running_cluster(prefill, decode) as cluster:
+        await until_blocks(cluster, 3)
+        await prefill.restart()
+        await until_blocks(cluster, 0)
+        await cluster.until_state("p0", "ready")
+        assert await predicted(cluster) == 0
+
+
+async def test_routing_expects_the_blocks_that_it_sends() -> None:
+    prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+    async with running_cluster(prefill, decode) as cluster:
+        assert [await predicted(cluster), await predicted(cluster)] == [0, 3 * BLOCK_SIZE]
+
+
+def make_member(*, num_blocks: int = 10) -> Member:
+    endpoint = Endpoint(worker_id=WorkerId("d0"), role=DECODE, address="127.0.0.1:1")
+    member = Member(endpoint=endpoint, client=WorkerClient(endpoint.address))
+    shape = Shape(num_blocks=num_blocks)
+    member.begin_life(
+        __import__("router.facts", fromlist=["WorkerFacts"]).WorkerFacts(
+            worker_id=WorkerId("d0"),
+            epoch=1,
+            role=DECODE,
+            model_name=shape.model_name,
+            fingerprint=shape.fingerprint,
+            block_size=shape.block_size,
+            num_blocks=num_blocks,
+            vocab_size=shape.vocab_size,
+            max_model_len=shape.max_model_len,
+            hash_probe=b"",
+        )
+    )
+    return member

@@ -1,0 +1,345 @@
+"""Requests that meet no failure."""
+
+import asyncio
+
+import pytest
+
+from common.errors import DeadlineExceeded, KvrelayError, Overloaded, WorkerLost
+from kvrelay.v1 import inference_pb2, sampling_pb2
+from tests.router.fakes import (
+    BLOCK_SIZE,
+    DECODE,
+    PREFILL,
+    TIMEOUT_S,
+    FakeWorker,
+    Reply,
+    Shape,
+    answer,
+    config_with,
+    make_request,
+    prompt_of,
+    running_cluster,
+)
+
+
+def pair() -> tuple[FakeWorker, FakeWorker]:
+    return FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+
+
+async def test_generate_remote_plan_delivers_every_token_and_the_facts() -> None:
+    prefill, decode = pair()
+    prefill.num_cached_tokens, decode.num_cached_tokens = 4, 8
+    async with running_cluster(prefill, decode) as cluster:
+        reply = await cluster.generate(make_request(10, max_tokens=6))
+        assert reply.token_ids() == answer(prompt_of(10), 6)
+        assert reply.messages[0].accepted.num_prompt_tokens == 10
+        assert [(p.kind, p.prefill_worker_id, p.decode_worker_id, p.attempt) for p in reply.plans] == [
+            (inference_pb2.PLAN_KIND_REMOTE, "p0", "d0", 1)
+        ]
+        completed = reply.completed
+        assert completed.usage == inference_pb2.Usage(
+            num_prompt_tokens=10, num_output_tokens=6, num_cached_tokens=4, num_decode_cached_tokens=8
+        )
+        assert (completed.num_attempts, completed.transfer.kv_bytes, completed.timings.prefill_s) == (1, 100, 0.25)
+        assert (completed.timings.transfer_s, completed.timings.transfer_exposed_s) == (0.5, 0.125)
+        assert 0 < completed.timings.queue_s <= completed.timings.ttft_s <= completed.timings.e2e_s
+        handoff = decode.requests[0].handoff
+        assert handoff.handoff_id == prefill.requests[0].handoff_id != ""
+        assert (handoff.prefill_worker_id, handoff.prefill_epoch) == ("p0", prefill.epoch)
+        assert handoff.prefill_address == prefill.address
+        status = await cluster.until_idle()
+        assert status.num_completed == 1
+
+
+async def test_generate_without_prefill_worker_plans_local() -> None:
+    decode = FakeWorker("d0", DECODE, num_cached_tokens=4)
+    async with running_cluster(decode) as cluster:
+        reply = await cluster.generate(make_request(10, max_tokens=3))
+        assert reply.token_ids() == answer(prompt_of(10), 3)
+        assert [plan.kind for plan in reply.plans] == [inference_pb2.PLAN_KIND_LOCAL]
+        assert not decode.requests[0].HasField("handoff")
+        assert (reply.completed.usage.num_cached_tokens, reply.completed.timings.prefill_s) == (4, 0.25)
+        await cluster.until_idle()
+
+
+@pytest.mark.parametrize("num_tokens", [BLOCK_SIZE * 2 - 1, BLOCK_SIZE * 2, BLOCK_SIZE * 2 + 1])
+async def test_sequence_spec_has_a_hash_for_each_full_block(num_tokens: int) -> None:
+    prefill, decode = pair()
+    async with running_cluster(prefill, decode) as cluster:
+        await cluster.generate(make_request(num_tokens))
+        for worker in (prefill, decode):
+            assert len(worker.requests[0].sequence.block_hashes) == 16 * (num_tokens // BLOCK_SIZE)
+
+
+async def test_generate_short_suffix_on_decode_plans_local_the_second_time() -> None:
+    prefill, decode = pair()
+    async with running_cluster(prefill, decode, config=config_with(local_prefill_max_tokens=4)) as cluster:
+        first = await cluster.generate(make_request(12))
+        second = await cluster.generate(make_request(12))
+    # 12 tokens are 3 blocks; the last token is always computed, so 8 tokens count as cached.
+    assert [plan.kind for plan in first.plans + second.plans] == [
+        inference_pb2.PLAN_KIND_REMOTE,
+        inference_pb2.PLAN_KIND_LOCAL,
+    ]
+    assert second.plans[0].predicted_cached_tokens == 8
+    assert first.token_ids() == second.token_ids()
+
+
+async def test_generate_when_first_token_is_the_last_cancels_decode() -> None:
+    prefill, decode = pair()
+    decode.gates.close("fetch")  # decode never gets anywhere by itself
+    async with running_cluster(prefill, decode) as cluster:
+        reply = await cluster.generate(make_request(10, max_tokens=1))
+        assert reply.token_ids() == answer(prompt_of(10), 1)
+        assert reply.tokens[-1].finish_reason == sampling_pb2.FINISH_REASON_LENGTH
+        await cluster.until_idle()
+        assert decode.calls["cancelled"] == 1
+
+
+async def test_generate_two_samples_delivers_both_and_ends_each_by_itself() -> None:
+    prefill, decode = pair()
+    prompt = prompt_of(10)
+    first, second = answer(prompt, 6, 0), answer(prompt, 6, 1)
+    stop = first[2]
+    assert stop not in second
+    async with running_cluster(prefill, decode) as cluster:
+        reply = await cluster.generate(make_request(10, n=2, stop_token_ids=[stop]))
+        assert (reply.token_ids(0), reply.token_ids(1)) == (first[:3], second)
+        assert reply.completed.usage.num_output_tokens == 9
+
+
+async def test_generate_prompt_logprobs_are_delivered_once() -> None:
+    prefill, decode = pair()
+    request = make_request(10)
+    request.sampling.prompt_logprobs = 0
+    async with running_cluster(prefill, decode) as cluster:
+        reply = await cluster.generate(request)
+        with_logprobs = [m.tokens for m in reply.messages if m.tokens.prompt_logprobs]
+        assert [[entry.chosen.token_id for entry in delta.prompt_logprobs] for delta in with_logprobs] == [prompt_of(10)]
+        assert with_logprobs[0].tokens[0].token_index == 0
+
+
+async def test_generate_draws_a_seed_and_reports_it() -> None:
+    prefill, decode = pair()
+    async with running_cluster(prefill, decode) as cluster:
+        drawn = await cluster.generate(make_request())
+        assert drawn.completed.seed == decode.requests[0].sequence.sampling.seed
+        request = make_request()
+        request.sampling.seed = 7
+        assert (await cluster.generate(request)).completed.seed == 7
+
+
+@pytest.mark.parametrize("num_duplicates", [1, 3])
+async def test_generate_duplicate_tokens_are_dropped(num_duplicates: int) -> None:
+    prefill, decode = pair()
+    decode.num_duplicates = num_duplicates
+    async with running_cluster(prefill, decode) as cluster:
+        assert (await cluster.generate(make_request(10))).token_ids() == answer(prompt_of(10), 6)
+
+
+async def test_generate_max_tokens_is_clipped_to_the_room_in_the_context() -> None:
+    prefill, decode = pair()
+    async with running_cluster(prefill, decode) as cluster:
+        reply = await cluster.generate(make_request(195, max_tokens=1000))
+        assert len(reply.token_ids()) == 5  # max_model_len is 200
+
+
+async def test_generate_text_and_chat_are_tokenized_as_tokenize_does() -> None:
+    decode = FakeWorker("d0", DECODE)
+    chat = inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role="user", content="hi")])
+    sampling = sampling_pb2.SamplingParams(max_tokens=1)
+    async with running_cluster(decode) as cluster:
+        await cluster.generate(inference_pb2.GenerateRequest(chat=chat, sampling=sampling))
+        await cluster.generate(inference_pb2.GenerateRequest(text="hi", sampling=sampling))
+        tokenized = await cluster.inference.Tokenize(inference_pb2.TokenizeRequest(chat=chat))
+    assert list(decode.requests[0].sequence.prompt_token_ids) == list(tokenized.token_ids)
+    assert "".join(tokenized.pieces) == "user: hi\nassistant:"
+    assert bytes(decode.requests[1].sequence.prompt_token_ids) == b"hi"
+
+
+async def test_list_models_tells_what_workers_told() -> None:
+    async with running_cluster(FakeWorker("d0", DECODE)) as cluster:
+        models = (await cluster.inference.ListModels(inference_pb2.ListModelsRequest())).models
+        assert [(m.name, m.max_model_len, m.vocab_size, m.fingerprint) for m in models] == [
+            ("fake", 200, 256, "fake-model")
+        ]
+
+
+async def test_generate_before_any_worker_waits_for_one() -> None:
+    decode = FakeWorker("d0", DECODE)
+    async with running_cluster() as cluster:
+        assert not (await cluster.inference.ListModels(inference_pb2.ListModelsRequest())).models
+        generating = asyncio.create_task(cluster.generate(make_request(10)))
+        await cluster.until_queued(1)
+        await decode.start()
+        await cluster.set_workers(decode)
+        assert (await generating).token_ids() == answer(prompt_of(10), 6)
+        await decode.die()
+
+
+async def test_generate_without_any_worker_fails_after_the_queue_timeout() -> None:
+    async with running_cluster(config=config_with(queue_timeout_s=0.05)) as cluster:
+        with pytest.raises(WorkerLost, match="no decode worker"):
+            await cluster.generate(make_request())
+        await cluster.until_idle()
+
+
+async def test_generate_when_decode_refuses_waits_until_its_load_changes() -> None:
+    prefill, decode = pair()
+    decode.num_refusals = 1  # and asks to come back in 30 s, longer than the test may take
+    async with running_cluster(prefill, decode) as cluster:
+        generating = asyncio.create_task(cluster.generate(make_request(10)))
+        await cluster.until_queued(1)
+        async with asyncio.timeout(TIMEOUT_S):
+            while not decode.requests:
+                await cluster.status()
+        await cluster.until_queued(1)
+        decode.set_load(num_free_blocks=40)
+        reply = await generating
+        assert reply.token_ids() == answer(prompt_of(10), 6)
+        assert (reply.completed.num_attempts, len(decode.requests)) == (1, 2)
+        assert (await cluster.until_idle()).num_replans == 0
+
+
+async def test_generate_when_one_decode_worker_refuses_takes_the_other() -> None:
+    prefill, first, second = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE), FakeWorker("d1", DECODE)
+    first.num_refusals = second.num_refusals = 0
+    second.set_load(num_running=5, num_free_blocks=64)
+    first.num_refusals = 1
+    async with running_cluster(prefill, first, second) as cluster:
+        reply = await cluster.generate(make_request(10))
+        assert (len(first.requests), [plan.decode_worker_id for plan in reply.plans]) == (1, ["d1"])
+
+
+async def test_generate_when_prefill_refuses_releases_decode_and_waits() -> None:
+    prefill, decode = pair()
+    prefill.num_refusals = 1
+    async with running_cluster(prefill, decode) as cluster:
+        generating = asyncio.create_task(cluster.generate(make_request(10)))
+        async with asyncio.timeout(TIMEOUT_S):
+            while not prefill.requests or decode.num_running_calls:
+                await cluster.status()
+        prefill.set_load(num_waiting=1)
+        assert (await generating).token_ids() == answer(prompt_of(10), 6)
+        await cluster.until_idle()
+
+
+async def test_generate_when_refused_for_too_long_is_overloaded_with_retry_info() -> None:
+    prefill, decode = pair()
+    decode.num_refusals = 1
+    async with running_cluster(prefill, decode, config=config_with(queue_timeout_s=0.2)) as cluster:
+        with pytest.raises(Overloaded) as caught:
+            await cluster.generate(make_request())
+        assert caught.value.retry_after_s == 1.0
+        await cluster.until_idle()
+
+
+async def test_generate_never_books_more_pages_than_decode_has() -> None:
+    prefill, decode = pair()
+    decode.shape = Shape(num_blocks=8)
+    decode.report.num_blocks = decode.report.num_free_blocks = 8
+    decode.gates.close("reserve")  # no reservation is acknowledged, no report comes: only bookings count
+    async with running_cluster(prefill, decode) as cluster:
+        # 10 tokens: 2 full blocks and one more, so two requests fit into 8 pages and a third does not.
+        generating = [asyncio.create_task(cluster.generate(make_request(10))) for _ in range(3)]
+        async with asyncio.timeout(TIMEOUT_S):
+            while (status := (await cluster.status()).router).num_active != 2 or len(decode.requests) != 2:
+                pass
+        assert status.num_queued == 1
+        decode.gates.open("reserve")
+        replies = await asyncio.gather(*generating)
+        assert [reply.token_ids() for reply in replies] == [answer(prompt_of(10), 6)] * 3
+        await cluster.until_idle()
+
+
+async def test_generate_when_queue_is_full_is_refused_with_retry_info() -> None:
+    prefill, decode = pair()
+    decode.report.num_free_blocks, decode.report.num_running = 0, 1
+    async with running_cluster(prefill, decode, config=config_with(max_queued=2)) as cluster:
+        waiting = [asyncio.create_task(cluster.generate(make_request(10))) for _ in range(2)]
+        await cluster.until_queued(2)
+        with pytest.raises(Overloaded) as caught:
+            await cluster.generate(make_request())
+        assert caught.value.retry_after_s == 1.0
+        decode.set_load(num_free_blocks=64)
+        for reply in await asyncio.gather(*waiting):
+            assert reply.token_ids() == answer(prompt_of(10), 6)
+        assert (await cluster.until_idle()).num_failed == 1
+
+
+async def test_waiting_requests_are_served_in_order_of_arrival() -> None:
+    prefill, decode = pair()
+    decode.report.num_free_blocks, decode.report.num_running = 0, 1
+    async with running_cluster(prefill, decode) as cluster:
+        waiting = []
+        for position in range(3):
+            request = make_request(10 + position)
+            waiting.append(asyncio.create_task(cluster.generate(request)))
+            await cluster.until_queued(position + 1)
+        decode.set_load(num_free_blocks=64)
+        await asyncio.gather(*waiting)
+        assert [len(request.sequence.prompt_token_ids) for request in decode.requests] == [10, 11, 12]
+
+
+@pytest.mark.parametrize("gate", ["queue", "reserve", "prefill", "first_token", "token 2"])
+async def test_generate_when_deadline_passes_frees_everything(gate: str) -> None:
+    prefill, decode = pair()
+    for worker in (prefill, decode):
+        worker.gates.close(gate)
+    if gate == "queue":
+        decode.report.num_free_blocks, decode.report.num_running = 0, 1
+    async with running_cluster(prefill, decode) as cluster:
+        with pytest.raises(KvrelayError) as caught:
+            await cluster.generate(make_request(10), timeout_s=0.3)
+        assert isinstance(caught.value, DeadlineExceeded)
+        status = await cluster.until_idle()
+        assert (status.num_failed, status.num_cancelled) == (1, 0)
+
+
+@pytest.mark.parametrize("gate", ["queue", "reserve", "prefill", "first_token", "fetch", "token 1", "token 3"])
+async def test_generate_when_client_cancels_frees_everything(gate: str) -> None:
+    prefill, decode = pair()
+    for worker in (prefill, decode):
+        worker.gates.close(gate)
+    if gate == "queue":
+        decode.report.num_free_blocks, decode.report.num_running = 0, 1
+    if gate in ("prefill", "first_token"):
+        decode.gates.close("fetch")  # there is nothing to fetch yet
+    async with running_cluster(prefill, decode) as cluster:
+        call = cluster.inference.Generate(make_request(10), timeout=TIMEOUT_S)
+        reading = asyncio.create_task(cluster.read(call, Reply()))
+        if gate == "queue":
+            await cluster.until_queued(1)
+        else:
+            holder = prefill if gate in ("prefill", "first_token") else decode
+            await holder.gates.reached(gate)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        status = await cluster.until_idle()
+        assert (status.num_cancelled, status.num_failed, status.num_completed) == (1, 0, 0)
+        assert decode.calls["cancelled"] == decode.calls["started"] == (0 if gate == "queue" else 1)
+
+
+async def test_generate_when_a_storm_of_clients_cancels_frees_everything() -> None:
+    prefill, decode = pair()
+    async with running_cluster(prefill, decode) as cluster:
+        calls = [cluster.inference.Generate(make_request(8 + i % 9), timeout=TIMEOUT_S) for i in range(60)]
+
+        async def read_some(number: int, call: object) -> None:
+            reply = Reply()
+            reading = asyncio.create_task(cluster.read(call, reply))
+            async with asyncio.timeout(TIMEOUT_S):
+                while len(reply.messages) < number % 8 and not reading.done():
+                    await asyncio.sleep(0)
+            if number % 2:
+                call.cancel()  # type: ignore[attr-defined]
+            await asyncio.wait([reading])
+            if number % 2 == 0:
+                assert reply.token_ids() == answer(prompt_of(8 + number % 9), 6)
+
+        await asyncio.gather(*(read_some(i, call) for i, call in enumerate(calls)))
+        status = await cluster.until_idle()
+        assert status.num_failed == 0
+        assert status.num_completed + status.num_cancelled == 60
+        assert status.num_completed >= 30

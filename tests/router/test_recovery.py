@@ -1,0 +1,249 @@
+"""Requests whose workers fail: complete, identical answers, or a named error."""
+
+import asyncio
+
+import pytest
+
+from common.errors import (
+    EngineFault,
+    HandoffGone,
+    InvalidRequest,
+    KvIncomplete,
+    KvrelayError,
+    StaleEpoch,
+    WorkerLost,
+)
+from common.ids import mint_epoch
+from kvrelay.v1 import inference_pb2
+from tests.router.fakes import (
+    DECODE,
+    PREFILL,
+    TIMEOUT_S,
+    FakeWorker,
+    Reply,
+    Shape,
+    TestCluster,
+    answer,
+    config_with,
+    make_request,
+    prompt_of,
+    running_cluster,
+)
+
+
+def pair() -> tuple[FakeWorker, FakeWorker]:
+    return FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+
+
+async def start(cluster: TestCluster, request: inference_pb2.GenerateRequest) -> "asyncio.Task[Reply]":
+    return asyncio.create_task(cluster.generate(request))
+
+
+@pytest.mark.parametrize("index", [1, 3, 5])
+async def test_decode_dies_midstream_then_the_answer_goes_on_elsewhere(index: int) -> None:
+    prefill, first, second = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE), FakeWorker("d1", DECODE)
+    second.set_load(num_running=3, num_free_blocks=64)
+    first.gates.close(f"token {index}")
+    async with running_cluster(prefill, first, second) as cluster:
+        generating = await start(cluster, make_request(10))
+        await first.gates.reached(f"token {index}")
+        await first.die()
+        reply = await generating
+        assert reply.token_ids() == answer(prompt_of(10), 6)
+        assert [(plan.decode_worker_id, plan.attempt) for plan in reply.plans] == [("d0", 1), ("d1", 2)]
+        assert reply.completed.num_attempts == 2
+        # The new workers go on from the tokens that were delivered.
+        resumed = second.requests[0].sequence
+        assert list(resumed.output_token_ids) == answer(prompt_of(10), index)
+        assert len(resumed.block_hashes) == 16 * ((10 + index) // 4)
+        assert (await cluster.until_idle()).num_replans == 1
+
+
+async def test_only_decode_dies_then_the_answer_waits_for_its_restart() -> None:
+    prefill, decode = pair()
+    decode.gates.close("token 3")
+    async with running_cluster(prefill, decode) as cluster:
+        generating = await start(cluster, make_request(10))
+        await decode.gates.reached("token 3")
+        await decode.die()
+        await cluster.until_state("d0", "lost")
+        assert not generating.done()
+        decode.gates.open("token 3")
+        await decode.restart()
+        reply = await generating
+        assert reply.token_ids() == answer(prompt_of(10), 6)
+        assert reply.completed.timings.max_itl_s > 0
+        await cluster.until_idle()
+
+
+async def test_decode_never_comes_back_then_the_request_fails_by_name() -> None:
+    prefill, decode = pair()
+    decode.gates.close("token 3")
+    async with running_cluster(prefill, decode, config=config_with(recovery_timeout_s=0.2)) as cluster:
+        call = cluster.inference.Generate(make_request(10), timeout=TIMEOUT_S)
+        reply = Reply()
+        reading = asyncio.create_task(cluster.read(call, reply))
+        await decode.gates.reached("token 3")
+        await decode.die()
+        with pytest.raises(WorkerLost):
+            await reading
+        # What was generated was delivered before the error.
+        assert reply.token_ids() == answer(prompt_of(10), 3)
+        await cluster.until_idle()
+
+
+async def test_prefill_dies_before_first_token_then_decode_serves_alone() -> None:
+    prefill, decode = pair()
+    prefill.gates.close("first_token")
+    decode.gates.close("fetch")
+    async with running_cluster(prefill, decode) as cluster:
+        generating = await start(cluster, make_request(10))
+        await prefill.gates.reached("first_token")
+        await prefill.die()
+        reply = await generating
+        assert reply.token_ids() == answer(prompt_of(10), 6)
+        assert [plan.kind for plan in reply.plans] == [inference_pb2.PLAN_KIND_REMOTE, inference_pb2.PLAN_KIND_LOCAL]
+        await cluster.until_idle()
+        assert decode.calls["cancelled"] == 1  # the first call was closed, not left
+
+
+async def test_prefill_dies_then_another_one_takes_over() -> None:
+    first, second, decode = FakeWorker("p0", PREFILL), FakeWorker("p1", PREFILL), FakeWorker("d0", DECODE)
+    second.set_load(num_pending_prefill_tokens=50)
+    first.gates.close("prefill")
+    async with running_cluster(first, second, decode) as cluster:
+        generating = await start(cluster, make_request(10))
+        await first.gates.reached("prefill")
+        await first.die()
+        reply = await generating
+        assert reply.token_ids() == answer(prompt_of(10), 6)
+        assert [plan.prefill_worker_id for plan in reply.plans] == ["p0", "p1"]
+
+
+@pytest.mark.parametrize(
+    "error", [WorkerLost("gone"), StaleEpoch("new"), EngineFault("step"), HandoffGone("gone"), KvIncomplete("sum")]
+)
+@pytest.mark.parametrize("place", [("p0", "prefill"), ("p0", "first_token"), ("d0", "fetch"), ("d0", "token 2")])
+async def test_worker_reports_a_fault_then_the_request_is_planned_again(
+    error: KvrelayError, place: tuple[str, str]
+) -> None:
+    prefill, decode = pair()
+    worker = prefill if place[0] == "p0" else decode
+    worker.faults[place[1]] = error
+    async with running_cluster(prefill, decode) as cluster:
+        reply = await cluster.generate(make_request(10))
+        assert reply.token_ids() == answer(prompt_of(10), 6)
+        assert reply.completed.num_attempts == 2
+        assert (await cluster.until_idle()).num_replans == 1
+
+
+async def test_worker_faults_every_time_then_the_error_reaches_the_client() -> None:
+    prefill, decode = pair()
+    decode.num_skipped_steps = 1  # so each attempt yields the prefill worker's token, and then a gap
+    async with running_cluster(prefill, decode, config=config_with(max_attempts=3)) as cluster:
+        with pytest.raises(EngineFault, match="jumps from token 2 to 4"):
+            await cluster.generate(make_request(10))
+        assert (await cluster.until_idle()).num_replans == 2
+
+
+async def test_worker_rejects_the_request_then_the_client_hears_it_and_nobody_else_is_asked() -> None:
+    prefill, decode = pair()
+    decode.faults["reserve"] = InvalidRequest("no", field="sampling.n")
+    async with running_cluster(prefill, decode) as cluster:
+        with pytest.raises(InvalidRequest) as caught:
+            await cluster.generate(make_request(10))
+        assert caught.value.field == "sampling.n"
+        assert (len(decode.requests), (await cluster.until_idle()).num_replans) == (1, 0)
+
+
+async def test_decode_restarted_unnoticed_then_its_stale_epoch_leads_to_the_new_one() -> None:
+    prefill, decode = pair()
+    async with running_cluster(prefill, decode) as cluster:
+        decode.epoch = mint_epoch()  # as if the process were a new one behind the same connection
+        reply = await cluster.generate(make_request(10))
+        assert reply.token_ids() == answer(prompt_of(10), 6)
+        assert decode.requests[0].epoch != decode.requests[1].epoch == decode.epoch
+
+
+async def test_two_samples_and_decode_dies_then_each_goes_on_by_itself() -> None:
+    prefill, first, second = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE), FakeWorker("d1", DECODE)
+    second.set_load(num_running=9, num_free_blocks=64)
+    first.gates.close("token 3")
+    async with running_cluster(prefill, first, second) as cluster:
+        generating = await start(cluster, make_request(10, n=2))
+        await first.gates.reached("token 3")
+        await first.die()
+        reply = await generating
+        assert [reply.token_ids(0), reply.token_ids(1)] == [answer(prompt_of(10), 6, i) for i in (0, 1)]
+        resumed = sorted((r.sequence for r in second.requests), key=lambda s: s.first_sample_index)
+        assert [(s.first_sample_index, s.sampling.n, len(s.output_token_ids)) for s in resumed] == [(0, 1, 3), (1, 1, 3)]
+        assert reply.completed.usage.num_output_tokens == 12
+        await cluster.until_idle()
+
+
+async def test_two_samples_before_the_first_token_are_planned_again_together() -> None:
+    prefill, decode = pair()
+    prefill.faults["first_token"] = EngineFault("step")
+    async with running_cluster(prefill, decode) as cluster:
+        reply = await cluster.generate(make_request(10, n=2))
+        assert [reply.token_ids(0), reply.token_ids(1)] == [answer(prompt_of(10), 6, i) for i in (0, 1)]
+        assert [request.sequence.sampling.n for request in prefill.requests] == [2, 2]
+
+
+async def test_one_of_two_samples_has_ended_when_decode_dies_then_only_the_other_goes_on() -> None:
+    prefill, decode = pair()
+    stop = answer(prompt_of(10), 6, 0)[1]
+    decode.faults["token 3"] = WorkerLost("gone")
+    async with running_cluster(prefill, decode) as cluster:
+        reply = await cluster.generate(make_request(10, n=2, stop_token_ids=[stop]))
+        assert reply.token_ids(0) == answer(prompt_of(10), 2, 0)
+        assert reply.token_ids(1) == answer(prompt_of(10), 6, 1)
+        assert decode.requests[-1].sequence.first_sample_index == 1
+
+
+async def test_prompt_logprobs_are_not_asked_for_again() -> None:
+    prefill, decode = pair()
+    decode.faults["token 3"] = WorkerLost("gone")
+    request = make_request(10)
+    request.sampling.prompt_logprobs = 0
+    async with running_cluster(prefill, decode) as cluster:
+        reply = await cluster.generate(request)
+        assert sum(bool(message.tokens.prompt_logprobs) for message in reply.messages) == 1
+        assert [r.sequence.sampling.HasField("prompt_logprobs") for r in decode.requests] == [True, False]
+
+
+async def test_workers_come_back_with_another_model_then_the_answer_is_not_continued() -> None:
+    prefill, decode = pair()
+    decode.gates.close("token 3")
+    async with running_cluster(prefill, decode) as cluster:
+        generating = await start(cluster, make_request(10))
+        await decode.gates.reached("token 3")
+        for worker in (prefill, decode):
+            worker.shape = Shape(fingerprint="other")
+            await worker.die()
+        await cluster.until_state("p0", "lost")
+        await cluster.until_state("d0", "lost")
+        decode.gates.open("token 3")
+        for worker in (prefill, decode):
+            await worker.restart()
+        with pytest.raises(WorkerLost, match="fake-model"):
+            await generating
+        await cluster.until_idle()
+
+
+@pytest.mark.parametrize("gate", ["token 3", "prefill"])
+async def test_client_cancels_during_recovery_then_nothing_is_left(gate: str) -> None:
+    prefill, decode = pair()
+    (prefill if gate == "prefill" else decode).gates.close(gate)
+    if gate == "prefill":
+        decode.gates.close("fetch")
+    async with running_cluster(prefill, decode) as cluster:
+        call = cluster.inference.Generate(make_request(10), timeout=TIMEOUT_S)
+        reading = asyncio.create_task(cluster.read(call, Reply()))
+        await (prefill if gate == "prefill" else decode).gates.reached(gate)
+        await asyncio.gather(decode.die(), prefill.die())
+        await cluster.until_queued(1)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert (await cluster.until_idle()).num_cancelled == 1
