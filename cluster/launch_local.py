@@ -117,7 +117,8 @@ async def _drain(process: asyncio.subprocess.Process) -> None:
 
 async def _wait_or_kill(process: asyncio.subprocess.Process, grace_s: float) -> int:
     try:
-        return await asyncio.wait_for(process.wait(), grace_s)
+        async with asyncio.timeout(grace_s):
+            return await process.wait()
     except TimeoutError:
         return await _kill(process)
 

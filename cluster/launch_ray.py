@@ -173,11 +173,13 @@ class _ActorProcess:
 
     async def stop(self, grace_s: float) -> None:
         with contextlib.suppress(RayError, TimeoutError):
-            await asyncio.wait_for(self._actor.stop.remote(grace_s), grace_s + _STOP_MARGIN_S)
+            async with asyncio.timeout(grace_s + _STOP_MARGIN_S):
+                await self._actor.stop.remote(grace_s)
         self._kill()
         if self.identity is not None:
             try:
-                await asyncio.wait_for(process_gone(self.identity), _KILL_TIMEOUT_S)
+                async with asyncio.timeout(_KILL_TIMEOUT_S):
+                    await process_gone(self.identity)
             except TimeoutError:
                 self.identity.signal(signal.SIGKILL)
 

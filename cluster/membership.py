@@ -1,4 +1,7 @@
-"""Tells the router which workers there are: on every change, and every second, so that a restarted router learns it."""
+"""Tells the router which workers there are, again and again, so that a restarted router learns it within a second.
+
+At once on every change, every 0.1 s while the router does not use all of them yet, else every second.
+"""
 
 import asyncio
 import contextlib
@@ -14,6 +17,7 @@ from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 1.0
+_HURRY_S = 0.1
 _TIMEOUT_S = 2.0
 
 Membership = Callable[[], Sequence[router_admin_pb2.WorkerEndpoint]]
@@ -59,13 +63,16 @@ class MembershipPusher:
                     await channel.close()
                     channel = client_channel(self._router_address)
                 self._changed.clear()
-                await self._push(channel)
+                is_content = await self._push(channel)
+                # Not wait_for: before Python 3.12 it swallows a cancellation that meets the event.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), _PERIOD_S)
+                    async with asyncio.timeout(_PERIOD_S if is_content else _HURRY_S):
+                        await self._changed.wait()
         finally:
             await channel.close()
 
-    async def _push(self, channel: grpc.aio.Channel) -> None:
+    async def _push(self, channel: grpc.aio.Channel) -> bool:
+        """Return whether the router uses every worker that it was told of."""
         stub = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
         request = router_admin_pb2.SetWorkersRequest(workers=self._membership())
         try:
@@ -73,7 +80,8 @@ class MembershipPusher:
         except grpc.aio.AioRpcError as error:
             # Normal while the router starts; it gets the membership again within a second.
             logger.debug("router not told: %s", error.code())
-            return
+            return False
         async with self._pushed:
             self._num_ready = response.num_ready
             self._pushed.notify_all()
+        return response.num_ready >= len(request.workers)

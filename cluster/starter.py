@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TextIO
 
 DETACH = b"detach\n"
 
@@ -57,18 +58,21 @@ def parse_event(line: str) -> Progress | Up | Failed | None:
 class Starter:
     """The supervisor's end. Event loop only, but for `failed`, which may come before one runs."""
 
-    def __init__(self, *, stdin_fd: int | None) -> None:
+    def __init__(self, *, stdin_fd: int | None, events: TextIO) -> None:
         self._stdin_fd = stdin_fd
+        self._events = events
 
     @classmethod
     def attached(cls) -> "Starter":
-        """Somebody waits on our stdin and stdout."""
-        return cls(stdin_fd=sys.stdin.fileno())
+        """Somebody waits on our stdin and stdout. From now on, whoever else prints prints to stderr."""
+        events = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+        return cls(stdin_fd=0, events=events)
 
     @classmethod
     def absent(cls) -> "Starter":
         """Nobody waits; progress is still printed."""
-        return cls(stdin_fd=None)
+        return cls(stdin_fd=None, events=sys.stdout)
 
     def watch(self, *, gone: Callable[[], None]) -> None:
         """Call `gone` when the starter goes away without having detached."""
@@ -100,5 +104,5 @@ class Starter:
 
     def _tell(self, event: dict[str, object]) -> None:
         with contextlib.suppress(BrokenPipeError):  # nobody listens, which `watch` deals with
-            sys.stdout.write(json.dumps(event) + "\n")
-            sys.stdout.flush()
+            self._events.write(json.dumps(event) + "\n")
+            self._events.flush()

@@ -38,8 +38,8 @@ from kvrelay.v1 import router_admin_pb2, worker_pb2
 
 logger = logging.getLogger(__name__)
 
-_ROUTER_GRACE_S = 10.0
-_WORKER_GRACE_S = 3.0
+_ROUTER_GRACE_S = 12.0  # the router itself cancels what is left after 10 s
+_WORKER_GRACE_S = 7.0  # the workers after 5 s
 _ACCEPT_TIMEOUT_S = 30.0
 _WIRE_ROLES = {
     ProcessRole.PREFILL: worker_pb2.WORKER_ROLE_PREFILL,
@@ -114,7 +114,8 @@ class Supervisor:
         await self._all_served.wait()
         num_workers = len(self._processes) - 1
         try:
-            await asyncio.wait_for(self._pusher.until_ready(num_workers), _ACCEPT_TIMEOUT_S)
+            async with asyncio.timeout(_ACCEPT_TIMEOUT_S):
+                await self._pusher.until_ready(num_workers)
         except TimeoutError:
             used = f"{self._pusher.num_ready} of {num_workers} workers"
             raise StartFailed(f"the router uses only {used} after {_ACCEPT_TIMEOUT_S:g} s; see its log") from None
@@ -178,8 +179,9 @@ async def supervise(config_path: Path, run_dir: Path, starter: Starter) -> int:
     try:
         specs, launcher = choose_launcher(config, config_path=config_path, run_dir=run_dir)
         try:
-            starter.report(f"starting {len(specs)} processes with launcher: {config.launcher}")
+            starter.report(f"opening launcher: {config.launcher}")
             await launcher.open()
+            starter.report(f"starting {', '.join(spec.name for spec in specs)}")
             _stop_on_signals(stopping)  # again: Ray puts its own handlers in place
             supervisor = Supervisor(
                 config, specs=specs, launcher=launcher, state_file=state_file, report=starter.report

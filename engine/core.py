@@ -29,6 +29,7 @@ class EngineCore:
         self._groups: dict[Sequence, Group] = {}
         self._next_order = 0
         self._is_stalled = False
+        self._plan = StepPlan()
 
     @property
     def has_work(self) -> bool:
@@ -92,12 +93,22 @@ class EngineCore:
     # ── stepping ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def step(self) -> Emitted:
-        """Run one step. A fault of the executor ends the requests of that step, not the engine."""
-        plan = self.scheduler.schedule()
+        """Run one whole step."""
+        return self.begin_step() + self.finish_step()
+
+    def begin_step(self) -> Emitted:
+        """Plan the next step; the events of requests that it starts can go out before it is computed."""
+        self._plan = self.scheduler.schedule()
+        self._is_stalled = not self._plan.batch
         emitted: Emitted = []
-        for sequence in plan.admitted:
+        for sequence in self._plan.admitted:
             self._started(sequence, emitted)
-        self._is_stalled = not plan.batch
+        return emitted
+
+    def finish_step(self) -> Emitted:
+        """Compute what was planned. A fault of the executor ends the requests of that step, not the engine."""
+        plan, self._plan = self._plan, StepPlan()
+        emitted: Emitted = []
         if not plan.batch:
             return emitted
         batch = list(plan.batch.values())
@@ -164,6 +175,7 @@ class EngineCore:
 
     def _started(self, sequence: Sequence, emitted: Emitted) -> None:
         group = self._groups[sequence]
+        group.prompt_logprobs.clear()  # a prompt that was preempted half-way is told from its beginning again
         if group.prefill_started_s is None:
             group.prefill_started_s = self._clock.monotonic()
             queue_s = group.prefill_started_s - group.queued_s

@@ -195,12 +195,12 @@ class _Batch:
 def _invert_cdf(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """Return the first index (int64 [rows]) where the cumulative weight exceeds noise [rows, 1] times the whole.
 
-    Weights [rows, n] are float64, not negative. An index with weight 0 is never returned: it does not count as
-    reached, and the product is kept below the whole, to which it may round.
+    Weights [rows, n] are float64, not negative, the largest of a row 1. Never returns an index with weight 0: such an
+    index does not count as reached (on a GPU the running sum may round differently there), and a noise of at most
+    1 - 2**-53 times a whole of at least 1 rounds to less than the whole.
     """
     reached = torch.where(weights > 0, weights.cumsum(dim=-1), 0.0)
-    total = reached.amax(dim=-1, keepdim=True)
-    target = torch.minimum(noise * total, torch.nextafter(total, torch.zeros_like(total)))
+    target = noise * reached.amax(dim=-1, keepdim=True)
     return (reached > target).to(torch.uint8).argmax(dim=-1)
 
 

@@ -80,8 +80,9 @@ class EngineThread:
     def _run(self) -> None:
         core = self._core
         while self._drain(core):
-            emitted = core.step() if core.has_work else []
-            self._report(core, emitted)
+            if core.has_work and (started := core.begin_step()):
+                self._send(core, started)
+            self._send(core, core.finish_step())
 
     def _drain(self, core: EngineCore) -> bool:
         """Run all queued commands; block for one when there is nothing to compute. Returns False to stop."""
@@ -100,7 +101,7 @@ class EngineThread:
             core.wake()
             block = False
 
-    def _report(self, core: EngineCore, emitted: Emitted) -> None:
+    def _send(self, core: EngineCore, emitted: Emitted) -> None:
         report = StepReport(kv_events=core.pool.drain_events(), load=core.load())
         try:
             self._loop.call_soon_threadsafe(self._dispatch, report, emitted)

@@ -19,7 +19,7 @@ from common.errors import InvalidRequest
 
 ROLES = ("system", "user", "assistant")
 
-# What a template may raise on messages that it was not written for: its own refusals, and what its expressions run into.
+# What a template raises on messages that it was not written for: its own refusals, and what its expressions run into.
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
     ArithmeticError,

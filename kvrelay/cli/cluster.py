@@ -36,7 +36,9 @@ def up(
         config = config.model_copy(update={"launcher": launcher.value})
     if not foreground:
         out.print(f"ready at {_start(config, config_path).address}", soft_wrap=True)
-        err.print('Next: kvrelay generate -p "Why is the sky blue?" · kvrelay status --watch · kvrelay down')
+        err.print(
+            'Next: kvrelay generate -p "Why is the sky blue?" · kvrelay status --watch · kvrelay down', soft_wrap=True
+        )
         return
     with sigterm_interrupts():
         info = _start(config, config_path)  # stops what it has started when it fails or is interrupted

@@ -33,13 +33,14 @@ def demo(config_path: ConfigOption = DEFAULT_CONFIG, launcher: LauncherOption = 
     """Start a cluster, ask it a few things, show what each cost, stop it.
 
     The cluster gets a free port and a run folder of its own. The demo neither needs nor touches
-    a cluster that is already running, and leaves nothing behind, also after Ctrl-C.
+    a cluster that is already running, and leaves nothing behind, also after Ctrl-C; only when
+    something fails, its logs stay.
     """
     from cluster import lifecycle
     from common.config import load_config
 
     run_dir = Path(tempfile.mkdtemp(prefix="kvrelay-demo-"))
-    logs_are_wanted = True
+    logs_are_wanted = False
     with sigterm_interrupts():
         try:
             config = _demo_config(load_config(config_path), launcher)
@@ -49,7 +50,9 @@ def demo(config_path: ConfigOption = DEFAULT_CONFIG, launcher: LauncherOption = 
                 report(f"ready at {info.address}")
             rows = ask_everything(info.address)
             _show_results(rows, info.address)
-            logs_are_wanted = False
+        except Exception:
+            logs_are_wanted = True
+            raise
         finally:
             with uninterrupted():
                 _title("Stopping the cluster")

@@ -46,7 +46,8 @@ def distribution(logits: npt.NDArray[np.float32], row: SamplingRow, eos: frozens
                 weights[token] = 0.0
             mass += weights[token]
     weights[weights < params.min_p * weights.max()] = 0.0
-    return weights / weights.sum()
+    probabilities: F64 = weights / weights.sum()
+    return probabilities
 
 
 def choice(logits: npt.NDArray[np.float32], row: SamplingRow, eos: frozenset[int]) -> int:

@@ -6,7 +6,7 @@ import pytest
 
 from common.errors import EngineFault, PromptTooLong, Refused
 from common.fake_tokenizer import EOS_TOKEN_ID
-from engine.events import FinishReason, Started
+from engine.events import FinishReason, Started, Tokens
 from engine.group import Group
 from tests.builders import (
     BLOCK_SIZE,
@@ -156,6 +156,19 @@ def test_eos_ends_a_sample_unless_ignored() -> None:
             assert collector.outputs[-1].finish_reason is FinishReason.STOP
             return
     raise AssertionError("the fake never drew its end-of-sequence token")
+
+
+def test_prompt_logprobs_of_a_prompt_that_was_preempted_half_way_come_once() -> None:
+    core = make_core(num_blocks=16, max_step_tokens=5)
+    _g, early = submit(core, make_request([0] * 11, max_tokens=40, ignore_eos=True))
+    while not early.outputs:
+        for group, event in core.step():
+            group.sink(event)
+    _g, late = submit(core, make_request([1] * 43, max_tokens=2, num_prompt_logprobs=1))
+    run_until_idle(core)
+    assert core.load().num_preemptions > 0
+    assert [len(event.prompt_logprobs) for event in late.events if isinstance(event, Tokens)][0] == 42
+    assert_empty(core)
 
 
 @pytest.mark.parametrize("steps_before_cancel", range(6))

@@ -209,7 +209,9 @@ class FakeWorker:
 
 
 class _Servicer(
-    worker_pb2_grpc.WorkerServiceServicer, prefill_pb2_grpc.PrefillServiceServicer, decode_pb2_grpc.DecodeServiceServicer
+    worker_pb2_grpc.WorkerServiceServicer,
+    prefill_pb2_grpc.PrefillServiceServicer,
+    decode_pb2_grpc.DecodeServiceServicer,
 ):
     def __init__(self, worker: FakeWorker) -> None:
         self._worker = worker
@@ -231,9 +233,7 @@ class _Servicer(
             hash_probe=shape.probe or hash_probe(root, shape.block_size),
         )
 
-    async def WatchWorker(
-        self, request: worker_pb2.WatchWorkerRequest, context: Context
-    ) -> AsyncIterator[worker_pb2.WatchWorkerResponse]:
+    async def WatchWorker(self, request: worker_pb2.WatchWorkerRequest, context: Context) -> None:  # type: ignore[override]
         worker = self._worker
         worker.num_watches += 1
         updates: asyncio.Queue[tuple[int, KvEvents]] = asyncio.Queue()
@@ -245,9 +245,10 @@ class _Servicer(
                 lost, events = await updates.get()
                 seq += lost
                 kv_events = encode_events(events) if events else b""
-                yield worker_pb2.WatchWorkerResponse(
+                update = worker_pb2.WatchWorkerResponse(
                     epoch=worker.epoch, seq=seq, kv_events=kv_events, load=worker.report
                 )
+                await context.write(update)
                 seq += 1
         finally:
             worker.watchers.remove(updates)
@@ -472,5 +473,3 @@ def config_with(**fields: Any) -> RouterConfig:
     """A router configuration for tests: no local plans, short waits."""
     values = {"local_prefill_max_tokens": 0, "queue_timeout_s": 5.0, "recovery_timeout_s": 5.0, **fields}
     return RouterConfig.model_validate(values)
-
-

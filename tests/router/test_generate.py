@@ -115,7 +115,9 @@ async def test_generate_prompt_logprobs_are_delivered_once() -> None:
     async with running_cluster(prefill, decode) as cluster:
         reply = await cluster.generate(request)
         with_logprobs = [m.tokens for m in reply.messages if m.tokens.prompt_logprobs]
-        assert [[entry.chosen.token_id for entry in delta.prompt_logprobs] for delta in with_logprobs] == [prompt_of(10)]
+        assert [[entry.chosen.token_id for entry in delta.prompt_logprobs] for delta in with_logprobs] == [
+            prompt_of(10)
+        ]
         assert with_logprobs[0].tokens[0].token_index == 0
 
 

@@ -109,27 +109,30 @@ async def test_prompt_too_long_names_both_numbers(cluster: TestCluster) -> None:
 
 
 @pytest.mark.parametrize(
-    "raw",
+    ("raw", "code"),
     [
-        b"\x0a\x02\xff\xfe",  # text that is not UTF-8
-        b"\xff\xff\xff",  # not a message
-        b"\x0a" + b"\x80\x80\x40" + b"x" * (1 << 20),  # a message of more than 1 MiB
+        (b"\x0a\x02\xff\xfe", grpc.StatusCode.INVALID_ARGUMENT),
+        (b"\xff\xff\xff", grpc.StatusCode.INVALID_ARGUMENT),
+        (b"\x0a\x80\x80\x40" + b"x" * (1 << 20), grpc.StatusCode.RESOURCE_EXHAUSTED),
     ],
     ids=["invalid UTF-8", "garbage", "oversized"],
 )
-async def test_malformed_bytes_are_refused_and_the_router_lives_on(cluster: TestCluster, raw: bytes) -> None:
+async def test_malformed_bytes_are_refused_and_the_router_lives_on(
+    cluster: TestCluster, raw: bytes, code: grpc.StatusCode
+) -> None:
     call: Any = cluster.channel.unary_stream(GENERATE)(raw, timeout=TIMEOUT_S)
-    with pytest.raises(grpc.aio.AioRpcError):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _message in call:
             pass
+    assert caught.value.code() is code
     await assert_healthy(cluster)
 
 
 async def test_unknown_fields_are_ignored(cluster: TestCluster) -> None:
     raw = make_request(10).SerializeToString() + b"\xfa\x3f\x03abc"
-    call: Any = cluster.channel.unary_stream(
-        GENERATE, response_deserializer=inference_pb2.GenerateResponse.FromString
-    )(raw, timeout=TIMEOUT_S)
+    call: Any = cluster.channel.unary_stream(GENERATE, response_deserializer=inference_pb2.GenerateResponse.FromString)(
+        raw, timeout=TIMEOUT_S
+    )
     messages = [message async for message in call]
     assert messages[-1].HasField("completed")
 

@@ -121,9 +121,7 @@ class AgainstNaive(RuleBasedStateMachine):
     def apply(self, worker: WorkerId, stored: list[int], removed: list[int], is_snapshot: bool) -> None:
         if is_snapshot:
             self.forget(worker)
-        self.index.apply(
-            worker, KvEvents(stored=blocks(*stored), removed=blocks(*removed), is_snapshot=is_snapshot)
-        )
+        self.index.apply(worker, KvEvents(stored=blocks(*stored), removed=blocks(*removed), is_snapshot=is_snapshot))
         held = self.held.setdefault(worker, set())
         for number in (*removed, *stored):
             self.expected.pop((worker, number), None)

@@ -176,7 +176,10 @@ async def test_two_samples_and_decode_dies_then_each_goes_on_by_itself() -> None
         reply = await generating
         assert [reply.token_ids(0), reply.token_ids(1)] == [answer(prompt_of(10), 6, i) for i in (0, 1)]
         resumed = sorted((r.sequence for r in second.requests), key=lambda s: s.first_sample_index)
-        assert [(s.first_sample_index, s.sampling.n, len(s.output_token_ids)) for s in resumed] == [(0, 1, 3), (1, 1, 3)]
+        assert [(s.first_sample_index, s.sampling.n, len(s.output_token_ids)) for s in resumed] == [
+            (0, 1, 3),
+            (1, 1, 3),
+        ]
         assert reply.completed.usage.num_output_tokens == 12
         await cluster.until_idle()
 

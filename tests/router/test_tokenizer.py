@@ -1,6 +1,7 @@
 """router.tokenizer and router.chat_template against transformers, and against hostile conversations."""
 
 import asyncio
+import functools
 import json
 import re
 import threading
@@ -10,9 +11,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, normalizers, processors, trainers
 
 from common.errors import InvalidRequest
 from common.model_files import ModelNotFound, default_model_dir
@@ -85,7 +84,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=["small", pytest.param("default", marks=pytest.mark.model)])
+@pytest.fixture(scope="module", params=["small", pytest.param("default", marks=pytest.mark.model)])
 def any_model_dir(request: pytest.FixtureRequest, model_dir: Path) -> Path:
     if request.param == "small":
         return model_dir
@@ -101,6 +100,7 @@ def codec(model_dir: Path) -> Iterator[TextCodec]:
     codec.close()
 
 
+@functools.cache
 def reference(folder: Path) -> Any:
     return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
@@ -127,27 +127,169 @@ def test_vocab_size_equals_transformers(any_model_dir: Path) -> None:
     codec.close()
 
 
-async def test_encode_runs_off_the_event_loop(codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[int] = []
-    encode = codec._encode  # noqa: SLF001 - the only place that knows its thread
-    monkeypatch.setattr(codec, "_encode", lambda *args, **kwargs: (threads.append(threading.get_ident()), encode(*args, **kwargs))[1])
-    await asyncio.gather(codec.encode("a"), codec.encode_chat([("user", "b")]))
-    assert len(threads) == 2
-    assert threading.get_ident() not in threads
+class ThreadRecorder:
+    """Stands in for a tokenizer; tells which threads encode."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.threads: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> Any:
+        self.threads.append(threading.get_ident())
+        return self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
 
 
-async def test_decode_pieces_show_each_tokens_own_text(codec: TextCodec) -> None:
+async def test_encode_and_encode_chat_run_off_the_event_loops_thread(codec: TextCodec) -> None:
+    recorder: Any = ThreadRecorder(codec.tokenizer)
+    recorded = TextCodec(recorder, ChatTemplate(TEMPLATE, special_tokens={}))
+    await asyncio.gather(recorded.encode("a"), recorded.encode_chat([("user", "b")]))
+    recorded.close()
+    assert len(recorder.threads) == 2
+    assert threading.get_ident() not in recorder.threads
+
+
+def test_decode_pieces_show_each_tokens_own_text_with_its_space(codec: TextCodec) -> None:
     token_ids = [codec.tokenizer.token_to_id(token) for token in ("<s>", "▁word", "▁", "<0x41>", "<0xE4>")]
     assert codec.decode_pieces([each for each in token_ids if each is not None]) == ("<s>", " word", " ", "A", "�")
+
+
+def test_decode_pieces_of_an_id_outside_the_vocabulary_is_empty(codec: TextCodec) -> None:
     assert codec.decode_pieces([10**6]) == ("",)
 
 
-@pytest.mark.model
-@settings(deadline=None, max_examples=50)
-@given(text=st.text(max_size=40))
-def test_decode_pieces_of_the_default_models_ascii_tokens_join_to_the_text(text: str) -> None:
-    if not (default_model_dir() / "tokenizer.json").is_file():
-        pytest.skip("the default model has not been fetched")
-    codec = default_codec()
-    text = re.sub(r"[^\x00-\x7f]", "", text)
-    assert "".join(codec.decode_pieces(asyncio.run(codec.encode(text)))) == text
+def test_decode_pieces_of_ascii_text_join_to_the_decoded_text(any_model_dir: Path) -> None:
+    codec = TextCodec.load(any_model_dir)
+    for text in TEXTS:
+        ascii_text = text.encode("ascii", "ignore").decode()
+        token_ids = codec.tokenizer.encode(ascii_text, add_special_tokens=False).ids
+        whole = codec.tokenizer.decode(token_ids, skip_special_tokens=False)
+        joined = "".join(codec.decode_pieces(token_ids))
+        assert joined in (whole, f" {whole}")  # a decoder may strip the space that the tokenizer put in front
+    codec.close()
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ([], "chat.messages"),
+        ([("tool", "x")], "chat.messages[0].role"),
+        ([("user", "x"), ("", "y")], "chat.messages[1].role"),
+        ([("\ud800", "x")], "chat.messages[0].role"),
+        ([("user", "x"), ("assistant", "y\udfff")], "chat.messages[1].content"),
+        ([("assistant", "x")], "chat.messages"),
+        ([("user", "x"), ("user", "y")], "chat.messages"),
+    ],
+)
+async def test_encode_chat_of_a_bad_conversation_raises_invalid_request_naming_the_field(
+    codec: TextCodec, messages: list[tuple[str, str]], field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        await codec.encode_chat(messages)
+    assert raised.value.field == field
+
+
+async def test_encode_chat_when_the_template_refuses_tells_its_words(codec: TextCodec) -> None:
+    with pytest.raises(InvalidRequest, match="roles must alternate, not user"):
+        await codec.encode_chat([("user", "x"), ("user", "y")])
+
+
+async def test_encode_of_a_lone_surrogate_raises_invalid_request(codec: TextCodec) -> None:
+    with pytest.raises(InvalidRequest, match="character 2 ") as raised:
+        await codec.encode("ab\ud83d")
+    assert raised.value.field == "text"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].content + 1 }}",
+        "{{ messages[7].content }}",
+        "{{ 1 / 0 }}",
+        "{{ range(10 ** 9) | list }}",
+        "{{ missing.attribute }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.encode('nonsense') }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+    ],
+)
+def test_render_when_the_template_fails_or_leaves_its_sandbox_raises_invalid_request(source: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        ChatTemplate(source, special_tokens={}).render([("user", "x")])
+    assert raised.value.field == "chat.messages"
+
+
+def test_render_with_strftime_now_writes_todays_date() -> None:
+    rendered = ChatTemplate("{{ strftime_now('%Y') }}", special_tokens={}).render([("user", "x")])
+    assert rendered.isdigit()
+    assert int(rendered) >= 2024
+
+
+def write_model(folder: Path, model_dir: Path, **config: Any) -> Path:
+    (folder / "tokenizer.json").write_bytes((model_dir / "tokenizer.json").read_bytes())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "chat_template",
+    ["{{ eos_token }}", [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ eos_token }}"}]],
+    ids=["string", "list"],
+)
+@pytest.mark.parametrize("eos", ["</s>", {"content": "</s>", "special": True}], ids=["string", "object"])
+async def test_load_finds_template_and_special_tokens_in_the_tokenizer_config(
+    tmp_path: Path, model_dir: Path, chat_template: Any, eos: Any
+) -> None:
+    codec = TextCodec.load(write_model(tmp_path, model_dir, chat_template=chat_template, eos_token=eos))
+    assert codec.has_chat_template
+    assert await codec.encode_chat([("user", "x")]) == (codec.tokenizer.token_to_id("</s>"),)
+    codec.close()
+
+
+async def test_load_prefers_the_template_file_and_reads_the_special_tokens_map(tmp_path: Path, model_dir: Path) -> None:
+    write_model(tmp_path, model_dir, chat_template="{{ bos_token }}")
+    (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}")
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": "<s>"}))
+    codec = TextCodec.load(tmp_path)
+    assert await codec.encode_chat([("user", "x")]) == (codec.tokenizer.token_to_id("</s>"),)
+    codec.close()
+
+
+async def test_encode_chat_without_a_template_raises_invalid_request(tmp_path: Path, model_dir: Path) -> None:
+    codec = TextCodec.load(write_model(tmp_path, model_dir))
+    assert not codec.has_chat_template
+    with pytest.raises(InvalidRequest, match="no chat template") as raised:
+        await codec.encode_chat([("user", "x")])
+    assert raised.value.field == "chat"
+    codec.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"chat_template": "{% for x in %}"}, "does not compile"),
+        ({"chat_template": [{"name": "rag", "template": "x"}]}, "none is named default"),
+        ({"chat_template": 7}, "neither a string nor a list"),
+    ],
+)
+def test_load_of_an_unusable_template_raises_model_not_found(
+    tmp_path: Path, model_dir: Path, config: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ModelNotFound, match=reason):
+        TextCodec.load(write_model(tmp_path, model_dir, **config))
+
+
+def test_load_without_tokenizer_json_raises_model_not_found(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=re.escape(str(tmp_path))):
+        TextCodec.load(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[1]", "{"])
+def test_load_of_a_broken_config_raises_model_not_found(tmp_path: Path, model_dir: Path, content: str) -> None:
+    write_model(tmp_path, model_dir)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ModelNotFound, match=r"tokenizer_config\.json"):
+        TextCodec.load(tmp_path)

@@ -1,0 +1,143 @@
+"""The router as a process and as an object: start, ready line, health, metrics, drain."""
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from common.config import parse_config
+from common.process import parse_ready
+from common.rpc import client_channel
+from kvrelay.v1 import inference_pb2, inference_pb2_grpc
+from router.codec import Codec
+from router.fake_codec import ByteCodec
+from router.server import start_router
+from tests.router.fakes import (
+    DECODE,
+    PREFILL,
+    TIMEOUT_S,
+    FakeWorker,
+    answer,
+    config_with,
+    make_request,
+    prompt_of,
+    running_cluster,
+)
+
+FAKE = {"model": {"engine": "fake"}, "router": {"metrics_port": 0}}
+
+
+async def scrape(port: int) -> dict[str, float]:
+    """Return every sample of a metrics endpoint, by name with labels."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
+    body = (await reader.read()).decode()
+    writer.close()
+    lines = [line for line in body.splitlines() if line.startswith("kvrelay_")]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+async def test_start_router_with_the_fake_engine_serves_without_model_files() -> None:
+    router = await start_router(parse_config(FAKE, source="test"), model_dir=None, host="127.0.0.1", port=0)
+    channel = client_channel(router.address)
+    try:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        tokenized = await stub.Tokenize(inference_pb2.TokenizeRequest(text="hé"))
+        assert (list(tokenized.token_ids), router.metrics_port > 0) == ([104, 195, 169], True)
+    finally:
+        await channel.close()
+        await router.stop(0)
+
+
+async def test_start_router_of_a_real_model_without_its_folder_is_refused() -> None:
+    with pytest.raises(ValueError, match="folder"):
+        await start_router(parse_config({}, source="test"), model_dir=None, host="127.0.0.1", port=0)
+
+
+async def test_start_router_on_a_taken_port_raises_and_holds_nothing() -> None:
+    config = parse_config(FAKE, source="test")
+    router = await start_router(config, model_dir=None, host="127.0.0.1", port=0)
+    try:
+        with pytest.raises(OSError, match="cannot listen"):
+            await start_router(config, model_dir=None, host="127.0.0.1", port=int(router.address.split(":")[1]))
+    finally:
+        await router.stop(0)
+
+
+async def test_stop_lets_running_requests_end_and_takes_no_new_ones() -> None:
+    decode = FakeWorker("d0", DECODE)
+    decode.gates.close("token 2")
+    async with running_cluster(decode) as cluster:
+        generating = asyncio.create_task(cluster.generate(make_request()))
+        await decode.gates.reached("token 2")
+        stopping = asyncio.create_task(cluster.router.stop(TIMEOUT_S))
+        decode.gates.open("token 2")
+        assert (await generating).token_ids() == answer(prompt_of(10), 6)
+        await stopping
+
+
+async def test_metrics_tell_outcomes_latencies_and_cache_predictions() -> None:
+    prefill, decode = FakeWorker("p0", PREFILL, num_cached_tokens=4), FakeWorker("d0", DECODE)
+    async with running_cluster(prefill, decode, config=config_with(metrics_port=0)) as cluster:
+        await cluster.generate(make_request(10, max_tokens=6))
+        await cluster.until_idle()
+        samples = await scrape(cluster.router.metrics_port)
+    assert samples['kvrelay_requests_total{outcome="completed"}'] == 1
+    assert samples["kvrelay_ttft_seconds_count"] == samples["kvrelay_tpot_seconds_count"] == 1
+    assert samples["kvrelay_itl_seconds_count"] == 5
+    assert samples["kvrelay_prefill_seconds_sum"] == 0.25
+    assert samples["kvrelay_transfer_seconds_sum"] == 0.5
+    assert samples["kvrelay_predicted_cached_tokens_total"] == 0
+    assert samples["kvrelay_actual_cached_tokens_total"] == 4
+    assert samples["kvrelay_requests_queued"] == samples["kvrelay_requests_active"] == 0
+    assert samples["kvrelay_workers_ready"] == 2
+
+
+async def test_byte_codec_is_a_codec_and_takes_any_text() -> None:
+    codec: Codec = ByteCodec()
+    assert bytes(await codec.encode("a\0ü")) == "a\0ü".encode()
+    assert codec.decode_pieces([65, 255, 256]) == ("A", "\ufffd", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_router_process_prints_one_ready_line_serves_and_stops_on_a_signal(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    config = tmp_path / "serving.yaml"
+    config.write_text("model: {engine: fake}\n")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "router", "--config", str(config), "--port", "0", "--die-with-parent"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(60):
+            ready = parse_ready((await process.stdout.readline()).decode())
+        assert ready is not None
+        assert (ready.pid, ready.metrics_port) == (process.pid, 0)
+        async with asyncio.timeout(TIMEOUT_S), client_channel(ready.address) as channel:
+            health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+        process.send_signal(number)
+        async with asyncio.timeout(TIMEOUT_S):
+            assert (await process.stdout.read(), await process.wait()) == (b"", 0)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_router_process_with_a_bad_config_names_the_key(tmp_path: Path) -> None:
+    config = tmp_path / "serving.yaml"
+    config.write_text("router: {colour: red}\n")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "router", "--config", str(config), stderr=asyncio.subprocess.PIPE
+    )
+    _stdout, stderr = await process.communicate()
+    assert process.returncode == 2
+    assert "router.colour: unknown key" in stderr.decode()
