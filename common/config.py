@@ -84,7 +84,7 @@ class RouterConfig(_Section):
 
     host: str = "127.0.0.1"
     port: Port = 50051
-    metrics_port: Port | None = None
+    metrics_port: Port | None = 0
     """Prometheus port; 0 picks a free one, null turns it off."""
     policy: Literal["prefix_affinity", "round_robin", "least_load"] = "prefix_affinity"
     local_prefill_max_tokens: Annotated[int, Field(ge=0)] = 32

@@ -204,7 +204,10 @@ class Admission:
         for worker_id in (plan.decode, plan.prefill):
             if worker_id is not None:
                 seeker.version_when_booked[worker_id] = self._fleet.load_version(worker_id)
-                self._index.expect(worker_id, sought.hashes, expires_s=now_s + EXPECTED_TTL_S)
+        # Only where they are computed: a sibling may queue behind them there, but until the blocks have
+        # really arrived at the decode worker of a remote plan, a local plan there would compute them again.
+        computes = plan.decode if plan.prefill is None else plan.prefill
+        self._index.expect(computes, sought.hashes, expires_s=now_s + EXPECTED_TTL_S)
         return booking
 
     def _correct(self, matches: dict[WorkerId, int], plan: Plan, hashes: Sequence[BlockHash]) -> bool:

@@ -222,7 +222,7 @@ class Orchestrator:
                     return
                 except AttemptFailed as failure:
                     if not isinstance(failure.error, Overloaded):
-                        self._suspect(booking, failure)
+                        self._suspect(leg, booking, failure)
                         raise
                     leg.life.advance(State.QUEUED)
                     refusing = failure.hold.member.endpoint.worker_id
@@ -254,16 +254,16 @@ class Orchestrator:
             deadline_s=asyncio.get_running_loop().time() + patience_s,
         )
 
-    def _suspect(self, booking: Booking, failure: AttemptFailed) -> None:
+    def _suspect(self, leg: _Leg, booking: Booking, failure: AttemptFailed) -> None:
         """Ask the workers of a failed attempt to show themselves.
 
-        A prefill worker that dies makes the decode worker's call fail as well, and may be seen first through it: so
-        both are asked when the decode call fails.
+        A prefill worker that dies makes the decode worker's call fail as well, and may be seen first through it: so,
+        until the handoff is complete, both are asked when the decode call fails.
         """
         if not isinstance(failure.error, WorkerError | TransferError | Cancelled):
             return
         suspects = {failure.hold}
-        if booking.prefill is not None:
+        if booking.prefill is not None and leg.life.state is not State.DECODING:
             suspects.add(booking.prefill)
         for hold in suspects:
             self._fleet.suspect(hold, str(failure))

@@ -65,11 +65,9 @@ def _hostile() -> list[tuple[str, bytes]]:
 
 
 async def _raw_generate(channel: grpc.aio.Channel, payload: bytes) -> grpc.StatusCode:
-    call = channel.unary_stream(
-        "/kvrelay.v1.InferenceService/Generate", request_serializer=None, response_deserializer=None
-    )(payload, timeout=30)
+    method: Any = channel.unary_stream("/kvrelay.v1.InferenceService/Generate")
     try:
-        async for _message in call:
+        async for _message in method(payload, timeout=30):
             pass
     except grpc.aio.AioRpcError as error:
         return error.code()

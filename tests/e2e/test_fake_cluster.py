@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from kvrelay.client import AsyncClient, Generation
+from kvrelay.client import AsyncClient
 from tests.builders import expected_tokens, make_request
 from tests.e2e.harness import fake_config, generate_all, kill_worker, running_cluster, until, until_idle, worker
 
@@ -20,7 +21,7 @@ def prompt_of(length: int, salt: int = 0) -> list[int]:
     return [(i * 7 + salt) % 256 for i in range(length)]
 
 
-def oracle(prompt: list[int], **sampling: object) -> tuple[int, ...]:
+def oracle(prompt: list[int], **sampling: Any) -> tuple[int, ...]:
     return tuple(expected_tokens(make_request(prompt, **sampling)))
 
 
@@ -63,12 +64,12 @@ async def test_shared_prefix_is_cached_and_only_the_rest_moves(client: AsyncClie
 
 async def test_sampled_answers_are_a_function_of_the_seed(client: AsyncClient) -> None:
     prompt = prompt_of(50, salt=4)
-    options = {"temperature": 0.9, "seed": 42, "max_tokens": 20, "ignore_eos": True}
-    alone = await client.generate(prompt, **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"temperature": 0.9, "seed": 42, "max_tokens": 20, "ignore_eos": True}
+    alone = await client.generate(prompt, **options)
     crowd = [prompt_of(20 + i, salt=i) for i in range(15)]
     _others, again = await asyncio.gather(
         generate_all(client, crowd, temperature=1.0, max_tokens=20),
-        client.generate(prompt, **options),  # type: ignore[arg-type]
+        client.generate(prompt, **options),
     )
     assert alone.token_ids == again.token_ids == oracle(prompt, **options)
 
@@ -86,9 +87,9 @@ async def test_kill_worker_in_the_middle_of_8_streams_leaves_every_answer_comple
     client: AsyncClient, role: str
 ) -> None:
     prompts = [prompt_of(200 + i, salt=20 + i) for i in range(8)]
-    options = {"temperature": 1.0, "seed": 5, "max_tokens": 300, "ignore_eos": True}
-    streams = [client.stream(prompt, **options) for prompt in prompts]  # type: ignore[arg-type]
-    results = [asyncio.create_task(_follow(stream, prompt)) for stream, prompt in zip(streams, prompts, strict=True)]
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 300, "ignore_eos": True}
+    streams = [client.stream(prompt, **options) for prompt in prompts]
+    results = [asyncio.create_task(stream.result()) for stream in streams]
     if role == "decode":
         await until(lambda: _is_decoding(client), timeout_s=20, what="8 sequences decode")
     pid = await kill_worker(client, role)
@@ -106,10 +107,6 @@ async def test_kill_worker_in_the_middle_of_8_streams_leaves_every_answer_comple
 async def _is_decoding(client: AsyncClient) -> bool:
     view = await worker(client, "decode")
     return view.status is not None and view.status.load.num_running == 8
-
-
-async def _follow(stream: object, prompt: list[int]) -> Generation:
-    return await stream.result()  # type: ignore[attr-defined,no-any-return]
 
 
 async def test_client_that_goes_away_frees_everything_at_once(client: AsyncClient) -> None:

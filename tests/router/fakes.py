@@ -110,6 +110,8 @@ class FakeWorker:
     """By gate: raised there, once."""
     num_refusals: int = 0
     """Requests to refuse before the first is accepted."""
+    retry_after_s: float = 30.0
+    """What a refusal says; longer than a test may take."""
     num_duplicates: int = 0
     """Extra copies of each decoded token."""
     num_skipped_steps: int = 0
@@ -205,7 +207,7 @@ class FakeWorker:
             raise StaleEpoch(f"epoch is {self.epoch}")
         if self.num_refusals:
             self.num_refusals -= 1
-            raise Overloaded("no pages", retry_after_s=30.0)
+            raise Overloaded("no pages", retry_after_s=self.retry_after_s)
 
 
 class _Servicer(
@@ -407,6 +409,12 @@ class TestCluster:
                 held = router.num_queued + router.num_active + router.num_bookings + router.num_request_tasks
                 if not held and not any(worker.num_running_calls for worker in self.workers.values()):
                     return router
+
+    async def until_index_blocks(self, count: int) -> None:
+        """Wait until the prefix index knows that many blocks, and the worker's other news."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while (await self.status()).router.num_index_blocks != count:
+                pass
 
     async def until_queued(self, count: int) -> None:
         """Wait until that many requests wait for a plan."""

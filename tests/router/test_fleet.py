@@ -15,7 +15,6 @@ from tests.router.fakes import (
     DECODE,
     PREFILL,
     ROOT,
-    TIMEOUT_S,
     FakeWorker,
     Shape,
     TestCluster,
@@ -30,12 +29,6 @@ HASHES = hash_blocks(prompt_of(12), root=ROOT, block_size=BLOCK_SIZE)
 async def predicted(cluster: TestCluster, num_prompt_tokens: int = 14) -> int:
     reply = await cluster.generate(make_request(num_prompt_tokens, max_tokens=2))
     return reply.plans[0].predicted_cached_tokens
-
-
-async def until_blocks(cluster: TestCluster, count: int) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while (await cluster.status()).router.num_index_blocks != count:
-            pass
 
 
 @pytest.mark.parametrize(
@@ -135,11 +128,11 @@ async def test_events_feed_the_index() -> None:
     prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
     prefill.blocks.update(HASHES[:1])
     async with running_cluster(prefill, decode) as cluster:
-        await until_blocks(cluster, 1)  # the snapshot
+        await cluster.until_index_blocks(1)  # the snapshot
         prefill.publish(stored=HASHES)
-        await until_blocks(cluster, 3)
+        await cluster.until_index_blocks(3)
         prefill.publish(removed=HASHES[2:])
-        await until_blocks(cluster, 2)
+        await cluster.until_index_blocks(2)
         assert await predicted(cluster) == 2 * BLOCK_SIZE
 
 
@@ -148,7 +141,7 @@ async def test_gap_in_events_leads_to_a_snapshot() -> None:
     async with running_cluster(prefill, decode) as cluster:
         prefill.blocks.update(HASHES)  # the messages that told of these are lost
         prefill.publish(lost=1)
-        await until_blocks(cluster, 3)
+        await cluster.until_index_blocks(3)
         assert prefill.num_watches == 2
         assert await predicted(cluster) == 3 * BLOCK_SIZE
 
@@ -157,9 +150,9 @@ async def test_new_epoch_forgets_the_blocks_of_the_old_one() -> None:
     prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
     prefill.blocks.update(HASHES)
     async with running_cluster(prefill, decode) as cluster:
-        await until_blocks(cluster, 3)
+        await cluster.until_index_blocks(3)
         await prefill.restart()
-        await until_blocks(cluster, 0)
+        await cluster.until_index_blocks(0)
         await cluster.until_state("p0", "ready")
         assert await predicted(cluster) == 0
 

@@ -1,15 +1,20 @@
 """Requests that meet no failure."""
 
 import asyncio
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
+from common.block_hash import hash_blocks
 from common.errors import DeadlineExceeded, KvrelayError, Overloaded, WorkerLost
+from common.ids import BlockHash
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from tests.router.fakes import (
     BLOCK_SIZE,
     DECODE,
     PREFILL,
+    ROOT,
     TIMEOUT_S,
     FakeWorker,
     Reply,
@@ -71,18 +76,38 @@ async def test_sequence_spec_has_a_hash_for_each_full_block(num_tokens: int) -> 
             assert len(worker.requests[0].sequence.block_hashes) == 16 * (num_tokens // BLOCK_SIZE)
 
 
-async def test_generate_short_suffix_on_decode_plans_local_the_second_time() -> None:
+async def test_generate_short_suffix_on_decode_plans_local() -> None:
     prefill, decode = pair()
+    hashes = hash_blocks(prompt_of(12), root=ROOT, block_size=BLOCK_SIZE)
     async with running_cluster(prefill, decode, config=config_with(local_prefill_max_tokens=4)) as cluster:
         first = await cluster.generate(make_request(12))
+        decode.publish(stored=[*hashes, BlockHash(bytes(16))])
+        await cluster.until_index_blocks(4)  # the prefill worker's three, and the one that only decode has
         second = await cluster.generate(make_request(12))
     # 12 tokens are 3 blocks; the last token is always computed, so 8 tokens count as cached.
-    assert [plan.kind for plan in first.plans + second.plans] == [
-        inference_pb2.PLAN_KIND_REMOTE,
-        inference_pb2.PLAN_KIND_LOCAL,
+    assert [(plan.kind, plan.predicted_cached_tokens) for plan in first.plans + second.plans] == [
+        (inference_pb2.PLAN_KIND_REMOTE, 0),
+        (inference_pb2.PLAN_KIND_LOCAL, 8),
     ]
-    assert second.plans[0].predicted_cached_tokens == 8
     assert first.token_ids() == second.token_ids()
+
+
+async def test_generate_while_the_same_prompt_is_on_its_way_to_decode_stays_remote() -> None:
+    prefill, decode = pair()
+    prefill.gates.close("first_token")
+    async with running_cluster(prefill, decode, config=config_with(local_prefill_max_tokens=4)) as cluster:
+        first = asyncio.create_task(cluster.generate(make_request(12)))
+        await prefill.gates.reached("first_token")
+        second = asyncio.create_task(cluster.generate(make_request(12)))
+        async with asyncio.timeout(TIMEOUT_S):
+            while len(prefill.requests) != 2:
+                await cluster.status()
+        prefill.gates.open("first_token")
+        plans = (await first).plans + (await second).plans
+    assert [(plan.kind, plan.predicted_cached_tokens) for plan in plans] == [
+        (inference_pb2.PLAN_KIND_REMOTE, 0),
+        (inference_pb2.PLAN_KIND_REMOTE, 8),
+    ]
 
 
 async def test_generate_when_first_token_is_the_last_cancels_decode() -> None:
@@ -201,6 +226,14 @@ async def test_generate_when_decode_refuses_waits_until_its_load_changes() -> No
         assert reply.token_ids() == answer(prompt_of(10), 6)
         assert (reply.completed.num_attempts, len(decode.requests)) == (1, 2)
         assert (await cluster.until_idle()).num_replans == 0
+
+
+async def test_generate_when_decode_refuses_asks_again_after_the_time_it_named() -> None:
+    prefill, decode = pair()
+    decode.num_refusals, decode.retry_after_s = 2, 0.02
+    async with running_cluster(prefill, decode) as cluster:
+        assert (await cluster.generate(make_request(10))).token_ids() == answer(prompt_of(10), 6)
+        assert len(decode.requests) == 3
 
 
 async def test_generate_when_one_decode_worker_refuses_takes_the_other() -> None:
@@ -328,16 +361,16 @@ async def test_generate_when_a_storm_of_clients_cancels_frees_everything() -> No
     async with running_cluster(prefill, decode) as cluster:
         calls = [cluster.inference.Generate(make_request(8 + i % 9), timeout=TIMEOUT_S) for i in range(60)]
 
-        async def read_some(number: int, call: object) -> None:
+        async def read_some(number: int, call: Any) -> None:
             reply = Reply()
-            reading = asyncio.create_task(cluster.read(call, reply))
-            async with asyncio.timeout(TIMEOUT_S):
-                while len(reply.messages) < number % 8 and not reading.done():
-                    await asyncio.sleep(0)
             if number % 2:
-                call.cancel()  # type: ignore[attr-defined]
-            await asyncio.wait([reading])
-            if number % 2 == 0:
+                with suppress(asyncio.CancelledError):
+                    async for message in call:
+                        reply.messages.append(message)
+                        if len(reply.messages) > number % 8:
+                            call.cancel()
+            else:
+                await cluster.read(call, reply)
                 assert reply.token_ids() == answer(prompt_of(8 + number % 9), 6)
 
         await asyncio.gather(*(read_some(i, call) for i, call in enumerate(calls)))

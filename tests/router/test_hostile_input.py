@@ -120,7 +120,8 @@ async def test_prompt_too_long_names_both_numbers(cluster: TestCluster) -> None:
 async def test_malformed_bytes_are_refused_and_the_router_lives_on(
     cluster: TestCluster, raw: bytes, code: grpc.StatusCode
 ) -> None:
-    call: Any = cluster.channel.unary_stream(GENERATE)(raw, timeout=TIMEOUT_S)
+    channel: Any = cluster.channel  # raw bytes are no message, says its type
+    call = channel.unary_stream(GENERATE)(raw, timeout=TIMEOUT_S)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _message in call:
             pass
@@ -130,7 +131,8 @@ async def test_malformed_bytes_are_refused_and_the_router_lives_on(
 
 async def test_unknown_fields_are_ignored(cluster: TestCluster) -> None:
     raw = make_request(10).SerializeToString() + b"\xfa\x3f\x03abc"
-    call: Any = cluster.channel.unary_stream(GENERATE, response_deserializer=inference_pb2.GenerateResponse.FromString)(
+    channel: Any = cluster.channel  # raw bytes are no message, says its type
+    call = channel.unary_stream(GENERATE, response_deserializer=inference_pb2.GenerateResponse.FromString)(
         raw, timeout=TIMEOUT_S
     )
     messages = [message async for message in call]

@@ -76,6 +76,23 @@ async def test_only_decode_dies_then_the_answer_waits_for_its_restart() -> None:
         await cluster.until_idle()
 
 
+async def test_request_that_lost_its_worker_is_served_before_those_that_wait() -> None:
+    decode = FakeWorker("d0", DECODE, shape=Shape(num_blocks=4))
+    decode.gates.close("token 3")
+    async with running_cluster(decode) as cluster:
+        first = await start(cluster, make_request(10))
+        await decode.gates.reached("token 3")
+        second = await start(cluster, make_request(9))  # no pages are left for it
+        await cluster.until_queued(1)
+        await decode.die()
+        await cluster.until_queued(2)
+        decode.gates.open("token 3")
+        await decode.restart()
+        assert (await first).token_ids() == answer(prompt_of(10), 6)
+        assert (await second).token_ids() == answer(prompt_of(9), 6)
+        assert [len(request.sequence.prompt_token_ids) for request in decode.requests] == [10, 10, 9]
+
+
 async def test_decode_never_comes_back_then_the_request_fails_by_name() -> None:
     prefill, decode = pair()
     decode.gates.close("token 3")

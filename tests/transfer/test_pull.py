@@ -80,8 +80,8 @@ class Peer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         if self.end is not None:
             await self.end(context)
         elif self.script[-1].WhichOneof("message") == "manifest":
-            message = await anext(request_iterator, None)
-            self.acked = message is not None and message.WhichOneof("message") == "ack"
+            last: Any = await anext(request_iterator, None)
+            self.acked = last is not None and last.WhichOneof("message") == "ack"
 
 
 @asynccontextmanager

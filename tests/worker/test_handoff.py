@@ -158,15 +158,11 @@ async def test_spec_with_wrong_hashes_or_tokens_is_refused_by_field() -> None:
     async with running_pair() as pair:
         spec = spec_of(make_request(range(20)))
         epoch = pair.decode.runtime.epoch
-        for field, change in {
-            "sequence.block_hashes": {"block_hashes": b"short"},
-            "sequence.prompt_token_ids": {"prompt_token_ids": [10**6]},
-        }.items():
-            bad = type(spec)()
-            bad.CopyFrom(spec)
-            for name in change:
-                bad.ClearField(name)
-            bad.MergeFrom(type(spec)(**change))
+        short_hashes, unknown_token = spec_of(make_request(range(20))), spec_of(make_request(range(20)))
+        short_hashes.block_hashes = spec.block_hashes[:-1]
+        unknown_token.prompt_token_ids[3] = 10**6
+        cases = {"sequence.block_hashes": short_hashes, "sequence.prompt_token_ids": unknown_token}
+        for field, bad in cases.items():
             error = from_rpc_error(
                 await error_of(pair.decode_stub.Decode(decode_pb2.DecodeRequest(sequence=bad, epoch=epoch)))
             )

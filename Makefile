@@ -1,0 +1,74 @@
+# Everything a clone needs is Python 3.11 (or later), make and a package registry. `make help` lists the targets.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The locks were resolved for 3.11.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+STEP := printf '==> %s\n'
+# One line per package instead of pip's four; whatever else pip says, errors above all, stays.
+BRIEF := 2>&1 | sed -u -E -e 's/^Collecting ([^ ]+).*/    \1/' -e 's/^(Installing collected packages).*/    installing/' \
+  -e '/^(Looking in|Processing|Requirement already|Successfully installed|  (Using cached|Downloading|File was already))/d' \
+  -e '/^WARNING: Location .* is ignored/d'
+
+.PHONY: help
+help: ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
+
+.PHONY: demo
+demo: $(VENV)/.runtime ## Start a cluster, send it a handful of prompts, show what happened, stop it
+	@$(BIN)/kvrelay demo
+
+.PHONY: test
+test: $(VENV)/.dev model ## Run the whole test suite (CPU, no running service)
+	@tools/test
+
+.PHONY: check
+check: $(VENV)/.dev ## Lint, types, import rules, protos, generated code
+	@tools/check
+
+.PHONY: install
+install: $(VENV)/.runtime ## Install what serving needs into .venv
+
+.PHONY: install-dev
+install-dev: $(VENV)/.dev ## Install what development needs too
+
+.PHONY: model
+model: $(VENV)/.runtime ## Fetch the default model, once
+	@$(BIN)/python -m engine.default_model
+
+.PHONY: lock
+lock: $(VENV)/.dev ## Resolve pyproject.toml into the lock files again
+	@$(PIP) install --quiet uv && tools/lock
+
+.PHONY: clean
+clean: ## Remove .venv and caches; the fetched model stays
+	rm -rf $(VENV) .venv-genproto .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.made:
+	@$(STEP) "making $(VENV) with $(PYTHON)"
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Python 3.11 or later is needed; name one: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	@"$(PYTHON)" -m venv $(VENV)
+	@$(PIP) install --quiet --upgrade pip
+	@touch $@
+
+# torch comes first and by itself: which build is right depends on the machine.
+$(VENV)/.runtime: requirements.lock pyproject.toml tools/install-torch | $(VENV)/.made
+	@$(STEP) "installing torch"
+	@$(BIN)/python tools/install-torch
+	@$(STEP) "installing $$(wc -l <requirements.lock) locked packages"
+	@$(PIP) install --no-deps --progress-bar off --requirement requirements.lock $(BRIEF)
+	@$(STEP) "installing kvrelay"
+	@$(PIP) install --quiet --no-deps --editable .
+	@touch $@
+
+$(VENV)/.dev: requirements-dev.lock $(VENV)/.runtime
+	@$(STEP) "installing $$(wc -l <requirements-dev.lock) locked development packages"
+	@$(PIP) install --no-deps --progress-bar off --requirement requirements-dev.lock $(BRIEF)
+	@touch $@

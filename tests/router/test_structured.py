@@ -1,0 +1,108 @@
+"""Owned tasks and the outbox: nothing outlives its owner, nothing is lost to a cancellation."""
+
+import asyncio
+
+import pytest
+
+from common.errors import EngineFault
+from kvrelay.v1 import inference_pb2
+from router.outbox import SOFT_LIMIT, Outbox
+from router.structured import TaskCensus, all_or_first_failure
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
+async def fail() -> None:
+    raise EngineFault("step")
+
+
+async def test_owned_tasks_end_with_their_block() -> None:
+    census = TaskCensus()
+    async with census.owned(forever(), forever()) as tasks:
+        assert census.num_tasks == 2
+    assert all(task.cancelled() for task in tasks)
+    assert census.num_tasks == 0
+
+
+async def test_failure_of_one_task_ends_the_others_and_leaves_the_owner_uncancelled() -> None:
+    census = TaskCensus()
+    with pytest.raises(EngineFault):
+        async with census.owned(forever(), fail()) as tasks:
+            await all_or_first_failure(tasks)
+    owner = asyncio.current_task()
+    assert owner is not None
+    assert (owner.cancelling(), census.num_tasks) == (0, 0)
+
+
+async def test_owner_that_is_cancelled_twice_still_waits_for_its_tasks() -> None:
+    census, release, began = TaskCensus(), asyncio.Event(), asyncio.Event()
+
+    async def stubborn() -> None:
+        try:
+            await forever()
+        finally:
+            began.set()
+            await release.wait()
+
+    async def own() -> None:
+        async with census.owned(stubborn()) as tasks:
+            await all_or_first_failure(tasks)
+
+    owner = asyncio.create_task(own())
+    for _ in range(3):  # until the task waits
+        await asyncio.sleep(0)
+    owner.cancel()
+    await began.wait()
+    owner.cancel()
+    await asyncio.sleep(0)
+    assert not owner.done()
+    release.set()
+    with pytest.raises(asyncio.CancelledError):
+        await owner
+    assert census.num_tasks == 0
+
+
+async def test_cancellation_of_the_owner_is_not_hidden_by_a_failing_task() -> None:
+    census = TaskCensus()
+    gate = asyncio.Event()
+
+    async def fail_later() -> None:
+        await gate.wait()
+        raise EngineFault("step")
+
+    async def own() -> None:
+        async with census.owned(fail_later()) as tasks:
+            await all_or_first_failure(tasks)
+
+    owner = asyncio.create_task(own())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    gate.set()
+    owner.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await owner
+
+
+async def test_outbox_delivers_what_was_put_before_an_error() -> None:
+    outbox = Outbox()
+    outbox.put(inference_pb2.GenerateResponse(accepted=inference_pb2.Accepted(num_prompt_tokens=3)))
+    outbox.close(EngineFault("step"))
+    message = await outbox.get()
+    assert message is not None
+    assert message.accepted.num_prompt_tokens == 3
+    assert await outbox.get() is None
+    assert isinstance(outbox.error, EngineFault)
+
+
+async def test_outbox_of_a_slow_client_holds_its_producer_back() -> None:
+    outbox = Outbox()
+    for _ in range(SOFT_LIMIT):
+        await outbox.room()
+        outbox.put(inference_pb2.GenerateResponse())
+    waiting = asyncio.create_task(outbox.room())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await outbox.get()
+    await waiting
