@@ -4,11 +4,11 @@
 
 Method. One run holds all arms in memory and alternates them, round by round: (a) `cluster`: router, prefill worker
 and decode worker as processes, one CPU thread per worker, over gRPC, KV through shared memory; (b) `in-process`: the
-engine alone in this process with one thread; (c) the same with all cores. A round sends 1 and then 8 concurrent requests
-of 256 prompt tokens and 32 output tokens, greedy, every prompt new, so that nothing is cached. The first round warms up
-and is dropped. Reported: median over rounds of the mean TTFT and mean ITL of a round's requests, with the range, and the
-median ratio to in-process with one thread. All arms and the client share the machine's cores; the idle arm computes
-nothing.
+engine alone in this process with one thread; (c) the same with all cores. A round sends 1 and then 8 concurrent
+requests of 256 prompt tokens and 32 output tokens, greedy, every prompt new, so that nothing is cached. The first round
+warms up and is dropped. Reported: median over rounds of the mean TTFT and mean ITL of a round's requests, with the
+range, and the median ratio to in-process with one thread. All arms and the client share the machine's cores; the idle
+arm computes nothing.
 """
 
 import argparse

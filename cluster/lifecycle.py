@@ -77,6 +77,8 @@ def up(config: ServingConfig, *, config_path: Path, run_dir: Path, report: Repor
     _clean_up(StateFile(run_dir), report)
     config = _with_port(_with_model(config, report), config_path)
     run_dir.mkdir(parents=True, exist_ok=True)
+    for old_log in (run_dir / "logs").glob("*.log"):
+        old_log.unlink()
     resolved_path = run_dir / "serving.yaml"
     resolved_path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
     return _start_supervisor(resolved_path, run_dir, report)

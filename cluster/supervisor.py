@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -38,13 +39,21 @@ from kvrelay.v1 import router_admin_pb2, worker_pb2
 
 logger = logging.getLogger(__name__)
 
-_ROUTER_GRACE_S = 12.0  # the router itself cancels what is left after 10 s
-_WORKER_GRACE_S = 7.0  # the workers after 5 s
 _ACCEPT_TIMEOUT_S = 30.0
 _WIRE_ROLES = {
     ProcessRole.PREFILL: worker_pb2.WORKER_ROLE_PREFILL,
     ProcessRole.DECODE: worker_pb2.WORKER_ROLE_DECODE,
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopGrace:
+    """How long processes may take to stop before they are killed."""
+
+    router_s: float = 12.0
+    """The router itself cancels what is left after 10 s."""
+    worker_s: float = 7.0
+    """Workers do so after 5 s."""
 
 
 class Supervisor:
@@ -58,11 +67,13 @@ class Supervisor:
         launcher: Launcher,
         state_file: StateFile,
         report: Callable[[str], None],
+        grace: StopGrace | None = None,
     ) -> None:
         self._config = config
         self._launcher = launcher
         self._state_file = state_file
         self._report = report
+        self._grace = grace or StopGrace()
         self._phase = ClusterPhase.STARTING
         identity = ProcessIdentity.of(os.getpid())
         assert identity is not None, "this process is alive"
@@ -144,7 +155,7 @@ class Supervisor:
     async def _stop_all(self) -> None:
         routers = [each for each in self._processes if each.spec.role is ProcessRole.ROUTER]
         workers = [each for each in self._processes if each.spec.role is not ProcessRole.ROUTER]
-        for group, grace_s in ((routers, _ROUTER_GRACE_S), (workers, _WORKER_GRACE_S)):
+        for group, grace_s in ((routers, self._grace.router_s), (workers, self._grace.worker_s)):
             await asyncio.gather(*(each.stop(grace_s) for each in group))
 
     def _enter(self, phase: ClusterPhase) -> None:

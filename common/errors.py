@@ -31,6 +31,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 DOMAIN = "kvrelay"
 _DETAILS_KEY = "grpc-status-details-bin"
+_MAX_MESSAGE_CHARS = 512
 
 
 class KvrelayError(Exception):
@@ -150,18 +151,22 @@ def error_classes() -> list[type[KvrelayError]]:
 
 
 def to_status(error: KvrelayError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
-    """Return (code, message, trailing metadata) that carry `error` over gRPC."""
+    """Return (code, message, trailing metadata) that carry `error` over gRPC.
+
+    The message goes twice in the trailers, and peers refuse a call whose trailers are larger than 8 KiB.
+    """
+    text = error.message if len(error.message) <= _MAX_MESSAGE_CHARS else error.message[: _MAX_MESSAGE_CHARS - 1] + "…"
     details = [error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN, metadata={"field": error.field})]
     packed = [_pack(detail) for detail in details]
     if error.field:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=text)
         packed.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
     if error.retry_after_s is not None:
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(round(error.retry_after_s * 1000))
         packed.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
-    status = status_pb2.Status(code=_number(error.code), message=error.message, details=packed)
-    return error.code, error.message, ((_DETAILS_KEY, status.SerializeToString()),)
+    status = status_pb2.Status(code=_number(error.code), message=text, details=packed)
+    return error.code, text, ((_DETAILS_KEY, status.SerializeToString()),)
 
 
 def from_rpc_error(error: grpc.RpcError, *, unavailable: type[KvrelayError] = WorkerLost) -> KvrelayError:

@@ -95,6 +95,12 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: KvrelayError
     raise AssertionError("abort raises")
 
 
+def is_cancelled() -> bool:
+    """Whether the running task is being cancelled: if not, a CancelledError tells of what it awaited."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
 @asynccontextmanager
 async def error_boundary(context: grpc.aio.ServicerContext[Any, Any], what: str) -> AsyncIterator[None]:
     """Turn exceptions of a handler into one terminal status. The only `except Exception` of a service."""
@@ -104,6 +110,13 @@ async def error_boundary(context: grpc.aio.ServicerContext[Any, Any], what: str)
         await abort(context, error)
     except grpc.aio.AbortError:
         raise
+    except asyncio.CancelledError:
+        if is_cancelled():
+            raise
+        # Something that the handler awaited was cancelled, such as a call on a channel that was closed. gRPC would end
+        # the handler without a status, and the caller would wait for ever.
+        logger.exception("%s failed", what)
+        await abort(context, EngineFault(f"{what} failed: what it waited for was cancelled"))
     except Exception as error:
         logger.exception("%s failed", what)
         await abort(context, EngineFault(f"{what} failed: {type(error).__name__}: {error}"))

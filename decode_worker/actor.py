@@ -12,5 +12,5 @@ class DecodeActor(ServiceActor):
         """Start the worker; imports torch."""
         from decode_worker.server import start_decode_worker
 
-        host = params.host or ray.util.get_node_ip_address()
+        host = params.host or ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         return await start_decode_worker(params.config, worker_id=params.name, host=host, port=params.port)

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from common.errors import Overloaded, Refused
+from common.errors import KvIncomplete, Overloaded, Refused
 from common.ids import Epoch, HandoffId, WorkerId
 from common.rpc import client_channel, error_boundary
 from engine.core import EngineCore
@@ -91,12 +91,15 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             num_tokens=leader.num_tokens,
             last_block_hash=spec.block_hashes[-1] if spec.block_hashes else None,
             num_samples=spec.sampling.n,
+            first_sample_index=spec.first_sample_index,
         )
         return await self._puller.pull(plan, await self._channel(plan.peer, handoff.prefill_address))
 
     async def _start(self, group: Group, manifest: HandoffManifest, streams: OutputStreams) -> None:
         first = [(token.token_id, token.finished) for token in manifest.first_tokens]
         for token in manifest.first_tokens:
+            if token.token_id >= self._runtime.executor.vocab_size:  # it would fail a whole step, for everybody
+                raise KvIncomplete(f"first token {token.token_id} is not in the vocabulary")
             if token.finished:
                 streams.end(token.sample_index)
             else:
@@ -137,11 +140,13 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
     async def _channel(self, peer: WorkerId, address: str) -> grpc.aio.Channel:
         """Return the channel to a prefill worker; a restarted one has another address."""
         known = self._channels.get(peer)
-        if known is None or known[0] != address:
-            if known is not None:
-                await known[1].close(grace=1.0)
-            self._channels[peer] = (address, client_channel(address))
-        return self._channels[peer][1]
+        if known is not None and known[0] == address:
+            return known[1]
+        channel = client_channel(address)
+        self._channels[peer] = (address, channel)  # before the await: another call must find it
+        if known is not None:
+            await known[1].close(grace=1.0)
+        return channel
 
 
 def _cancel_if_granted(core: EngineCore, group: Group | Refused) -> None:

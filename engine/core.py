@@ -187,7 +187,8 @@ class EngineCore:
         """Turn one sequence's step result into events and follow-up state."""
         sequence = item.sequence
         group = self._groups[sequence]
-        group.prompt_logprobs.extend(result.prompt_logprobs)
+        if sequence.num_output_tokens == 0:  # else they were told before a preemption, or by another worker
+            group.prompt_logprobs.extend(result.prompt_logprobs)
         if group.holds_after_prefill:
             emitted.append(
                 (group, Progress(num_computed_tokens=sequence.num_computed, block_table=tuple(sequence.block_table)))

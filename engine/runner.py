@@ -163,9 +163,11 @@ def load_executor(  # noqa: PLR0913 - the places where serving.yaml's values end
         max_model_len=min(config.max_position_embeddings, max_model_len or config.max_position_embeddings),
         eos_token_ids=_eos_token_ids(model_dir, raw),
     )
-    model = Decoder(config, load_weights(files, config, dtype=torch_dtype, device=torch_device))
+    weights = load_weights(files, config, dtype=torch_dtype, device=torch_device)
+    linears = "oneDNN, packed weights" if weights.pack() else "torch"
+    model = Decoder(config, weights)
     store = TorchKvStore(shape, num_blocks, device=torch_device)
-    _log_loaded(info, config, store, time.monotonic() - started_s)
+    _log_loaded(info, config, store, linears, time.monotonic() - started_s)
     return ModelExecutor(model, store, TorchPagedAttention(store, config.windows), info)
 
 
@@ -198,7 +200,7 @@ def _eos_token_ids(model_dir: Path, raw_config: dict[str, Any]) -> frozenset[int
     return frozenset(found if isinstance(found, list) else [found])
 
 
-def _log_loaded(info: ModelInfo, config: DecoderConfig, store: TorchKvStore, load_s: float) -> None:
+def _log_loaded(info: ModelInfo, config: DecoderConfig, store: TorchKvStore, linears: str, load_s: float) -> None:
     shape = store.shape
     logger.info(
         "model loaded",
@@ -213,6 +215,7 @@ def _log_loaded(info: ModelInfo, config: DecoderConfig, store: TorchKvStore, loa
             "num_blocks": store.num_blocks,
             "block_size": shape.block_size,
             "num_kv_tokens": store.num_blocks * shape.block_size,
+            "linears": linears,
             "torch_threads": torch.get_num_threads(),
             "load_s": round(load_s, 3),
         },

@@ -8,6 +8,7 @@ bytes at its end with those it was told over gRPC: proof that it opened the righ
 import mmap
 import os
 import secrets
+import weakref
 from pathlib import Path
 
 from engine.executor import SharedRegion
@@ -23,6 +24,7 @@ def allocate_region(num_bytes: int) -> tuple[mmap.mmap, SharedRegion | None]:
     fd = os.memfd_create("kvrelay-kv", os.MFD_CLOEXEC)
     os.ftruncate(fd, size_bytes)
     memory = mmap.mmap(fd, size_bytes)
+    weakref.finalize(memory, os.close, fd)  # peers find the region by this descriptor for as long as it is used here
     nonce = secrets.token_bytes(NONCE_BYTES)
     memory[num_bytes:] = nonce
     return memory, SharedRegion(fd=fd, size_bytes=size_bytes, nonce=nonce)

@@ -2,6 +2,9 @@
 
 Everything that touches the core goes through `call` (await the result) or `post` (fire and forget); both run between
 two steps, in order. Events come back with one `call_soon_threadsafe` per step.
+
+An executor that raises costs the requests of that step. Bookkeeping that raises has broken its own invariants: the
+thread ends and says so, since nothing that it would compute afterwards could be trusted.
 """
 
 import asyncio
@@ -21,11 +24,18 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """Owner of one core and its thread. Construct and use on the event loop; `start` before, `aclose` after."""
+    """Owner of one core and its thread. Construct and use on the event loop; `start` before, `aclose` after.
 
-    def __init__(self, core: EngineCore, on_report: Callable[[StepReport], None]) -> None:
+    `on_fault` is called on the event loop when the thread has died of an exception. Commands are not answered any more
+    then: the owner has to end the process, or everybody who waits.
+    """
+
+    def __init__(
+        self, core: EngineCore, on_report: Callable[[StepReport], None], on_fault: Callable[[Exception], None]
+    ) -> None:
         self._core = core
         self._on_report = on_report
+        self._on_fault = on_fault
         self._commands: queue.SimpleQueue[Callable[[EngineCore], None] | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -78,6 +88,16 @@ class EngineThread:
             raise
 
     def _run(self) -> None:
+        try:
+            self._step_until_stopped()
+        except Exception as error:  # the top of the thread
+            logger.critical("the engine thread died", exc_info=True)
+            try:
+                self._loop.call_soon_threadsafe(self._on_fault, error)
+            except RuntimeError:
+                logger.debug("the event loop is closed; nobody is left to tell")
+
+    def _step_until_stopped(self) -> None:
         core = self._core
         while self._drain(core):
             if core.has_work and (started := core.begin_step()):

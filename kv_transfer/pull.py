@@ -7,14 +7,16 @@ with what this side expects. Only then may the sequence decode, and only then ar
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import grpc
 import xxhash
 
 from common.clock import Clock
-from common.errors import KvIncomplete, from_rpc_error
+from common.errors import KvIncomplete, StaleEpoch, WorkerLost, from_rpc_error
 from common.ids import BlockHash, BlockId, Epoch, HandoffId, WorkerId
+from common.rpc import is_cancelled
 from engine.executor import KvStore, PeerPages
 from engine.shared_memory import host_id, map_peer_region
 from kv_transfer.handoff import FirstToken, HandoffManifest
@@ -38,6 +40,7 @@ class PullPlan:
     num_tokens: int
     last_block_hash: BlockHash | None
     num_samples: int
+    first_sample_index: int
 
 
 @dataclass(slots=True)
@@ -74,6 +77,7 @@ class KvPuller:
         self._clock = clock
         self._on_bytes = on_bytes
         self._peers: dict[WorkerId, tuple[bytes, PeerPages]] = {}  # one mapping per peer: (nonce, pages)
+        self._unmappable: dict[WorkerId, Epoch] = {}  # the life of a peer in which its memory could not be mapped
 
     async def pull(self, plan: PullPlan, channel: grpc.aio.Channel) -> Pulled:
         """Fill the plan's pages. When cancelled, returns only after the last write into them has ended.
@@ -90,20 +94,31 @@ class KvPuller:
             await call.read()  # until the serving side has released the lease
             return pulled
         except grpc.RpcError as error:
-            self._peers.pop(plan.peer, None)  # when it is dead, its memory must not live on in our mapping
-            raise from_rpc_error(error) from error
+            failure = from_rpc_error(error)
+            if isinstance(failure, WorkerLost | StaleEpoch):
+                self._peers.pop(plan.peer, None)  # it is dead: its memory must not live on in our mapping
+            raise failure from error
         except asyncio.InvalidStateError as error:  # the call ended while we wrote to it
             raise KvIncomplete(f"the transfer of {plan.handoff_id} broke off") from error
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            raise WorkerLost(f"the channel to {plan.peer} was closed") from None
         finally:
             call.cancel()
 
     def _open(self, plan: PullPlan) -> pb.OpenFetch:
+        can_map = self._unmappable.get(plan.peer) != plan.epoch
         return pb.OpenFetch(
             handoff_id=plan.handoff_id,
             epoch=plan.epoch,
             first_block=plan.first_block,
             layout_fingerprint=self._store.shape.fingerprint,
-            transports=[worker_pb2.KvTransport.ValueType(t) for t in self._transports],
+            transports=[
+                worker_pb2.KvTransport.ValueType(transport)
+                for transport in self._transports
+                if can_map or transport != worker_pb2.KV_TRANSPORT_SHM
+            ],
             host_id=host_id(),
         )
 
@@ -122,7 +137,7 @@ class KvPuller:
                 case "opened":
                     transport = message.opened.transport
                     if transport == worker_pb2.KV_TRANSPORT_SHM:
-                        peer = self._map(plan.peer, message.opened.shared_memory)
+                        peer = self._map(plan, message.opened.shared_memory)
                 case "sealed" if peer is not None:
                     await self._to_end(self._copy_sealed, plan, progress, message.sealed, peer)
                 case "chunk":
@@ -149,7 +164,9 @@ class KvPuller:
         try:
             await asyncio.shield(running)
         except asyncio.CancelledError:
-            await asyncio.wait([running])
+            while not running.done():  # a call may be cancelled twice: by its caller, then by a stopping server
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([running])
             raise
 
     def _copy_sealed(self, plan: PullPlan, progress: _Progress, sealed: pb.SealedBlocks, peer: PeerPages) -> None:
@@ -189,14 +206,19 @@ class KvPuller:
         if progress.first_s is None:
             progress.first_s = progress.last_s
 
-    def _map(self, peer: WorkerId, shared: pb.SharedMemory) -> PeerPages:
-        """Return the peer's pages; the mapping of an earlier life of the peer is dropped."""
+    def _map(self, plan: PullPlan, shared: pb.SharedMemory) -> PeerPages:
+        """Return the peer's pages; the mapping of an earlier life of the peer is dropped.
+
+        Raises KvIncomplete when the system does not allow it; the next pull from this peer does not ask for it again.
+        """
+        peer = plan.peer
         nonce, pages = self._peers.get(peer, (b"", None))
         if pages is None or nonce != shared.nonce:
             self._peers.pop(peer, None)
             try:
                 region = map_peer_region(pid=shared.pid, fd=shared.fd, size_bytes=shared.size_bytes, nonce=shared.nonce)
             except OSError as error:
+                self._unmappable[peer] = plan.epoch
                 raise KvIncomplete(f"the shared memory of {peer} cannot be mapped: {error}") from error
             pages = self._store.map_peer(memoryview(region), shared.num_blocks)
             self._peers[peer] = (shared.nonce, pages)
@@ -207,8 +229,10 @@ def _verify(plan: PullPlan, progress: _Progress, manifest: pb.Manifest) -> Hando
     """Return the manifest when it and the received blocks are what the plan expects. Raises KvIncomplete."""
     if progress.missing:
         raise KvIncomplete(f"{len(progress.missing)} blocks of {plan.handoff_id} are missing")
-    expected = (plan.num_tokens, len(plan.block_table), plan.last_block_hash or b"", plan.num_samples)
-    got = (manifest.num_tokens, manifest.num_blocks, manifest.last_block_hash, len(manifest.first_tokens))
+    samples = [plan.first_sample_index + i for i in range(plan.num_samples)]
+    expected = (plan.num_tokens, len(plan.block_table), plan.last_block_hash or b"", samples)
+    first_samples = [token.sample_index for token in manifest.first_tokens]
+    got = (manifest.num_tokens, manifest.num_blocks, manifest.last_block_hash, first_samples)
     if got != expected:
         raise KvIncomplete(f"manifest of {plan.handoff_id} says {got}; expected {expected}")
     return HandoffManifest(

@@ -15,7 +15,7 @@ import grpc
 import xxhash
 
 from common.clock import Clock
-from common.errors import HandoffGone, InvalidRequest, LayoutMismatch, StaleEpoch
+from common.errors import DeadlineExceeded, HandoffGone, InvalidRequest, LayoutMismatch, StaleEpoch
 from common.ids import BlockId, Epoch, HandoffId
 from common.rpc import error_boundary
 from engine.executor import KvStore
@@ -67,7 +67,7 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
     ) -> None:
         async with error_boundary(context, "FetchBlocks"):
             with self._track():
-                opened = await _next(request_iterator)
+                opened = await self._first(request_iterator)
                 if opened is None or opened.WhichOneof("message") != "open":
                     raise InvalidRequest("the first message must be open", field="message")
                 self._check(opened.open)
@@ -120,8 +120,12 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
             build = self._build_sealed if transport == worker_pb2.KV_TRANSPORT_SHM else self._build_chunks
             messages = await loop.run_in_executor(None, build, first, block_ids)
             handoff.raise_if_aborted()  # the pages may have had a new owner while they were read
-            for message in messages:
-                await context.write(message)
+            try:
+                async with asyncio.timeout(self._settings.lease_ttl_s):
+                    for message in messages:
+                        await context.write(message)
+            except TimeoutError:
+                raise HandoffGone("the puller has stopped reading") from None
             self._on_bytes(transport, len(block_ids) * block_bytes)
 
     def _build_sealed(self, first: int, block_ids: tuple[BlockId, ...]) -> list[pb.FetchBlocksResponse]:
@@ -185,6 +189,12 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
             ],
             age_s=self._clock.monotonic() - handoff.completed_s,
         )
+
+    async def _first(self, request_iterator: AsyncIterator[pb.FetchBlocksRequest]) -> pb.FetchBlocksRequest | None:
+        try:
+            return await asyncio.wait_for(_next(request_iterator), self._settings.lease_ttl_s)
+        except TimeoutError:
+            raise DeadlineExceeded("the puller did not say what it wants") from None
 
     async def _await_ack(self, request_iterator: AsyncIterator[pb.FetchBlocksRequest]) -> None:
         try:

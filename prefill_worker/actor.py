@@ -12,5 +12,5 @@ class PrefillActor(ServiceActor):
         """Start the worker; imports torch."""
         from prefill_worker.server import start_prefill_worker
 
-        host = params.host or ray.util.get_node_ip_address()
+        host = params.host or ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         return await start_prefill_worker(params.config, worker_id=params.name, host=host, port=params.port)

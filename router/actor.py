@@ -19,5 +19,5 @@ class RouterActor(ServiceActor):
         model_dir = None
         if model.engine != "fake":
             model_dir = await asyncio.to_thread(resolve_model, model.id, local_files_only=model.local_files_only)
-        host = params.host or ray.util.get_node_ip_address()
+        host = params.host or ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         return await start_router(params.config, model_dir=model_dir, host=host, port=params.port)

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Sequence
 
 import tokenizers
-from engine.text import TextStream
 
 from engine.events import FinishReason, TokenOutput
 from engine.executor import Logprobs
 from engine.sequence import EngineRequest
+from engine.text import TextStream
 from kvrelay.v1 import sampling_pb2 as pb
 
 FINISH_REASONS = {

@@ -25,6 +25,8 @@ from kvrelay.v1 import worker_pb2
 from worker.factory import limits_for, load_executor_for
 from worker.kv_event_hub import KvEventHub
 
+_EXIT_SOFTWARE = 70  # sysexits.h: internal software error
+
 
 @dataclass(slots=True)
 class Counters:
@@ -60,7 +62,7 @@ class WorkerRuntime:
         self.hub = KvEventHub()
         core = EngineCore(executor, limits_for(self.pool_config), clock)
         self.load: Load = core.load()
-        self.engine = EngineThread(core, self._on_report)
+        self.engine = EngineThread(core, self._on_report, _end_process)
         self.num_request_tasks = 0
         self._started_s = time.monotonic()
         self.handoffs = HandoffTable(
@@ -163,6 +165,11 @@ class WorkerRuntime:
     def _on_report(self, report: StepReport) -> None:
         self.load = report.load
         self.hub.publish(report.kv_events)
+
+
+def _end_process(_error: Exception) -> None:
+    """Die at once: routers see the connection break and recover elsewhere, and whoever started this starts it anew."""
+    os._exit(_EXIT_SOFTWARE)
 
 
 def pool_of(config: ServingConfig, role: worker_pb2.WorkerRole.ValueType) -> PoolConfig:

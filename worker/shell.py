@@ -64,9 +64,15 @@ async def start_worker(runtime: WorkerRuntime, add_services: AddServices, *, hos
             *add_services(server, runtime),
         ]
 
-    runtime.start()
-    server = await start_server(add, host=host, port=port)
     metrics = MetricsServer(runtime, host) if runtime.pool_config.metrics else None
+    runtime.start()
+    try:
+        server = await start_server(add, host=host, port=port)
+    except BaseException:
+        await runtime.aclose()
+        if metrics is not None:
+            metrics.close()
+        raise
     worker_service.metrics_port = metrics.port if metrics is not None else 0
     logger.info(
         "serving",

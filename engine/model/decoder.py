@@ -34,7 +34,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 [num_rows, vocab_size] for rows of `forward`'s result."""
-        return F.linear(hidden, self._weights.head).float()
+        return self._weights.head(hidden).float()
 
     def _attend(
         self,

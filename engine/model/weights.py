@@ -9,15 +9,39 @@ from torch.nn import functional as F
 from engine.model.config import DecoderConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN multiplies with packed weights of this dtype on this CPU."""
+    is_built = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if weight.device.type != "cpu" or not is_built or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    if weight.dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001
+    return weight.dtype is torch.float32
+
+
+@dataclass(slots=True, kw_only=True)
 class Linear:
     """A projection: weight [out_features, in_features], bias [out_features] or None."""
 
     weight: Tensor
     bias: Tensor | None
+    _is_packed: bool = False
+
+    def pack(self) -> None:
+        """Replace the weight by oneDNN's blocked copy of it, in which it can no longer be read or loaded.
+
+        A plain weight is rearranged inside every single matrix product; on CPU that is most of a decode step.
+        """
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)  # noqa: SLF001 - its only name
+        self._is_packed = True
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias, [num_tokens, out_features]."""
+        if self._is_packed:
+            product: Tensor = torch.ops.mkldnn._linear_pointwise(  # noqa: SLF001
+                x, self.weight, self.bias, "none", [], ""
+            )
+            return product
         return F.linear(x, self.weight, self.bias)
 
 
@@ -44,8 +68,18 @@ class DecoderWeights:
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    head: Tensor
-    """[vocab_size, hidden_size]; the embedding itself when they are tied."""
+    head: Linear
+    """[vocab_size, hidden_size]; its weight is the embedding itself when they are tied."""
+
+    def pack(self) -> bool:
+        """Rearrange all projections for the CPU, where this torch build can; returns whether it did."""
+        if not _can_pack(self.embedding):
+            return False
+        for layer in self.layers:
+            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                linear.pack()
+        self.head.pack()
+        return True
 
 
 def allocate_weights(config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> DecoderWeights:
@@ -73,14 +107,19 @@ def allocate_weights(config: DecoderConfig, *, dtype: torch.dtype, device: torch
     )
     embedding = empty(config.vocab_size, config.hidden_size)
     head = embedding if config.has_tied_embeddings else empty(config.vocab_size, config.hidden_size)
-    return DecoderWeights(embedding=embedding, layers=layers, final_norm=empty(config.hidden_size), head=head)
+    return DecoderWeights(
+        embedding=embedding,
+        layers=layers,
+        final_norm=empty(config.hidden_size),
+        head=Linear(weight=head, bias=None),
+    )
 
 
 def checkpoint_views(weights: DecoderWeights, config: DecoderConfig) -> dict[str, Tensor]:
     """Return, for each tensor name of a Hugging Face checkpoint, the part of the weights that it fills."""
     views = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.final_norm}
     if not config.has_tied_embeddings:
-        views["lm_head.weight"] = weights.head
+        views["lm_head.weight"] = weights.head.weight
     for layer_idx, layer in enumerate(weights.layers):
         views.update({f"model.layers.{layer_idx}.{name}": view for name, view in _layer_views(layer, config).items()})
     return views

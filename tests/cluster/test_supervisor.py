@@ -15,7 +15,7 @@ from cluster.launcher import StartFailed
 from cluster.managed_process import restart_delay_s
 from cluster.plan import HostResources, make_plan
 from cluster.state import ClusterPhase, ClusterState, ProcessPhase, ProcessState, StateFile
-from cluster.supervisor import Supervisor
+from cluster.supervisor import StopGrace, Supervisor
 from kvrelay.v1.worker_pb2 import WORKER_ROLE_DECODE, WORKER_ROLE_PREFILL
 from tests.cluster.support import RecordingRouter, fake_command, make_config, recording_router
 
@@ -59,6 +59,7 @@ async def make_cluster(run_dir: Path, **modes: Sequence[str]) -> AsyncIterator[C
             launcher=LocalLauncher(command=command, run_dir=run_dir),
             state_file=StateFile(run_dir),
             report=reports.append,
+            grace=StopGrace(router_s=10, worker_s=0.5),
         )
         yield Cluster(router=router, supervisor=supervisor, state_file=StateFile(run_dir), reports=reports)
 

@@ -167,8 +167,24 @@ def test_prompt_logprobs_of_a_prompt_that_was_preempted_half_way_come_once() -> 
     _g, late = submit(core, make_request([1] * 43, max_tokens=2, num_prompt_logprobs=1))
     run_until_idle(core)
     assert core.load().num_preemptions > 0
-    assert [len(event.prompt_logprobs) for event in late.events if isinstance(event, Tokens)][0] == 42
+    assert next(len(event.prompt_logprobs) for event in late.events if isinstance(event, Tokens)) == 42
     assert_empty(core)
+
+
+def test_prompt_logprobs_of_a_sample_that_is_computed_again_or_taken_over_are_not_told_again() -> None:
+    core = make_core(num_blocks=12, max_step_tokens=32)
+    submit(core, make_request([0] * 17, max_tokens=20, ignore_eos=True))
+    late_request = make_request([1] * 17, max_tokens=20, ignore_eos=True, num_prompt_logprobs=1)
+    _g, late = submit(core, late_request)
+    run_until_idle(core)
+    assert core.load().num_preemptions > 0
+    told = [len(event.prompt_logprobs) for event in late.events if isinstance(event, Tokens)]
+    assert (told[0], sum(told)) == (16, 16)
+    rest = make_request([1] * 17, output=late.token_ids()[:2], max_tokens=20, ignore_eos=True, num_prompt_logprobs=1)
+    _g, taken_over = submit(core, rest)
+    run_until_idle(core)
+    assert not any(event.prompt_logprobs for event in taken_over.events if isinstance(event, Tokens))
+    assert taken_over.token_ids() == late.token_ids()[2:]
 
 
 @pytest.mark.parametrize("steps_before_cancel", range(6))

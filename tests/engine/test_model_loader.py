@@ -71,7 +71,7 @@ def test_load_weights_when_dtype_differs_converts(single: Path) -> None:
 def test_load_weights_when_embeddings_are_tied_shares_them(tmp_path: Path) -> None:
     make_model("llama-tied").save_pretrained(tmp_path)
     weights = read_weights(tmp_path)
-    assert weights.head is weights.embedding
+    assert weights.head.weight is weights.embedding
 
 
 def test_load_weights_when_a_tensor_is_missing_names_it(single: Path, tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """The puller against a peer that lies, breaks off or is somebody else: it never reports a transfer as complete."""
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -49,6 +52,12 @@ LIES: dict[str, list[pb.FetchBlocksResponse]] = {
     "the manifest counts other blocks": [OPENED, chunk(0), chunk(1), manifest(num_blocks=3)],
     "the manifest ends in another hash": [OPENED, chunk(0), chunk(1), manifest(last_block_hash=b"x" * 16)],
     "the manifest has no first token": [OPENED, chunk(0), chunk(1), manifest(first_tokens=[])],
+    "the first token is another sample's": [
+        OPENED,
+        chunk(0),
+        chunk(1),
+        manifest(first_tokens=[pb.ManifestToken(sample_index=1, token_id=7)]),
+    ],
     "there is no manifest": [OPENED, chunk(0), chunk(1)],
     "sealed blocks without shared memory": [
         OPENED,
@@ -72,9 +81,12 @@ class Peer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         self.script = script
         self.end = end
         self.acked = False
+        self.offered: list[list[int]] = []
 
     async def FetchBlocks(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
-        assert (await anext(request_iterator)).WhichOneof("message") == "open"
+        opened = await anext(request_iterator)
+        assert opened.WhichOneof("message") == "open"
+        self.offered.append(list(opened.open.transports))
         for message in self.script:
             await context.write(message)
         if self.end is not None:
@@ -116,6 +128,7 @@ def plan() -> PullPlan:
         num_tokens=6,
         last_block_hash=None,
         num_samples=1,
+        first_sample_index=0,
     )
 
 
@@ -149,6 +162,55 @@ async def test_pull_when_peer_aborts_raises_what_the_peer_said() -> None:
     async with pulling(Peer([OPENED, chunk(0)], end)) as (puller, _store, channel):
         with pytest.raises(HandoffGone, match="the prefill was cancelled"):
             await puller.pull(plan(), channel)
+
+
+async def test_pull_after_memory_could_not_be_mapped_asks_this_life_of_the_peer_for_grpc_only() -> None:
+    peer = Peer(LIES["shared memory of nobody"])
+    async with pulling(peer) as (puller, _store, channel):
+        with pytest.raises(KvIncomplete):
+            await puller.pull(plan(), channel)
+        peer.script = GOOD
+        await puller.pull(plan(), channel)
+        await puller.pull(replace(plan(), epoch=Epoch(2)), channel)
+    both = [worker_pb2.KV_TRANSPORT_SHM, worker_pb2.KV_TRANSPORT_GRPC]
+    assert peer.offered == [both, [worker_pb2.KV_TRANSPORT_GRPC], both]
+
+
+async def test_pull_when_its_channel_is_closed_raises_worker_lost_instead_of_a_cancellation() -> None:
+    reached = asyncio.Event()
+
+    async def end(_context: Any) -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    async with pulling(Peer([OPENED, chunk(0)], end)) as (puller, _store, channel):
+        pull = asyncio.ensure_future(puller.pull(plan(), channel))
+        await reached.wait()
+        await channel.close()
+        with pytest.raises(WorkerLost):
+            await pull
+
+
+async def test_pull_cancelled_twice_ends_only_after_the_write_into_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, writing, may_end, ended = asyncio.get_running_loop(), asyncio.Event(), threading.Event(), threading.Event()
+
+    def slow_write(_self: FakeKvStore, _block_ids: Any, _data: memoryview) -> None:
+        loop.call_soon_threadsafe(writing.set)
+        assert may_end.wait(5)
+        ended.set()
+
+    monkeypatch.setattr(FakeKvStore, "write_blocks", slow_write)
+    async with pulling(Peer(GOOD)) as (puller, _store, channel):
+        pull = asyncio.ensure_future(puller.pull(plan(), channel))
+        await writing.wait()
+        for _ in range(2):
+            pull.cancel()
+            await asyncio.wait([pull], timeout=0.02)
+        assert not pull.done(), "the pages may be freed as soon as the pull has ended"
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await pull
+        assert ended.is_set()
 
 
 async def test_pull_from_nobody_raises_worker_lost() -> None:

@@ -5,8 +5,9 @@ import asyncio
 import grpc
 import pytest
 
-from common.errors import HandoffGone, InvalidRequest, Overloaded, StaleEpoch, from_rpc_error
+from common.errors import EngineFault, HandoffGone, InvalidRequest, Overloaded, StaleEpoch, WorkerLost, from_rpc_error
 from common.ids import Epoch, mint_handoff_id
+from engine.core import EngineCore
 from engine.sequence import EngineRequest
 from kvrelay.v1 import decode_pb2, prefill_pb2, worker_pb2
 from tests.builders import BLOCK_SIZE, expected_tokens, make_request
@@ -125,6 +126,19 @@ async def test_prefill_call_closed_in_the_middle_ends_the_decode_call_at_once() 
         await pair.until_empty()
 
 
+async def test_decode_call_whose_prefill_worker_has_moved_meanwhile_ends_with_a_status() -> None:
+    async with running_pair(prefill={"step_s": 0.05, "max_step_tokens": 16}, decode={"num_blocks": 256}) as pair:
+        decode = pair.open_decode(make_request([i % 256 for i in range(480)], max_tokens=4), mint_handoff_id())
+        await decode.read()
+        moved = decode_pb2.DecodeRequest(sequence=spec_of(make_request(range(20))), epoch=pair.decode.runtime.epoch)
+        moved.handoff.CopyFrom(pair.handoff(mint_handoff_id()))
+        moved.handoff.prefill_address = "127.0.0.1:1"  # the channel to the old address is closed
+        assert isinstance(from_rpc_error(await error_of(pair.decode_stub.Decode(moved))), WorkerLost)
+        async with asyncio.timeout(5):
+            assert isinstance(from_rpc_error(await error_of(decode)), WorkerLost)
+        await pair.until_empty()
+
+
 async def test_handoff_without_a_puller_expires_and_is_counted() -> None:
     async with running_pair(prefill={"lease_ttl_s": 0.2}) as pair:
         request = make_request(range(20))
@@ -178,3 +192,32 @@ async def test_stop_string_across_tokens_ends_the_sample_and_never_leaks() -> No
         answer = await pair.generate(make_request(b"stop here", max_tokens=40, ignore_eos=True, stop=(stop,)))
         assert answer.text[0] == free.text[0][: free.text[0].index(stop)]
         await pair.until_empty()
+
+
+async def test_error_with_a_very_long_message_still_reaches_the_caller_as_itself() -> None:
+    async with running_pair() as pair:
+        broken = pair.decode.runtime.executor
+
+        def execute(_batch: object) -> list[object]:
+            raise RuntimeError("x" * 100_000)
+
+        broken.execute = execute  # type: ignore[method-assign,assignment]
+        error = from_rpc_error(await error_of(pair.open_decode(make_request(range(20)), None)))
+        assert isinstance(error, EngineFault)
+        assert error.message.startswith("engine step failed: RuntimeError: xxx")
+        await pair.until_empty()
+
+
+async def test_worker_whose_engine_thread_dies_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses: asyncio.Queue[int] = asyncio.Queue()
+    monkeypatch.setattr("worker.runtime.os._exit", statuses.put_nowait)
+    async with running_pair() as pair:
+
+        def broken(_core: EngineCore) -> None:
+            raise AssertionError("block 3: ref_cnt -1")
+
+        monkeypatch.setattr(EngineCore, "begin_step", broken)
+        call = pair.open_decode(make_request(range(20)), None)
+        async with asyncio.timeout(5):
+            assert await statuses.get() == 70
+        call.cancel()

@@ -1,0 +1,42 @@
+"""docs/serving.md lists every key of serving.yaml with its default, and no other."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from common.config import PoolConfig, ServingConfig
+
+_DOC = Path(__file__).parents[2] / "docs" / "serving.md"
+_ROW = re.compile(r"^\| `([a-z_.]+)` \| `([^`]*)` \| \S.*\|$", re.MULTILINE)
+
+
+def keys(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every key below a section with its default as YAML writes it; the pools once, without a prefix."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if name == "pools":
+            yield from keys(PoolConfig())
+        elif isinstance(value, BaseModel):
+            yield from keys(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", as_yaml(value)
+
+
+def as_yaml(value: object) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case tuple():
+            return f"[{', '.join(map(str, value))}]"
+        case _:
+            return str(value)
+
+
+def test_serving_doc_lists_every_key_with_its_default() -> None:
+    configuration = _DOC.read_text(encoding="utf-8").partition("## Environment")[0]
+
+    assert dict(_ROW.findall(configuration)) == dict(keys(ServingConfig()))

@@ -1,0 +1,31 @@
+"""Regions that other processes map: found by pid and descriptor, refused when they are others, and never leaked."""
+
+import gc
+import os
+
+import pytest
+
+from engine.shared_memory import NONCE_BYTES, allocate_region, map_peer_region
+
+
+def test_peer_sees_what_is_written_and_only_with_the_right_nonce_and_size() -> None:
+    memory, region = allocate_region(64)
+    assert region is not None
+    peer = map_peer_region(pid=os.getpid(), fd=region.fd, size_bytes=region.size_bytes, nonce=region.nonce)
+    memory[:5] = b"hello"
+    assert peer[:5] == b"hello"
+    for size_bytes, nonce in ((region.size_bytes, b"x" * NONCE_BYTES), (region.size_bytes + 1, region.nonce)):
+        with pytest.raises(OSError, match="/proc/"):
+            map_peer_region(pid=os.getpid(), fd=region.fd, size_bytes=size_bytes, nonce=nonce)
+
+
+def test_region_dropped_by_its_owner_closes_its_descriptor_and_lives_on_in_a_mapping() -> None:
+    memory, region = allocate_region(64)
+    assert region is not None
+    memory[:5] = b"hello"
+    peer = map_peer_region(pid=os.getpid(), fd=region.fd, size_bytes=region.size_bytes, nonce=region.nonce)
+    del memory
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(region.fd)
+    assert peer[:5] == b"hello"

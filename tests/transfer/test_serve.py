@@ -1,0 +1,71 @@
+"""The serving side against a puller that stops reading: the pages are not pinned for ever."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import nullcontext
+from typing import Any
+
+import grpc
+import pytest
+
+from common.clock import SystemClock
+from common.ids import BlockId, Epoch, HandoffId
+from engine.fake import FakeKvStore
+from kv_transfer.handoff import FirstToken, HandoffManifest, HandoffTable
+from kv_transfer.serve import KvTransferService, ServeSettings
+from kvrelay.v1 import kv_transfer_pb2 as pb
+from kvrelay.v1 import worker_pb2
+
+
+class StalledContext:
+    """A call whose peer reads the first message and nothing else."""
+
+    def __init__(self) -> None:
+        self.status: grpc.StatusCode | None = None
+        self.num_written = 0
+
+    async def write(self, _message: Any) -> None:
+        if self.num_written == 1:
+            await asyncio.Event().wait()
+        self.num_written += 1
+
+    async def abort(self, code: grpc.StatusCode, _details: str, _trailing: Any) -> None:
+        self.status = code
+        raise grpc.aio.AbortError
+
+
+async def test_fetch_when_the_puller_stops_reading_aborts_the_handoff_after_the_time_to_live() -> None:
+    store = FakeKvStore(num_blocks=8, block_size=4)
+    table = HandoffTable(block_size=4, lease_ttl_s=0.05, clock=SystemClock())
+    service = KvTransferService(
+        table=table,
+        store=store,
+        settings=ServeSettings(
+            epoch=Epoch(1), pid=1, transports=(worker_pb2.KV_TRANSPORT_GRPC,), chunk_bytes=4096, lease_ttl_s=0.05
+        ),
+        clock=SystemClock(),
+        track=nullcontext,
+        on_bytes=lambda _transport, _count: None,
+    )
+    freed: list[str] = []
+    handoff = table.begin(HandoffId("ho-1"), lambda: freed.append("pages"))
+    table.progress(handoff, (BlockId(3), BlockId(5)), 8)
+    first = FirstToken(sample_index=0, token_id=7, finished=False)
+    table.complete(handoff, HandoffManifest(num_tokens=8, num_blocks=2, last_block_hash=None, first_tokens=(first,)))
+
+    async def requests() -> AsyncIterator[pb.FetchBlocksRequest]:
+        opened = pb.OpenFetch(
+            handoff_id="ho-1",
+            epoch=1,
+            layout_fingerprint=store.shape.fingerprint,
+            transports=[worker_pb2.KV_TRANSPORT_GRPC],
+        )
+        yield pb.FetchBlocksRequest(open=opened)
+
+    context: Any = StalledContext()
+    async with asyncio.timeout(5):
+        with pytest.raises(grpc.aio.AbortError):
+            await service.FetchBlocks(requests(), context)
+    assert context.status is grpc.StatusCode.ABORTED
+    assert freed == ["pages"]
+    assert table.num_leases == 0
