@@ -129,7 +129,7 @@ class WorkerLost(WorkerError):
 
 
 class EngineFault(WorkerError):
-    """An engine step raised; the worker gives up its epoch."""
+    """An engine step failed; the requests in it are over, the worker goes on."""
 
     code = grpc.StatusCode.INTERNAL
 

@@ -75,7 +75,8 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
                         pulled = await self._pull(spec, group, request.handoff)
                         await self._start(group, pulled.manifest, streams)
                         await context.write(pb.DecodeResponse(transferred=_stats(pulled)))
-                    await self._stream(group, events, streams, context)
+                    num_steps = await self._stream(group, events, streams, context)
+                    logger.info("decode done", extra={"request_id": spec.request_id, "num_steps": num_steps})
                 finally:
                     runtime.engine.post(lambda core: core.cancel(group))
 
@@ -111,8 +112,9 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
 
         await self._runtime.engine.call(start)
 
-    async def _stream(self, group: Group, events: Events, streams: OutputStreams, context: Context) -> None:
-        """Send tokens until every sample has ended."""
+    async def _stream(self, group: Group, events: Events, streams: OutputStreams, context: Context) -> int:
+        """Send tokens until every sample has ended; returns the number of steps that brought some."""
+        num_steps = 0
         while not streams.is_over:
             match await events.get():
                 case Started() as started:
@@ -122,8 +124,10 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
                     await context.write(pb.DecodeResponse(prefill_started=message))
                 case Tokens() as tokens:
                     await self._send(group, tokens, streams, context)
+                    num_steps += 1
                 case Failed() as failed:
                     raise failed.error
+        return num_steps
 
     async def _send(self, group: Group, tokens: Tokens, streams: OutputStreams, context: Context) -> None:
         messages, stopped = streams.take(tokens.tokens)

@@ -185,7 +185,7 @@ def _sampling_row(item: ScheduledSequence, sample: int) -> SamplingRow:
         sample_index=sequence.sample_index + sample,
         token_index=sequence.num_output_tokens,
         prompt_token_ids=sequence.request.prompt_token_ids,
-        output_token_ids=sequence.output_token_ids,
+        output_token_ids=sequence.output_token_ids if sequence.request.sampling.has_penalties else (),
     )
 
 

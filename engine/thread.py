@@ -51,7 +51,7 @@ class EngineThread:
             await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
 
     def post(self, command: Callable[[EngineCore], object]) -> None:
-        """Run `command` on the engine thread between two steps. It must not raise."""
+        """Run `command` on the engine thread between two steps. One that raises is a fault of the whole engine."""
         self._commands.put(lambda core: void(command(core)))
 
     async def call(self, command: Callable[[EngineCore], T]) -> T:
@@ -114,10 +114,7 @@ class EngineThread:
                 return True
             if command is None:
                 return False
-            try:
-                command(core)
-            except Exception:  # a posted command broke its promise; the engine goes on for everybody else
-                logger.exception("engine command failed")
+            command(core)
             core.wake()
             block = False
 

@@ -10,6 +10,7 @@ The router closing the call, the puller going away, a failing step: each aborts 
 
 import asyncio
 import logging
+from functools import partial
 from typing import Any
 
 import grpc
@@ -50,17 +51,24 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
     async def _prefill(self, spec: EngineRequest, handoff_id: HandoffId, context: Context) -> None:
         runtime = self._runtime
         events: asyncio.Queue[EngineEvent] = asyncio.Queue()  # bounded by the prompt: one entry per chunk
-        group = await runtime.engine.acquire(
-            lambda core: core.add_prefill_only(spec, events.put_nowait), _cancel_if_granted
-        )
-        if isinstance(group, Refused):
-            raise Overloaded(group.reason, retry_after_s=group.retry_after_s)
+        granted: list[Group] = []
+
+        def cancel_granted() -> None:
+            for group in granted:
+                runtime.engine.post(partial(EngineCore.cancel, group=group))
+
+        # Before the engine is asked: from here on the lease does not run out for want of a prefill.
+        handoff = runtime.handoffs.begin(handoff_id, cancel_granted)
         try:
-            handoff = runtime.handoffs.begin(handoff_id, lambda: runtime.engine.post(lambda core: core.cancel(group)))
-        except KvrelayError:
-            runtime.engine.post(lambda core: core.cancel(group))
-            raise
-        try:
+            group = await runtime.engine.acquire(
+                lambda core: core.add_prefill_only(spec, events.put_nowait), _cancel_if_granted
+            )
+            if isinstance(group, Refused):
+                raise Overloaded(group.reason, retry_after_s=group.retry_after_s)
+            granted.append(group)
+            if handoff.is_over:  # the puller left while the engine was asked
+                cancel_granted()
+                handoff.raise_if_aborted()
             await self._follow(spec, handoff, events, context)
         except BaseException as error:
             reason = error if isinstance(error, KvrelayError) else HandoffGone("the prefill was cancelled")
@@ -97,6 +105,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
                         prefill_s=first.prefill_s or 0.0,
                     )
                     await context.write(pb.PrefillResponse(finished=finished))
+                    extra = {"request_id": spec.request_id, "num_tokens": handoff.num_ready_tokens}
+                    logger.info("prefill done", extra=extra | {"prefill_s": first.prefill_s})
                     return
                 case Failed() as failed:
                     raise failed.error

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from common.errors import Overloaded
+from common.errors import KvrelayError, Overloaded, WorkerLost
 from common.ids import BlockHash
 from common.kv_events import KvEvents
 
@@ -19,31 +19,37 @@ class Watcher:
 
     def __init__(self) -> None:
         self._changes: dict[BlockHash, bool] = {}
-        self._is_given_up = False
+        self._end: KvrelayError | None = None
         self._woken = asyncio.Event()
 
     def add(self, events: KvEvents) -> None:
         """Merge newer events."""
-        if self._is_given_up:
+        if self._end is not None:
             return
         for block_hash in events.removed:
             self._changes[block_hash] = False
         for block_hash in events.stored:
             self._changes[block_hash] = True
+        self._woken.set()
         if len(self._changes) > MAX_PENDING_CHANGES:
-            self._is_given_up = True
-            self._changes = {}
+            self.end(Overloaded(f"more than {MAX_PENDING_CHANGES} changes wait to be read", retry_after_s=1.0))
+
+    def end(self, error: KvrelayError) -> None:
+        """Let the subscriber's next call raise `error`."""
+        self._end = error
+        self._changes = {}
         self._woken.set()
 
     async def next_changes(self) -> KvEvents:
         """Wait until something happened on the worker, then return the merged changes (none, when only load moved).
 
-        Raises Overloaded when the subscriber was too slow: it has to subscribe again and begins with a snapshot.
+        Raises Overloaded when the subscriber was too slow (it has to subscribe again and begins with a snapshot), and
+        WorkerLost when the worker is stopping.
         """
         await self._woken.wait()
+        if self._end is not None:
+            raise self._end
         self._woken.clear()
-        if self._is_given_up:
-            raise Overloaded(f"more than {MAX_PENDING_CHANGES} changes were waiting to be read", retry_after_s=1.0)
         changes, self._changes = self._changes, {}
         return KvEvents(
             stored=tuple(h for h, stored in changes.items() if stored),
@@ -60,6 +66,11 @@ class KvEventHub:
 
     def __init__(self) -> None:
         self._watchers: set[Watcher] = set()
+
+    def close(self) -> None:
+        """End every subscription: the worker is stopping, and an open stream would hold up its server."""
+        for watcher in self._watchers:
+            watcher.end(WorkerLost("the worker is stopping"))
 
     @contextmanager
     def watch(self) -> Iterator[Watcher]:

@@ -45,6 +45,7 @@ class RunningWorker:
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new work, let running calls end for `grace_s` seconds, free everything."""
+        self.runtime.hub.close()
         await self.server.stop(grace_s)
         await self.runtime.aclose()
         if self.metrics is not None:

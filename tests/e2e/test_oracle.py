@@ -58,12 +58,12 @@ class Oracle:
         self._eos = self._model.generation_config.eos_token_id
         self._right: dict[tuple[int, ...], tuple[int, ...]] = {}
 
-    def complaint(self, prompt: list[int], answer: tuple[int, ...]) -> str | None:
+    def complaint(self, prompt: list[int], answer: tuple[int, ...], *, max_tokens: int = MAX_TOKENS) -> str | None:
         """Return what is wrong with an answer, or None."""
-        key = tuple(prompt)
+        key = (*prompt, -max_tokens)
         if key in self._right:
             return None if answer == self._right[key] else f"{answer} is not {self._right[key]}"
-        if len(answer) != MAX_TOKENS and (not answer or answer[-1] != self._eos):
+        if len(answer) != max_tokens and (not answer or answer[-1] != self._eos):
             return f"ends after {len(answer)} tokens without an end-of-sequence token"
         with self._torch.inference_mode():
             logits = self._model(self._torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
@@ -97,7 +97,7 @@ MODES: dict[str, dict[str, Any]] = {
     "disaggregated over shm, then cached": {"transfer": {"transports": ["shm"]}},
     "disaggregated over gRPC": {"transfer": {"transports": ["grpc"]}},
     "local prefill on decode": {"router": {"local_prefill_max_tokens": 4096}},
-    # 1,912 tokens need 120 pages: the others are admitted beside them and then pushed out as all of them grow
+    # 1,912 tokens need 120 pages
     "tiny page pool": {"decode": {"num_blocks": 124, "max_running": 24}, "router": {"local_prefill_max_tokens": 24}},
     "chunk size 7": {
         "prefill": {"max_step_tokens": 7, "max_running": 7},
@@ -122,6 +122,7 @@ async def test_cluster_equals_transformers(tmp_path: Path, mode: str, prompts: l
             assert not [found for found in judged if found[1]], f"{mode}, {attempt}"
             _check_mode(mode, attempt, answers)
         if mode == "tiny page pool":
+            await _check_growth(client, prompts[:14], oracle)
             view = await worker(client, "decode")
             assert view.status is not None
             assert view.status.num_preemptions > 0
@@ -136,6 +137,14 @@ async def _all(client: AsyncClient, prompts: list[list[int]]) -> list[Generation
             return await client.generate(prompt, temperature=0, max_tokens=MAX_TOKENS)
 
     return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+
+
+async def _check_growth(client: AsyncClient, prompts: list[list[int]], oracle: Oracle) -> None:
+    """14 short prompts are admitted together and grow to 150 pages and more, of which there are 124."""
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 160, "ignore_eos": True}
+    answers = await asyncio.gather(*(client.generate(prompt, **options) for prompt in prompts))
+    judged = [oracle.complaint(p, a.token_ids, max_tokens=160) for p, a in zip(prompts, answers, strict=True)]
+    assert not [complaint for complaint in judged if complaint]
 
 
 def _check_mode(mode: str, attempt: str, answers: list[Generation]) -> None:
