@@ -17,20 +17,16 @@ import json
 import os
 import random
 import statistics
-import tempfile
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import yaml
 from rich.console import Console
 from rich.table import Table
 
-from cluster import lifecycle
-from common.config import load_config
+from benchmarks.clusters import running_cluster
 from common.sampling import SamplingParams
 from kvrelay.client import AsyncClient, Token
 from worker.inprocess import LocalEngine
@@ -148,24 +144,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write every sample to this file")
     args = parser.parse_args()
     console = Console(width=120)
-    with tempfile.TemporaryDirectory() as folder:
-        config_path = Path(folder) / "serving.yaml"
-        pool = {"kv_memory_gib": 0.5}
-        config: dict[str, Any] = {
-            "name": "split-cost",
-            "launcher": args.launcher,
-            "pools": {"prefill": pool, "decode": pool},
-            "router": {"port": 0},
-        }
-        config_path.write_text(yaml.safe_dump(config), encoding="utf-8")
-        serving = load_config(config_path)
-        run_dir = Path(folder) / "run"
-        info = lifecycle.up(serving, config_path=config_path, run_dir=run_dir, report=console.print)
-        try:
-            engine = LocalEngine.load(serving)
-            samples = asyncio.run(_measure(args, console, info.address, engine))
-        finally:
-            lifecycle.down(run_dir, report=console.print)
+    with running_cluster(launcher=args.launcher, console=console) as (address, config):
+        samples = asyncio.run(_measure(args, console, address, LocalEngine.load(config)))
     _report(samples, console)
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(sample) for sample in samples], indent=1) + "\n", encoding="utf-8")

@@ -90,7 +90,13 @@ class _Characters:
         raw = self._vocabulary.bytes_of(token_id)
         if raw is None or (previous is None and self._vocabulary.is_whole_character(raw)):
             return self.flush() + self._vocabulary.text_after(previous, token_id)
-        return self._utf8.decode(raw)
+        return self._utf8.decode(raw) + self._hopeless()
+
+    def _hopeless(self) -> str:
+        """Return what pending bytes become that no byte can complete: the decoder keeps halves of surrogates back."""
+        pending = self._utf8.getstate()[0]
+        is_surrogate = len(pending) == 2 and pending[0] == 0xED and pending[1] >= 0xA0
+        return self.flush() if is_surrogate else ""
 
     def flush(self) -> str:
         """Return what an incomplete character becomes when no more bytes follow."""

@@ -337,3 +337,9 @@ def test_special_tokens_are_in_the_text_only_when_asked_for(special: bool, expec
     tokenizer = llama_like()
     token_ids = [id_of(tokenizer, token) for token in ("<s>", "▁Hello", "</s>")]
     assert run(open_stream(tokenizer, special=special), token_ids) == expected
+
+
+def test_stream_after_half_a_surrogate_does_not_wait_for_bytes_that_cannot_come() -> None:
+    tokenizer = byte_tokenizer()
+    stream = TextStream(tokenizer, stop=(), include_special_tokens=False)
+    assert [stream.push(byte).text for byte in b"\xed\xa0\x80a"] == ["", "\ufffd\ufffd", "\ufffd", "a"]
