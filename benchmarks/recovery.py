@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.clusters import running_cluster
-from kvrelay.client import AsyncClient, AsyncGenerationStream, Generation, WorkerView
+from kvrelay.client import AsyncClient, AsyncGenerationStream, Generation, WorkerStatus
 
 NUM_STREAMS = 8
 OUTPUT_TOKENS = 128
-PROMPT = "Tell me a long story about a lighthouse keeper number {}. " * 12
+PROMPT = "Tell me a long story about a lighthouse keeper number {0}. " * 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,9 @@ class Outcome:
     """Kill to the replacement being ready; 0 without a kill."""
 
 
-async def _worker(client: AsyncClient, role: str) -> WorkerView:
-    return next(view for view in (await client.status()).workers if view.role == role)
+async def _worker(client: AsyncClient, role: str) -> WorkerStatus | None:
+    """Return what a pool's worker reports; None while there is none."""
+    return next((view.status for view in (await client.status()).workers if view.role == role), None)
 
 
 async def _until(condition: Callable[[], Awaitable[bool]]) -> None:
@@ -75,19 +76,19 @@ async def _run(client: AsyncClient, run: str, killed: str) -> tuple[list[Generat
     if killed != "nobody":
 
         async def is_busy() -> bool:
-            view = await _worker(client, killed)
+            status = await _worker(client, killed)
             wanted = NUM_STREAMS if killed == "decode" else 1
-            return view.status is not None and view.status.load.num_running >= wanted
+            return status is not None and status.load.num_running >= wanted
 
         await _until(is_busy)
         before = await _worker(client, killed)
-        assert before.status is not None
-        old_pid, killed_s = before.status.pid, time.monotonic()
+        assert before is not None
+        old_pid, killed_s = before.pid, time.monotonic()
         os.kill(old_pid, signal.SIGKILL)
 
         async def is_back() -> bool:
-            view = await _worker(client, killed)
-            return view.state == "ready" and view.status is not None and view.status.pid != old_pid
+            status = await _worker(client, killed)
+            return status is not None and status.pid != old_pid
 
         await _until(is_back)
         back_s = time.monotonic() - killed_s

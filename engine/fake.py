@@ -14,7 +14,7 @@ import numpy.typing as npt
 from common.fake_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE
 from common.ids import BlockId
 from engine.executor import KvShape, KvStore, Logprobs, Sampled, ScheduledSequence, StepResult
-from engine.noise import uniform
+from engine.noise import noise_key
 from engine.sequence import Sequence
 from engine.shared_memory import NONCE_BYTES, allocate_region
 
@@ -128,8 +128,7 @@ class FakeExecutor:
         sampling = sequence.request.sampling
         index = sequence.num_output_tokens
         if not sampling.is_greedy:
-            noise = uniform(sampling.seed, sequence.sample_index + sample, index)
-            state = _mix(state ^ int(noise * 2**53))
+            state = _mix(state ^ noise_key(sampling.seed, sequence.sample_index + sample, index))
         token_id = _LETTERS[state % len(_LETTERS)]
         if (state >> 20) % 1000 < _EOS_PER_1000 and not sampling.ignore_eos and index >= sampling.min_tokens:
             token_id = EOS_TOKEN_ID

@@ -18,24 +18,23 @@ _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
 _MASK_32 = 0xFFFFFFFF
-_UNIT = 2.0**-53
 
 
-def uniform(seed: int, sample_index: int, token_index: int) -> float:
-    """Return a number in [0, 1), a multiple of 2**-53. The arguments are unsigned integers of at most 64 bits."""
+def noise_key(seed: int, sample_index: int, token_index: int) -> int:
+    """Return 64 random bits: the key of one draw. The arguments are unsigned integers of at most 64 bits."""
     high, low, _, _ = philox_4x32(_split(token_index) + _split(sample_index), _split(seed))
-    value: float = (((high << 32) | low) >> 11) * _UNIT
-    return value
+    key: int = (high << 32) | low
+    return key
 
 
-def uniforms(
+def noise_keys(
     seeds: Sequence[int], sample_indices: Sequence[int], token_indices: Sequence[int]
-) -> npt.NDArray[np.float64]:
-    """Return `uniform` of each triple, float64 [len(seeds)], bit for bit."""
+) -> npt.NDArray[np.uint64]:
+    """Return `noise_key` of each triple, uint64 [len(seeds)]."""
     seed, sample, token = (np.array(column, dtype=np.uint64) for column in (seeds, sample_indices, token_indices))
     high, low, _, _ = philox_4x32(_split(token) + _split(sample), _split(seed))
-    values: npt.NDArray[np.float64] = (((high << 32) | low) >> 11).astype(np.float64) * _UNIT
-    return values
+    keys: npt.NDArray[np.uint64] = (high << 32) | low
+    return keys
 
 
 def philox_4x32(

@@ -77,7 +77,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self, request: pb.GetWorkerStatusRequest, context: Context
     ) -> pb.GetWorkerStatusResponse:
         runtime = self._runtime
-        load = await runtime.engine.call(lambda core: core.load())
+        load = runtime.load  # as of the last step: asking the engine would wait for the end of the running one
         return pb.GetWorkerStatusResponse(
             status=pb.WorkerStatus(
                 load=load_to_proto(load),

@@ -61,9 +61,12 @@ def _is_alive(pid: int) -> bool:
 
 
 async def worker(client: AsyncClient, role: str, index: int = 0) -> WorkerView:
-    """Return a worker as the router sees it."""
-    workers = [view for view in (await client.status()).workers if view.role == role]
-    return workers[index]
+    """Return a worker as the router sees it, as soon as it does."""
+    while True:  # a dead worker is no member until its successor is up
+        workers = [view for view in (await client.status()).workers if view.role == role]
+        if len(workers) > index:
+            return workers[index]
+        await asyncio.sleep(0.05)
 
 
 async def kill_worker(client: AsyncClient, role: str) -> int:

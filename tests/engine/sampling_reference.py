@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from engine.noise import uniform
+from engine.noise import noise_key
 from engine.sampler import SamplingRow
 
 F64 = npt.NDArray[np.float64]
@@ -51,11 +51,20 @@ def distribution(logits: npt.NDArray[np.float32], row: SamplingRow, eos: frozens
 
 
 def choice(logits: npt.NDArray[np.float32], row: SamplingRow, eos: frozenset[int]) -> int:
-    """Return the drawn token: the first in id order whose cumulative probability exceeds the noise."""
-    noise = uniform(row.params.seed, row.sample_index, row.token_index)
-    cumulative = 0.0
-    for token, probability in enumerate(distribution(logits, row, eos)):
-        cumulative += probability
-        if cumulative > noise:
-            return token
-    raise AssertionError("noise beyond the distribution")
+    """Return the drawn token: the one whose exponential time, divided by its probability, is the shortest."""
+    key = noise_key(row.params.seed, row.sample_index, row.token_index)
+    arrivals = [
+        waiting_time(key, token) / probability if probability else np.inf
+        for token, probability in enumerate(distribution(logits, row, eos))
+    ]
+    return int(np.argmin(arrivals))
+
+
+def waiting_time(key: int, token_id: int) -> float:
+    """Return a token's exponential time: output `token_id` of SplitMix64 from `key`, in plain integers."""
+    mask = 2**64 - 1
+    bits = (key + (token_id + 1) * 0x9E3779B97F4A7C15) & mask
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & mask
+    bits ^= bits >> 31
+    return -float(np.log(((bits >> 12) + 0.5) * 2.0**-52))

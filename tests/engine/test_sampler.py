@@ -6,11 +6,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from scipy import stats
 
 from common.errors import EngineFault
 from common.sampling import SamplingParams
-from engine.sampler import Sampler, SamplingRow, position_logprobs
-from tests.engine.sampling_reference import choice, distribution, shaped_logits
+from engine.sampler import Sampler, SamplingRow, position_logprobs, waiting_times
+from tests.engine.sampling_reference import choice, distribution, shaped_logits, waiting_time
 
 EOS = frozenset({2})
 F32 = npt.NDArray[np.float32]
@@ -142,11 +143,11 @@ def test_sample_when_tokens_are_impossible_never_chooses_them(params: dict[str, 
     assert set(sample_ids(logits, rows)) == {3, 9}
 
 
-@pytest.mark.parametrize("noise", [0.0, 1 - 2**-53])
-def test_sample_at_the_ends_of_the_noise_chooses_a_possible_token(
-    monkeypatch: pytest.MonkeyPatch, noise: float
-) -> None:
-    monkeypatch.setattr("engine.sampler.uniforms", lambda seeds, samples, tokens: np.full(len(seeds), noise))
+@pytest.mark.parametrize("time", [-np.log(1 - 2**-53), -np.log(2**-53)])
+def test_sample_at_the_ends_of_the_noise_chooses_a_possible_token(monkeypatch: pytest.MonkeyPatch, time: float) -> None:
+    monkeypatch.setattr(
+        "engine.sampler.waiting_times", lambda keys, ids: torch.full((len(keys), ids.shape[-1]), time).double()
+    )
     logits = make_logits(50, 200)
     logits[:, :3] = logits[:, -3:] = -np.inf
     logits[:, 3] = logits[:, -4] = -800.0  # underflows to probability 0
@@ -271,3 +272,21 @@ def test_position_logprobs_tell_of_the_given_tokens_and_break_ties_by_id() -> No
     assert [token for token, _ in first.top] == [0, 1, 2]
     assert second.logprob == -np.inf
     assert [token for token, _ in second.top] == [2, 3, 0]
+
+
+def test_sample_when_logits_move_by_rounding_errors_keeps_its_answers() -> None:
+    rng = np.random.default_rng(5)
+    logits = rng.normal(0, 3, size=(400, 49152)).astype(np.float32)
+    moved = (logits * (1 + rng.normal(0, 1e-6, size=logits.shape))).astype(np.float32)
+    rows = [make_row(token_index=i, prompt=(), temperature=0.8) for i in range(len(logits))]
+    before, after = sample_ids(logits, rows), sample_ids(moved, rows)
+    assert sum(a != b for a, b in zip(before, after, strict=True)) <= 1
+
+
+def test_waiting_times_are_splitmix64_and_exponential() -> None:
+    keys = [0, 1, 2**63, 2**64 - 1]
+    ids = torch.arange(5000)
+    times = waiting_times(torch.from_numpy(np.array(keys, dtype=np.uint64).view(np.int64))[:, None], ids)
+    for key, row in zip(keys, times.tolist(), strict=True):
+        assert row[:50] == pytest.approx([waiting_time(key, token) for token in range(50)], rel=1e-12)
+        assert stats.kstest(row, "expon").pvalue > 1e-3
