@@ -10,6 +10,7 @@ Example, 16-token blocks, a prompt of 1000 tokens of which P1 holds 960 and P2 n
 P1 40 + 50 = 90, through P2 1000 + 50 = 1050. So P1 is chosen until 960 more tokens are queued there than on P2.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -32,62 +33,50 @@ class Policy(Protocol):
         ...
 
 
-class PrefixAffinity:
-    """Least cost; ties go to the workers that were chosen longest ago."""
+class _Ranking(ABC):
+    """Chooses the option of lowest rank; ties go to the workers that were chosen longest ago."""
 
     def __init__(self, *, local_prefill_max_tokens: int) -> None:
         self._local_prefill_max_tokens = local_prefill_max_tokens
         self._turns = _Turns()
 
     def choose(self, request: RouteRequest, fleet: FleetView) -> Plan | Refused:
-        """Choose the plan of least cost."""
+        """Choose among all workers that can serve the request."""
         options = list(_options(request, fleet, self._local_prefill_max_tokens))
         if not options:
             return _refusal(request, fleet)
-        prefill, decode = min(options, key=lambda pair: (self._cost(request, *pair), self._turns.rank(*pair)))
+        prefill, decode = min(options, key=lambda pair: (self._rank(request, *pair), self._turns.rank(*pair)))
         self._turns.take(prefill, decode)
         return _plan(request, prefill, decode)
 
-    def _cost(self, request: RouteRequest, prefill: WorkerLoad | None, decode: WorkerLoad) -> float:
+    @abstractmethod
+    def _rank(self, request: RouteRequest, prefill: WorkerLoad | None, decode: WorkerLoad) -> tuple[float, ...]:
+        """Return what is to be low."""
+
+
+class PrefixAffinity(_Ranking):
+    """Least cost."""
+
+    def _rank(self, request: RouteRequest, prefill: WorkerLoad | None, decode: WorkerLoad) -> tuple[float, ...]:
         batch = SEQUENCE_PRICE * decode.num_sequences
         if prefill is None:
-            return decode.num_pending_prefill_tokens + _missing(request, decode) + batch
+            return (decode.num_pending_prefill_tokens + _missing(request, decode) + batch,)
         queue = prefill.num_pending_prefill_tokens + _missing(request, prefill)
-        return queue + TRANSFER_PRICE * _missing(request, decode) + batch
+        return (queue + TRANSFER_PRICE * _missing(request, decode) + batch,)
 
 
-class RoundRobin:
+class RoundRobin(_Ranking):
     """Each worker of a pool in turn, whatever it holds."""
 
-    def __init__(self, *, local_prefill_max_tokens: int) -> None:
-        self._local_prefill_max_tokens = local_prefill_max_tokens
-        self._turns = _Turns()
-
-    def choose(self, request: RouteRequest, fleet: FleetView) -> Plan | Refused:
-        """Choose the pair that was chosen longest ago."""
-        options = list(_options(request, fleet, self._local_prefill_max_tokens))
-        if not options:
-            return _refusal(request, fleet)
-        prefill, decode = min(options, key=lambda pair: self._turns.rank(*pair))
-        self._turns.take(prefill, decode)
-        return _plan(request, prefill, decode)
+    def _rank(self, request: RouteRequest, prefill: WorkerLoad | None, decode: WorkerLoad) -> tuple[float, ...]:
+        return ()
 
 
-class LeastLoad:
-    """Fewest queued prefill tokens and fewest sequences, whatever the workers hold."""
+class LeastLoad(_Ranking):
+    """Fewest sequences and fewest queued prefill tokens, whatever the workers hold."""
 
-    def __init__(self, *, local_prefill_max_tokens: int) -> None:
-        self._local_prefill_max_tokens = local_prefill_max_tokens
-        self._turns = _Turns()
-
-    def choose(self, request: RouteRequest, fleet: FleetView) -> Plan | Refused:
-        """Choose the least loaded pair."""
-        options = list(_options(request, fleet, self._local_prefill_max_tokens))
-        if not options:
-            return _refusal(request, fleet)
-        prefill, decode = min(options, key=lambda pair: (*_load(*pair), self._turns.rank(*pair)))
-        self._turns.take(prefill, decode)
-        return _plan(request, prefill, decode)
+    def _rank(self, request: RouteRequest, prefill: WorkerLoad | None, decode: WorkerLoad) -> tuple[float, ...]:
+        return decode.num_sequences, (decode if prefill is None else prefill).num_pending_prefill_tokens
 
 
 class _Turns:
@@ -135,11 +124,6 @@ def _missing(request: RouteRequest, worker: WorkerLoad) -> int:
     return request.missing_tokens(worker.worker_id)
 
 
-def _load(prefill: WorkerLoad | None, decode: WorkerLoad) -> tuple[int, int]:
-    tokens = (decode if prefill is None else prefill).num_pending_prefill_tokens
-    return decode.num_sequences, tokens
-
-
 def _plan(request: RouteRequest, prefill: WorkerLoad | None, decode: WorkerLoad) -> Plan:
     computes = decode if prefill is None else prefill
     missing = request.missing_tokens(computes.worker_id)
@@ -164,7 +148,7 @@ def _refusal(request: RouteRequest, fleet: FleetView) -> Refused:
     return Refused(reason=reason, retry_after_s=RETRY_AFTER_S)
 
 
-_POLICIES: dict[str, type[PrefixAffinity] | type[RoundRobin] | type[LeastLoad]] = {
+_POLICIES: dict[str, type[_Ranking]] = {
     "prefix_affinity": PrefixAffinity,
     "round_robin": RoundRobin,
     "least_load": LeastLoad,
