@@ -14,7 +14,7 @@ import grpc
 import xxhash
 
 from common.clock import Clock
-from common.errors import KvIncomplete, StaleEpoch, WorkerLost, from_rpc_error
+from common.errors import KvIncomplete, WorkerLost, from_rpc_error
 from common.ids import BlockHash, BlockId, Epoch, HandoffId, WorkerId
 from common.rpc import is_cancelled
 from engine.executor import KvStore, PeerPages
@@ -76,7 +76,6 @@ class KvPuller:
         self._transports = transports
         self._clock = clock
         self._on_bytes = on_bytes
-        self._peers: dict[WorkerId, tuple[bytes, PeerPages]] = {}  # one mapping per peer: (nonce, pages)
         self._unmappable: dict[WorkerId, Epoch] = {}  # the life of a peer in which its memory could not be mapped
 
     async def pull(self, plan: PullPlan, channel: grpc.aio.Channel) -> Pulled:
@@ -94,10 +93,7 @@ class KvPuller:
             await call.read()  # until the serving side has released the lease
             return pulled
         except grpc.RpcError as error:
-            failure = from_rpc_error(error)
-            if isinstance(failure, WorkerLost | StaleEpoch):
-                self._peers.pop(plan.peer, None)  # it is dead: its memory must not live on in our mapping
-            raise failure from error
+            raise from_rpc_error(error) from error
         except asyncio.InvalidStateError as error:  # the call ended while we wrote to it
             raise KvIncomplete(f"the transfer of {plan.handoff_id} broke off") from error
         except asyncio.CancelledError:
@@ -207,22 +203,16 @@ class KvPuller:
             progress.first_s = progress.last_s
 
     def _map(self, plan: PullPlan, shared: pb.SharedMemory) -> PeerPages:
-        """Return the peer's pages; the mapping of an earlier life of the peer is dropped.
+        """Return the peer's pages, mapped for this one pull: a mapping that was kept would keep a dead peer's memory.
 
         Raises KvIncomplete when the system does not allow it; the next pull from this peer does not ask for it again.
         """
-        peer = plan.peer
-        nonce, pages = self._peers.get(peer, (b"", None))
-        if pages is None or nonce != shared.nonce:
-            self._peers.pop(peer, None)
-            try:
-                region = map_peer_region(pid=shared.pid, fd=shared.fd, size_bytes=shared.size_bytes, nonce=shared.nonce)
-            except OSError as error:
-                self._unmappable[peer] = plan.epoch
-                raise KvIncomplete(f"the shared memory of {peer} cannot be mapped: {error}") from error
-            pages = self._store.map_peer(memoryview(region), shared.num_blocks)
-            self._peers[peer] = (shared.nonce, pages)
-        return pages
+        try:
+            region = map_peer_region(pid=shared.pid, fd=shared.fd, size_bytes=shared.size_bytes, nonce=shared.nonce)
+        except OSError as error:
+            self._unmappable[plan.peer] = plan.epoch
+            raise KvIncomplete(f"the shared memory of {plan.peer} cannot be mapped: {error}") from error
+        return self._store.map_peer(memoryview(region), shared.num_blocks)
 
 
 def _verify(plan: PullPlan, progress: _Progress, manifest: pb.Manifest) -> HandoffManifest:
