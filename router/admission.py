@@ -150,6 +150,10 @@ class Admission:
                 self._line.remove(seeker)
                 self._serve()
 
+    def expect(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
+        """Count blocks as cached on a worker ahead of its own word: the next request must not race its events."""
+        self._index.expect(worker_id, hashes, expires_s=self._clock.monotonic() + EXPECTED_TTL_S)
+
     def exclude(self, seeker: Seeker, worker_id: WorkerId, *, retry_after_s: float | None) -> None:
         """Do not offer a worker that refused the seeker before its load changed or the time has passed."""
         seeker.exclusions[worker_id] = _Exclusion(
@@ -206,8 +210,7 @@ class Admission:
                 seeker.version_when_booked[worker_id] = self._fleet.load_version(worker_id)
         # Only where they are computed: a sibling may queue behind them there, but until the blocks have
         # really arrived at the decode worker of a remote plan, a local plan there would compute them again.
-        computes = plan.decode if plan.prefill is None else plan.prefill
-        self._index.expect(computes, sought.hashes, expires_s=now_s + EXPECTED_TTL_S)
+        self.expect(plan.decode if plan.prefill is None else plan.prefill, sought.hashes)
         return booking
 
     def _correct(self, matches: dict[WorkerId, int], plan: Plan, hashes: Sequence[BlockHash]) -> bool:

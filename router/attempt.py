@@ -12,7 +12,7 @@ Both calls belong to the attempt: when one fails, or the client goes away, the o
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -56,6 +56,8 @@ class Attempt:
     number: int
     metrics: RouterMetrics
     census: TaskCensus
+    on_transferred: Callable[[], None]
+    """Hears that the decode worker holds the blocks of all known tokens."""
 
     async def run(self) -> None:
         """Deliver every missing token of the samples. Raises AttemptFailed."""
@@ -134,6 +136,7 @@ class Attempt:
             self._enter_decoding()
             if response.HasField("transferred"):
                 self.record.add_transfer(response.transferred)
+                self.on_transferred()
             elif response.HasField("tokens"):
                 await self._deliver(response.tokens)
 

@@ -17,6 +17,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from common.clock import Clock
 from common.config import RouterConfig
@@ -216,6 +217,7 @@ class Orchestrator:
                     number=leg.num_attempts,
                     metrics=self._metrics,
                     census=self._census,
+                    on_transferred=partial(self._admission.expect, booking.plan.decode, seeker.sought.hashes),
                 )
                 try:
                     await attempt.run()

@@ -104,6 +104,20 @@ async def test_kill_worker_in_the_middle_of_8_streams_leaves_every_answer_comple
     await until_idle(client)
 
 
+async def test_kill_decode_worker_in_the_middle_of_n_samples_resumes_each_from_its_own_tokens(
+    client: AsyncClient,
+) -> None:
+    prompt = prompt_of(150, salt=60)
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 9, "max_tokens": 300, "ignore_eos": True, "n": 8}
+    result = asyncio.create_task(client.stream(prompt, **options).result())
+    await until(lambda: _is_decoding(client), timeout_s=20, what="8 samples decode")
+    await kill_worker(client, "decode")
+    answer = await result
+    for i, sample in enumerate(answer.samples):
+        assert sample.token_ids == tuple(expected_tokens(make_request(prompt, **options), sample=i))
+    await until_idle(client)
+
+
 async def _is_decoding(client: AsyncClient) -> bool:
     view = await worker(client, "decode")
     return view.status is not None and view.status.load.num_running == 8
