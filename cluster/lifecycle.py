@@ -177,7 +177,9 @@ def _start_supervisor(config_path: Path, run_dir: Path, report: Report) -> Clust
             process.stdin.write(DETACH.decode())
             process.stdin.flush()
         return info
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            report("interrupted: stopping what was started")
         # Its stdin ends without `detach`: it stops what it has started.
         _close(process.stdin, process.stdout)
         reaper.join(_STOP_TIMEOUT_S)

@@ -10,7 +10,10 @@ _STANDARD = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "ta
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as JSON: ts, level, process, logger, msg, and every `extra` field."""
+    """Formats a record as JSON: ts, level, process, logger, msg, and every `extra` field.
+
+    Fields that begin with an underscore are left out: libraries (Ray) attach such to every record.
+    """
 
     def __init__(self, process_name: str) -> None:
         super().__init__()
@@ -25,7 +28,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "msg": record.getMessage(),
         }
-        entry.update({k: v for k, v in record.__dict__.items() if k not in _STANDARD})
+        entry.update({k: v for k, v in record.__dict__.items() if k not in _STANDARD and not k.startswith("_")})
         if record.exc_info:
             entry["exc"] = self.formatException(record.exc_info)
         return json.dumps(entry, default=str)

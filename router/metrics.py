@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from common.clock import Clock
 from common.wire import ROLE_NAMES
@@ -88,17 +88,3 @@ class RouterMetrics:
             started_s = clock.monotonic()
             await asyncio.sleep(LAG_INTERVAL_S)
             self._lag.observe(max(clock.monotonic() - started_s - LAG_INTERVAL_S, 0.0))
-
-
-class MetricsServer:
-    """Serves a registry over HTTP on a thread of its own."""
-
-    def __init__(self, registry: CollectorRegistry, *, host: str, port: int) -> None:
-        self._server, self._thread = start_http_server(port, addr=host, registry=registry)
-        self.port: int = self._server.server_port
-
-    def close(self) -> None:
-        """Stop serving and free the port."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()

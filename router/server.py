@@ -10,6 +10,7 @@ import grpc
 
 from common.clock import Clock, SystemClock
 from common.config import RouterConfig, ServingConfig
+from common.metrics_server import MetricsServer
 from common.rpc import Server, start_server
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc
 from router.admission import Admission
@@ -17,7 +18,7 @@ from router.codec import Codec
 from router.fake_codec import ByteCodec
 from router.fleet import Fleet
 from router.index import PrefixIndex
-from router.metrics import MetricsServer, RouterMetrics
+from router.metrics import RouterMetrics
 from router.orchestrator import Orchestrator
 from router.policies import make_policy
 from router.service import InferenceService, RouterAdminService, RouterParts

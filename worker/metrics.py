@@ -5,10 +5,11 @@ Defined for readers in docs/metrics.md.
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from common.metrics_server import MetricsServer
 from common.wire import ROLE_NAMES, TRANSPORT_NAMES
 from worker.runtime import WorkerRuntime
 
@@ -57,17 +58,8 @@ class RuntimeCollector(Collector):
         yield kv_bytes
 
 
-class MetricsServer:
-    """Serves a runtime's metrics on a free port."""
-
-    def __init__(self, runtime: WorkerRuntime, host: str) -> None:
-        registry = CollectorRegistry()
-        registry.register(RuntimeCollector(runtime))
-        self._server, self._thread = start_http_server(0, addr=host, registry=registry)
-        self.port = int(self._server.server_port)
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+def serve_metrics(runtime: WorkerRuntime, host: str) -> MetricsServer:
+    """Serve a runtime's metrics on a free port."""
+    registry = CollectorRegistry()
+    registry.register(RuntimeCollector(runtime))
+    return MetricsServer(registry, host=host, port=0)

@@ -14,10 +14,11 @@ import grpc
 
 from common.config import ConfigError, ServingConfig, load_config
 from common.log import setup_logging
+from common.metrics_server import MetricsServer
 from common.rpc import Server, start_server
 from common.wire import ROLE_NAMES
 from kvrelay.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
-from worker.metrics import MetricsServer
+from worker.metrics import serve_metrics
 from worker.runtime import WorkerRuntime
 from worker.service import WorkerService
 
@@ -49,7 +50,7 @@ class RunningWorker:
         await self.server.stop(grace_s)
         await self.runtime.aclose()
         if self.metrics is not None:
-            self.metrics.close()
+            await asyncio.to_thread(self.metrics.close)
 
 
 async def start_worker(runtime: WorkerRuntime, add_services: AddServices, *, host: str, port: int) -> RunningWorker:
@@ -65,14 +66,14 @@ async def start_worker(runtime: WorkerRuntime, add_services: AddServices, *, hos
             *add_services(server, runtime),
         ]
 
-    metrics = MetricsServer(runtime, host) if runtime.pool_config.metrics else None
+    metrics = serve_metrics(runtime, host) if runtime.pool_config.metrics else None
     runtime.start()
     try:
         server = await start_server(add, host=host, port=port)
     except BaseException:
         await runtime.aclose()
         if metrics is not None:
-            metrics.close()
+            await asyncio.to_thread(metrics.close)
         raise
     worker_service.metrics_port = metrics.port if metrics is not None else 0
     logger.info(

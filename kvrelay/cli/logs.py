@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import sleep
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -28,7 +28,7 @@ def logs(
     num_lines: Annotated[int, typer.Option("--lines", "-l", min=0, help="Last lines of each process.")] = 50,
     raw: Annotated[bool, typer.Option("--raw", help="The JSON lines as they are.")] = False,
 ) -> None:
-    """Show what the processes of the cluster logged.
+    """Show what the processes of the cluster logged, in the order of time.
 
     The logs stay there after `kvrelay down`, until the next `kvrelay up`.
 
@@ -42,9 +42,8 @@ def logs(
     show = _raw_line if raw else _readable_line
     files = [LogFile(path) for path in paths]
     try:
-        for file in files:
-            for line in file.last_lines(num_lines):
-                typer.echo(show(file.process, line))
+        for process_name, line in _by_time(files, num_lines):
+            typer.echo(show(process_name, line))
         if follow:
             _follow(files, show, wait=lambda: sleep(_POLL_S))
     except KeyboardInterrupt:
@@ -76,6 +75,20 @@ class LogFile:
         self._stream.close()
 
 
+def _by_time(files: Sequence[LogFile], num_lines: int) -> list[tuple[str, str]]:
+    """Return (process, line) of the last lines of all files, in the order of time.
+
+    A line without a time stays behind its predecessor; where that is cut off, it comes first.
+    """
+    stamped: list[tuple[str, str, str]] = []
+    for file in files:
+        time = ""
+        for line in file.last_lines(num_lines):
+            time = _time_of(line) or time
+            stamped.append((time, file.process, line))
+    return [(process, line) for _, process, line in sorted(stamped, key=lambda each: each[0])]
+
+
 def _follow(files: Sequence[LogFile], show: Callable[[str, str], str], *, wait: Callable[[], None]) -> None:
     while True:
         wait()
@@ -96,17 +109,29 @@ def _log_files(folder: Path, process: str | None) -> list[Path]:
     return chosen
 
 
+def _entry_of(line: str) -> dict[str, Any] | None:
+    """Return a line's JSON object; None for a line that a library wrote by itself."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) and "msg" in entry else None
+
+
+def _time_of(line: str) -> str:
+    """Return the line's ISO time, which sorts as text; empty when it has none."""
+    entry = _entry_of(line)
+    return str(entry.get("ts", "")) if entry is not None else ""
+
+
 def _raw_line(process: str, line: str) -> str:
     return line
 
 
 def _readable_line(process: str, line: str) -> str:
     """Return "time level process message key=value …"; a line that is not JSON stays as it is."""
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        entry = None
-    if not isinstance(entry, dict) or "msg" not in entry:
+    entry = _entry_of(line)
+    if entry is None:
         return f"{process:<12} {line}"
     extra = "".join(f" {key}={value}" for key, value in entry.items() if key not in _HEAD_KEYS)
     head = f"{str(entry.get('ts', ''))[_CLOCK]} {entry.get('level', ''):<7} {process:<12} {entry['msg']}{extra}"

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 
+from kvrelay.cli.split_table import SplitTable
 from kvrelay.client import ClusterStatus, Generation, PlanChosen, WorkerView
 
 _KIB = 1024
@@ -78,29 +78,29 @@ class SummaryRow:
     generation: Generation
 
 
-def summary_table(rows: Sequence[SummaryRow]) -> Table:
+def summary_table(rows: Sequence[SummaryRow]) -> RenderableType:
     """Return a table with one line per request."""
-    table = Table(title="What each request cost", title_justify="left")
-    table.add_column("request", no_wrap=True)
-    table.add_column("plan", no_wrap=True)
-    for name in ("prompt", "cached", "output", "KV moved", "queue", "prefill", "transfer", "TTFT", "mean ITL"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        usage, timings = row.generation.usage, row.generation.timings
-        table.add_row(
-            row.title,
-            plan_text(row.generation.plan),
-            str(usage.num_prompt_tokens),
-            str(usage.num_cached_tokens),
-            str(usage.num_output_tokens),
-            byte_count(row.generation.transfer.kv_bytes),
-            seconds(timings.queue_s),
-            seconds(timings.prefill_s),
-            seconds(timings.transfer_s),
-            seconds(timings.ttft_s),
-            seconds(timings.mean_itl_s),
-        )
-    return table
+    numbers = ("prompt", "cached", "output", "KV moved", "queue", "prefill", "transfer", "TTFT", "mean ITL")
+    return SplitTable(
+        ("request", "plan", *numbers), map(_summary_cells, rows), num_left=2, title="What each request cost"
+    )
+
+
+def _summary_cells(row: SummaryRow) -> list[str]:
+    usage, timings = row.generation.usage, row.generation.timings
+    return [
+        row.title,
+        plan_text(row.generation.plan),
+        str(usage.num_prompt_tokens),
+        str(usage.num_cached_tokens),
+        str(usage.num_output_tokens),
+        byte_count(row.generation.transfer.kv_bytes),
+        seconds(timings.queue_s),
+        seconds(timings.prefill_s),
+        seconds(timings.transfer_s),
+        seconds(timings.ttft_s),
+        seconds(timings.mean_itl_s),
+    ]
 
 
 def status_view(status: ClusterStatus, *, address: str) -> RenderableType:
@@ -112,16 +112,10 @@ def status_view(status: ClusterStatus, *, address: str) -> RenderableType:
         f" {router.num_cancelled} cancelled, {router.num_failed} failed, {router.num_replans} replans\n"
         f"held: {router.num_bookings} bookings, {router.num_request_tasks} tasks"
     )
-    table = Table(show_edge=False)
-    table.add_column("worker", no_wrap=True)
-    table.add_column("state")
-    for name in ("run", "wait", "pages used", "cached", "total", "leases", "reserved", "tasks", "preempted"):
-        table.add_column(name, justify="right")
-    for name in ("prefix hits", "KV in", "KV out", "up", "pid"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for worker in status.workers:
-        table.add_row(worker.worker_id, worker.state, *_worker_cells(worker))
-    return Group(lines, "", table)
+    counts = ("run", "wait", "pages used", "cached", "total", "leases", "reserved", "tasks", "preempted")
+    headers = ("worker", "state", *counts, "prefix hits", "KV in", "KV out", "up", "pid")
+    rows = ([worker.worker_id, worker.state, *_worker_cells(worker)] for worker in status.workers)
+    return Group(lines, "", SplitTable(headers, rows, num_left=2))
 
 
 def _worker_cells(worker: WorkerView) -> list[str]:

@@ -32,7 +32,14 @@ def test_logs_are_readable(run: Run, log_dir: Path) -> None:
 
 def test_logs_of_all_processes_are_limited_each(run: Run, log_dir: Path) -> None:
     result = run("logs", "--lines", "1", "--raw")
-    assert result.stdout.splitlines() == [line("three").strip(), "not json"]
+    assert result.stdout.splitlines() == ["not json", line("three").strip()]
+
+
+def test_logs_of_all_processes_are_in_the_order_of_time(run: Run, log_dir: Path) -> None:
+    (log_dir / "router.log").write_text(line("first", ts="2026-01-02T03:04:05.000Z") + "no time\n" + line("third"))
+    (log_dir / "decode-0.log").write_text(line("second", ts="2026-01-02T03:04:05.100Z"))
+    shown = run("logs").stdout.splitlines()
+    assert [text.split()[-1] for text in shown] == ["first", "time", "second", "third"]
 
 
 def test_logs_with_a_traceback_show_it(run: Run, log_dir: Path) -> None:

@@ -1,7 +1,9 @@
 import pytest
+from rich.console import Console
 
 from kvrelay.cli.console import write_text
 from kvrelay.cli.render import byte_count, seconds, throughput
+from kvrelay.cli.split_table import SplitTable
 
 
 @pytest.mark.parametrize(
@@ -43,3 +45,18 @@ def test_write_text_on_a_terminal_drops_control_characters(
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     write_text(text)
     assert capsys.readouterr().out == "a[2Jb\tc\n"
+
+
+@pytest.mark.parametrize(("width", "num_parts"), [(80, 1), (24, 2), (14, 4)])
+def test_split_table_on_any_width_shows_every_cell_whole_and_names_the_row_in_each_part(
+    width: int, num_parts: int
+) -> None:
+    console = Console(width=width)
+    table = SplitTable(("worker", "state", "pages", "KV in", "up"), [("w-0", "ready", "12345", "1 MiB")], num_left=2)
+    with console.capture() as capture:
+        console.print(table)
+    lines = capture.get().splitlines()
+    assert all(len(text) <= width for text in lines)
+    assert sum("w-0" in text for text in lines) == num_parts
+    cells = [cell.strip() for text in lines if "w-0" in text for cell in text.split("│")]
+    assert [cell for cell in cells if cell not in ("w-0", "")] == ["ready", "12345", "1 MiB"]
