@@ -155,6 +155,8 @@ def load_config(path: Path) -> ServingConfig:
 
 def parse_config(raw: object, *, source: str) -> ServingConfig:
     """Check a parsed serving.yaml. Raises ConfigError."""
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{source}: must be a mapping of keys to values, not a {type(raw).__name__}")
     try:
         return ServingConfig.model_validate(raw)
     except ValidationError as error:

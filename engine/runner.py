@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -158,6 +159,8 @@ def load_executor(  # noqa: PLR0913 - the places where serving.yaml's values end
         if kv_memory_bytes is None:
             raise ValueError("either num_blocks or kv_memory_bytes is needed")
         num_blocks = num_blocks_for_budget(kv_memory_bytes, shape)
+    if torch_device.type == "cpu":
+        _check_memory(num_blocks * shape.block_bytes)
     info = ModelInfo(
         name=model_name,
         max_model_len=min(config.max_position_embeddings, max_model_len or config.max_position_embeddings),
@@ -169,6 +172,17 @@ def load_executor(  # noqa: PLR0913 - the places where serving.yaml's values end
     store = TorchKvStore(shape, num_blocks, device=torch_device)
     _log_loaded(info, config, store, linears, time.monotonic() - started_s)
     return ModelExecutor(model, store, TorchPagedAttention(store, config.windows), info)
+
+
+def _check_memory(kv_bytes: int) -> None:
+    """Raise ValueError when the pages do not fit: the system would grant them all the same, and kill us later."""
+    available = psutil.virtual_memory().available
+    if kv_bytes > available:
+        gib = 1 << 30
+        raise ValueError(
+            f"{kv_bytes / gib:.1f} GiB of KV pages do not fit into the {available / gib:.1f} GiB of memory that are"
+            " available: lower kv_memory_gib or num_blocks"
+        )
 
 
 def _span(item: ScheduledSequence) -> SequenceSpan:

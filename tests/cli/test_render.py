@@ -47,7 +47,7 @@ def test_write_text_on_a_terminal_drops_control_characters(
     assert capsys.readouterr().out == "a[2Jb\tc\n"
 
 
-@pytest.mark.parametrize(("width", "num_parts"), [(80, 1), (24, 2), (14, 4)])
+@pytest.mark.parametrize(("width", "num_parts"), [(80, 1), (27, 2), (18, 4)])
 def test_split_table_on_any_width_shows_every_cell_whole_and_names_the_row_in_each_part(
     width: int, num_parts: int
 ) -> None:

@@ -244,3 +244,8 @@ def test_load_executor_when_eos_is_named_somewhere_finds_it(
     if generation_config is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation_config))
     assert load(tmp_path).eos_token_ids == expected
+
+
+def test_load_executor_when_pages_exceed_memory_refuses_before_taking_it(qwen3: Path) -> None:
+    with pytest.raises(ValueError, match="lower kv_memory_gib"):
+        load(qwen3, num_blocks=1 << 40)

@@ -1,0 +1,43 @@
+"""serving.yaml: every mistake is reported as file:key: reason before anything starts."""
+
+from pathlib import Path
+
+import pytest
+
+from common.config import ConfigError, load_config, parse_config
+
+MISTAKES = {
+    "nonsense: 1": "f.yaml:nonsense: unknown key",
+    "pools: {prefill: {blocksize: 3}}": "f.yaml:pools.prefill.blocksize: unknown key",
+    "pools: {decode: {block_size: 32}}": "pools.decode.block_size: 32 does not match pools.prefill.block_size: 16",
+    "pools: {decode: {count: 0}}": "pools.decode.count: 0",
+    "pools: {decode: {max_step_tokens: 8}}": "pools.decode.max_running: 64",
+    "transfer: {transports: []}": "transfer.transports: empty",
+    "transfer: {transports: [rdma]}": "f.yaml:transfer.transports.0: ",
+    "router: {port: 70000}": "f.yaml:router.port: ",
+    "model: {dtype: int3}": "f.yaml:model.dtype: ",
+    "[1, 2]": "f.yaml: must be a mapping",
+    "a: [": "f.yaml: not YAML",
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_load_config_with_a_mistake_names_file_key_and_reason(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "f.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert MISTAKES[text] in str(caught.value)
+
+
+def test_load_config_when_two_keys_are_wrong_reports_both() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"nonsense": 1, "router": {"port": -1}}, source="f.yaml")
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_load_config_of_the_shipped_file_and_of_an_empty_one_passes(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("", encoding="utf-8")
+    assert load_config(empty).router.port == 50051
+    assert load_config(Path(__file__).parents[2] / "serving.yaml").name == "kvrelay"
