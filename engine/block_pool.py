@@ -101,17 +101,17 @@ class BlockPool:
                 else:
                     self._num_cached_free += 1
 
-    def publish(self, block_id: BlockId, block_hash: BlockHash) -> bool:
-        """Make a full, held page reachable by its hash. Returns False when another page already is."""
+    def publish(self, block_id: BlockId, block_hash: BlockHash) -> BlockId:
+        """Make a full, held page reachable by its hash. Returns the page that is: another one, if that came first."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} is published by nobody"
         owner = self._block_of.get(block_hash)
         if owner is not None:
-            return owner == block_id
+            return owner
         assert self._hash_of[block_id] is None, f"block {block_id} already has a hash"
         self._hash_of[block_id] = block_hash
         self._block_of[block_hash] = block_id
         self._changes[block_hash] = True
-        return True
+        return block_id
 
     def drain_events(self) -> KvEvents:
         """Return what changed since the last call."""

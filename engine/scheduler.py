@@ -242,14 +242,23 @@ class Scheduler:
 
     def _release_pages(self, sequence: Sequence) -> None:
         self.pool.release(sequence.block_table)
-        sequence.block_table = []
+        self.pool.release(sequence.retired_blocks)
+        sequence.block_table, sequence.retired_blocks = [], []
         sequence.num_computed = sequence.num_cached = sequence.num_published = 0
 
     def _publish(self, sequence: Sequence) -> None:
-        """Offer computed full blocks to the prefix cache, each only behind its published parent."""
+        """Put computed full blocks into the prefix cache, each behind its published parent.
+
+        Where a sibling was faster, its page takes the place of ours in the block table, so that what follows can be
+        published too. Our page stays held to the end: a puller may be reading it.
+        """
         num_full = min(sequence.num_computed // self.limits.block_size, len(sequence.block_hashes))
         while sequence.num_published < num_full:
             i = sequence.num_published
-            if not self.pool.publish(sequence.block_table[i], sequence.block_hashes[i]):
-                return  # another page has this content: ours, and all that follow it, stay private
+            own = sequence.block_table[i]
+            published = self.pool.publish(own, sequence.block_hashes[i])
+            if published != own:
+                self.pool.acquire([published])
+                sequence.block_table[i] = published
+                sequence.retired_blocks.append(own)
             sequence.num_published += 1

@@ -55,6 +55,8 @@ class Sequence:
     num_cached: int = 0
     num_published: int = 0
     block_table: list[BlockId] = field(default_factory=list)
+    retired_blocks: list[BlockId] = field(default_factory=list)
+    """Pages held on the side, whose content is published in another page."""
 
     @classmethod
     def from_request(cls, request: EngineRequest, *, block_size: int, order: int) -> "Sequence":

@@ -50,7 +50,12 @@ class PoolMachine(RuleBasedStateMachine):
     def publish_next(self, data: st.DataObject) -> None:
         holder = data.draw(st.sampled_from(self.holders))
         i = holder.num_published
-        if i < len(holder.hashes) and self.pool.publish(holder.table[i], holder.hashes[i]):
+        if i < len(holder.hashes):
+            published = self.pool.publish(holder.table[i], holder.hashes[i])
+            if published != holder.table[i]:
+                self.pool.acquire([published])
+                self.pool.release([holder.table[i]])
+                holder.table[i] = published
             holder.num_published += 1
 
     @precondition(lambda self: self.holders)
@@ -112,7 +117,7 @@ def _published(pool: BlockPool, tokens: list[int]) -> list[BlockId]:
     hashes = hash_blocks(tokens, root=ROOT, block_size=BLOCK_SIZE)
     table = pool.allocate(len(hashes))
     for block, block_hash in zip(table, hashes, strict=True):
-        assert pool.publish(block, block_hash)
+        assert pool.publish(block, block_hash) == block
     return table
 
 
@@ -140,7 +145,7 @@ def test_publish_when_another_page_has_the_hash_keeps_the_first() -> None:
     (first,) = _published(pool, [0, 1])
     (second,) = pool.allocate(1)
     (block_hash,) = hash_blocks([0, 1], root=ROOT, block_size=BLOCK_SIZE)
-    assert not pool.publish(second, block_hash)
+    assert pool.publish(second, block_hash) == first
     assert pool.block_with(block_hash) == first
     assert pool.is_writable(second)
 

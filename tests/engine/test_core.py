@@ -44,6 +44,20 @@ def test_generate_when_prompt_is_cached_computes_only_the_rest() -> None:
         assert started.num_cached_tokens == expected_cached
 
 
+def test_siblings_computed_side_by_side_all_leave_their_prompts_in_the_cache() -> None:
+    core = make_core()
+    prompts = [[1] * 2 * BLOCK_SIZE + [i] * 2 * BLOCK_SIZE for i in range(4)]
+    for prompt in prompts:
+        submit(core, make_request(prompt, max_tokens=3, ignore_eos=True))
+    run_until_idle(core)
+    for prompt in prompts:
+        _group, again = submit(core, make_request(prompt, max_tokens=3, ignore_eos=True))
+        run_until_idle(core)
+        assert [e.num_cached_tokens for e in again.events if isinstance(e, Started)] == [3 * BLOCK_SIZE]
+        assert again.token_ids() == expected_tokens(make_request(prompt, max_tokens=3, ignore_eos=True))
+    assert_empty(core)
+
+
 def test_generate_with_other_salt_never_sees_cached_blocks() -> None:
     core = make_core()
     prompt = list(range(4 * BLOCK_SIZE))
