@@ -11,7 +11,6 @@ import psutil
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionBackend, AttentionMetadata, SequenceSpan, TorchPagedAttention
 from engine.executor import KvShape, KvStore, Logprobs, ScheduledSequence, StepResult
 from engine.kv_cache import TorchKvStore, num_blocks_for_budget
 from engine.model.config import DecoderConfig, parse_config, read_json
@@ -19,6 +18,9 @@ from engine.model.decoder import Decoder
 from engine.model.fingerprint import kv_fingerprint
 from engine.model.loader import load_weights, weight_files
 from engine.model.precision import dtype_name, resolve_device, resolve_dtype
+from engine.ops.interface import Ops
+from engine.ops.metadata import AttentionMetadata, SequenceSpan
+from engine.ops.torch_ops import TorchOps
 from engine.sampler import Sampler, SamplingRow, position_logprobs
 
 logger = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ class ModelInfo:
 class ModelExecutor:
     """Executor of a real model. Engine thread only."""
 
-    def __init__(self, model: Decoder, store: TorchKvStore, attention: AttentionBackend, info: ModelInfo) -> None:
+    def __init__(self, model: Decoder, store: TorchKvStore, ops: Ops, info: ModelInfo) -> None:
         self.kv: KvStore = store
         self.max_model_len = info.max_model_len
         self.vocab_size = model.config.vocab_size
@@ -47,7 +49,7 @@ class ModelExecutor:
         self.model_name = info.name
         self._model = model
         self._store = store
-        self._attention = attention
+        self._ops = ops
         self._sampler = Sampler(vocab_size=self.vocab_size, eos_token_ids=info.eos_token_ids)
         self._device = store.layers[0][0].device
 
@@ -67,8 +69,7 @@ class ModelExecutor:
         ]
         hidden = self._model.forward(
             torch.tensor(token_ids, dtype=torch.int64, device=self._device),
-            torch.from_numpy(metadata.positions).to(self._device),
-            self._attention.plan(metadata),
+            self._ops.plan(metadata),
         )
         starts = metadata.query_start_loc.tolist()
         results = [
@@ -171,7 +172,7 @@ def load_executor(  # noqa: PLR0913 - the places where serving.yaml's values end
     model = Decoder(config, weights)
     store = TorchKvStore(shape, num_blocks, device=torch_device)
     _log_loaded(info, config, store, linears, time.monotonic() - started_s)
-    return ModelExecutor(model, store, TorchPagedAttention(store, config.windows), info)
+    return ModelExecutor(model, store, TorchOps(config, store), info)
 
 
 def _check_memory(kv_bytes: int) -> None:

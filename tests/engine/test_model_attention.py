@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from common.ids import BlockId
-from engine.attention import AttentionMetadata, SequenceSpan, TorchPagedAttention
 from engine.executor import KvShape
 from engine.kv_cache import TorchKvStore
+from engine.ops.metadata import AttentionMetadata, SequenceSpan
+from engine.ops.torch_attention import TorchPagedAttention
 
 BLOCK_SIZE = 4
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 8

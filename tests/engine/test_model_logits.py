@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from common.ids import BlockId
-from engine.attention import AttentionMetadata, SequenceSpan, TorchPagedAttention
 from engine.executor import KvShape
 from engine.kv_cache import TorchKvStore
 from engine.model.config import parse_config, read_json
 from engine.model.decoder import Decoder
 from engine.model.loader import load_weights, weight_files
 from engine.model.precision import dtype_name
+from engine.ops.metadata import AttentionMetadata, SequenceSpan
+from engine.ops.torch_ops import TorchOps
 from tests.engine.tiny_models import MODELS, make_model, make_prompt
 
 CPU = torch.device("cpu")
@@ -38,8 +39,7 @@ def prompt_logits(model_dir: Path, dtype: torch.dtype = torch.float32) -> torch.
     )
     metadata = AttentionMetadata.from_spans([span], block_size=4)
     with torch.inference_mode():
-        plan = TorchPagedAttention(store, config.windows).plan(metadata)
-        return model.logits(model.forward(torch.tensor(PROMPT), torch.from_numpy(metadata.positions), plan))
+        return model.logits(model.forward(torch.tensor(PROMPT), TorchOps(config, store).plan(metadata)))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,7 +1,7 @@
 """Attention over the paged cache, for steps that mix prefill chunks and decode tokens.
 
-The runner describes a step once (`AttentionMetadata`); a backend turns that into a plan, once; every layer then runs
-the same plan on its own pages. `TorchPagedAttention` is the portable backend: it needs nothing but torch.
+The runner describes a step once (`AttentionMetadata`); this turns it into a plan, once; every layer then runs the same
+plan on its own pages. Portable and plain, it is what the kernels of `cpu/` and `triton_kernels/` are compared with.
 """
 
 from collections.abc import Sequence as Seq
@@ -14,64 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from common.ids import BlockId
 from engine.kv_cache import TorchKvStore
-
-Ints = npt.NDArray[np.int64]
+from engine.ops.metadata import AttentionMetadata, Ints
 
 # A decode group takes in a shorter sequence while its padded keys stay below the larger of these: starting another
 # group costs about as much, in every layer, as reading some hundred keys.
 _PADDING_TOKENS = 512
 _PADDING_SHARE = 0.25
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceSpan:
-    """One sequence's share of a step: tokens [num_computed, num_computed + num_new_tokens)."""
-
-    num_computed: int
-    num_new_tokens: int
-    block_table: Seq[BlockId]
-
-    @property
-    def context_len(self) -> int:
-        """Tokens whose KV exists after the step."""
-        return self.num_computed + self.num_new_tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionMetadata:
-    """A ragged batch: the tokens of all sequences in one row, in order. Host memory."""
-
-    positions: Ints
-    """Of each new token in its sequence, [num_tokens]."""
-    slot_mapping: Ints
-    """Where each new token's KV goes, block_id * block_size + offset, all distinct, [num_tokens]."""
-    query_start_loc: Ints
-    """Sequence i owns tokens [query_start_loc[i], query_start_loc[i + 1]), [num_seqs + 1]."""
-    context_lens: Ints
-    """Tokens of each sequence whose KV exists after the step, [num_seqs]."""
-    block_tables: tuple[Ints, ...]
-    """Of each sequence, [cdiv(context_len, block_size)]."""
-
-    @classmethod
-    def from_spans(cls, spans: Seq[SequenceSpan], *, block_size: int) -> "AttentionMetadata":
-        """Describe a step. Every span has a token and a block table that covers its context."""
-        block_tables = tuple(
-            np.asarray(s.block_table[: -(-s.context_len // block_size)], dtype=np.int64) for s in spans
-        )
-        positions = [np.arange(s.num_computed, s.context_len, dtype=np.int64) for s in spans]
-        slots = [
-            table[at // block_size] * block_size + at % block_size
-            for table, at in zip(block_tables, positions, strict=True)
-        ]
-        return cls(
-            positions=np.concatenate(positions),
-            slot_mapping=np.concatenate(slots),
-            query_start_loc=np.cumsum([0, *(s.num_new_tokens for s in spans)], dtype=np.int64),
-            context_lens=np.array([s.context_len for s in spans], dtype=np.int64),
-            block_tables=block_tables,
-        )
 
 
 class StepAttention(Protocol):
@@ -83,14 +32,6 @@ class StepAttention(Protocol):
         query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim], in the pages'
         dtype; the result has query's shape. Mutates the pages.
         """
-        ...
-
-
-class AttentionBackend(Protocol):
-    """A way to compute attention."""
-
-    def plan(self, metadata: AttentionMetadata) -> StepAttention:
-        """Prepare a step; valid until the pages are used by the next one."""
         ...
 
 

@@ -1,0 +1,51 @@
+"""The seam between the decoder and the kernels.
+
+A decoder is matrix products (`engine.model.weights.Linear`) and, between them, the handful of operations below. They
+are bound by memory: an implementation is good when it reads and writes every byte once.
+
+    torch_ops.TorchOps             portable reference, any device
+    cpu.CpuOps                     C++ kernels for the CPU, where a compiler is at hand
+    triton_kernels.TritonOps       CUDA
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.ops.metadata import AttentionMetadata
+
+
+class StepOps(Protocol):
+    """The operations of one planned step. All tensors have the weights' dtype and device, rows are new tokens."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return x / rms(x) * weight, [num_tokens, hidden_size]; the mean square is taken in float32."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        """Add x to the residual stream (mutates `residual`) and return its norm, as `rms_norm` does."""
+        ...
+
+    def attend(self, layer_idx: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
+        """Return what the new tokens read from their contexts, [num_tokens, num_heads * head_dim].
+
+        qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] holds query, key and value heads as projected.
+        Query and key heads are normalised (q_norm, k_norm [head_dim], or None), turned to their positions, and the new
+        keys and values written to the layer's pages before they are read. Mutates the pages, and may mutate qkv.
+        """
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Return silu(gate) * up, [num_tokens, intermediate_size], of gate_up [num_tokens, 2 * intermediate_size]."""
+        ...
+
+
+class Ops(Protocol):
+    """Kernels for one model on one device, bound to its pages. Engine thread only."""
+
+    name: str
+    """For the log: which path computes."""
+
+    def plan(self, metadata: AttentionMetadata) -> StepOps:
+        """Prepare a step; valid until the next one is planned."""
+        ...
