@@ -7,6 +7,8 @@ from enum import StrEnum
 from common.config import PoolConfig, ServingConfig
 
 THREADS_ENV = "KVRELAY_THREADS"
+MEMORY_ENV = "KVRELAY_MEMORY_BYTES"
+CPUS_ENV = "KVRELAY_NUM_CPUS"
 
 
 class PlanError(Exception):
@@ -45,13 +47,15 @@ class HostResources:
     cores: int
     gpus: Sequence[str] | None
     """Names for CUDA_VISIBLE_DEVICES to deal out, or None: somebody else deals them, or nobody needs to."""
+    memory_bytes: int | None = None
+    """Free before any worker runs, to be dealt out in equal parts; None: not measured."""
 
 
 def make_plan(config: ServingConfig, host: HostResources | None) -> tuple[ProcessSpec, ...]:
     """Return the processes, router first, then the prefill pool, then the decode pool.
 
-    With `host` None the workers spread over unknown hosts: each takes as many threads as the CPUs it reserves and
-    listens on its own host's address. Raises PlanError.
+    With `host` None the workers spread over unknown hosts: each takes as many threads as the CPUs it reserves, their
+    share of its host's memory, and listens on its own host's address. Raises PlanError.
     """
     router = ProcessSpec(
         name="router", role=ProcessRole.ROUTER, host=config.router.host, port=config.router.port, num_cpus=0
@@ -63,6 +67,7 @@ def make_plan(config: ServingConfig, host: HostResources | None) -> tuple[Proces
     for role, pool in pools:
         for idx in range(pool.count):
             env = _thread_env(_num_threads(pool, host, num_workers=num_workers))
+            env |= _memory_env(pool, host, num_workers=num_workers)
             if devices is not None and pool.num_gpus:
                 env["CUDA_VISIBLE_DEVICES"] = devices.take(pool.num_gpus, key=f"pools.{role}.num_gpus")
             specs.append(
@@ -82,12 +87,22 @@ def make_plan(config: ServingConfig, host: HostResources | None) -> tuple[Proces
 def _num_threads(pool: PoolConfig, host: HostResources | None, *, num_workers: int) -> int:
     if pool.threads != "auto":
         return pool.threads
-    return max(1, int(pool.num_cpus)) if host is None else max(1, host.cores // num_workers)
+    return _num_reserved_cpus(pool) if host is None else max(1, host.cores // num_workers)
 
 
 def _thread_env(num_threads: int) -> dict[str, str]:
     # OMP_NUM_THREADS is what OpenMP reads when torch is loaded; ours is for everything that is sized later.
     return {"OMP_NUM_THREADS": str(num_threads), THREADS_ENV: str(num_threads)}
+
+
+def _memory_env(pool: PoolConfig, host: HostResources | None, *, num_workers: int) -> dict[str, str]:
+    if host is None:
+        return {CPUS_ENV: str(_num_reserved_cpus(pool))}
+    return {} if host.memory_bytes is None else {MEMORY_ENV: str(host.memory_bytes // num_workers)}
+
+
+def _num_reserved_cpus(pool: PoolConfig) -> int:
+    return max(1, int(pool.num_cpus))
 
 
 class _GpuDealer:

@@ -9,6 +9,7 @@ from cluster.launch_local import LocalLauncher, service_command
 from cluster.launcher import Launcher, StartFailed
 from cluster.plan import HostResources, ProcessSpec, make_plan
 from common.config import ServingConfig
+from engine.memory import measure_host
 
 Wiring = tuple[tuple[ProcessSpec, ...], Launcher]
 
@@ -19,7 +20,7 @@ def choose_launcher(config: ServingConfig, *, config_path: Path, run_dir: Path) 
         return _ray(config, run_dir)
     pools = config.pools
     gpus = _visible_gpus() if pools.prefill.num_gpus or pools.decode.num_gpus else None
-    specs = make_plan(config, HostResources(cores=num_cores(), gpus=gpus))
+    specs = make_plan(config, _this_host(gpus))
     return specs, LocalLauncher(command=service_command(config_path), run_dir=run_dir)
 
 
@@ -35,9 +36,13 @@ def _ray(config: ServingConfig, run_dir: Path) -> Wiring:
         hint = "pip install 'kvrelay[ray]', or set launcher: local"
         raise StartFailed(f"launcher: ray, but Ray cannot be imported ({error}): {hint}") from error
     # Ray deals out the GPUs itself, and in a Ray cluster of its own it also chooses the hosts.
-    host = None if address is not None else HostResources(cores=num_cores(), gpus=None)
+    host = None if address is not None else _this_host(None)
     specs = make_plan(config, host)
     return specs, RayLauncher(config, specs=specs, run_dir=run_dir, address=address)
+
+
+def _this_host(gpus: list[str] | None) -> HostResources:
+    return HostResources(cores=num_cores(), gpus=gpus, memory_bytes=measure_host().available_bytes)
 
 
 def num_cores() -> int:

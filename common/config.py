@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 Port = Annotated[int, Field(ge=0, le=65535)]
-TransportName = Literal["shm", "grpc"]
+TransportName = Literal["cuda_ipc", "shm", "grpc"]
 
 
 class ConfigError(Exception):
@@ -25,13 +25,20 @@ class ModelConfig(_Section):
     """What is served."""
 
     id: str = "default"
-    """A Hugging Face folder, a hub id, or "default" (SmolLM2-135M-Instruct from the package registry)."""
+    """A Hugging Face folder, a hub id, "default" (SmolLM2-135M-Instruct from the package registry), or "random:" and a
+    name of `common.random_models`."""
     engine: Literal["torch", "fake"] = "torch"
     """"fake" computes a hash instead of a model: for tests of everything around it."""
     fake_step_ms: Annotated[float, Field(ge=0)] = 0.0
     """How long a step of the fake engine takes."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    quantization: Literal["fp8", "int8"] | None = None
+    """8-bit weights: fp8 on Hopper GPUs, int8 anywhere. They change the answers a little; benchmarks/README.md."""
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    """fp8: half the KV memory and traffic, on Hopper GPUs."""
+    kernels: Literal["auto", "torch"] = "auto"
+    """torch: plain torch on the CPU, also where kernels could be compiled."""
     local_files_only: bool = False
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """Longest prompt plus answer; default: the checkpoint's own."""
@@ -42,8 +49,8 @@ class PoolConfig(_Section):
 
     count: Annotated[int, Field(ge=0, le=1024)] = 1
     block_size: Annotated[int, Field(ge=1, le=512)] = 16
-    kv_memory_gib: Annotated[float, Field(gt=0)] = 1.0
-    """Memory for KV pages of one worker; the number of pages follows and is logged."""
+    kv_memory_gib: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+    """Memory for KV pages of one worker; the number of pages follows and is logged. auto: from the free memory."""
     num_blocks: Annotated[int, Field(ge=2)] | None = None
     """Number of pages, instead of `kv_memory_gib`."""
     max_step_tokens: Annotated[int, Field(ge=1)] = 512
@@ -72,8 +79,8 @@ class PoolsConfig(_Section):
 class TransferConfig(_Section):
     """How KV moves."""
 
-    transports: tuple[TransportName, ...] = ("shm", "grpc")
-    """Tried in this order; shm only between processes of one host."""
+    transports: tuple[TransportName, ...] = ("cuda_ipc", "shm", "grpc")
+    """Tried in this order; cuda_ipc only between processes on one card, shm only between those of one host."""
     chunk_bytes: Annotated[int, Field(ge=4096, le=1 << 20)] = 1 << 20
     lease_ttl_s: Annotated[float, Field(gt=0)] = 10.0
     """A handoff without a puller is dropped after this long; the net under crashes."""
@@ -142,6 +149,10 @@ class ServingConfig(_Section):
         return self
 
 
+# What pydantic adds to the location of a key that takes one of several types.
+_ALTERNATIVES = ("constrained-int", "constrained-float", "literal['auto']")
+
+
 def load_config(path: Path) -> ServingConfig:
     """Read and check a serving.yaml. Raises ConfigError with one `file:key: reason` line per problem."""
     try:
@@ -166,6 +177,6 @@ def parse_config(raw: object, *, source: str) -> ServingConfig:
 def _line(source: str, item: dict[str, object]) -> str:
     location = item["loc"]
     assert isinstance(location, tuple)
-    key = ".".join(str(part) for part in location if part != "constrained-int")
+    key = ".".join(str(part) for part in location if part not in _ALTERNATIVES)
     reason = "unknown key" if item["type"] == "extra_forbidden" else str(item["msg"]).removeprefix("Value error, ")
     return f"{source}:{key}: {reason}" if key else f"{source}:{reason}"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 DEFAULT_MODEL_ID = "default"
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+RANDOM_PREFIX = "random:"
 CACHE_ENV = "KVRELAY_CACHE"
 
 # What a checkpoint folder needs: config and tokenizer, weights, chat template, sentencepiece leftovers.
@@ -32,7 +33,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def resolve_model(model_id: str, *, local_files_only: bool) -> Path:
-    """Return the folder with the files of "default", of a local folder, or of a hub id.
+    """Return the folder with the files of "default", of "random:<name>", of a local folder, or of a hub id.
 
     A hub id is downloaded into the hub's own cache on first use, unless `local_files_only`; blocks meanwhile.
     Raises ModelNotFound.
@@ -42,6 +43,8 @@ def resolve_model(model_id: str, *, local_files_only: bool) -> Path:
         if not is_checkpoint(folder):
             raise ModelNotFound(f"the default model is not in {folder}: run `kvrelay fetch-model` once")
         return folder
+    if model_id.startswith(RANDOM_PREFIX):
+        return _random_checkpoint(model_id)
     folder = Path(model_id).expanduser()
     if folder.is_dir():
         if not is_checkpoint(folder):
@@ -50,6 +53,17 @@ def resolve_model(model_id: str, *, local_files_only: bool) -> Path:
     if folder.is_absolute() or model_id.startswith((".", "~")):
         raise ModelNotFound(f"there is no folder {folder}")
     return _snapshot(model_id, local_files_only=local_files_only)
+
+
+def _random_checkpoint(model_id: str) -> Path:
+    from common.random_models import ensure_random_checkpoint  # needs tokenizers, which nobody else here does
+
+    try:
+        return ensure_random_checkpoint(model_id, cache_dir() / "models")
+    except ValueError as error:
+        raise ModelNotFound(str(error)) from error
+    except OSError as error:
+        raise ModelNotFound(f"{model_id} cannot be made in {cache_dir()}: {error}") from error
 
 
 def _snapshot(repo_id: str, *, local_files_only: bool) -> Path:

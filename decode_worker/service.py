@@ -87,7 +87,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             peer=WorkerId(handoff.prefill_worker_id),
             handoff_id=HandoffId(handoff.handoff_id),
             epoch=Epoch(handoff.prefill_epoch),
-            block_table=tuple(leader.block_table),
+            block_table=leader.block_ids(),
             first_block=leader.num_cached // block_size,
             num_tokens=leader.num_tokens,
             last_block_hash=spec.block_hashes[-1] if spec.block_hashes else None,

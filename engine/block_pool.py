@@ -24,7 +24,7 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, BlockId] = {}
-        self._free: OrderedDict[BlockId, None] = OrderedDict((BlockId(i), None) for i in range(num_blocks))
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._num_cached_free = 0
         self._changes: dict[BlockHash, bool] = {}  # True: stored, False: removed; the last change of a hash wins
 
@@ -43,11 +43,11 @@ class BlockPool:
         """Free pages that still hold reusable KV."""
         return self._num_cached_free
 
-    def ref_count(self, block_id: BlockId) -> int:
+    def ref_count(self, block_id: int) -> int:
         """Return the number of holders."""
         return self._ref_counts[block_id]
 
-    def is_writable(self, block_id: BlockId) -> bool:
+    def is_writable(self, block_id: int) -> bool:
         """Whether its one holder may write: nobody else holds it and no hash promises its content."""
         return self._ref_counts[block_id] == 1 and self._hash_of[block_id] is None
 
@@ -69,7 +69,7 @@ class BlockPool:
         """Return how many of these pages are free now: holding them would shrink `num_free` by that."""
         return sum(1 for block_id in block_ids if self._ref_counts[block_id] == 0)
 
-    def acquire(self, block_ids: Sequence[BlockId]) -> None:
+    def acquire(self, block_ids: Sequence[int]) -> None:
         """Add a holder to each page."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
@@ -86,10 +86,10 @@ class BlockPool:
             block_id, _none = self._free.popitem(last=False)
             self._unpublish(block_id)
             self._ref_counts[block_id] = 1
-            taken.append(block_id)
+            taken.append(BlockId(block_id))
         return taken
 
-    def release(self, block_ids: Sequence[BlockId]) -> None:
+    def release(self, block_ids: Sequence[int]) -> None:
         """Remove a holder from each page of a block table (given in table order), tail first."""
         for block_id in reversed(block_ids):
             self._ref_counts[block_id] -= 1
@@ -127,7 +127,7 @@ class BlockPool:
         """Return all published blocks."""
         return KvEvents(stored=tuple(self._block_of), is_snapshot=True)
 
-    def _unpublish(self, block_id: BlockId) -> None:
+    def _unpublish(self, block_id: int) -> None:
         block_hash = self._hash_of[block_id]
         if block_hash is not None:
             self._hash_of[block_id] = None

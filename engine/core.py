@@ -1,4 +1,23 @@
-"""One engine: requests in, events out, one step at a time. No threads, no clock of its own, no network."""
+"""One engine: requests in, events out, one step after another. No threads, no clock of its own, no network.
+
+A step is *planned* (who runs, on which pages), *launched*, and its results are *taken*: tokens become events, and what
+has ended leaves. With `Executor.max_steps_in_flight` 1 that is one step after the other. With 2 the executor never
+waits for the host: step n + 1 is planned and launched while step n computes.
+
+    host      plan n+1 · launch n+1 · wait for n · take n · commands │ plan n+2 · launch n+2 · wait for n+1 · …
+    executor  ───────── step n ──────────────────┤├────────────────── step n+1 ───────────────────────────┤├─ …
+
+So plans are made without knowing the tokens of one step, which are *pending*. What follows from that, and where:
+
+1. A sequence goes on with its pending token as input, by its place (`Sequence.pending_row`), where nothing on the host
+   needs the value; else it sits the step out.
+2. It may turn out to have ended (end token, stop string, cancelled) while a step with it is in flight. What that step
+   computes of it is dropped (`_take`), and its pages stay held until then (`Scheduler.finish`).
+3. Pages are published in the prefix cache once their step is taken and their tokens are known (`Pages.publish`).
+4. Nobody is preempted while a step is in flight: when pages run out, all steps are taken before the next plan
+   (`StepPlan.is_short`).
+5. A step that fails takes all steps behind it along (`_fail`).
+"""
 
 import logging
 from collections.abc import Callable
@@ -7,9 +26,10 @@ from collections.abc import Sequence as Seq
 from common.clock import Clock
 from common.errors import EngineFault, PromptTooLong, Refused
 from engine.block_pool import BlockPool
-from engine.events import EngineEvent, Failed, FinishReason, Load, Progress, Started, TokenOutput, Tokens
+from engine.events import EngineEvent, Failed, FinishReason, Load, Progress, TokenOutput
 from engine.executor import Executor, Sampled, ScheduledSequence, StepResult
 from engine.group import Group, Sink
+from engine.pipeline import Pipeline
 from engine.scheduler import Scheduler, SchedulerLimits, StepPlan
 from engine.sequence import EngineRequest, Sequence, SequenceState
 
@@ -25,6 +45,7 @@ class EngineCore:
         self.executor = executor
         self.pool = BlockPool(executor.kv.num_blocks)
         self.scheduler = Scheduler(self.pool, limits)
+        self._pipeline = Pipeline(executor)
         self._clock = clock
         self._groups: dict[Sequence, Group] = {}
         self._next_order = 0
@@ -33,8 +54,13 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` could do something: there are sequences, and the last step was not in vain."""
-        return self.scheduler.has_work and not self._is_stalled
+        """Whether `step` could do something: a step is in flight, or one could be planned, and not in vain again."""
+        return self._pipeline.num_steps > 0 or (self.scheduler.has_work and not self._is_stalled)
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        """Steps launched whose results have not been taken."""
+        return self._pipeline.num_steps
 
     def wake(self) -> None:
         """A command has run: what waits for pages may fit now."""
@@ -93,43 +119,50 @@ class EngineCore:
     # ── stepping ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def step(self) -> Emitted:
-        """Run one whole step."""
+        """Plan and launch a step, then take the results that are due."""
         return self.begin_step() + self.finish_step()
 
     def begin_step(self) -> Emitted:
         """Plan the next step; the events of requests that it starts can go out before it is computed."""
         self._plan = self.scheduler.schedule()
-        self._is_stalled = not self._plan.batch
+        self._is_stalled = not self._plan.batch and self._pipeline.num_steps == 0
         emitted: Emitted = []
         for sequence in self._plan.admitted:
-            self._started(sequence, emitted)
+            group = self._groups[sequence]
+            started = group.admitted(sequence, self._clock.monotonic())
+            if started is not None:
+                emitted.append((group, started))
         return emitted
 
     def finish_step(self) -> Emitted:
-        """Compute what was planned. A fault of the executor ends the requests of that step, not the engine."""
+        """Launch what was planned; then wait for steps until as many are in flight as may be during the next plan.
+
+        A fault of the executor ends the requests of the steps concerned, not the engine.
+        """
         plan, self._plan = self._plan, StepPlan()
         emitted: Emitted = []
-        if not plan.batch:
-            return emitted
-        batch = list(plan.batch.values())
-        try:
-            for source, target in plan.copies:
-                self.executor.kv.copy_block(source, target)
-            results = self.executor.execute(batch)
-        except Exception as error:  # the top of a step: whatever the arithmetic raises belongs to this batch
-            logger.exception("engine step failed", extra={"requests": [i.sequence.request.request_id for i in batch]})
-            return emitted + self._fail(plan, EngineFault(f"engine step failed: {type(error).__name__}: {error}"))
-        self.scheduler.complete(plan)
-        tokens: dict[Group, list[TokenOutput]] = {}
-        for item, result in zip(batch, results, strict=True):
-            self._take(item, result, tokens, emitted)
-        emitted.extend((group, self._tokens_event(group, outputs)) for group, outputs in tokens.items())
+        if plan.batch:
+            try:
+                self._pipeline.launch(plan)
+            except Exception as error:  # noqa: BLE001 - the top of a step: whatever is raised belongs to this batch
+                emitted += self._fail([plan], error)
+                plan = StepPlan()
+            else:
+                self.scheduler.launched(plan)
+        must_know_all = not plan.batch or plan.is_short
+        num_kept = 0 if must_know_all else self.executor.max_steps_in_flight - 1
+        while self._pipeline.num_steps > num_kept:
+            self._take_oldest(emitted)
         return emitted
 
     def load(self) -> Load:
         """Return the load at this moment."""
         scheduler, pool = self.scheduler, self.pool
-        active = (*scheduler.running, *scheduler.waiting)
+        num_context_tokens = num_pending_prefill_tokens = 0
+        for sequence in scheduler.running:
+            num_context_tokens += sequence.num_computed
+            if sequence.num_output_tokens == 0:
+                num_pending_prefill_tokens += sequence.num_tokens - sequence.num_computed
         return Load(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -139,8 +172,8 @@ class EngineCore:
             num_used_blocks=pool.num_used,
             num_cached_blocks=pool.num_cached,
             num_blocks=pool.num_blocks,
-            num_pending_prefill_tokens=sum(s.num_tokens - s.num_computed for s in active if s.num_output_tokens == 0),
-            num_context_tokens=sum(s.num_computed for s in scheduler.running),
+            num_pending_prefill_tokens=num_pending_prefill_tokens + scheduler.num_waiting_prefill_tokens,
+            num_context_tokens=num_context_tokens,
             num_preemptions=scheduler.num_preemptions,
             num_cached_tokens=scheduler.num_cached_tokens,
             num_computed_tokens=scheduler.num_computed_tokens,
@@ -152,6 +185,8 @@ class EngineCore:
         leader = Sequence.from_request(
             group.request, block_size=self.scheduler.limits.block_size, order=self._next_order
         )
+        leader.max_num_tokens = min(leader.max_num_tokens, self.executor.max_model_len)
+        leader.is_pinned = group.holds_after_prefill
         self._next_order += 1
         refused = enter(leader)
         if refused is not None:
@@ -166,33 +201,45 @@ class EngineCore:
             raise PromptTooLong(
                 f"prompt has {num_known} tokens; this model takes {self.executor.max_model_len - 1}", field="prompt"
             )
-        most = min(max(num_known, len(request.prompt_token_ids) + num_new_tokens), self.executor.max_model_len)
-        num_blocks = self.scheduler.num_blocks_for(most)
+        # The last token is never computed: nothing follows it. Nothing but the prompt is, where others decode.
+        num_tokens = min(len(request.prompt_token_ids) + num_new_tokens, self.executor.max_model_len)
+        num_computed = max(num_known, num_tokens - 1)
+        num_blocks = self.scheduler.num_blocks_for(num_computed)
         if num_blocks > self.pool.num_blocks:
             raise PromptTooLong(
-                f"{most} tokens need {num_blocks} KV blocks; this worker has {self.pool.num_blocks}", field="prompt"
+                f"{num_computed} tokens need {num_blocks} KV blocks; this worker has {self.pool.num_blocks}",
+                field="prompt",
             )
 
-    def _started(self, sequence: Sequence, emitted: Emitted) -> None:
-        group = self._groups[sequence]
-        group.prompt_logprobs.clear()  # a prompt that was preempted half-way is told from its beginning again
-        if group.prefill_started_s is None:
-            group.prefill_started_s = self._clock.monotonic()
-            queue_s = group.prefill_started_s - group.queued_s
-            emitted.append((group, Started(num_cached_tokens=sequence.num_cached, queue_s=queue_s)))
+    def _take_oldest(self, emitted: Emitted) -> None:
+        """Wait for the oldest step in flight and turn its results into events and follow-up state."""
+        plan = self._pipeline.oldest
+        try:
+            results = self._pipeline.take()
+        except Exception as error:  # noqa: BLE001 - as above
+            plans = [plan, *self._pipeline.abandon()]
+            emitted += self._fail(plans, error)
+            for failed in plans:
+                self.scheduler.fail(failed)
+            return
+        self.scheduler.complete(plan)
+        tokens: dict[Group, list[TokenOutput]] = {}
+        for item, result in zip(plan.batch.values(), results, strict=True):
+            if item.sequence.state is SequenceState.RUNNING:  # else it has ended meanwhile
+                self._take(item, result, tokens, emitted)
+        now_s = self._clock.monotonic()
+        emitted.extend((group, group.tokens_event(outputs, now_s)) for group, outputs in tokens.items())
 
     def _take(
         self, item: ScheduledSequence, result: StepResult, tokens: dict[Group, list[TokenOutput]], emitted: Emitted
     ) -> None:
-        """Turn one sequence's step result into events and follow-up state."""
+        """Turn one running sequence's result into events and follow-up state."""
         sequence = item.sequence
         group = self._groups[sequence]
         if sequence.num_output_tokens == 0:  # else they were told before a preemption, or by another worker
             group.prompt_logprobs.extend(result.prompt_logprobs)
         if group.holds_after_prefill:
-            emitted.append(
-                (group, Progress(num_computed_tokens=sequence.num_computed, block_table=tuple(sequence.block_table)))
-            )
+            emitted.append((group, Progress(num_computed_tokens=sequence.num_ready, block_table=sequence.block_ids())))
         if item.num_samples == 0:
             return
         if group.holds_after_prefill:
@@ -201,7 +248,7 @@ class EngineCore:
             ]
             self.scheduler.hold(sequence)
             return
-        samples = [sequence, *self._fork(group, item.num_samples - 1)]
+        samples = [sequence] if item.num_samples == 1 else [sequence, *self._fork(group, item.num_samples - 1)]
         for sample, sampled in zip(samples, result.sampled, strict=True):
             output = self._output(sample, sample.sample_index, sampled)
             sample.append_token(sampled.token_id)
@@ -225,20 +272,9 @@ class EngineCore:
             return FinishReason.STOP
         if token_id in self.executor.eos_token_ids and not sampling.ignore_eos:
             return FinishReason.STOP
-        if sequence.num_output_tokens + 1 >= sampling.max_tokens:
-            return FinishReason.LENGTH
-        if sequence.num_tokens + 1 >= self.executor.max_model_len:
+        if sequence.num_tokens + 1 >= sequence.max_num_tokens:
             return FinishReason.LENGTH
         return None
-
-    def _tokens_event(self, group: Group, outputs: list[TokenOutput]) -> Tokens:
-        """Return the event; the first one of a prompt computed here tells the prefill time."""
-        prefill_s = None
-        if not group.reported_prefill and group.prefill_started_s is not None:
-            group.reported_prefill = True
-            prefill_s = self._clock.monotonic() - group.prefill_started_s
-        prompt_logprobs, group.prompt_logprobs = tuple(group.prompt_logprobs), []
-        return Tokens(tokens=tuple(outputs), prompt_logprobs=prompt_logprobs, prefill_s=prefill_s)
 
     def _fork(self, group: Group, num_children: int) -> list[Sequence]:
         children = self.scheduler.fork(group.leader, num_children)
@@ -251,8 +287,13 @@ class EngineCore:
         self.scheduler.finish(sequence)
         self._groups.pop(sequence, None)
 
-    def _fail(self, plan: StepPlan, error: EngineFault) -> Emitted:
-        groups = {self._groups[sequence]: None for sequence in plan.batch}
+    def _fail(self, plans: Seq[StepPlan], error: Exception) -> Emitted:
+        """End every request of these steps."""
+        groups = {self._groups[sequence]: None for plan in plans for sequence in plan.batch if sequence in self._groups}
+        logger.error(
+            "engine step failed", exc_info=error, extra={"requests": [group.request.request_id for group in groups]}
+        )
+        fault = EngineFault(f"engine step failed: {type(error).__name__}: {error}")
         for group in groups:
             self.cancel(group)
-        return [(group, Failed(error=error)) for group in groups]
+        return [(group, Failed(error=fault)) for group in groups]

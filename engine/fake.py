@@ -3,19 +3,26 @@
 KV of a token is 8 bytes: a hash of the token and its position. The next token is a hash over the KV *found in the
 pages* of all earlier positions, through the block table. So a wrong page, a missed copy-on-write, a corrupt transfer
 or an off-by-one slot changes the answer, exactly as in a real model. Scheduler, block pool and protocol are real.
+
+As on a device, a launched step is computed later: only when its results are asked for, on the pages as they are then.
+So whoever gives a page away while a step in flight may still use it gets wrong answers, too.
 """
 
 import time
+from array import array
+from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from common.fake_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE
 from common.ids import BlockId
-from engine.executor import KvShape, KvStore, Logprobs, Sampled, ScheduledSequence, StepResult
+from common.sampling import SamplingParams
+from engine.executor import DeviceSharing, KvShape, KvStore, Logprobs, Sampled, ScheduledSequence, StepResult
 from engine.noise import noise_key
-from engine.sequence import Sequence
 from engine.shared_memory import NONCE_BYTES, allocate_region
 
 U64 = npt.NDArray[np.uint64]
@@ -43,8 +50,11 @@ class FakeKvStore:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.shape = fake_shape(block_size)
         self.num_blocks = num_blocks
+        self.device_sharing: DeviceSharing | None = None
         memory, self.shared_region = allocate_region(num_blocks * self.shape.block_bytes)
         self._pages = self._view(memoryview(memory), num_blocks)
+        self.queue: deque[Callable[[], None]] = deque()
+        """Launched and not computed yet, in order."""
 
     def read_blocks(self, block_ids: Seq[BlockId]) -> memoryview:
         """Return a copy of the blocks' bytes."""
@@ -55,19 +65,23 @@ class FakeKvStore:
         self._pages[list(block_ids)] = np.frombuffer(data, dtype="<u8").reshape(len(block_ids), -1)
 
     def copy_block(self, source: BlockId, target: BlockId) -> None:
-        """Copy one block."""
-        self._pages[target] = self._pages[source]
+        """Copy one block, behind the steps launched so far."""
+
+        def copy() -> None:
+            self._pages[target] = self._pages[source]
+
+        self.queue.append(copy)
 
     def map_peer(self, region: memoryview, num_blocks: int) -> "FakePeerPages":
         """Interpret another process's region as pages."""
         return FakePeerPages(self._view(region, num_blocks))
 
-    def write_token(self, block_table: Seq[BlockId], position: int, value: int) -> None:
+    def write_token(self, block_table: Seq[int], position: int, value: int) -> None:
         """Store one token's KV."""
         size = self.shape.block_size
         self._pages[block_table[position // size], position % size] = value
 
-    def gather(self, block_table: Seq[BlockId], num_tokens: int) -> U64:
+    def gather(self, block_table: Seq[int], num_tokens: int) -> U64:
         """Return the KV of the first tokens, uint64 [num_tokens]."""
         num_blocks = -(-num_tokens // self.shape.block_size)
         return self._pages[list(block_table[:num_blocks])].reshape(-1)[:num_tokens]
@@ -88,53 +102,129 @@ class FakePeerPages:
         return memoryview(self._pages[list(block_ids)].tobytes())
 
 
-class FakeExecutor:
-    """Executor of the fake engine; a step takes `step_s` seconds of wall time."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chunk:
+    """What a launched step knows of one sequence."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, max_model_len: int = 4096, step_s: float = 0.0) -> None:
+    start: int
+    token_ids: tuple[int, ...]
+    """Those of the chunk, and the one behind it where that is known; empty when the input is pending."""
+    input_row: int | None
+    num_new_tokens: int
+    block_table: "array[int]"
+    sampling: SamplingParams
+    sample_index: int
+    num_samples: int
+    token_index: int
+    num_prompt_tokens: int
+
+    @classmethod
+    def of(cls, item: ScheduledSequence) -> "_Chunk":
+        sequence = item.sequence
+        start = sequence.num_computed
+        return cls(
+            start=start,
+            token_ids=tuple(sequence.token_ids[start : start + item.num_new_tokens + 1]),
+            input_row=item.input_row,
+            num_new_tokens=item.num_new_tokens,
+            block_table=sequence.block_table[:],
+            sampling=sequence.request.sampling,
+            sample_index=sequence.sample_index,
+            num_samples=item.num_samples,
+            token_index=item.token_index,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+        )
+
+
+class FakeStep:
+    """A launched step."""
+
+    def __init__(self, store: FakeKvStore, chunks: list[_Chunk], previous: "FakeStep | None", ready_s: float) -> None:
+        self.ready_s = ready_s
+        """When it is over, on the monotonic clock."""
+        self._store = store
+        self._chunks = chunks
+        self._previous = previous
+        self._results: list[StepResult] | None = None
+
+    def compute(self) -> None:
+        """Write KV and sample. Runs after everything that was launched before it."""
+        tokens = self._previous.sampled_token_ids() if self._previous is not None else []
+        self._previous = None
+        self._results = [self._one(chunk, tokens) for chunk in self._chunks]
+
+    def sampled_token_ids(self) -> list[int]:
+        """Return the tokens of all samples, in order."""
+        assert self._results is not None, "steps are computed in the order in which they are launched"
+        return [sampled.token_id for result in self._results for sampled in result.sampled]
+
+    def results(self) -> list[StepResult]:
+        """Wait until the step is over, and compute it."""
+        time.sleep(max(0.0, self.ready_s - time.monotonic()))
+        while self._results is None:
+            self._store.queue.popleft()()
+        return self._results
+
+    def _one(self, chunk: _Chunk, previous_token_ids: list[int]) -> StepResult:
+        end = chunk.start + chunk.num_new_tokens
+        token_ids = chunk.token_ids if chunk.input_row is None else (previous_token_ids[chunk.input_row],)
+        for position in range(chunk.start, end):
+            value = token_kv(token_ids[position - chunk.start], position)
+            self._store.write_token(chunk.block_table, position, value)
+        result = StepResult(sampled=[], prompt_logprobs=[])
+        if chunk.num_samples:
+            state = context_state(self._store.gather(chunk.block_table, end))
+            result.sampled = [_sample(chunk, state, j) for j in range(chunk.num_samples)]
+        num_top = chunk.sampling.num_prompt_logprobs
+        if num_top is not None:
+            for position in range(chunk.start, min(end, chunk.num_prompt_tokens - 1)):
+                state = context_state(self._store.gather(chunk.block_table, position + 1))
+                result.prompt_logprobs.append(_logprobs(state, token_ids[position + 1 - chunk.start], num_top))
+        return result
+
+
+class FakeExecutor:
+    """Executor of the fake engine; a step takes `step_s` seconds of wall time, one after the other."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int = 4096,
+        step_s: float = 0.0,
+        max_steps_in_flight: int = 2,
+    ) -> None:
         self._store = FakeKvStore(num_blocks, block_size)
         self.kv: KvStore = self._store
         self.max_model_len = max_model_len
         self.vocab_size = VOCAB_SIZE
         self.eos_token_ids = frozenset({EOS_TOKEN_ID})
         self.model_name = "fake"
+        self.max_steps_in_flight = max_steps_in_flight
         self._step_s = step_s
+        self._last: FakeStep | None = None
 
-    def execute(self, batch: Seq[ScheduledSequence]) -> list[StepResult]:
-        """Write the KV of all new tokens and hash the pages for the next ones."""
-        if self._step_s:
-            time.sleep(self._step_s)
-        return [self._one(item) for item in batch]
+    def launch(self, batch: Seq[ScheduledSequence]) -> FakeStep:
+        """Remember what to compute."""
+        now_s = time.monotonic()
+        begin_s = now_s if self._last is None else max(now_s, self._last.ready_s)
+        self._last = FakeStep(self._store, [_Chunk.of(item) for item in batch], self._last, begin_s + self._step_s)
+        self._store.queue.append(self._last.compute)
+        return self._last
 
-    def _one(self, item: ScheduledSequence) -> StepResult:
-        sequence = item.sequence
-        end = sequence.num_computed + item.num_new_tokens
-        for position in range(sequence.num_computed, end):
-            value = token_kv(sequence.token_ids[position], position)
-            self._store.write_token(sequence.block_table, position, value)
-        result = StepResult(sampled=[], prompt_logprobs=[])
-        sampling = sequence.request.sampling
-        if item.num_samples:
-            state = context_state(self._store.gather(sequence.block_table, end))
-            result.sampled = [self._sample(sequence, state, j) for j in range(item.num_samples)]
-        if sampling.num_prompt_logprobs is not None:
-            for position in range(sequence.num_computed, min(end, sequence.num_prompt_tokens - 1)):
-                state = context_state(self._store.gather(sequence.block_table, position + 1))
-                target = sequence.token_ids[position + 1]
-                result.prompt_logprobs.append(_logprobs(state, target, sampling.num_prompt_logprobs))
-        return result
 
-    def _sample(self, sequence: Sequence, state: int, sample: int) -> Sampled:
-        sampling = sequence.request.sampling
-        index = sequence.num_output_tokens
-        if not sampling.is_greedy:
-            state = _mix(state ^ noise_key(sampling.seed, sequence.sample_index + sample, index))
-        token_id = _LETTERS[state % len(_LETTERS)]
-        if (state >> 20) % 1000 < _EOS_PER_1000 and not sampling.ignore_eos and index >= sampling.min_tokens:
-            token_id = EOS_TOKEN_ID
-        if sampling.num_logprobs is None:
-            return Sampled(token_id=token_id)
-        return Sampled(token_id=token_id, logprobs=_logprobs(state, token_id, sampling.num_logprobs))
+def _sample(chunk: _Chunk, state: int, sample: int) -> Sampled:
+    sampling = chunk.sampling
+    if not sampling.is_greedy:
+        state = _mix(state ^ noise_key(sampling.seed, chunk.sample_index + sample, chunk.token_index))
+    token_id = _LETTERS[state % len(_LETTERS)]
+    may_end = not sampling.ignore_eos and chunk.token_index >= sampling.min_tokens
+    if may_end and (state >> 20) % 1000 < _EOS_PER_1000:
+        token_id = EOS_TOKEN_ID
+    if sampling.num_logprobs is None:
+        return Sampled(token_id=token_id)
+    return Sampled(token_id=token_id, logprobs=_logprobs(state, token_id, sampling.num_logprobs))
 
 
 def token_kv(token_id: int, position: int) -> int:

@@ -1,9 +1,10 @@
 """A request inside one engine: its samples, and where its events go."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from engine.events import EngineEvent
+from engine.events import EngineEvent, Started, TokenOutput, Tokens
 from engine.executor import Logprobs
 from engine.sequence import EngineRequest, Sequence, SequenceState
 
@@ -42,3 +43,20 @@ class Group:
     def is_over(self) -> bool:
         """Whether no sequence holds or awaits anything."""
         return all(sequence.state is SequenceState.FINISHED for sequence in self.sequences)
+
+    def admitted(self, sequence: Sequence, now_s: float) -> Started | None:
+        """The first chunk of a sequence is planned. Returns the event when it is the first time."""
+        self.prompt_logprobs.clear()  # a prompt that was preempted half-way is told from its beginning again
+        if self.prefill_started_s is not None:
+            return None
+        self.prefill_started_s = now_s
+        return Started(num_cached_tokens=sequence.num_cached, queue_s=now_s - self.queued_s)
+
+    def tokens_event(self, outputs: Seq[TokenOutput], now_s: float) -> Tokens:
+        """Return the event for a step's tokens; the first one of a prompt computed here tells the prefill time."""
+        prefill_s = None
+        if not self.reported_prefill and self.prefill_started_s is not None:
+            self.reported_prefill = True
+            prefill_s = now_s - self.prefill_started_s
+        prompt_logprobs, self.prompt_logprobs = tuple(self.prompt_logprobs), []
+        return Tokens(tokens=tuple(outputs), prompt_logprobs=prompt_logprobs, prefill_s=prefill_s)

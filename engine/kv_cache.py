@@ -13,7 +13,9 @@ from torch import Tensor
 
 from common.errors import LayoutMismatch
 from common.ids import BlockId
-from engine.executor import KvShape, SharedRegion
+from engine.cuda.ipc import share_pages
+from engine.cuda.kv_copy import DevicePages
+from engine.executor import DeviceSharing, KvShape, SharedRegion
 from engine.shared_memory import NONCE_BYTES, allocate_region
 
 Bytes = npt.NDArray[np.uint8]
@@ -64,49 +66,46 @@ class TorchKvStore:
     """Pages of one engine as tensors; a `KvStore`.
 
     `layers[i]` is (keys, values) of layer i, views [num_blocks, block_size, num_kv_heads, head_dim] of the one storage.
+    In host memory they can be mapped by other processes of the host, in device memory by those on the same card.
     """
 
     def __init__(self, shape: KvShape, num_blocks: int, *, device: torch.device) -> None:
         self.shape = shape
         self.num_blocks = num_blocks
         self.shared_region: SharedRegion | None = None
-        self._host: HostPages | None = None
+        self.device_sharing: DeviceSharing | None = None
         dtype: torch.dtype = getattr(torch, shape.dtype)
         sizes = (shape.num_layers, 2, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        kv_bytes = num_blocks * shape.block_bytes
+        self._bytes: HostPages | DevicePages
         if device.type == "cpu":
-            memory, self.shared_region = allocate_region(num_blocks * shape.block_bytes)
-            self._host = HostPages(memoryview(memory), num_blocks, shape)
-            count = num_blocks * shape.block_bytes // shape.bytes_per_element
-            self._pages = torch.frombuffer(memory, dtype=dtype, count=count).view(sizes)
+            memory, self.shared_region = allocate_region(kv_bytes)
+            self._bytes = HostPages(memoryview(memory), num_blocks, shape)
+            storage = torch.frombuffer(memory, dtype=torch.uint8)
+            self._pages = storage[:kv_bytes].view(dtype).view(sizes)
         else:
-            self._pages = torch.zeros(sizes, dtype=dtype, device=device)
+            storage = torch.zeros(kv_bytes + NONCE_BYTES, dtype=torch.uint8, device=device)
+            self._pages = storage[:kv_bytes].view(dtype).view(sizes)
+            self._bytes = DevicePages(self._pages, shape)
+            self.device_sharing = share_pages(storage, self._bytes)
         self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple((layer[0], layer[1]) for layer in self._pages)
 
     def read_blocks(self, block_ids: Seq[BlockId]) -> memoryview:
-        """Return a copy of the blocks' bytes, [len(block_ids) * block_bytes]."""
-        if self._host is not None:
-            return self._host.read_blocks(block_ids)
-        blocks = self._pages.index_select(2, self._index(block_ids)).movedim(2, 0).contiguous()
-        return blocks.view(-1).view(torch.uint8).cpu().numpy().data
+        """Return a copy of the blocks' bytes, [len(block_ids) * block_bytes]. Raises LayoutMismatch for a bad id."""
+        return self._bytes.read_blocks(block_ids)
 
     def write_blocks(self, block_ids: Seq[BlockId], data: memoryview) -> None:
-        """Fill blocks from bytes laid out as `read_blocks` returns them. Raises LayoutMismatch for a wrong size."""
-        if self._host is not None:
-            self._host.write_blocks(block_ids, data)
-            return
-        check_size(data, len(block_ids), self.shape.block_bytes)
-        sizes = (len(block_ids), *self._pages[:, :, 0].shape)
-        raw = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
-        blocks = raw.to(self._pages.device).view(self._pages.dtype).view(sizes)
-        self._pages.index_copy_(2, self._index(block_ids), blocks.movedim(0, 2))
+        """Fill blocks from bytes laid out as `read_blocks` returns them. Raises LayoutMismatch for a bad id or size."""
+        self._bytes.write_blocks(block_ids, data)
 
     def copy_block(self, source: BlockId, target: BlockId) -> None:
-        """Copy one block inside the pool. Engine thread only."""
+        """Copy one block inside the pool, in order with the steps. Engine thread only."""
         self._pages[:, :, target] = self._pages[:, :, source]
 
     def clear_blocks(self, block_ids: Seq[BlockId]) -> None:
-        """Zero blocks. Engine thread only."""
-        self._pages.index_fill_(2, self._index(block_ids), 0)
+        """Zero blocks, in order with the steps. Engine thread only."""
+        # As bytes: torch has no fill by index for 8-bit floats.
+        self._pages.view(torch.uint8).index_fill_(2, self._index(block_ids), 0)
 
     def map_peer(self, region: memoryview, num_blocks: int) -> HostPages:
         """Interpret another process's region as pages of this shape. Raises LayoutMismatch when its size is wrong."""

@@ -1,21 +1,48 @@
 """What the sampler asks of logits: shaping them in place, ranking them, reading log-probabilities off them.
 
-Everything works on whole batches, on the logits' device, and never waits for it.
+Everything works on whole batches, on the logits' device, and never waits for it. What it needs from the host is first
+planned, as columns that go to the device in one copy.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import overload
 
-import numpy as np
 import torch
 
 from common.sampling import SamplingParams
+from engine.cuda.columns import Column, Columns
+from engine.cuda.device import Fetch, device_for
 from engine.executor import Logprobs
+from engine.sequence import Sequence as EngineSequence
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputTokens(Sequence[int]):
+    """A sequence's outputs, without a copy: the cost of looking at the last ones does not grow with the others."""
+
+    def __init__(self, sequence: EngineSequence) -> None:
+        self._sequence = sequence
+
+    def __len__(self) -> int:
+        return self._sequence.num_output_tokens
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        """Return a token, or some."""
+        first = self._sequence.num_prompt_tokens
+        if isinstance(index, slice):
+            begin, end, step = index.indices(len(self))
+            return self._sequence.token_ids[first + begin : first + end : step]
+        return self._sequence.token_ids[first + range(len(self))[index]]
+
+
+# Not frozen: one is made for every token, and passing the guard of a frozen class takes longer than all the rest.
+@dataclass(slots=True, kw_only=True)
 class SamplingRow:
-    """All that the choice of one token depends on, besides its logits."""
+    """All that the choice of one token depends on, besides its logits. Not to be changed."""
 
     params: SamplingParams
     sample_index: int
@@ -23,6 +50,9 @@ class SamplingRow:
     """Position in the sample's output; the number of tokens generated before."""
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
+    sequence: EngineSequence | None = None
+    """Whose tokens these are: penalties then count a token once, in the step after it was chosen, and not in every
+    step. The rows of a sequence have one prompt, and outputs that grow at their end. None: counted afresh."""
 
     @property
     def must_go_on(self) -> bool:
@@ -30,54 +60,59 @@ class SamplingRow:
         return self.token_index < self.params.min_tokens
 
 
-def forbidden_token_ids(row: SamplingRow, eos_token_ids: Collection[int]) -> set[int]:
+def forbidden_token_ids(row: SamplingRow, eos_token_ids: Collection[int]) -> Collection[int]:
     """Return the tokens that `min_tokens` keeps from being chosen: those that would end the sample."""
     if not row.must_go_on:
-        return set()
+        return ()
     ends = set(row.params.stop_token_ids)
     return ends if row.params.ignore_eos else ends.union(eos_token_ids)
 
 
-def shape_logits(logits: torch.Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collection[int]) -> None:
-    """Apply logit bias, the min_tokens mask and the penalties to logits [len(rows), vocab] (float32). Mutates them."""
-    bias = [(i, token, value) for i, row in enumerate(rows) for token, value in row.params.logit_bias]
-    if bias:
-        row_idx, token_ids, values = zip(*bias, strict=True)
-        cells = (_ints(row_idx, logits), _ints(token_ids, logits))
-        logits.index_put_(cells, _floats(values, logits), accumulate=True)
-    masked = [(i, token) for i, row in enumerate(rows) for token in forbidden_token_ids(row, eos_token_ids)]
-    if masked:
-        row_idx, token_ids = zip(*masked, strict=True)
-        logits[_ints(row_idx, logits), _ints(token_ids, logits)] = -torch.inf
-    penalized = [i for i, row in enumerate(rows) if row.params.has_penalties]
-    if penalized:
-        logits[penalized] = _penalize(logits[penalized], [rows[i] for i in penalized])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cells:
+    """Some places of a matrix."""
+
+    rows: Column
+    token_ids: Column
 
 
-def _penalize(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Return logits [rows, vocab] after repetition (prompt and output), frequency and presence (output) penalties."""
-    params = [row.params for row in rows]
-    output_counts = _count_tokens([row.output_token_ids for row in rows], logits)
-    in_output = output_counts > 0
-    if any(p.repetition_penalty != 1.0 for p in params):
-        seen = in_output | (_count_tokens([row.prompt_token_ids for row in rows], logits) > 0)
-        penalty = _floats([p.repetition_penalty for p in params], logits).unsqueeze(1)
-        repeated = torch.where(logits > 0, logits / penalty, logits * penalty)
-        logits = torch.where(seen, repeated, logits)
-    frequency = _floats([p.frequency_penalty for p in params], logits).unsqueeze(1)
-    presence = _floats([p.presence_penalty for p in params], logits).unsqueeze(1)
-    return logits - frequency * output_counts - presence * in_output
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitEdits:
+    """Logit bias and min_tokens of a batch, planned."""
+
+    biased: Cells | None
+    biases: Column | None
+    forbidden: Cells | None
+
+    @classmethod
+    def plan(cls, rows: Sequence[SamplingRow], eos_token_ids: Collection[int], columns: Columns) -> "LogitEdits | None":
+        """Add the columns that `apply` needs; None when there is nothing to edit."""
+        bias = [(i, token, value) for i, row in enumerate(rows) for token, value in row.params.logit_bias]
+        forbidden = [(i, token) for i, row in enumerate(rows) for token in forbidden_token_ids(row, eos_token_ids)]
+        if not bias and not forbidden:
+            return None
+        return cls(
+            biased=_plan_cells([cell[:2] for cell in bias], columns),
+            biases=columns.floats([value for _, _, value in bias]) if bias else None,
+            forbidden=_plan_cells(forbidden, columns),
+        )
+
+    def apply(self, logits: torch.Tensor, words: torch.Tensor) -> None:
+        """Add the biases, then forbid tokens, in logits [rows, vocab] (float32). Mutates them."""
+        if self.biased is not None and self.biases is not None:
+            cells = (self.biased.rows.of(words), self.biased.token_ids.of(words))
+            logits.index_put_(cells, self.biases.of(words).float(), accumulate=True)
+        if self.forbidden is not None:
+            cells = (self.forbidden.rows.of(words), self.forbidden.token_ids.of(words))
+            logits.index_put_(cells, torch.full((), -torch.inf, device=logits.device))
 
 
-def _count_tokens(token_ids: Sequence[Sequence[int]], like: torch.Tensor) -> torch.Tensor:
-    """Return how often each token occurs in each row, float32 [rows, vocab] (exact below 2**24)."""
-    num_rows, vocab_size = like.shape
-    offsets = np.repeat(np.arange(num_rows) * vocab_size, [len(ids) for ids in token_ids])
-    flat = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in token_ids]) + offsets
-    cells = torch.from_numpy(flat).to(like.device)
-    counts = torch.zeros(num_rows * vocab_size, dtype=torch.float32, device=like.device)
-    counts.scatter_add_(0, cells, torch.ones((), device=like.device).expand(len(flat)))
-    return counts.view(num_rows, vocab_size)
+def _plan_cells(cells: Sequence[tuple[int, int]], columns: Columns) -> Cells | None:
+    if not cells:
+        return None
+    return Cells(
+        rows=columns.ints([row for row, _ in cells]), token_ids=columns.ints([token_id for _, token_id in cells])
+    )
 
 
 def rank_logits(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,40 +122,53 @@ def rank_logits(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch
     per token that carries both: the value's bits, mapped so that integers order as floats do, above the reversed id.
     """
     vocab_size = logits.shape[-1]
-    bits = (logits.float() + 0.0).view(torch.int32)  # + 0.0: -0.0 and 0.0 are equal, their bits are not
+    values = logits.float() + 0.0  # -0.0 and 0.0 are equal, their bits are not
+    if num_top == vocab_size:
+        ranked = torch.sort(values, dim=-1, descending=True, stable=True)
+        return ranked.values, ranked.indices
+    bits = values.view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # of negative floats the larger magnitude is the smaller number
     reversed_ids = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
     keys = (ordered.to(torch.int64) << 32) | reversed_ids
     token_ids = torch.topk(keys, num_top, dim=-1).indices
-    return logits.gather(-1, token_ids).float(), token_ids
+    return values.gather(-1, token_ids), token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobsFetch:
+    """Log-probabilities on their way to the host."""
+
+    _fetch: Fetch
+    _num_rows: int
+    _num_top: int
+
+    def wait(self) -> list[Logprobs]:
+        """Wait for them; return one entry per row."""
+        packed = self._fetch.wait().reshape(self._num_rows, 2 + 2 * self._num_top)
+        ids, values = packed[:, : 1 + self._num_top], packed[:, 1 + self._num_top :].view("<f8")
+        return [
+            Logprobs(token_id=token_id, logprob=logprob, top=tuple(zip(top_ids, top_values, strict=True)))
+            for (token_id, *top_ids), (logprob, *top_values) in zip(ids.tolist(), values.tolist(), strict=True)
+        ]
+
+
+def fetch_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobsFetch:
+    """Have the log-probability of one given token per row, and of the num_top best ones, copied to the host.
+
+    Computed in float32 from logits [rows, vocab] as they are; of equally probable tokens the smaller id comes first.
+    token_ids is int64 [rows] on the logits' device.
+    """
+    normalizer = torch.logsumexp(logits.float(), dim=-1, keepdim=True)
+    chosen_ids = token_ids.unsqueeze(1)
+    chosen = logits.gather(-1, chosen_ids).float() - normalizer
+    top_values, top_ids = rank_logits(logits, num_top)
+    values = torch.cat((chosen, top_values - normalizer), dim=1).double().view(torch.int64)
+    packed = torch.cat((chosen_ids, top_ids, values), dim=1)
+    return LogprobsFetch(device_for(logits.device).fetch(packed.view(-1)), len(logits), num_top)
 
 
 def position_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[Logprobs]:
-    """Return the log-probability of one given token per row, and of the num_top best ones, from logits [rows, vocab].
-
-    Computed in float32 from the logits as they are; of equally probable tokens the smaller id comes first. Waits for
-    the device.
-    """
-    return gather_logprobs(logits, _ints(token_ids, logits), num_top)
-
-
-def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> list[Logprobs]:
-    """Return `position_logprobs` for token ids that lie on the device, int64 [rows]."""
-    normalizer = torch.logsumexp(logits.float(), dim=-1, keepdim=True)
-    chosen = (logits.gather(-1, token_ids.unsqueeze(1)).float() - normalizer).squeeze(1)
-    top_values, top_ids = rank_logits(logits, num_top)
-    columns = zip(
-        token_ids.tolist(), chosen.tolist(), top_ids.tolist(), (top_values - normalizer).tolist(), strict=True
-    )
-    return [
-        Logprobs(token_id=token, logprob=logprob, top=tuple(zip(ids, values, strict=True)))
-        for token, logprob, ids, values in columns
-    ]
-
-
-def _ints(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=like.device)
-
-
-def _floats(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=like.device)
+    """Return what `fetch_logprobs` fetches, for token ids of the host. Waits for the device."""
+    columns = Columns()
+    ids = columns.ints(token_ids)
+    return fetch_logprobs(logits, ids.of(columns.upload(logits.device)), num_top).wait()

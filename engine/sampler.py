@@ -24,197 +24,277 @@ the cumulative distribution would not do: each of its 50,000 boundaries moves, a
 (measured on SmolLM2 in float32). No random generator exists, so a row's answer depends on nothing but the row.
 """
 
+import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from common.errors import EngineFault
 from common.sampling import SamplingParams
-from engine.executor import Logprobs, Sampled
-from engine.logits import (
-    SamplingRow,
-    forbidden_token_ids,
-    gather_logprobs,
-    position_logprobs,
-    rank_logits,
-    shape_logits,
-)
-from engine.noise import noise_keys
+from engine.cuda.columns import Column, Columns
+from engine.cuda.device import Fetch, device_for
+from engine.draw import Draw, DrawPlan, first_best, round_up_width
+from engine.executor import Logprobs, Sampled, ScheduledSequence
+from engine.logits import LogitEdits, LogprobsFetch, OutputTokens, SamplingRow, fetch_logprobs, position_logprobs
+from engine.penalties import Penalties, PenaltyPlan
 
-__all__ = ["Sampler", "SamplingRow", "position_logprobs"]
+__all__ = ["Nucleus", "Sampler", "SamplingRow", "position_logprobs", "sampling_rows"]
 
-# How many best tokens are looked at; a row gets the first width that suffices, else the whole vocabulary.
-_WIDTHS = (64, 1024, 8192)
-# With top-p alone nobody knows beforehand; rows whose mass lies wider are done again with the next width.
-_NUCLEUS_WIDTH = 1024
-_INVALID = -1
-# SplitMix64's constants, as int64.
-_GAMMA, _MIX_1, _MIX_2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+class Nucleus(enum.Enum):
+    """How top-p without top-k finds its tokens. The answers are the same."""
+
+    WIDEN = "widen"
+    """Rank the best tokens, look whether they suffice, else rank more. Waits for the device: right on a CPU."""
+    SORT = "sort"
+    """Sort the vocabulary. Never waits."""
+
+
+# With top-p alone nobody knows beforehand how many of the best tokens it takes; `Nucleus.WIDEN` begins with these.
+_NUCLEUS_TOKENS = 1024
 
 
 class Sampler:
-    """Chooses tokens. Holds no state between calls. Engine thread only."""
+    """Chooses tokens. What it keeps between calls only saves work: see `Penalties`. Engine thread only."""
 
-    def __init__(self, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, *, vocab_size: int, eos_token_ids: frozenset[int], nucleus: Nucleus = Nucleus.WIDEN) -> None:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._nucleus = nucleus
+        self._penalties = Penalties(vocab_size)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
-        """Return the chosen token of each row of logits [len(rows), vocab_size], any float dtype; does not mutate them.
+        """Choose, and wait for the choice; see `choose` and `Chosen.materialize`."""
+        return self.choose(logits, rows).materialize()
 
-        Waits for the device once, at the end (and before, when a row has top-p without top-k). Raises EngineFault
-        when a row has no finite largest logit.
+    def choose(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> "Chosen":
+        """Choose a token for each row of logits [len(rows), vocab_size], any float dtype; does not mutate them.
+
+        Waits for nothing, except as `Nucleus.WIDEN` does.
         """
-        assert logits.shape == (len(rows), self._vocab_size), f"logits {tuple(logits.shape)} for {len(rows)} rows"
-        if not rows:
-            return []
-        plain = [i for i, row in enumerate(rows) if row.params.is_greedy and not self._is_shaped(row)]
-        if len(plain) == len(rows):
-            chosen = _argmax(logits)
-        else:
-            chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-            others = sorted(set(range(len(rows))).difference(plain))
-            shaped = logits[others].float()
-            shape_logits(shaped, [rows[i] for i in others], self._eos_token_ids)
-            chosen[others] = _choose(shaped, [rows[i] for i in others])
-            if plain:
-                chosen[plain] = _argmax(logits[plain])
-        logprobs = self._logprobs(logits, chosen, rows)
-        token_ids = chosen.tolist()
-        if _INVALID in token_ids:
-            raise EngineFault(f"logits of row {token_ids.index(_INVALID)} have no finite maximum")
-        return [Sampled(token_id=token, logprobs=logprobs.get(i)) for i, token in enumerate(token_ids)]
+        columns = Columns()
+        plan = self.plan(rows, columns)
+        return plan.choose(logits, columns.upload(logits.device))
 
-    def _is_shaped(self, row: SamplingRow) -> bool:
-        params = row.params
-        return params.has_penalties or bool(params.logit_bias) or bool(forbidden_token_ids(row, self._eos_token_ids))
-
-    def _logprobs(self, logits: torch.Tensor, chosen: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[int, Logprobs]:
-        """Return the log-probabilities of the rows that ask for them."""
-        wanted = {i: row.params.num_logprobs for i, row in enumerate(rows) if row.params.num_logprobs is not None}
-        if not wanted:
-            return {}
-        indices = list(wanted)
-        found = gather_logprobs(logits[indices], chosen[indices].clamp(min=0), max(wanted.values()))
-        return {
-            i: Logprobs(token_id=each.token_id, logprob=each.logprob, top=each.top[:num_top])
-            for (i, num_top), each in zip(wanted.items(), found, strict=True)
-        }
-
-
-def _choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Return the chosen token ids (int64 [rows]) for shaped logits [rows, vocab], greedy rows among them."""
-    chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    by_width: dict[int | None, list[int]] = {}
-    greedy: list[int] = []
-    for i, row in enumerate(rows):
-        members = greedy if row.params.is_greedy else by_width.setdefault(_width(row.params, logits.shape[-1]), [])
-        members.append(i)
-    if greedy:
-        chosen[greedy] = _argmax(logits[greedy])
-    for width, members in by_width.items():
-        batch = _Batch(logits[members], [rows[i] for i in members])
-        chosen[members] = batch.choose_from_all() if width is None else batch.choose_from_best(width)
-    return chosen
-
-
-def _width(params: SamplingParams, vocab_size: int) -> int | None:
-    """Return how many best tokens to rank for a row; None when nothing in it needs a ranking."""
-    if 0 < params.top_k < vocab_size:
-        needed = params.top_k
-    elif params.top_p < 1.0:
-        needed = _NUCLEUS_WIDTH
-    else:
-        return None
-    return _round_up(needed, vocab_size)
-
-
-def _round_up(width: int, vocab_size: int) -> int:
-    return next((known for known in _WIDTHS if width <= known < vocab_size), vocab_size)
-
-
-class _Batch:
-    """Rows that are sampled in the same way. Logits [rows, vocab] float32; columns [rows, 1] float64."""
-
-    def __init__(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
-        self._logits = logits
-        self._rows = rows
-        self._peak = logits.amax(dim=-1, keepdim=True).double()
-        self._temperature = self._column([row.params.temperature for row in rows])
-        self._min_p = self._column([row.params.min_p for row in rows])
-        keys = noise_keys(
-            [row.params.seed for row in rows], [row.sample_index for row in rows], [row.token_index for row in rows]
+    def plan(self, rows: Sequence[SamplingRow], columns: Columns) -> "SamplingPlan":
+        """Do the host's part of choosing, and add to `columns` what the device needs for the rest."""
+        plain: list[int] = []
+        shaped: list[int] = []
+        logprobs: list[tuple[int, int]] = []
+        for i, row in enumerate(rows):
+            (plain if _is_plain(row) else shaped).append(i)
+            if row.params.num_logprobs is not None:
+                logprobs.append((i, row.params.num_logprobs))
+        return SamplingPlan(
+            num_rows=len(rows),
+            vocab_size=self._vocab_size,
+            plain_rows=columns.ints(plain) if plain and shaped else None,
+            shaped_rows=columns.ints(shaped) if plain and shaped else None,
+            shaped=self._plan_shaped([rows[i] for i in shaped], columns) if shaped else None,
+            logprobs=tuple(logprobs),
+            logprob_rows=columns.ints([i for i, _ in logprobs]) if 0 < len(logprobs) < len(rows) else None,
         )
-        self._keys = torch.from_numpy(keys.view(np.int64)).to(logits.device).unsqueeze(1)
 
-    def choose_from_all(self) -> torch.Tensor:
-        """Return token ids when neither top-k nor top-p is set."""
-        weights = self._drop_improbable(self._weigh(self._logits))
-        token_ids = torch.arange(weights.shape[-1], device=weights.device)
-        return self._checked((weights / waiting_times(self._keys, token_ids)).argmax(dim=-1))
+    def _plan_shaped(self, rows: Sequence[SamplingRow], columns: Columns) -> "_ShapedPlan":
+        penalized = [i for i, row in enumerate(rows) if row.params.has_penalties]
+        groups: dict[_Way, list[int]] = {}
+        for i, row in enumerate(rows):
+            groups.setdefault(self._way(row.params), []).append(i)
+        return _ShapedPlan(
+            edits=LogitEdits.plan(rows, self._eos_token_ids, columns),
+            penalties=self._penalties,
+            penalty_plan=self._penalties.plan([rows[i] for i in penalized], columns) if penalized else None,
+            penalized=columns.ints(penalized) if len(penalized) < len(rows) else None,
+            groups=tuple(
+                _Group(
+                    rows=columns.ints(members) if len(groups) > 1 else None,
+                    way=way,
+                    draw=None if way.is_greedy else DrawPlan.of([rows[i] for i in members], self._vocab_size, columns),
+                )
+                for way, members in groups.items()
+            ),
+        )
 
-    def choose_from_best(self, width: int) -> torch.Tensor:
-        """Return token ids from the `width` best tokens, or from more where a nucleus reaches beyond these."""
-        vocab_size = self._logits.shape[-1]
-        values, token_ids = rank_logits(self._logits, width)
-        has_top_k = [0 < row.params.top_k < vocab_size for row in self._rows]
-        top_k = self._column([row.params.top_k or vocab_size for row in self._rows])
-        weights = self._weigh(values) * (torch.arange(width, device=values.device) < top_k)
-        total = weights.sum(dim=-1, keepdim=True)
-        if not all(has_top_k):  # the whole vocabulary is what top-p measures against
-            everything = self._weigh(self._logits).sum(dim=-1, keepdim=True)
-            total = torch.where(self._column(has_top_k) == 1, total, everything)
-        top_p = self._column([row.params.top_p for row in self._rows])
-        mass = torch.where(top_p < 1.0, top_p * total, torch.inf)
-        reached = weights.cumsum(dim=-1)
-        kept = self._drop_improbable(weights * (reached - weights < mass))
-        position = (kept / waiting_times(self._keys, token_ids)).argmax(dim=-1, keepdim=True)
-        chosen = self._checked(token_ids.gather(-1, position).squeeze(1))
-        if width < vocab_size and not all(has_top_k):
-            is_cut = (reached[:, -1] < mass[:, 0]).tolist()
-            again = [i for i in range(len(is_cut)) if is_cut[i] and not has_top_k[i]]
-            if again:
-                wider = _Batch(self._logits[again], [self._rows[i] for i in again])
-                chosen[again] = wider.choose_from_best(_round_up(width + 1, vocab_size))
+    def _way(self, params: SamplingParams) -> "_Way":
+        vocab_size = self._vocab_size
+        if params.is_greedy:
+            return _Way(is_greedy=True)
+        if 0 < params.top_k < vocab_size:
+            return _Way(width=round_up_width(params.top_k, vocab_size))
+        if params.top_p == 1.0:
+            return _Way()
+        if self._nucleus is Nucleus.SORT:
+            return _Way(width=vocab_size)
+        return _Way(width=round_up_width(_NUCLEUS_TOKENS, vocab_size), may_widen=True)
+
+
+def sampling_rows(item: ScheduledSequence) -> list[SamplingRow]:
+    """Return the rows of a scheduled sequence: one per sample. To be used before the sequence changes."""
+    sequence = item.sequence
+    request = sequence.request
+    token_index = item.token_index
+    output_token_ids = OutputTokens(sequence) if request.sampling.has_penalties else ()
+    return [
+        SamplingRow(
+            params=request.sampling,
+            sample_index=sequence.sample_index + j,
+            token_index=token_index,
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=output_token_ids,
+            sequence=sequence,
+        )
+        for j in range(item.num_samples)
+    ]
+
+
+def _is_plain(row: SamplingRow) -> bool:
+    """Whether a row takes the best token of its logits as they are."""
+    params = row.params
+    return (
+        params.temperature == 0.0
+        and row.token_index >= params.min_tokens
+        and not params.logit_bias
+        and not params.has_penalties
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """Rows that are chosen in the same way can be chosen together."""
+
+    is_greedy: bool = False
+    width: int | None = None
+    """How many best tokens are ranked; None: none, nothing needs a ranking."""
+    may_widen: bool = False
+    """Whether these may turn out to be too few."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingPlan:
+    """One batch, ready to choose from its logits. Columns of row numbers: None stands for all rows, or for none."""
+
+    num_rows: int
+    vocab_size: int
+    plain_rows: Column | None
+    shaped_rows: Column | None
+    shaped: "_ShapedPlan | None"
+    """Of the rows that are not plain; None when there are none."""
+    logprobs: tuple[tuple[int, int], ...]
+    """(row, number of best tokens) of the rows that ask for log-probabilities."""
+    logprob_rows: Column | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every row takes its `first_best`."""
+        return self.shaped is None
+
+    def choose(self, logits: torch.Tensor, words: torch.Tensor) -> "Chosen":
+        """Choose from logits [num_rows, vocab_size], given the uploaded columns."""
+        expected = (self.num_rows, self.vocab_size)
+        assert logits.shape == expected, f"logits {tuple(logits.shape)}, expected {expected}"
+        if self.shaped is None:
+            return self.deliver(first_best(logits), logits, words)
+        if self.plain_rows is None or self.shaped_rows is None:
+            return self.deliver(self.shaped.choose(logits, words), logits, words)
+        token_ids = torch.empty(self.num_rows, dtype=torch.int64, device=logits.device)
+        plain, shaped = self.plain_rows.of(words), self.shaped_rows.of(words)
+        token_ids.index_copy_(0, plain, first_best(logits.index_select(0, plain)))
+        token_ids.index_copy_(0, shaped, self.shaped.choose(logits.index_select(0, shaped), words))
+        return self.deliver(token_ids, logits, words)
+
+    def deliver(self, token_ids: torch.Tensor, logits: torch.Tensor, words: torch.Tensor) -> "Chosen":
+        """Have the choice (int64 [num_rows]) and the log-probabilities that are asked for brought to the host."""
+        logprobs = None
+        if self.logprobs:
+            known = token_ids.clamp(min=0)
+            if self.logprob_rows is not None:
+                rows = self.logprob_rows.of(words)
+                logits, known = logits.index_select(0, rows), known.index_select(0, rows)
+            logprobs = fetch_logprobs(logits, known, max(num_top for _, num_top in self.logprobs))
+        # Last, so that nothing of the step is running any more when the tokens are there.
+        fetch = device_for(token_ids.device).fetch(token_ids)
+        return Chosen(token_ids=token_ids, fetch=fetch, logprobs_fetch=logprobs, logprobs=self.logprobs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """One token per row, on the device, and the copy of it that is on its way to the host."""
+
+    token_ids: torch.Tensor
+    """int64 [rows]; negative where a row's logits have no finite maximum."""
+    fetch: Fetch
+    logprobs_fetch: LogprobsFetch | None
+    logprobs: tuple[tuple[int, int], ...]
+    """(row, number of best tokens) of the rows that `logprobs_fetch` brings."""
+
+    def materialize(self) -> list[Sampled]:
+        """Wait for the copy. Raises EngineFault when a row's logits have no finite maximum."""
+        token_ids: list[int] = self.fetch.wait().tolist()
+        if token_ids and min(token_ids) < 0:
+            bad_row = next(row for row, token_id in enumerate(token_ids) if token_id < 0)
+            raise EngineFault(f"logits of row {bad_row} have no finite maximum")
+        sampled = [Sampled(token_id=token_id) for token_id in token_ids]
+        if self.logprobs_fetch is not None:
+            for (row, num_top), found in zip(self.logprobs, self.logprobs_fetch.wait(), strict=True):
+                logprobs = Logprobs(token_id=found.token_id, logprob=found.logprob, top=found.top[:num_top])
+                sampled[row] = Sampled(token_id=token_ids[row], logprobs=logprobs)
+        return sampled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ShapedPlan:
+    """Rows that are not plain: their logits are shaped, then groups of them chosen in the same way."""
+
+    edits: LogitEdits | None
+    penalties: Penalties
+    penalty_plan: PenaltyPlan | None
+    penalized: Column | None
+    """Which rows the penalties are for; None: all."""
+    groups: "tuple[_Group, ...]"
+
+    def choose(self, logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        """Return token ids, int64 [rows], for logits [rows, vocab]."""
+        shaped = self._shape(logits, words)
+        if len(self.groups) == 1:
+            return self.groups[0].choose(shaped, words)
+        chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        for group in self.groups:
+            assert group.rows is not None, "one of several groups has all rows"
+            rows = group.rows.of(words)
+            chosen.index_copy_(0, rows, group.choose(shaped.index_select(0, rows), words))
         return chosen
 
-    def _weigh(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return probabilities relative to the best token's, float64: 1 for that one, whatever the temperature."""
-        return ((logits.double() - self._peak) / self._temperature).exp_()
-
-    def _drop_improbable(self, weights: torch.Tensor) -> torch.Tensor:
-        if all(row.params.min_p == 0.0 for row in self._rows):
-            return weights
-        return weights.masked_fill(weights < self._min_p, 0.0)
-
-    def _checked(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return torch.where(self._peak.isfinite().squeeze(1), token_ids, _INVALID)
-
-    def _column(self, values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=self._logits.device).unsqueeze(1)
+    def _shape(self, logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        if self.edits is None and self.penalty_plan is None:
+            return logits.float()
+        shaped = logits.to(torch.float32, copy=True)
+        if self.edits is not None:
+            self.edits.apply(shaped, words)
+        if self.penalty_plan is None:
+            return shaped
+        if self.penalized is None:
+            return self.penalties.apply(self.penalty_plan, shaped, words)
+        rows = self.penalized.of(words)
+        return shaped.index_copy_(0, rows, self.penalties.apply(self.penalty_plan, shaped.index_select(0, rows), words))
 
 
-def waiting_times(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return independent exponential times, float64 > 0, of the broadcast shape of int64 keys [rows, 1] and token ids.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """Rows that are chosen in the same way."""
 
-    Token t of a row takes output t of the SplitMix64 generator that starts at the row's key (Steele, Lea, Flood: "Fast
-    splittable pseudorandom number generators", OOPSLA 2014), whose outputs can be computed in any order.
-    """
-    bits = keys + (token_ids + 1) * _GAMMA  # int64 wraps, as the generator's arithmetic does
-    bits = (bits ^ _shift(bits, 30)) * _MIX_1
-    bits = (bits ^ _shift(bits, 27)) * _MIX_2
-    bits = _shift(bits ^ _shift(bits, 31), 12)
-    return -torch.log((bits.double() + 0.5) * 2.0**-52)  # strictly between 0 and 1 before the logarithm
+    rows: Column | None
+    way: _Way
+    draw: DrawPlan | None
+    """None: greedy."""
 
+    def choose(self, logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        """Return token ids, int64 [rows], for shaped logits [rows, vocab]."""
+        if self.draw is None:
+            return first_best(logits)
+        return torch.cat([self._choose_part(part) for part in self.draw.on_device(logits, words).split()])
 
-def _shift(bits: torch.Tensor, count: int) -> torch.Tensor:
-    """Return int64 shifted right as if it were unsigned."""
-    return (bits >> count) & ((1 << (64 - count)) - 1)
-
-
-def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Return the largest logit's index (int64 [rows]), the first one of equals; _INVALID when it is not finite."""
-    token_ids = logits.argmax(dim=-1)
-    peak = logits.gather(-1, token_ids.unsqueeze(1)).squeeze(1)
-    return torch.where(peak.isfinite(), token_ids, _INVALID)
+    def _choose_part(self, draw: Draw) -> torch.Tensor:
+        if self.way.width is None:
+            return draw.from_all()
+        return draw.from_nucleus(self.way.width) if self.way.may_widen else draw.from_best(self.way.width)

@@ -6,18 +6,23 @@ One step mixes decode tokens (first) and prefill chunks (with the rest of the to
        ▲                 │ ▲
        └────preempt──────┘ └──start── RESERVED          (decode worker: pages that a transfer fills)
 
-and from everywhere to FINISHED, when its pages are released. Preemption takes the latest arrival's pages; it is
-computed again later, from whatever the prefix cache still holds, and keeps its place in line.
+and from everywhere to FINISHED, when its pages are released: at once, or with the last step in flight that may still
+write them. Preemption takes the latest arrival's pages; it is computed again later, from whatever the prefix cache
+still holds, and keeps its place in line.
+
+Plans are made while an earlier step is in flight, whose tokens are not known yet. Such a plan never takes pages away
+from anybody: when they run out, who lacks some sits that step out, and the plan says that it `is_short`. The next plan
+is then made with nothing in flight, and can preempt.
 """
 
 from bisect import insort
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from common.errors import Refused
 from common.ids import BlockId
 from engine.block_pool import BlockPool
 from engine.executor import ScheduledSequence
+from engine.pages import Pages
 from engine.sequence import Sequence, SequenceState
 
 
@@ -41,6 +46,8 @@ class StepPlan:
     copies: list[tuple[BlockId, BlockId]] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     num_tokens: int = 0
+    is_short: bool = False
+    """A running sequence lacks pages that only preemption, or the end of what is in flight, can give it."""
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:
@@ -48,7 +55,7 @@ def _order(sequence: Sequence) -> tuple[int, int]:
 
 
 class Scheduler:
-    """Owns the queues and every sequence's block table. Engine thread only."""
+    """Owns the queues. Engine thread only."""
 
     def __init__(self, pool: BlockPool, limits: SchedulerLimits) -> None:
         self.pool = pool
@@ -60,6 +67,10 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
+        self.num_waiting_prefill_tokens = 0
+        """Of the prompts in line that have no answer yet."""
+        self._pages = Pages(pool, limits.block_size)
+        self._num_steps_in_flight = 0
         self._watermark_blocks = max(1, round(limits.watermark * pool.num_blocks))
 
     @property
@@ -69,7 +80,7 @@ class Scheduler:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the pages that `num_tokens` tokens need."""
-        return -(-num_tokens // self.limits.block_size)
+        return self._pages.num_blocks_for(num_tokens)
 
     # ── entering ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -77,7 +88,7 @@ class Scheduler:
         """Put a sequence in line."""
         if len(self.waiting) >= self.limits.max_waiting:
             return Refused(reason=f"{len(self.waiting)} sequences are waiting already", retry_after_s=1.0)
-        insort(self.waiting, sequence, key=_order)
+        self._enqueue(sequence)
         return None
 
     def reserve(self, sequence: Sequence) -> Refused | None:
@@ -88,8 +99,8 @@ class Scheduler:
         if self.waiting:
             return Refused(reason="sequences are waiting for pages", retry_after_s=0.5)
         cached = self.pool.match_prefix(sequence.block_hashes)
-        headroom = sequence.num_samples  # every sample is about to write its next token
-        if not self._take_pages(sequence, cached, headroom=headroom):
+        # Every sample is about to write its next token.
+        if not self._pages.take(sequence, cached, num_spared=self._num_spared(sequence.num_samples)):
             return Refused(reason=f"{self.pool.num_free} pages are free; too few for this prompt", retry_after_s=0.5)
         sequence.state = SequenceState.RESERVED
         self.reserved.append(sequence)
@@ -99,8 +110,8 @@ class Scheduler:
         """A transfer has verified the KV of the first `num_tokens` tokens of a reservation."""
         assert sequence.state is SequenceState.RESERVED, sequence.state
         assert sequence.num_computed <= num_tokens <= sequence.num_tokens, (sequence.num_computed, num_tokens)
-        sequence.num_computed = num_tokens
-        self._publish(sequence)
+        sequence.num_ready = sequence.num_computed = num_tokens
+        self._pages.publish(sequence)
 
     def start(self, sequence: Sequence) -> None:
         """Let a completely filled reservation run."""
@@ -113,7 +124,7 @@ class Scheduler:
         """Return further samples of a running prompt; they share all its pages until they write."""
         children = [leader.fork(leader.sample_index + 1 + i) for i in range(num_children)]
         for child in children:
-            self.pool.acquire(child.block_table)
+            self._pages.share(child)
             insort(self.running, child, key=_order)
         return children
 
@@ -126,18 +137,25 @@ class Scheduler:
         self.held.append(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """Release everything that a sequence holds, in whatever state it is. Harmless when finished already."""
-        queue = {
-            SequenceState.WAITING: self.waiting,
-            SequenceState.RUNNING: self.running,
-            SequenceState.RESERVED: self.reserved,
-            SequenceState.HELD: self.held,
-        }.get(sequence.state)
-        if queue is None:
-            return
-        queue.remove(sequence)
-        self._release_pages(sequence)
+        """Release everything that a sequence holds, in whatever state it is. Harmless when finished already.
+
+        Pages that steps in flight may still write are released with the last of these: in other hands, a transfer
+        might fill them meanwhile.
+        """
+        match sequence.state:
+            case SequenceState.WAITING:
+                self._dequeue(sequence)
+            case SequenceState.RUNNING:
+                self.running.remove(sequence)
+            case SequenceState.RESERVED:
+                self.reserved.remove(sequence)
+            case SequenceState.HELD:
+                self.held.remove(sequence)
+            case SequenceState.FINISHED:
+                return
         sequence.state = SequenceState.FINISHED
+        if sequence.num_in_flight == 0:
+            self._pages.release(sequence)
 
     # ── stepping ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -145,28 +163,62 @@ class Scheduler:
         """Plan the next step: allocates pages, preempts when they run out, admits when there is room."""
         plan = StepPlan()
         preemptions_before = self.num_preemptions
-        decoding = [s for s in self.running if s.num_tokens - s.num_computed == 1]
-        prefilling = [s for s in self.running if s.num_tokens - s.num_computed > 1]
-        for sequence in (*decoding, *prefilling):
+        decoding: list[tuple[Sequence, int]] = []
+        prefilling: list[tuple[Sequence, int]] = []
+        for sequence in self.running:
+            num_to_run = sequence.num_to_run
+            if num_to_run:
+                (decoding if num_to_run == 1 else prefilling).append((sequence, num_to_run))
+        for sequence, num_to_run in (*decoding, *prefilling):
             budget = self.limits.max_step_tokens - plan.num_tokens
             if budget == 0:
                 break
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted by an earlier one in this very loop
-            num_new = min(sequence.num_tokens - sequence.num_computed, budget)
+            num_new = min(num_to_run, budget)
             if self._make_room(sequence, num_new, plan):
-                self._plan(sequence, num_new, plan)
-        if self.num_preemptions == preemptions_before:
+                self._plan(sequence, num_new, num_to_run, plan)
+        if self.num_preemptions == preemptions_before and not plan.is_short:
             self._admit(plan)
         return plan
 
-    def complete(self, plan: StepPlan) -> None:
-        """Account for an executed step: KV of every planned token now exists."""
+    def launched(self, plan: StepPlan) -> None:
+        """The planned step is in flight: from now on its tokens count as computed, and those it samples as pending."""
+        self._num_steps_in_flight += 1
+        self._pages.hold_sources(plan.copies)
+        row = 0
         for sequence, item in plan.batch.items():
-            before = sequence.num_computed
             sequence.num_computed += item.num_new_tokens
-            self.num_computed_tokens += max(0, min(sequence.num_computed, sequence.num_prompt_tokens) - before)
-            self._publish(sequence)
+            sequence.num_in_flight += 1
+            if item.num_samples:
+                sequence.num_pending += 1
+                may_run_unknown = item.num_samples == 1 and not sequence.waits_for_tokens
+                sequence.pending_row = row if may_run_unknown else None
+                row += item.num_samples
+
+    def complete(self, plan: StepPlan) -> None:
+        """The oldest step in flight is over: KV of every planned token exists. Its tokens are appended after this."""
+        self._land(plan)
+        for sequence, item in plan.batch.items():
+            if sequence.state is SequenceState.RUNNING:
+                before = sequence.num_ready
+                sequence.num_ready += item.num_new_tokens
+                self.num_computed_tokens += max(0, min(sequence.num_ready, sequence.num_prompt_tokens) - before)
+                self._pages.publish(sequence)
+
+    def fail(self, plan: StepPlan) -> None:
+        """The oldest step in flight is over, in vain: all its sequences have been finished."""
+        self._land(plan)
+
+    def _land(self, plan: StepPlan) -> None:
+        self._num_steps_in_flight -= 1
+        self._pages.release_sources(plan.copies)
+        for sequence, item in plan.batch.items():
+            sequence.num_in_flight -= 1
+            if item.num_samples:
+                sequence.num_pending -= 1
+            if sequence.state is SequenceState.FINISHED and sequence.num_in_flight == 0:
+                self._pages.release(sequence)
 
     def _admit(self, plan: StepPlan) -> None:
         while self.waiting and plan.num_tokens < self.limits.max_step_tokens:
@@ -174,91 +226,70 @@ class Scheduler:
             slots = sum(s.num_samples for s in (*self.running, *self.reserved))
             if slots and slots + sequence.num_samples > self.limits.max_running:
                 return
+            num_spared = self._num_spared(0)
+            if self.pool.num_free <= num_spared:
+                return  # it needs a page of its own at least; not worth looking for the others in the cache
             # The last token is always computed: its logits choose the next one.
             reusable = sequence.block_hashes[: (sequence.num_tokens - 1) // self.limits.block_size]
             if sequence.request.sampling.num_prompt_logprobs is not None and sequence.num_output_tokens == 0:
                 reusable = []  # logits of every prompt position are needed
-            if not self._take_pages(sequence, self.pool.match_prefix(reusable), headroom=0):
+            if not self._pages.take(sequence, self.pool.match_prefix(reusable), num_spared=num_spared):
                 return
-            self.waiting.pop(0)
+            self._dequeue(sequence)
             sequence.state = SequenceState.RUNNING
             insort(self.running, sequence, key=_order)
             plan.admitted.append(sequence)
             self.num_cached_tokens += min(sequence.num_cached, sequence.num_prompt_tokens)
             budget = self.limits.max_step_tokens - plan.num_tokens
-            self._plan(sequence, min(sequence.num_tokens - sequence.num_computed, budget), plan)
+            self._plan(sequence, min(sequence.num_to_run, budget), sequence.num_to_run, plan)
 
-    def _plan(self, sequence: Sequence, num_new: int, plan: StepPlan) -> None:
-        is_last_chunk = sequence.num_computed + num_new == sequence.num_tokens
-        num_samples = sequence.num_samples if is_last_chunk else 0
-        plan.batch[sequence] = ScheduledSequence(sequence, num_new, num_samples)
+    def _plan(self, sequence: Sequence, num_new: int, num_to_run: int, plan: StepPlan) -> None:
+        plan.batch[sequence] = ScheduledSequence(
+            sequence,
+            num_new,
+            num_samples=sequence.num_samples if num_new == num_to_run else 0,
+            input_row=sequence.pending_row if sequence.num_pending else None,
+        )
         plan.num_tokens += num_new
 
-    # ── pages ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _take_pages(self, sequence: Sequence, cached: Seq[BlockId], *, headroom: int) -> bool:
-        """Give a sequence its cached prefix and fresh pages for all other known tokens, if they are there."""
-        num_fresh = self.num_blocks_for(sequence.num_tokens) - len(cached)
-        others_grow = bool(self.running or self.reserved)
-        spare = self._watermark_blocks + headroom if others_grow else 0
-        if num_fresh + spare > self.pool.num_free - self.pool.num_matched_free(cached):
-            return False
-        self.pool.acquire(cached)
-        sequence.block_table = [*cached, *self.pool.allocate(num_fresh)]
-        sequence.num_cached = sequence.num_computed = len(cached) * self.limits.block_size
-        sequence.num_published = len(cached)
-        return True
-
     def _make_room(self, sequence: Sequence, num_new: int, plan: StepPlan) -> bool:
-        """Make [num_computed, num_computed + num_new) writable, preempting later arrivals; False: it was the last."""
-        first = sequence.num_computed // self.limits.block_size
-        shares_tail = first < len(sequence.block_table) and not self.pool.is_writable(sequence.block_table[first])
-        num_fresh = max(0, self.num_blocks_for(sequence.num_computed + num_new) - len(sequence.block_table))
-        while self.pool.num_free < num_fresh + shares_tail:
-            victim = self.running[-1]
+        """Make [num_computed, num_computed + num_new) writable, preempting later arrivals. False: it cannot run now."""
+        while (num_missing := self._pages.num_missing(sequence, num_new)) > self.pool.num_free:
+            if self._num_steps_in_flight:
+                plan.is_short = True
+                return False
+            victim = next(s for s in reversed(self.running) if not s.is_pinned)
             self._preempt(victim, plan)
             if victim is sequence:
                 return False
-            shares_tail = shares_tail and not self.pool.is_writable(sequence.block_table[first])
-        if shares_tail:
-            shared = sequence.block_table[first]
-            assert first >= sequence.num_published, f"block {shared} is published and cannot be written"
-            (copy,) = self.pool.allocate(1)
-            plan.copies.append((shared, copy))
-            sequence.block_table[first] = copy
-            self.pool.release([shared])
-        sequence.block_table.extend(self.pool.allocate(num_fresh))
+        if num_missing:
+            copy = self._pages.make_writable(sequence, num_new)
+            if copy is not None:
+                plan.copies.append(copy)
         return True
 
     def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
-        planned = plan.batch.pop(victim, None)
-        if planned is not None:
-            plan.num_tokens -= planned.num_new_tokens
+        assert victim.num_in_flight == 0, f"{victim.num_in_flight} steps in flight write the pages of a victim"
+        # Only decoding sequences can lack pages, and they are planned in the order of arrival.
+        assert victim not in plan.batch, "a victim is planned already"
         self.running.remove(victim)
-        self._release_pages(victim)
-        victim.state = SequenceState.WAITING
-        insort(self.waiting, victim, key=_order)
+        self._pages.release(victim)
+        self._enqueue(victim)
         self.num_preemptions += 1
 
-    def _release_pages(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.block_table)
-        self.pool.release(sequence.retired_blocks)
-        sequence.block_table, sequence.retired_blocks = [], []
-        sequence.num_computed = sequence.num_cached = sequence.num_published = 0
+    # ── the line ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _publish(self, sequence: Sequence) -> None:
-        """Put computed full blocks into the prefix cache, each behind its published parent.
+    def _enqueue(self, sequence: Sequence) -> None:
+        sequence.state = SequenceState.WAITING
+        insort(self.waiting, sequence, key=_order)
+        if sequence.num_output_tokens == 0:
+            self.num_waiting_prefill_tokens += sequence.num_tokens
 
-        Where a sibling was faster, its page takes the place of ours in the block table, so that what follows can be
-        published too. Our page stays held to the end: a puller may be reading it.
-        """
-        num_full = min(sequence.num_computed // self.limits.block_size, len(sequence.block_hashes))
-        while sequence.num_published < num_full:
-            i = sequence.num_published
-            own = sequence.block_table[i]
-            published = self.pool.publish(own, sequence.block_hashes[i])
-            if published != own:
-                self.pool.acquire([published])
-                sequence.block_table[i] = published
-                sequence.retired_blocks.append(own)
-            sequence.num_published += 1
+    def _dequeue(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        if sequence.num_output_tokens == 0:
+            self.num_waiting_prefill_tokens -= sequence.num_tokens
+
+    def _num_spared(self, headroom: int) -> int:
+        """Return the pages to leave free: for others to grow into, and `headroom`. A lone sequence may take all."""
+        return self._watermark_blocks + headroom if self.running or self.reserved else 0

@@ -1,6 +1,7 @@
 """What the engine knows about a request and about each of its samples."""
 
 import enum
+from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -37,9 +38,16 @@ class SequenceState(enum.Enum):
 class Sequence:
     """One sample of a request. Engine thread only.
 
-    Tokens and pages:  [0, num_computed) KV exists · [num_computed, num_tokens) still to run; when decoding that is one
-    token. Of the blocks, [0, num_published) are in the prefix cache (shared, read-only) and block_hashes holds a hash
-    for each full block of known tokens.
+    Tokens and KV:
+
+        [0, num_ready)             KV exists
+        [num_ready, num_computed)  steps in flight write it
+        [num_computed, num_tokens) still to run; when decoding that is one token
+
+    A step in flight may sample a token that is not known yet: it is *pending*, and num_tokens does not count it. The
+    next step may run on it all the same, and then num_computed is ahead of num_tokens until it is known. Of the blocks,
+    [0, num_published) are in the prefix cache (shared, read-only), and block_hashes holds a hash for each full block of
+    known tokens.
     """
 
     request: EngineRequest
@@ -50,11 +58,26 @@ class Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     block_hashes: list[BlockHash]
+    max_num_tokens: int
+    """It ends when it has so many tokens, prompt included."""
+    is_pinned: bool = False
+    """A puller reads its pages as they fill, and goes on reading them afterwards: it is never preempted."""
     state: SequenceState = SequenceState.WAITING
+    num_ready: int = 0
     num_computed: int = 0
+    num_in_flight: int = 0
+    """Launched steps, not complete yet, that compute a part of it; its pages are theirs as well."""
+    num_pending: int = 0
+    """Of these, how many sample a token."""
+    pending_row: int | None = None
+    """Where the latest pending token lies among its step's tokens; None when the next step must not run without
+    knowing it."""
     num_cached: int = 0
     num_published: int = 0
-    block_table: list[BlockId] = field(default_factory=list)
+    block_table: "array[int]" = field(default_factory=lambda: array("i"))
+    """Page of each block, int32: kernels read it without a copy. It grows at its end. An entry changes when the block
+    is copied before a write (the last one only), or when an equal page that is published already takes its place: the
+    old one stays as it was until the sequence ends."""
     retired_blocks: list[BlockId] = field(default_factory=list)
     """Pages held on the side, whose content is published in another page."""
 
@@ -69,12 +92,28 @@ class Sequence:
             token_ids=[*request.prompt_token_ids, *request.output_token_ids],
             num_prompt_tokens=len(request.prompt_token_ids),
             block_hashes=list(request.block_hashes),
+            max_num_tokens=len(request.prompt_token_ids) + request.sampling.max_tokens,
         )
 
     @property
     def num_tokens(self) -> int:
         """Prompt and output tokens known so far."""
         return len(self.token_ids)
+
+    @property
+    def num_to_run(self) -> int:
+        """Tokens that the next step may compute: all that are known, or the pending one when it may run unknown."""
+        num_left = len(self.token_ids) - self.num_computed
+        if not self.num_pending:
+            return num_left
+        num_tokens = len(self.token_ids) + self.num_pending
+        may_run = self.pending_row is not None and num_tokens < self.max_num_tokens
+        return num_left + self.num_pending if may_run else 0
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        """Whether the value of a sampled token decides how, or whether, the next step runs."""
+        return self.is_pinned or self.request.sampling.has_penalties
 
     @property
     def num_samples(self) -> int:
@@ -91,10 +130,17 @@ class Sequence:
         """The generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]
 
+    def block_ids(self) -> tuple[BlockId, ...]:
+        """Return the block table as it is now, for another thread."""
+        return tuple(map(BlockId, self.block_table))
+
     def append_token(self, token_id: int) -> None:
-        """Add a generated token; extends block_hashes when it fills a block."""
+        """Add a generated token; extends block_hashes when it fills a block. Costs the same at every length."""
         self.token_ids.append(token_id)
-        self._extend_hashes()
+        while (len(self.block_hashes) + 1) * self.block_size <= len(self.token_ids):
+            start = len(self.block_hashes) * self.block_size
+            parent = self.block_hashes[-1] if self.block_hashes else self.request.hash_root
+            self.block_hashes.append(extend_hash(parent, self.token_ids[start : start + self.block_size]))
 
     def fork(self, sample_index: int) -> "Sequence":
         """Return a copy for another sample with the same pages; the caller adds the references."""
@@ -106,15 +152,11 @@ class Sequence:
             token_ids=list(self.token_ids),
             num_prompt_tokens=self.num_prompt_tokens,
             block_hashes=list(self.block_hashes),
+            max_num_tokens=self.max_num_tokens,
             state=self.state,
+            num_ready=self.num_ready,
             num_computed=self.num_computed,
             num_cached=self.num_cached,
             num_published=self.num_published,
-            block_table=list(self.block_table),
+            block_table=self.block_table[:],
         )
-
-    def _extend_hashes(self) -> None:
-        while (len(self.block_hashes) + 1) * self.block_size <= len(self.token_ids):
-            start = len(self.block_hashes) * self.block_size
-            parent = self.block_hashes[-1] if self.block_hashes else self.request.hash_root
-            self.block_hashes.append(extend_hash(parent, self.token_ids[start : start + self.block_size]))

@@ -7,7 +7,7 @@ with what this side expects. Only then may the sequence decode, and only then ar
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 
 import grpc
@@ -17,9 +17,10 @@ from common.clock import Clock
 from common.errors import KvIncomplete, WorkerLost, from_rpc_error
 from common.ids import BlockHash, BlockId, Epoch, HandoffId, WorkerId
 from common.rpc import is_cancelled
-from engine.executor import KvStore, PeerPages
-from engine.shared_memory import host_id, map_peer_region
+from engine.executor import KvStore
+from engine.shared_memory import host_id
 from kv_transfer.handoff import FirstToken, HandoffManifest
+from kv_transfer.peer_memory import MappedPeer, PeerMemory
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2
 
@@ -73,10 +74,9 @@ class KvPuller:
         self, *, store: KvStore, transports: tuple[int, ...], clock: Clock, on_bytes: Callable[[int, int], None]
     ) -> None:
         self._store = store
-        self._transports = transports
+        self._peer_memory = PeerMemory(store=store, transports=transports)
         self._clock = clock
         self._on_bytes = on_bytes
-        self._unmappable: dict[WorkerId, Epoch] = {}  # the life of a peer in which its memory could not be mapped
 
     async def pull(self, plan: PullPlan, channel: grpc.aio.Channel) -> Pulled:
         """Fill the plan's pages. When cancelled, returns only after the last write into them has ended.
@@ -104,7 +104,6 @@ class KvPuller:
             call.cancel()
 
     def _open(self, plan: PullPlan) -> pb.OpenFetch:
-        can_map = self._unmappable.get(plan.peer) != plan.epoch
         return pb.OpenFetch(
             handoff_id=plan.handoff_id,
             epoch=plan.epoch,
@@ -112,10 +111,10 @@ class KvPuller:
             layout_fingerprint=self._store.shape.fingerprint,
             transports=[
                 worker_pb2.KvTransport.ValueType(transport)
-                for transport in self._transports
-                if can_map or transport != worker_pb2.KV_TRANSPORT_SHM
+                for transport in self._peer_memory.offers(plan.peer, plan.epoch)
             ],
             host_id=host_id(),
+            device_uuid=self._peer_memory.device_uuid,
         )
 
     async def _receive(
@@ -124,25 +123,26 @@ class KvPuller:
         progress = _Progress(missing=set(range(plan.first_block, len(plan.block_table))))
         num_blocks = len(progress.missing)
         transport = worker_pb2.KV_TRANSPORT_UNSPECIFIED
-        peer: PeerPages | None = None
-        while True:
-            message = await call.read()
-            if not isinstance(message, pb.FetchBlocksResponse):
-                raise KvIncomplete(f"the transfer of {plan.handoff_id} ended without a manifest")
-            match message.WhichOneof("message"):
-                case "opened":
-                    transport = message.opened.transport
-                    if transport == worker_pb2.KV_TRANSPORT_SHM:
-                        peer = self._map(plan, message.opened.shared_memory)
-                case "sealed" if peer is not None:
-                    await self._to_end(self._copy_sealed, plan, progress, message.sealed, peer)
-                case "chunk":
-                    await self._to_end(self._store_chunk, plan, progress, message.chunk)
-                case "manifest":
-                    manifest = _verify(plan, progress, message.manifest)
-                    break
-                case other:
-                    raise KvIncomplete(f"unexpected {other} in the transfer of {plan.handoff_id}")
+        peer: MappedPeer | None = None
+        async with AsyncExitStack() as mapped:
+            while True:
+                message = await call.read()
+                if not isinstance(message, pb.FetchBlocksResponse):
+                    raise KvIncomplete(f"the transfer of {plan.handoff_id} ended without a manifest")
+                match message.WhichOneof("message"):
+                    case "opened" if transport == worker_pb2.KV_TRANSPORT_UNSPECIFIED:
+                        transport = message.opened.transport
+                        memory = self._peer_memory.mapped(plan.peer, plan.epoch, message.opened)
+                        peer = await mapped.enter_async_context(memory)
+                    case "sealed" if peer is not None:
+                        await self._to_end(self._copy_sealed, plan, progress, message.sealed, peer)
+                    case "chunk":
+                        await self._to_end(self._store_chunk, plan, progress, message.chunk)
+                    case "manifest":
+                        manifest = _verify(plan, progress, message.manifest)
+                        break
+                    case other:
+                        raise KvIncomplete(f"unexpected {other} in the transfer of {plan.handoff_id}")
         kv_bytes = num_blocks * self._store.shape.block_bytes
         self._on_bytes(transport, kv_bytes)
         return Pulled(
@@ -165,18 +165,13 @@ class KvPuller:
                     await asyncio.wait([running])
             raise
 
-    def _copy_sealed(self, plan: PullPlan, progress: _Progress, sealed: pb.SealedBlocks, peer: PeerPages) -> None:
+    def _copy_sealed(self, plan: PullPlan, progress: _Progress, sealed: pb.SealedBlocks, peer: MappedPeer) -> None:
         """Copy pages of the peer into ours. Any thread."""
         self._stamp(progress)
-        size = self._store.shape.block_bytes
         indexes = range(sealed.first_block, sealed.first_block + len(sealed.block_ids))
-        if not progress.missing.issuperset(indexes) or len(sealed.checksums) != len(sealed.block_ids):
+        if not progress.missing.issuperset(indexes):
             raise KvIncomplete(f"blocks {indexes} of {plan.handoff_id} were not asked for, or came twice")
-        data = peer.read_blocks(sealed.block_ids)
-        for i, checksum in enumerate(sealed.checksums):
-            if xxhash.xxh3_64_intdigest(data[i * size : (i + 1) * size]) != checksum:
-                raise KvIncomplete(f"block {indexes[i]} of {plan.handoff_id} has a wrong checksum")
-        self._store.write_blocks([plan.block_table[i] for i in indexes], data)
+        peer.copy(sealed, [plan.block_table[i] for i in indexes])
         progress.missing.difference_update(indexes)
         self._stamp(progress)
 
@@ -201,18 +196,6 @@ class KvPuller:
         progress.last_s = self._clock.monotonic()
         if progress.first_s is None:
             progress.first_s = progress.last_s
-
-    def _map(self, plan: PullPlan, shared: pb.SharedMemory) -> PeerPages:
-        """Return the peer's pages, mapped for this one pull: a mapping that was kept would keep a dead peer's memory.
-
-        Raises KvIncomplete when the system does not allow it; the next pull from this peer does not ask for it again.
-        """
-        try:
-            region = map_peer_region(pid=shared.pid, fd=shared.fd, size_bytes=shared.size_bytes, nonce=shared.nonce)
-        except OSError as error:
-            self._unmappable[plan.peer] = plan.epoch
-            raise KvIncomplete(f"the shared memory of {plan.peer} cannot be mapped: {error}") from error
-        return self._store.map_peer(memoryview(region), shared.num_blocks)
 
 
 def _verify(plan: PullPlan, progress: _Progress, manifest: pb.Manifest) -> HandoffManifest:

@@ -7,6 +7,7 @@ the handoff: an acknowledgement releases it, anything else aborts it, and the pr
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -114,12 +115,16 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         """Send blocks [start, stop) of the sequence."""
         loop = asyncio.get_running_loop()
         block_bytes = self._store.shape.block_bytes
-        stride = max(1, _READ_BYTES // block_bytes)
+        is_read_here = transport != worker_pb2.KV_TRANSPORT_CUDA_IPC
+        stride = max(1, _READ_BYTES // block_bytes) if is_read_here else stop - start
         for first in range(start, stop, stride):
             block_ids = handoff.block_table[first : min(first + stride, stop)]
-            build = self._build_sealed if transport == worker_pb2.KV_TRANSPORT_SHM else self._build_chunks
-            messages = await loop.run_in_executor(None, build, first, block_ids)
-            handoff.raise_if_aborted()  # the pages may have had a new owner while they were read
+            if is_read_here:
+                build = self._build_sealed if transport == worker_pb2.KV_TRANSPORT_SHM else self._build_chunks
+                messages = await loop.run_in_executor(None, build, first, block_ids)
+                handoff.raise_if_aborted()  # the pages may have had a new owner while they were read
+            else:
+                messages = [_sealed(first, block_ids, ())]
             try:
                 async with asyncio.timeout(self._settings.lease_ttl_s):
                     for message in messages:
@@ -133,8 +138,7 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         data = self._store.read_blocks(block_ids)
         size = self._store.shape.block_bytes
         checksums = [xxhash.xxh3_64_intdigest(data[i * size : (i + 1) * size]) for i in range(len(block_ids))]
-        sealed = pb.SealedBlocks(first_block=first, block_ids=block_ids, checksums=checksums)
-        return [pb.FetchBlocksResponse(sealed=sealed)]
+        return [_sealed(first, block_ids, checksums)]
 
     def _build_chunks(self, first: int, block_ids: tuple[BlockId, ...]) -> list[pb.FetchBlocksResponse]:
         """Return the blocks' bytes in chunks. Any thread."""
@@ -151,30 +155,43 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         return messages
 
     def _choose_transport(self, opened: pb.OpenFetch) -> int:
+        """Return the puller's first choice that both allow and that reaches from there to our pages."""
+        is_same_host = bool(opened.host_id) and opened.host_id == host_id()
+        sharing = self._store.device_sharing
+        is_same_device = sharing is not None and opened.device_uuid == sharing.region.device_uuid
+        reaches = {
+            worker_pb2.KV_TRANSPORT_GRPC: True,
+            worker_pb2.KV_TRANSPORT_SHM: is_same_host and self._store.shared_region is not None,
+            worker_pb2.KV_TRANSPORT_CUDA_IPC: is_same_host and is_same_device,
+        }
         for transport in opened.transports:
-            if transport not in self._settings.transports:
-                continue
-            if transport == worker_pb2.KV_TRANSPORT_GRPC:
-                return transport
-            shareable = self._store.shared_region is not None and opened.host_id and opened.host_id == host_id()
-            if transport == worker_pb2.KV_TRANSPORT_SHM and shareable:
+            if transport in self._settings.transports and reaches.get(transport, False):
                 return transport
         raise LayoutMismatch(f"no transport in common: puller offers {list(opened.transports)}")
 
     def _opened(self, transport: int) -> pb.FetchOpened:
-        region = self._store.shared_region
-        if transport != worker_pb2.KV_TRANSPORT_SHM or region is None:
-            return pb.FetchOpened(transport=worker_pb2.KvTransport.ValueType(transport))
-        return pb.FetchOpened(
-            transport=worker_pb2.KvTransport.ValueType(transport),
-            shared_memory=pb.SharedMemory(
+        opened = pb.FetchOpened(transport=worker_pb2.KvTransport.ValueType(transport))
+        region, sharing = self._store.shared_region, self._store.device_sharing
+        if transport == worker_pb2.KV_TRANSPORT_SHM and region is not None:
+            shared = pb.SharedMemory(
                 pid=self._settings.pid,
                 fd=region.fd,
                 size_bytes=region.size_bytes,
                 nonce=region.nonce,
                 num_blocks=self._store.num_blocks,
-            ),
-        )
+            )
+            opened.shared_memory.CopyFrom(shared)
+        elif transport == worker_pb2.KV_TRANSPORT_CUDA_IPC and sharing is not None:
+            memory = pb.DeviceMemory(
+                handle=sharing.region.handle,
+                offset_bytes=sharing.region.offset_bytes,
+                size_bytes=sharing.region.size_bytes,
+                device_uuid=sharing.region.device_uuid,
+                nonce=sharing.region.nonce,
+                num_blocks=self._store.num_blocks,
+            )
+            opened.device_memory.CopyFrom(memory)
+        return opened
 
     def _manifest(self, handoff: Handoff) -> pb.Manifest:
         manifest = handoff.manifest
@@ -207,3 +224,8 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
 
 async def _next(request_iterator: AsyncIterator[pb.FetchBlocksRequest]) -> pb.FetchBlocksRequest | None:
     return await anext(request_iterator, None)
+
+
+def _sealed(first: int, block_ids: Seq[BlockId], checksums: Seq[int]) -> pb.FetchBlocksResponse:
+    sealed = pb.SealedBlocks(first_block=first, block_ids=block_ids, checksums=checksums)
+    return pb.FetchBlocksResponse(sealed=sealed)

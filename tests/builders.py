@@ -1,5 +1,6 @@
 """Builders that tests share."""
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,10 +48,16 @@ def make_core(
     max_running: int = 16,
     max_waiting: int = 64,
     max_model_len: int = 512,
+    max_steps_in_flight: int = 2,
     clock: ManualClock | None = None,
 ) -> EngineCore:
     """Return a core over the fake engine."""
-    executor = FakeExecutor(num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
+    executor = FakeExecutor(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_steps_in_flight=max_steps_in_flight,
+    )
     limits = SchedulerLimits(
         block_size=block_size, max_step_tokens=max_step_tokens, max_running=max_running, max_waiting=max_waiting
     )
@@ -115,16 +122,16 @@ def expected_tokens(request: EngineRequest, *, sample: int = 0) -> list[int]:
         sequence.token_ids = [*tokens, *generated]
         sequence.sample_index = request.first_sample_index + sample
         sequence.block_table = executor_blocks(len(sequence.token_ids))
-        (result,) = executor.execute([ScheduledSequence(sequence, len(sequence.token_ids), 1)])
+        (result,) = executor.launch([ScheduledSequence(sequence, len(sequence.token_ids), 1)]).results()
         generated.append(result.sampled[0].token_id)
         if generated[-1] == EOS_TOKEN_ID and not request.sampling.ignore_eos:
             break
     return generated
 
 
-def executor_blocks(num_tokens: int) -> list[Any]:
+def executor_blocks(num_tokens: int) -> "array[int]":
     """Return pages 0, 1, 2, … for a lone sequence."""
-    return list(range(-(-num_tokens // BLOCK_SIZE)))
+    return array("i", range(-(-num_tokens // BLOCK_SIZE)))
 
 
 def assert_empty(core: EngineCore) -> None:

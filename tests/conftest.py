@@ -1,8 +1,14 @@
 """Settings of the whole suite."""
 
 import os
+from pathlib import Path
 
 import hypothesis
+
+# Without a GPU Triton's kernels run in its interpreter. That has to be said before anybody imports triton, as
+# transformers does.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # In CI the same examples each time: a new counterexample belongs to the person who looks for it, not to whose change is
 # being tested. Everywhere else Hypothesis keeps searching.

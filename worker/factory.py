@@ -1,6 +1,7 @@
 """Builds the executor that serving.yaml asks for."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import tokenizers
@@ -10,9 +11,11 @@ from common.fake_tokenizer import byte_tokenizer
 from common.model_files import resolve_model
 from engine.executor import Executor
 from engine.fake import FakeExecutor, fake_shape
+from engine.memory import MemoryShare
 from engine.scheduler import SchedulerLimits
 
 _GIB = 1 << 30
+_FAKE_KV_BYTES = 1 << 20  # hashes need no more
 
 
 def limits_for(pool: PoolConfig) -> SchedulerLimits:
@@ -28,7 +31,8 @@ def limits_for(pool: PoolConfig) -> SchedulerLimits:
 def load_executor_for(config: ServingConfig, pool: PoolConfig) -> tuple[Executor, tokenizers.Tokenizer]:
     """Load model and tokenizer. Takes seconds: not on the event loop. Raises with a reason a person can act on."""
     if config.model.engine == "fake":
-        num_blocks = pool.num_blocks or int(pool.kv_memory_gib * _GIB) // fake_shape(pool.block_size).block_bytes
+        kv_bytes = _fixed_kv_bytes(pool) or _FAKE_KV_BYTES
+        num_blocks = pool.num_blocks or kv_bytes // fake_shape(pool.block_size).block_bytes
         fake = FakeExecutor(
             num_blocks=min(num_blocks, 1 << 20),
             block_size=pool.block_size,
@@ -43,18 +47,48 @@ def load_executor_for(config: ServingConfig, pool: PoolConfig) -> tuple[Executor
 def _load_torch(config: ServingConfig, pool: PoolConfig, model_dir: Path) -> Executor:
     import torch  # seconds, and not needed by the fake engine
 
-    from engine.runner import load_executor
+    from engine.loading import load_executor
+    from engine.options import EngineOptions
 
     threads = os.environ.get("KVRELAY_THREADS") if pool.threads == "auto" else str(pool.threads)
     if threads:
         torch.set_num_threads(int(threads))
+    model = config.model
     return load_executor(
-        model_dir=model_dir,
-        model_name=config.model.id if config.model.id != "default" else model_dir.name,
-        dtype=config.model.dtype,
-        device=config.model.device,
-        block_size=pool.block_size,
-        num_blocks=pool.num_blocks,
-        kv_memory_bytes=int(pool.kv_memory_gib * _GIB),
-        max_model_len=config.model.max_model_len,
+        EngineOptions(
+            model_dir=model_dir,
+            model_name=model.id if model.id != "default" else model_dir.name,
+            dtype=model.dtype,
+            device=model.device,
+            block_size=pool.block_size,
+            num_blocks=pool.num_blocks,
+            kv_memory_bytes=_fixed_kv_bytes(pool),
+            memory_share=memory_share(config, pool, os.environ, cores=os.cpu_count() or 1),
+            max_model_len=model.max_model_len,
+            max_step_tokens=pool.max_step_tokens,
+            max_running=pool.max_running,
+            quantization=model.quantization,
+            kv_dtype=model.kv_dtype,
+            kernels=model.kernels,
+        )
     )
+
+
+def memory_share(config: ServingConfig, pool: PoolConfig, environ: Mapping[str, str], *, cores: int) -> MemoryShare:
+    """Return which part of its host's or device's memory a worker of `pool` may count as its own.
+
+    The launcher deals out the memory of a host that it knows (`cluster.plan`); on a host that Ray has chosen a worker
+    has the part of the memory that it has of the cores. Started by hand, it has the host for itself. A GPU belongs to
+    the workers that reserve it; those that reserve none all see the same one, and share it.
+    """
+    num_sharing = sum(p.count for p in (config.pools.prefill, config.pools.decode) if not p.num_gpus)
+    dealt, num_cpus = environ.get("KVRELAY_MEMORY_BYTES"), environ.get("KVRELAY_NUM_CPUS")
+    return MemoryShare(
+        host_bytes=int(dealt) if dealt else None,
+        host_fraction=min(1.0, int(num_cpus) / cores) if num_cpus else 1.0,
+        device_fraction=min(1.0, pool.num_gpus) if pool.num_gpus else 1 / max(1, num_sharing),
+    )
+
+
+def _fixed_kv_bytes(pool: PoolConfig) -> int | None:
+    return None if pool.kv_memory_gib == "auto" else int(pool.kv_memory_gib * _GIB)

@@ -81,6 +81,9 @@ class LocalEngine:
             for group, _streams in running:
                 self._core.cancel(group)
             self._core.wake()
+            while any(sequence.num_in_flight for group, _streams in running for sequence in group.sequences):
+                for group, event in self._core.step():  # their pages are free with the last step that writes them
+                    group.sink(event)
 
     def _texts(self, idx: int, group: Group, streams: OutputStreams, event: EngineEvent) -> Iterator[SampleText]:
         if isinstance(event, Failed):

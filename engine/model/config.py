@@ -111,6 +111,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def is_native(raw: Mapping[str, Any]) -> bool:
+    """Whether our own decoder computes the model that a config.json describes."""
+    return any(name in _ARCHITECTURES for name in raw.get("architectures") or ())
+
+
 def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises UnsupportedModel naming what is not supported."""
     architecture = _architecture(raw)

@@ -1,4 +1,4 @@
-"""Reads safetensors checkpoints, single or sharded, straight into fused weights."""
+"""Reads safetensors checkpoints, single or sharded, straight into fused weights; or makes random ones there."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from common.random_models import SEED_FILE, RandomModel
 from engine.model.config import DecoderConfig, UnsupportedModel, read_json
+from engine.model.random_weights import make_random_weights
 from engine.model.weights import DecoderWeights, allocate_weights, checkpoint_views
 
 _SINGLE_FILE = "model.safetensors"
@@ -18,7 +20,12 @@ _SOURCE_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.
 
 
 def weight_files(model_dir: Path) -> tuple[Path, ...]:
-    """Return the checkpoint's safetensors files, sorted. Raises UnsupportedModel when there are none or some lack."""
+    """Return the checkpoint's safetensors files, sorted, or the one that stands for random weights.
+
+    Raises UnsupportedModel when there are none or some lack.
+    """
+    if (model_dir / SEED_FILE).is_file():
+        return (model_dir / SEED_FILE,)
     if (model_dir / _INDEX_FILE).is_file():
         weight_map: dict[str, Any] = read_json(model_dir / _INDEX_FILE).get("weight_map", {})
         files = tuple(model_dir / name for name in sorted(set(weight_map.values())))
@@ -38,6 +45,8 @@ def load_weights(
     One tensor at a time is copied into its place, so that loading takes no second copy of the model. Raises
     UnsupportedModel when a tensor is missing, unknown, quantized or of another shape.
     """
+    if files[0].name == SEED_FILE:
+        return make_random_weights(_read_seed(files[0]), config, dtype=dtype, device=device)
     weights = allocate_weights(config, dtype=dtype, device=device)
     pending = checkpoint_views(weights, config)
     for path in files:
@@ -51,6 +60,13 @@ def load_weights(
         names = sorted(pending)
         raise UnsupportedModel(f"the checkpoint lacks {len(names)} tensors, {names[0]} among them")
     return weights
+
+
+def _read_seed(path: Path) -> RandomModel:
+    try:
+        return RandomModel.read(path)
+    except ValueError as error:
+        raise UnsupportedModel(str(error)) from error
 
 
 def _take(name: str, checkpoint: Any, pending: dict[str, Tensor], config: DecoderConfig) -> None:

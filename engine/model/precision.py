@@ -44,9 +44,14 @@ def resolve_dtype(dtype: str, device: torch.device, raw_config: Mapping[str, Any
 
 def cpu_has_bfloat16(cpu_info: Path = _CPU_INFO) -> bool:
     """Whether the processor multiplies bfloat16 matrices in hardware; False where the system does not tell."""
+    return any(cpu_has(flag, cpu_info) for flag in _BFLOAT16_FLAGS)
+
+
+def cpu_has(flag: str, cpu_info: Path = _CPU_INFO) -> bool:
+    """Whether the processor has a feature, by Linux's name for it; False where the system does not tell."""
     try:
         lines = cpu_info.read_text(encoding="utf-8").splitlines()
     except OSError:
         return False
     flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
-    return not _BFLOAT16_FLAGS.isdisjoint(flags.split())
+    return flag in flags.split()

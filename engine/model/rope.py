@@ -21,10 +21,14 @@ class RotaryEmbedding:
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return (cos, signed sin), [num_tokens, 1, head_dim] each, for `rotate`; positions is int64 [num_tokens]."""
-        freqs = positions[:, None].float() * self._inv_freq
-        cos, sin = freqs.cos() * self._scale, freqs.sin() * self._scale
+        cos, sin = self.half_angles(positions)
         # The sign of rotate-half lies in the sine, so that `rotate` only has to swap the halves.
         return torch.cat((cos, cos), -1).to(dtype)[:, None], torch.cat((-sin, sin), -1).to(dtype)[:, None]
+
+    def half_angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (cos, sin) of each pair, float32 [num_tokens, head_dim / 2], contiguous."""
+        freqs = positions[:, None].float() * self._inv_freq
+        return freqs.cos() * self._scale, freqs.sin() * self._scale
 
 
 def rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:

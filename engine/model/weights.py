@@ -1,6 +1,8 @@
 """A decoder's parameters, with the projections fused that read the same input."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -9,77 +11,77 @@ from torch.nn import functional as F
 from engine.model.config import DecoderConfig
 
 
-def _can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN multiplies with packed weights of this dtype on this CPU."""
-    is_built = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if weight.device.type != "cpu" or not is_built or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return False
-    if weight.dtype is torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001
-    return weight.dtype is torch.float32
+class Projection(Protocol):
+    """A matrix product with weights of some kind."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x @ weight.T + bias, [num_tokens, out_features], for x [num_tokens, in_features]."""
+        ...
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """A projection: weight [out_features, in_features], bias [out_features] or None."""
+    """A projection as the checkpoint has it: weight [out_features, in_features], bias [out_features] or None."""
 
     weight: Tensor
     bias: Tensor | None
-    _is_packed: bool = False
-
-    def pack(self) -> None:
-        """Replace the weight by oneDNN's blocked copy of it, in which it can no longer be read or loaded.
-
-        A plain weight is rearranged inside every single matrix product; on CPU that is most of a decode step.
-        """
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)  # noqa: SLF001 - its only name
-        self._is_packed = True
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return x @ weight.T + bias, [num_tokens, out_features]."""
-        if self._is_packed:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(  # noqa: SLF001
-                x, self.weight, self.bias, "none", [], ""
-            )
-            return product
+        """See `Projection`."""
         return F.linear(x, self.weight, self.bias)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class LayerWeights:
-    """One layer."""
+    """One layer. Projections are replaced by faster or smaller ones after loading."""
 
     input_norm: Tensor
-    qkv: Linear
+    qkv: Projection
     """Rows of query, key, value, in this order."""
     q_norm: Tensor | None
     k_norm: Tensor | None
-    output: Linear
+    output: Projection
     post_attention_norm: Tensor
-    gate_up: Linear
+    gate_up: Projection
     """Rows of gate, then up."""
-    down: Linear
+    down: Projection
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class DecoderWeights:
     """All layers, all of one dtype on one device."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    head: Linear
+    head: Projection
     """[vocab_size, hidden_size]; its weight is the embedding itself when they are tied."""
 
-    def pack(self) -> bool:
-        """Rearrange all projections for the CPU, where this torch build can; returns whether it did."""
-        if not _can_pack(self.embedding):
-            return False
+    def plain_projections(self) -> Iterator[Linear]:
+        """Yield the projections that were not replaced."""
         for layer in self.layers:
-            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
-                linear.pack()
-        self.head.pack()
-        return True
+            projections = (getattr(layer, name) for name in _PROJECTIONS)
+            yield from (each for each in projections if isinstance(each, Linear))
+        if isinstance(self.head, Linear):
+            yield self.head
+
+    def replace_projections(self, convert: Callable[[Linear], Projection]) -> None:
+        """Put `convert(linear)` in the place of every plain projection, one by one: two copies of all never exist."""
+        for layer in self.layers:
+            for name in _PROJECTIONS:
+                if isinstance(projection := getattr(layer, name), Linear):
+                    setattr(layer, name, convert(projection))
+        if isinstance(self.head, Linear):
+            self.head = convert(self.head)
+
+
+_PROJECTIONS = ("qkv", "output", "gate_up", "down")
+
+
+def plain(projection: Projection) -> Linear:
+    """Return a projection that was not replaced."""
+    assert isinstance(projection, Linear), f"{projection} was replaced"
+    return projection
 
 
 def allocate_weights(config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> DecoderWeights:
@@ -119,7 +121,7 @@ def checkpoint_views(weights: DecoderWeights, config: DecoderConfig) -> dict[str
     """Return, for each tensor name of a Hugging Face checkpoint, the part of the weights that it fills."""
     views = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.final_norm}
     if not config.has_tied_embeddings:
-        views["lm_head.weight"] = weights.head.weight
+        views["lm_head.weight"] = plain(weights.head).weight
     for layer_idx, layer in enumerate(weights.layers):
         views.update({f"model.layers.{layer_idx}.{name}": view for name, view in _layer_views(layer, config).items()})
     return views
@@ -137,7 +139,8 @@ def _layer_views(layer: LayerWeights, config: DecoderConfig) -> dict[str, Tensor
         "input_layernorm.weight": layer.input_norm,
         "post_attention_layernorm.weight": layer.post_attention_norm,
     }
-    for names, (linear, sizes) in projections.items():
+    for names, (projection, sizes) in projections.items():
+        linear = plain(projection)
         for name, view in zip(names, linear.weight.split_with_sizes(sizes), strict=True):
             views[f"{name}.weight"] = view
         if linear.bias is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from common.ids import BlockId
 from engine.kv_cache import TorchKvStore
 from engine.ops.metadata import AttentionMetadata, Ints
 
@@ -33,6 +34,16 @@ class StepAttention(Protocol):
         dtype; the result has query's shape. Mutates the pages.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreFunction:
+    """What a layer does to the product of a query and a key before the softmax."""
+
+    scale: float | None = None
+    """Factor; None: 1 / sqrt(head_dim)."""
+    softcap: float | None = None
+    """A scaled score s becomes softcap * tanh(s / softcap), as in Gemma 2 (arXiv:2408.00118); None: it stays s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,23 +83,48 @@ class _Plan:
 class TorchPagedAttention:
     """Gathers pages by block table and attends with torch's scaled dot product. Engine thread only."""
 
-    def __init__(self, store: TorchKvStore, windows: Seq[int | None]) -> None:
+    def __init__(self, store: TorchKvStore, windows: Seq[int | None], scores: Seq[ScoreFunction] = ()) -> None:
+        """`windows` and `scores` are of each layer; without `scores`, all have the plain one."""
         self._store = store
         self._windows = tuple(windows)
+        self._scores = tuple(scores) or (ScoreFunction(),) * len(self._windows)
 
     def plan(self, metadata: AttentionMetadata) -> "TorchStepAttention":
         """Group decode tokens, cut chunks and build masks: all host work of a step."""
+        _clear_entered_blocks(metadata, self._store)
         plans = {window: _make_plan(metadata, window, self._store) for window in set(self._windows)}
         slots = torch.from_numpy(metadata.slot_mapping).to(self._store.layers[0][0].device)
-        return TorchStepAttention(self._store, slots, tuple(plans[window] for window in self._windows))
+        return TorchStepAttention(self._store, slots, tuple(plans[window] for window in self._windows), self._scores)
+
+
+def _clear_entered_blocks(metadata: AttentionMetadata, store: TorchKvStore) -> None:
+    """Zero the pages that a sequence enters in this step and leaves partly empty.
+
+    Whole pages are gathered, and what is beyond a sequence's end is masked; but a NaN that another request left there
+    would survive the mask: 0 * NaN is NaN.
+    """
+    entered = []
+    for span in metadata.spans:
+        last_idx, num_filled = divmod(span.context_len, metadata.block_size)
+        if num_filled and last_idx * metadata.block_size >= span.num_computed:
+            entered.append(BlockId(span.block_table[last_idx]))
+    if entered:
+        store.clear_blocks(entered)
 
 
 class TorchStepAttention:
     """A planned step; a `StepAttention`."""
 
-    def __init__(self, store: TorchKvStore, slot_mapping: Tensor, layer_plans: tuple[_Plan, ...]) -> None:
+    def __init__(
+        self,
+        store: TorchKvStore,
+        slot_mapping: Tensor,
+        layer_plans: tuple[_Plan, ...],
+        scores: tuple[ScoreFunction, ...],
+    ) -> None:
         self._store = store
         self._slot_mapping = slot_mapping
+        self._scores = scores
         self.layer_plans = layer_plans
 
     def attend(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -96,36 +132,78 @@ class TorchStepAttention:
         pages = self._store.layers[layer_idx]
         for cache, new in zip(pages, (key, value), strict=True):
             cache.view(-1, *new.shape[1:]).index_copy_(0, self._slot_mapping, new)
-        plan = self.layer_plans[layer_idx]
+        plan, score = self.layer_plans[layer_idx], self._scores[layer_idx]
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for chunk in plan.chunks:
-            output[chunk.tokens] = _attend_chunk(chunk, query, key, value, pages)
+            output[chunk.tokens] = _attend_chunk(chunk, query, key, value, pages, score)
         for group in plan.groups:
-            output.index_copy_(0, group.rows, _attend_group(group, query.index_select(0, group.rows), pages))
+            output.index_copy_(0, group.rows, _attend_group(group, query.index_select(0, group.rows), pages, score))
         return output
 
 
-def _attend_chunk(chunk: _Chunk, query: Tensor, key: Tensor, value: Tensor, pages: tuple[Tensor, Tensor]) -> Tensor:
+def _attend_chunk(
+    chunk: _Chunk, query: Tensor, key: Tensor, value: Tensor, pages: tuple[Tensor, Tensor], score: ScoreFunction
+) -> Tensor:
     """Return [num_tokens, num_heads, head_dim] for the chunk's tokens."""
     if chunk.blocks is None:
         keys, values = (new[chunk.tokens].transpose(0, 1)[None] for new in (key, value))
     else:
         keys, values = (_gather(cache, chunk.blocks, 1, chunk.num_keys) for cache in pages)
     queries = query[chunk.tokens].transpose(0, 1)[None]
-    attended = F.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=chunk.mask, is_causal=chunk.mask is None, enable_gqa=True
-    )
+    if score.softcap is None:
+        attended = F.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=chunk.mask,
+            is_causal=chunk.mask is None,
+            scale=score.scale,
+            enable_gqa=True,
+        )
+    else:
+        mask = _causal_mask(queries) if chunk.mask is None else chunk.mask
+        attended = _softcapped_attention(queries, keys, values, mask, score)
     return attended[0].transpose(0, 1)
 
 
-def _attend_group(group: _DecodeGroup, query: Tensor, pages: tuple[Tensor, Tensor]) -> Tensor:
+def _attend_group(group: _DecodeGroup, query: Tensor, pages: tuple[Tensor, Tensor], score: ScoreFunction) -> Tensor:
     """Return [num_seqs, num_heads, head_dim] for one query token per sequence."""
     num_seqs, num_heads, head_dim = query.shape
     keys, values = (_gather(cache, group.blocks, num_seqs, group.num_keys) for cache in pages)
     # Heads that share a key head become its query rows: no key is read or copied more than once.
     queries = query.view(num_seqs, keys.shape[1], -1, head_dim)
-    attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask)
+    if score.softcap is None:
+        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask, scale=score.scale)
+    else:
+        attended = _softcapped_attention(queries, keys, values, group.mask, score)
     return attended.reshape(num_seqs, num_heads, head_dim)
+
+
+def _softcapped_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, score: ScoreFunction
+) -> Tensor:
+    """Return [n, num_heads, num_queries, head_dim], as scaled_dot_product_attention does, which has no softcap.
+
+    queries [n, num_heads, num_queries, head_dim]; keys, values [n, num_kv_heads, num_keys, head_dim]; mask is added
+    to scores [n, num_heads, num_queries, num_keys], which take memory here.
+    """
+    assert score.softcap is not None
+    n, num_heads, num_queries, head_dim = queries.shape
+    scale = head_dim**-0.5 if score.scale is None else score.scale
+    grouped = queries.view(n, keys.shape[1], -1, num_queries, head_dim)
+    scores = (grouped @ keys.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
+    scores = scores.mul_(scale / score.softcap).tanh_().mul_(score.softcap)
+    if mask is not None:
+        scores += mask
+    weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
+    attended = weights.view(*grouped.shape[:-1], -1) @ values.unsqueeze(2)
+    return attended.view(n, num_heads, num_queries, head_dim)
+
+
+def _causal_mask(queries: Tensor) -> Tensor:
+    """Return 0 or -inf, [num_queries, num_queries], for queries whose keys are all new."""
+    size = queries.shape[-2]
+    return torch.full((size, size), float("-inf"), dtype=queries.dtype, device=queries.device).triu_(1)
 
 
 def _gather(cache: Tensor, blocks: Tensor, num_seqs: int, num_keys: int) -> Tensor:

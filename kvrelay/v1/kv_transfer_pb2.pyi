@@ -31,6 +31,7 @@ class OpenFetch(_message.Message):
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
+    DEVICE_UUID_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
     """The handoff."""
     epoch: _builtins.int
@@ -41,6 +42,8 @@ class OpenFetch(_message.Message):
     """The puller's layout; another one is refused."""
     host_id: _builtins.str
     """Host identity of the puller; shared memory needs an equal one."""
+    device_uuid: _builtins.str
+    """Card that holds the puller's pages, empty when they are in host memory; CUDA IPC needs an equal one."""
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_worker_pb2.KvTransport.ValueType]:
         """Transports that the puller can use, best first."""
@@ -54,10 +57,11 @@ class OpenFetch(_message.Message):
         layout_fingerprint: _builtins.str = ...,
         transports: _abc.Iterable[_worker_pb2.KvTransport.ValueType] | None = ...,
         host_id: _builtins.str = ...,
+        device_uuid: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_block", b"first_block", "handoff_id", b"handoff_id", "host_id", b"host_id", "layout_fingerprint", b"layout_fingerprint", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_uuid", b"device_uuid", "epoch", b"epoch", "first_block", b"first_block", "handoff_id", b"handoff_id", "host_id", b"host_id", "layout_fingerprint", b"layout_fingerprint", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -151,6 +155,48 @@ class SharedMemory(_message.Message):
 Global___SharedMemory: _TypeAlias = SharedMemory  # noqa: Y015
 
 @_typing.final
+class DeviceMemory(_message.Message):
+    """How to map the serving worker's pages on the card that holds them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_UUID_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    handle: _builtins.bytes
+    """Handle of the allocation that holds the pages (cudaIpcMemHandle_t)."""
+    offset_bytes: _builtins.int
+    """Where in the allocation the pages begin."""
+    size_bytes: _builtins.int
+    """Size of the pages and the nonce."""
+    device_uuid: _builtins.str
+    """The card."""
+    nonce: _builtins.bytes
+    """Random bytes at the end: proof that it is the same memory."""
+    num_blocks: _builtins.int
+    """Number of blocks in the serving worker's pool."""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.bytes = ...,
+        offset_bytes: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        device_uuid: _builtins.str = ...,
+        nonce: _builtins.bytes = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_uuid", b"device_uuid", "handle", b"handle", "nonce", b"nonce", "num_blocks", b"num_blocks", "offset_bytes", b"offset_bytes", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceMemory: _TypeAlias = DeviceMemory  # noqa: Y015
+
+@_typing.final
 class FetchOpened(_message.Message):
     """The serving worker agreed."""
 
@@ -158,21 +204,27 @@ class FetchOpened(_message.Message):
 
     TRANSPORT_FIELD_NUMBER: _builtins.int
     SHARED_MEMORY_FIELD_NUMBER: _builtins.int
+    DEVICE_MEMORY_FIELD_NUMBER: _builtins.int
     transport: _worker_pb2.KvTransport.ValueType
     """Transport of this stream."""
     @_builtins.property
     def shared_memory(self) -> Global___SharedMemory:
         """With shared memory."""
 
+    @_builtins.property
+    def device_memory(self) -> Global___DeviceMemory:
+        """With CUDA IPC."""
+
     def __init__(
         self,
         *,
         transport: _worker_pb2.KvTransport.ValueType = ...,
         shared_memory: Global___SharedMemory | None = ...,
+        device_memory: Global___DeviceMemory | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["shared_memory", b"shared_memory"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device_memory", b"device_memory", "shared_memory", b"shared_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["shared_memory", b"shared_memory", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_memory", b"device_memory", "shared_memory", b"shared_memory", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -180,7 +232,7 @@ Global___FetchOpened: _TypeAlias = FetchOpened  # noqa: Y015
 
 @_typing.final
 class SealedBlocks(_message.Message):
-    """Blocks that are final and stay pinned until the stream ends (shared memory)."""
+    """Blocks that are final and stay pinned until the stream ends (shared memory, CUDA IPC)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -195,7 +247,7 @@ class SealedBlocks(_message.Message):
 
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """xxh3_64 of each block's bytes."""
+        """xxh3_64 of each block's bytes; none with CUDA IPC, where the bytes never leave the card."""
 
     def __init__(
         self,
@@ -332,7 +384,7 @@ class FetchBlocksResponse(_message.Message):
 
     @_builtins.property
     def sealed(self) -> Global___SealedBlocks:
-        """Shared memory."""
+        """Shared memory, CUDA IPC."""
 
     @_builtins.property
     def chunk(self) -> Global___BlockChunk:

@@ -55,6 +55,8 @@ class _KvTransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvTranspo
     """Chunks on the gRPC stream."""
     KV_TRANSPORT_SHM: _KvTransport.ValueType  # 2
     """Memory shared on one host."""
+    KV_TRANSPORT_CUDA_IPC: _KvTransport.ValueType  # 3
+    """Device memory shared on one card."""
 
 class KvTransport(_KvTransport, metaclass=_KvTransportEnumTypeWrapper):
     """How KV bytes travel."""
@@ -65,6 +67,8 @@ KV_TRANSPORT_GRPC: KvTransport.ValueType  # 1
 """Chunks on the gRPC stream."""
 KV_TRANSPORT_SHM: KvTransport.ValueType  # 2
 """Memory shared on one host."""
+KV_TRANSPORT_CUDA_IPC: KvTransport.ValueType  # 3
+"""Device memory shared on one card."""
 Global___KvTransport: _TypeAlias = KvTransport  # noqa: Y015
 
 @_typing.final

@@ -60,6 +60,21 @@ def test_plan_for_unknown_hosts_uses_reserved_cpus_and_the_hosts_own_address() -
     assert (decode.env["OMP_NUM_THREADS"], decode.host) == ("1", None)
 
 
+def test_memory_is_dealt_in_equal_parts_to_all_workers() -> None:
+    config = make_config(prefill={"count": 1}, decode={"count": 2, "kv_memory_gib": 1})
+
+    _, *workers = make_plan(config, HostResources(cores=8, gpus=None, memory_bytes=31))
+
+    assert [worker.env["KVRELAY_MEMORY_BYTES"] for worker in workers] == ["10", "10", "10"]
+
+
+def test_memory_on_unknown_hosts_is_not_dealt_but_told_by_the_reserved_cpus() -> None:
+    _, prefill, decode = make_plan(make_config(prefill={"num_cpus": 4}, decode={"num_cpus": 0}), None)
+
+    assert [worker.env.get("KVRELAY_MEMORY_BYTES") for worker in (prefill, decode)] == [None, None]
+    assert [worker.env["KVRELAY_NUM_CPUS"] for worker in (prefill, decode)] == ["4", "1"]
+
+
 def test_gpus_are_dealt_in_order_and_never_twice() -> None:
     config = make_config(prefill={"num_gpus": 2}, decode={"count": 2, "num_gpus": 1})
 

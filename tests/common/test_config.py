@@ -14,6 +14,8 @@ MISTAKES = {
     "pools: {decode: {max_step_tokens: 8}}": "pools.decode.max_running: 64",
     "transfer: {transports: []}": "transfer.transports: empty",
     "transfer: {transports: [rdma]}": "f.yaml:transfer.transports.0: ",
+    "pools: {decode: {kv_memory_gib: 0}}": "f.yaml:pools.decode.kv_memory_gib: Input should be greater than 0",
+    "pools: {decode: {kv_memory_gib: much}}": "f.yaml:pools.decode.kv_memory_gib: Input should be 'auto'",
     "router: {port: 70000}": "f.yaml:router.port: ",
     "model: {dtype: int3}": "f.yaml:model.dtype: ",
     "[1, 2]": "f.yaml: must be a mapping",

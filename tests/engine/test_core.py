@@ -1,30 +1,41 @@
-"""EngineCore over the fake engine, whose answers depend on every byte of KV it reads."""
+"""EngineCore over the fake engine, whose answers depend on every byte of KV it reads; in turn and overlapped."""
 
 import random
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from common.errors import EngineFault, PromptTooLong, Refused
 from common.fake_tokenizer import EOS_TOKEN_ID
+from engine.core import EngineCore
 from engine.events import FinishReason, Started, Tokens
 from engine.group import Group
+from tests import builders
 from tests.builders import (
     BLOCK_SIZE,
     Collector,
     assert_empty,
     expected_tokens,
-    make_core,
     make_request,
     run_until_idle,
     submit,
 )
 
+MakeCore = Callable[..., EngineCore]
 BOUNDARY_LENGTHS = sorted({1, *(BLOCK_SIZE * k + d for k in (1, 2, 5) for d in (-1, 0, 1))})
+
+
+@pytest.fixture(name="make_core", params=[1, 2], ids=["in turn", "overlapped"])
+def _make_core(request: pytest.FixtureRequest) -> MakeCore:
+    return partial(builders.make_core, max_steps_in_flight=request.param)
 
 
 @pytest.mark.parametrize("num_prompt_tokens", BOUNDARY_LENGTHS)
 @pytest.mark.parametrize("max_step_tokens", [16, 17, 64])
-def test_generate_at_block_and_chunk_boundaries_equals_oracle(num_prompt_tokens: int, max_step_tokens: int) -> None:
+def test_generate_at_block_and_chunk_boundaries_equals_oracle(
+    make_core: MakeCore, num_prompt_tokens: int, max_step_tokens: int
+) -> None:
     core = make_core(max_step_tokens=max_step_tokens)
     request = make_request(range(num_prompt_tokens), max_tokens=11, ignore_eos=True)
     for _ in range(2):  # the second time from the prefix cache
@@ -34,7 +45,7 @@ def test_generate_at_block_and_chunk_boundaries_equals_oracle(num_prompt_tokens:
     assert_empty(core)
 
 
-def test_generate_when_prompt_is_cached_computes_only_the_rest() -> None:
+def test_generate_when_prompt_is_cached_computes_only_the_rest(make_core: MakeCore) -> None:
     core = make_core()
     prompt = list(range(4 * BLOCK_SIZE))
     for expected_cached in (0, 3 * BLOCK_SIZE):  # the last token is always computed
@@ -44,7 +55,7 @@ def test_generate_when_prompt_is_cached_computes_only_the_rest() -> None:
         assert started.num_cached_tokens == expected_cached
 
 
-def test_siblings_computed_side_by_side_all_leave_their_prompts_in_the_cache() -> None:
+def test_siblings_computed_side_by_side_all_leave_their_prompts_in_the_cache(make_core: MakeCore) -> None:
     core = make_core()
     prompts = [[1] * 2 * BLOCK_SIZE + [i] * 2 * BLOCK_SIZE for i in range(4)]
     for prompt in prompts:
@@ -58,7 +69,7 @@ def test_siblings_computed_side_by_side_all_leave_their_prompts_in_the_cache() -
     assert_empty(core)
 
 
-def test_generate_with_other_salt_never_sees_cached_blocks() -> None:
+def test_generate_with_other_salt_never_sees_cached_blocks(make_core: MakeCore) -> None:
     core = make_core()
     prompt = list(range(4 * BLOCK_SIZE))
     for salt in ("a", "b"):
@@ -68,7 +79,7 @@ def test_generate_with_other_salt_never_sees_cached_blocks() -> None:
         assert started.num_cached_tokens == 0
 
 
-def test_mixed_load_in_tiny_pool_preempts_and_still_equals_oracle() -> None:
+def test_mixed_load_in_tiny_pool_preempts_and_still_equals_oracle(make_core: MakeCore) -> None:
     rng = random.Random(7)
     core = make_core(num_blocks=14, max_step_tokens=16)
     requests = [
@@ -83,7 +94,7 @@ def test_mixed_load_in_tiny_pool_preempts_and_still_equals_oracle() -> None:
     assert_empty(core)
 
 
-def test_preempted_request_is_resumed_before_later_arrivals_start() -> None:
+def test_preempted_request_is_resumed_before_later_arrivals_start(make_core: MakeCore) -> None:
     core = make_core(num_blocks=7, max_step_tokens=32)
     _g, early = submit(core, make_request([0] * 9, max_tokens=12, ignore_eos=True))
     _g, late = submit(core, make_request([1] * 9, max_tokens=12, ignore_eos=True))
@@ -98,13 +109,13 @@ def test_preempted_request_is_resumed_before_later_arrivals_start() -> None:
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE])
-def test_n_samples_share_prompt_pages_and_equal_single_samples(num_prompt_tokens: int) -> None:
+def test_n_samples_share_prompt_pages_and_equal_single_samples(make_core: MakeCore, num_prompt_tokens: int) -> None:
     core = make_core()
     request = make_request(range(num_prompt_tokens), n=5, temperature=1.0, seed=3, max_tokens=9, ignore_eos=True)
     _group, collector = submit(core, request)
-    core_step_events = core.step()
-    for group, event in core_step_events:
-        group.sink(event)
+    while not collector.outputs:
+        for group, event in core.step():
+            group.sink(event)
     assert core.load().num_used_blocks == -(-num_prompt_tokens // BLOCK_SIZE), "samples must share the prompt's pages"
     run_until_idle(core)
     for sample in range(5):
@@ -112,7 +123,7 @@ def test_n_samples_share_prompt_pages_and_equal_single_samples(num_prompt_tokens
     assert_empty(core)
 
 
-def test_n_samples_in_tiny_pool_with_preemption_equal_single_samples() -> None:
+def test_n_samples_in_tiny_pool_with_preemption_equal_single_samples(make_core: MakeCore) -> None:
     core = make_core(num_blocks=12)
     requests = [
         make_request([seed] * 6, n=3, temperature=1.0, seed=seed, max_tokens=14, ignore_eos=True) for seed in range(6)
@@ -126,7 +137,7 @@ def test_n_samples_in_tiny_pool_with_preemption_equal_single_samples() -> None:
     assert_empty(core)
 
 
-def test_sampled_answer_is_the_same_alone_in_a_batch_and_resumed() -> None:
+def test_sampled_answer_is_the_same_alone_in_a_batch_and_resumed(make_core: MakeCore) -> None:
     request = make_request([5, 6, 7], temperature=0.8, seed=11, max_tokens=12, ignore_eos=True)
     alone = expected_tokens(request)
     core = make_core()
@@ -143,7 +154,7 @@ def test_sampled_answer_is_the_same_alone_in_a_batch_and_resumed() -> None:
     assert resumed.outputs[0].token_index == 5
 
 
-def test_finish_reasons_stop_token_eos_length_and_context_end() -> None:
+def test_finish_reasons_stop_token_eos_length_and_context_end(make_core: MakeCore) -> None:
     core = make_core(max_model_len=16)
     request = make_request([1, 2, 3], max_tokens=5, ignore_eos=True)
     free_run = expected_tokens(request)
@@ -158,7 +169,7 @@ def test_finish_reasons_stop_token_eos_length_and_context_end() -> None:
     assert_empty(core)
 
 
-def test_eos_ends_a_sample_unless_ignored() -> None:
+def test_eos_ends_a_sample_unless_ignored(make_core: MakeCore) -> None:
     core = make_core()
     for seed in range(200):
         request = make_request([seed], temperature=1.0, seed=seed, max_tokens=40)
@@ -172,7 +183,7 @@ def test_eos_ends_a_sample_unless_ignored() -> None:
     raise AssertionError("the fake never drew its end-of-sequence token")
 
 
-def test_prompt_logprobs_of_a_prompt_that_was_preempted_half_way_come_once() -> None:
+def test_prompt_logprobs_of_a_prompt_that_was_preempted_half_way_come_once(make_core: MakeCore) -> None:
     core = make_core(num_blocks=16, max_step_tokens=5)
     _g, early = submit(core, make_request([0] * 11, max_tokens=40, ignore_eos=True))
     while not early.outputs:
@@ -185,7 +196,9 @@ def test_prompt_logprobs_of_a_prompt_that_was_preempted_half_way_come_once() -> 
     assert_empty(core)
 
 
-def test_prompt_logprobs_of_a_sample_that_is_computed_again_or_taken_over_are_not_told_again() -> None:
+def test_prompt_logprobs_of_a_sample_that_is_computed_again_or_taken_over_are_not_told_again(
+    make_core: MakeCore,
+) -> None:
     core = make_core(num_blocks=12, max_step_tokens=32)
     submit(core, make_request([0] * 17, max_tokens=20, ignore_eos=True))
     late_request = make_request([1] * 17, max_tokens=20, ignore_eos=True, num_prompt_logprobs=1)
@@ -202,7 +215,7 @@ def test_prompt_logprobs_of_a_sample_that_is_computed_again_or_taken_over_are_no
 
 
 @pytest.mark.parametrize("steps_before_cancel", range(6))
-def test_cancel_in_every_phase_frees_everything(steps_before_cancel: int) -> None:
+def test_cancel_in_every_phase_frees_everything(make_core: MakeCore, steps_before_cancel: int) -> None:
     core = make_core(max_step_tokens=16, max_running=8)
     prompt = list(range(40))
     group, collector = submit(core, make_request(prompt, n=4, temperature=1.0, max_tokens=50, ignore_eos=True))
@@ -218,7 +231,7 @@ def test_cancel_in_every_phase_frees_everything(steps_before_cancel: int) -> Non
     assert_empty(core)
 
 
-def test_add_when_line_is_full_is_refused_with_retry_hint() -> None:
+def test_add_when_line_is_full_is_refused_with_retry_hint(make_core: MakeCore) -> None:
     core = make_core(max_waiting=2)
     for _ in range(2):
         submit(core, make_request([1]))
@@ -228,35 +241,37 @@ def test_add_when_line_is_full_is_refused_with_retry_hint() -> None:
 
 
 @pytest.mark.parametrize(("num_prompt", "max_tokens"), [(512, 1), (600, 1), (30, 40)])
-def test_add_when_it_can_never_fit_raises_prompt_too_long(num_prompt: int, max_tokens: int) -> None:
+def test_add_when_it_can_never_fit_raises_prompt_too_long(
+    make_core: MakeCore, num_prompt: int, max_tokens: int
+) -> None:
     core = make_core(num_blocks=16)
     with pytest.raises(PromptTooLong):
         core.add(make_request([1] * num_prompt, max_tokens=max_tokens), Collector())
     assert_empty(core)
 
 
-def test_step_when_executor_fails_ends_only_that_batch() -> None:
+def test_step_when_executor_fails_ends_only_that_batch(make_core: MakeCore) -> None:
     core = make_core()
     group, collector = submit(core, make_request([1, 2, 3]))
-    fine = core.executor.execute
+    launch = core.executor.launch
 
     def broken(batch: object) -> list[object]:
         raise RuntimeError("boom")
 
-    core.executor.execute = broken  # type: ignore[method-assign,assignment]
+    core.executor.launch = broken  # type: ignore[method-assign,assignment]
     for emitted_group, event in core.step():
         emitted_group.sink(event)
     assert collector.failure is not None
     assert isinstance(collector.failure.error, EngineFault)
     assert group.is_over
     assert_empty(core)
-    core.executor.execute = fine  # type: ignore[method-assign]
+    core.executor.launch = launch  # type: ignore[method-assign]
     _group, after = submit(core, make_request([1, 2, 3]))
     run_until_idle(core)
     assert after.token_ids() == expected_tokens(_group.request)
 
 
-def test_reserve_refuses_when_pages_are_short_and_grants_after_release() -> None:
+def test_reserve_refuses_when_pages_are_short_and_grants_after_release(make_core: MakeCore) -> None:
     core = make_core(num_blocks=10)
     first = core.reserve(make_request(range(20), max_tokens=4), Collector())
     assert isinstance(first, Group)
@@ -266,7 +281,7 @@ def test_reserve_refuses_when_pages_are_short_and_grants_after_release() -> None
     assert isinstance(core.reserve(make_request(range(100, 120), max_tokens=4), Collector()), Group)
 
 
-def test_handoff_inside_one_process_equals_oracle_and_publishes_only_verified_blocks() -> None:
+def test_handoff_inside_one_process_equals_oracle_and_publishes_only_verified_blocks(make_core: MakeCore) -> None:
     prefill, decode = make_core(max_step_tokens=16), make_core()
     request = make_request(range(23), max_tokens=10, ignore_eos=True)
     collector, sent = Collector(), Collector()
@@ -276,8 +291,8 @@ def test_handoff_inside_one_process_equals_oracle_and_publishes_only_verified_bl
     assert isinstance(target, Group)
     run_until_idle(prefill)
     assert prefill.load().num_held == 1
-    data = prefill.executor.kv.read_blocks(source.leader.block_table)
-    decode.executor.kv.write_blocks(target.leader.block_table, data)
+    data = prefill.executor.kv.read_blocks(source.leader.block_ids())
+    decode.executor.kv.write_blocks(target.leader.block_ids(), data)
     assert not decode.pool.snapshot().stored
     decode.commit(target, 23)
     first = sent.outputs[0]

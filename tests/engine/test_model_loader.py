@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from engine.model.config import DecoderConfig, UnsupportedModel, parse_config, read_json
 from engine.model.fingerprint import content_digest, kv_fingerprint
 from engine.model.loader import load_weights, weight_files
-from engine.model.weights import DecoderWeights, checkpoint_views
+from engine.model.weights import DecoderWeights, checkpoint_views, plain
 from tests.engine.tiny_models import make_model
 
 CPU = torch.device("cpu")
@@ -57,9 +57,9 @@ def test_load_weights_when_fused_keeps_every_row(single: Path) -> None:
     layer = read_weights(single).layers[1]
     prefix = "model.layers.1"
     qkv = [tensors[f"{prefix}.self_attn.{name}_proj.weight"] for name in "qkv"]
-    assert torch.equal(layer.qkv.weight, torch.cat(qkv))
+    assert torch.equal(plain(layer.qkv).weight, torch.cat(qkv))
     gate_up = [tensors[f"{prefix}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
-    assert torch.equal(layer.gate_up.weight, torch.cat(gate_up))
+    assert torch.equal(plain(layer.gate_up).weight, torch.cat(gate_up))
 
 
 def test_load_weights_when_dtype_differs_converts(single: Path) -> None:
@@ -71,7 +71,7 @@ def test_load_weights_when_dtype_differs_converts(single: Path) -> None:
 def test_load_weights_when_embeddings_are_tied_shares_them(tmp_path: Path) -> None:
     make_model("llama-tied").save_pretrained(tmp_path)
     weights = read_weights(tmp_path)
-    assert weights.head.weight is weights.embedding
+    assert plain(weights.head).weight is weights.embedding
 
 
 def test_load_weights_when_a_tensor_is_missing_names_it(single: Path, tmp_path: Path) -> None:

@@ -5,15 +5,16 @@ import json
 import logging
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 
 import pytest
 import torch
 
-from common.ids import BlockId
 from common.sampling import SamplingParams
 from engine.executor import Logprobs, Sampled
 from engine.kv_cache import TorchKvStore
+from engine.memory import HostMemory, MemoryShare
 from tests.engine.tiny_models import (
     GREEDY,
     MAX_MODEL_LEN,
@@ -88,8 +89,8 @@ def test_execute_when_pages_moved_to_another_engine_answers_the_same(qwen3: Path
     for token_id in expected[:5]:
         moved.append_token(token_id)
     moved.num_computed = 26
-    moved.block_table = [BlockId(i) for i in (9, 3, 77, 0, 5, 21, 8)]
-    target.kv.write_blocks(moved.block_table, source.kv.read_blocks(sequence.block_table[:7]))
+    moved.block_table = array("i", (9, 3, 77, 0, 5, 21, 8))
+    target.kv.write_blocks(moved.block_ids(), source.kv.read_blocks(sequence.block_ids()[:7]))
     other = Driver(target)
     other.free = [block_id for block_id in other.free if block_id not in moved.block_table]
     assert other.generate([moved], num_tokens=NUM_TOKENS) == [expected]
@@ -180,13 +181,13 @@ def test_execute_when_called_leaves_the_sequence_alone(qwen3: Path) -> None:
     driver.step([(sequence, 5)])
     before = (sequence.num_computed, list(sequence.token_ids), list(sequence.block_table))
     driver.step([(make_sequence(make_prompt(3)), 3)])
-    assert (sequence.num_computed, sequence.token_ids, sequence.block_table) == before
+    assert (sequence.num_computed, sequence.token_ids, list(sequence.block_table)) == before
 
 
 def test_load_executor_when_given_a_budget_fills_it_with_pages_and_says_so(
     qwen3: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, logger="engine.runner"):
+    with caplog.at_level(logging.INFO, logger="engine.loading"):
         executor = load(qwen3, num_blocks=None, kv_memory_bytes=100_000, dtype="bfloat16", max_model_len=99)
     shape = executor.kv.shape
     assert shape.bytes_per_token == 2 * 3 * 2 * 16 * 2
@@ -205,17 +206,21 @@ def test_load_executor_when_given_a_budget_fills_it_with_pages_and_says_so(
     }
 
 
-def test_load_executor_when_no_pages_are_given_says_so(qwen3: Path) -> None:
-    with pytest.raises(ValueError, match="num_blocks or kv_memory_bytes"):
-        load(qwen3, num_blocks=None)
+def test_load_executor_when_no_pages_are_given_fills_half_of_its_share_of_the_memory(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = HostMemory(available_bytes=1 << 30, process_bytes=100 << 20)
+    monkeypatch.setattr("engine.loading.measure_host", lambda: memory)
+    executor = load(qwen3, num_blocks=None, memory_share=MemoryShare(host_bytes=110 << 20))
+    assert executor.kv.num_blocks == (5 << 20) // executor.kv.shape.block_bytes
 
 
 def test_load_executor_when_max_model_len_exceeds_the_checkpoint_keeps_the_checkpoints(qwen3: Path) -> None:
     assert load(qwen3, max_model_len=10 * MAX_MODEL_LEN).max_model_len == MAX_MODEL_LEN
 
 
-def test_runner_when_imported_does_not_import_transformers() -> None:
-    program = "import sys, engine.runner; sys.exit('transformers' in sys.modules)"
+def test_loading_when_imported_does_not_import_transformers() -> None:
+    program = "import sys, engine.loading; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 
 

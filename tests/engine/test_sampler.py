@@ -1,5 +1,7 @@
 """engine.sampler against a straightforward reference, and the promises it makes about batches, ties and edges."""
 
+import dataclasses
+import random
 from typing import Any
 
 import numpy as np
@@ -9,8 +11,15 @@ import torch
 from scipy import stats
 
 from common.errors import EngineFault
+from common.ids import BlockHash, RequestId
 from common.sampling import SamplingParams
-from engine.sampler import Sampler, SamplingRow, position_logprobs, waiting_times
+from engine.cuda.columns import Columns
+from engine.cuda.device import HostDevice
+from engine.draw import waiting_times
+from engine.logits import OutputTokens
+from engine.sampler import Nucleus, Sampler, SamplingRow, position_logprobs
+from engine.sequence import EngineRequest
+from engine.sequence import Sequence as EngineSequence
 from tests.engine.sampling_reference import choice, distribution, shaped_logits, waiting_time
 
 EOS = frozenset({2})
@@ -146,7 +155,7 @@ def test_sample_when_tokens_are_impossible_never_chooses_them(params: dict[str, 
 @pytest.mark.parametrize("time", [-np.log(1 - 2**-53), -np.log(2**-53)])
 def test_sample_at_the_ends_of_the_noise_chooses_a_possible_token(monkeypatch: pytest.MonkeyPatch, time: float) -> None:
     monkeypatch.setattr(
-        "engine.sampler.waiting_times", lambda keys, ids: torch.full((len(keys), ids.shape[-1]), time).double()
+        "engine.draw.waiting_times", lambda keys, ids: torch.full((len(keys), ids.shape[-1]), time).double()
     )
     logits = make_logits(50, 200)
     logits[:, :3] = logits[:, -3:] = -np.inf
@@ -290,3 +299,121 @@ def test_waiting_times_are_splitmix64_and_exponential() -> None:
     for key, row in zip(keys, times.tolist(), strict=True):
         assert row[:50] == pytest.approx([waiting_time(key, token) for token in range(50)], rel=1e-12)
         assert stats.kstest(row, "expon").pvalue > 1e-3
+
+
+@pytest.mark.parametrize("vocab_size", [16, 1100, 3000])
+@pytest.mark.parametrize("params", [p for p in PARAMS if "top_p" in p], ids=str)
+def test_nucleus_by_sorting_equals_nucleus_by_widening(params: dict[str, Any], vocab_size: int) -> None:
+    logits = torch.from_numpy(make_logits(40, vocab_size, scale=0.4))  # flat: nuclei of more than 1024 tokens
+    logits[:, ::3] = logits[:, :1]  # and ties at their edges
+    rows = [make_row(token_index=i, seed=3, max_tokens=999, **params) for i in range(len(logits))]
+    widening, sorting = (
+        Sampler(vocab_size=vocab_size, eos_token_ids=EOS, nucleus=nucleus).sample(logits, rows) for nucleus in Nucleus
+    )
+    assert sorting == widening
+
+
+def test_choose_never_looks_at_the_device() -> None:
+    """On the meta device there are no values to look at: whoever tries raises."""
+    rows = [make_row(output=(3, 4), max_tokens=999, num_logprobs=i % 3 or None, **p) for i, p in enumerate(PARAMS)]
+    sampler = Sampler(vocab_size=3000, eos_token_ids=EOS, nucleus=Nucleus.SORT)
+    chosen = sampler.choose(torch.empty(len(rows), 3000, device="meta"), rows)
+    assert (chosen.token_ids.device.type, chosen.token_ids.shape) == ("meta", (len(rows),))
+
+
+def test_choose_brings_its_inputs_to_the_device_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[torch.Tensor] = []
+    send = HostDevice.send
+
+    def count(device: HostDevice, staged: torch.Tensor, target: torch.Tensor) -> None:
+        copies.append(target)
+        send(device, staged, target)
+
+    monkeypatch.setattr(HostDevice, "send", count)
+    rows = [make_row(output=(3, 4), max_tokens=999, **params) for params in PARAMS]
+    Sampler(vocab_size=3000, eos_token_ids=EOS).sample(torch.from_numpy(make_logits(len(rows), 3000)), rows)
+    assert len(copies) == 1
+
+
+@pytest.mark.parametrize("vocab_size", [128, 1024, 1000])
+def test_greedy_over_a_large_vocabulary_takes_the_smallest_token_id_of_the_best(vocab_size: int) -> None:
+    logits = np.random.default_rng(1).integers(0, 5, size=(300, vocab_size)).astype(np.float32)
+    rows = [make_row(temperature=0.0)] * len(logits)
+    assert sample_ids(logits, rows) == logits.argmax(axis=1).tolist()
+
+
+def make_sequence(prompt: list[int], output: list[int]) -> EngineSequence:
+    request = EngineRequest(
+        request_id=RequestId("req-test"),
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(),
+        hash_root=BlockHash(bytes(16)),
+        block_hashes=(),
+    )
+    sequence = EngineSequence.from_request(request, block_size=4, order=0)
+    for token_id in output:
+        sequence.append_token(token_id)
+    return sequence
+
+
+def sequence_row(sequence: EngineSequence, **params: Any) -> SamplingRow:
+    return dataclasses.replace(
+        make_row(token_index=sequence.num_output_tokens, max_tokens=999, **params),
+        prompt_token_ids=sequence.request.prompt_token_ids,
+        output_token_ids=OutputTokens(sequence),
+        sequence=sequence,
+    )
+
+
+def test_penalties_over_growing_sequences_that_come_and_go_equal_those_counted_afresh() -> None:
+    """Forty sequences, up to fifteen in a step, so that counts change hands and grow; some steps do not happen."""
+    rng = random.Random(0)
+    vocab_size = 30
+    kept = Sampler(vocab_size=vocab_size, eos_token_ids=EOS)
+    sequences = [make_sequence(rng.choices(range(30), k=rng.randrange(1, 9)), []) for _ in range(40)]
+    kinds = [{"repetition_penalty": 1.8}, {"presence_penalty": 1.5, "frequency_penalty": 0.5}, {}]
+    for step in range(120):
+        batch = rng.sample(sequences, rng.randrange(1, 4 + step // 10))
+        rows = [sequence_row(sequence, seed=i, **kinds[i % 3]) for i, sequence in enumerate(batch)]
+        if step % 7 == 0:
+            kept.plan(rows, Columns())  # and never launched
+            continue
+        logits = make_logits(len(rows), vocab_size, seed=step)
+        found = [sampled.token_id for sampled in kept.sample(torch.from_numpy(logits), rows)]
+        afresh = [dataclasses.replace(row, sequence=None, output_token_ids=list(row.output_token_ids)) for row in rows]
+        assert found == sample_ids(logits, afresh)
+        for sequence, token_id in zip(batch, found, strict=True):
+            sequence.append_token(token_id)
+
+
+def test_penalties_in_later_steps_bring_only_new_tokens_to_the_device() -> None:
+    sampler = Sampler(vocab_size=50, eos_token_ids=EOS)
+    sequence = make_sequence([3] * 5000, [4] * 3000)
+    num_words = []
+    for _ in range(3):
+        columns = Columns()
+        plan = sampler.plan([sequence_row(sequence, repetition_penalty=1.2)], columns)
+        num_words.append(columns.num_words)
+        plan.choose(torch.from_numpy(make_logits(1, 50)), columns.upload(torch.device("cpu")))
+        sequence.append_token(7)
+    assert num_words[0] > 8000
+    assert num_words[1:] == [num_words[1]] * 2
+    assert num_words[1] < 30
+
+
+def test_output_tokens_are_a_view_of_what_a_sequence_has_generated() -> None:
+    sequence = make_sequence([1, 2, 3], [4, 5, 6, 7])
+    tokens = OutputTokens(sequence)
+    assert list(tokens) == tokens[:] == [4, 5, 6, 7]
+    assert (tokens[0], tokens[-1], tokens[2:], tokens[1:3], tokens[-2:], tokens[5:]) == (
+        4,
+        7,
+        [6, 7],
+        [5, 6],
+        [6, 7],
+        [],
+    )
+    sequence.append_token(8)
+    assert (len(tokens), tokens[-1]) == (5, 8)
+    with pytest.raises(IndexError):
+        tokens[5]

@@ -1,16 +1,19 @@
 """EngineThread: commands between steps, cancelled callers, and the death of the thread."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
 
 from common.errors import PromptTooLong, Refused
 from engine.core import EngineCore
+from engine.events import EngineEvent, Failed, Started, Tokens
+from engine.executor import ScheduledSequence, StepHandle, StepResult
 from engine.group import Group
 from engine.thread import EngineThread
-from tests.builders import Collector, assert_empty, make_core, make_request
+from tests.builders import Collector, assert_empty, expected_tokens, make_core, make_request
 
 
 @asynccontextmanager
@@ -73,3 +76,91 @@ async def test_acquire_cancelled_at_any_turn_releases_what_was_acquired(num_turn
         else:
             await thread.call(lambda core: cancel(core, group))
         await thread.call(assert_empty)
+
+
+class Gate:
+    """Lets no step of a core be over before the test says so."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._launch = core.executor.launch
+        self._open = threading.Semaphore(0)
+        core.executor.launch = self._gated  # type: ignore[method-assign]
+
+    def let_pass(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self._open.release()
+
+    def _gated(self, batch: Sequence[ScheduledSequence]) -> StepHandle:
+        return _GatedStep(self._open, self._launch(batch))
+
+
+class _GatedStep:
+    def __init__(self, gate: threading.Semaphore, handle: StepHandle) -> None:
+        self._gate, self._handle = gate, handle
+
+    def results(self) -> list[StepResult]:
+        assert self._gate.acquire(timeout=10)
+        return self._handle.results()
+
+
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+async def test_started_reaches_the_loop_while_its_step_still_computes(max_steps_in_flight: int) -> None:
+    core = make_core(max_steps_in_flight=max_steps_in_flight)
+    gate = Gate(core)
+    events: asyncio.Queue[EngineEvent] = asyncio.Queue()
+    request = make_request([1, 2, 3], max_tokens=6, ignore_eos=True)
+    async with running(core, unexpected) as thread, asyncio.timeout(10):
+        await thread.call(lambda core: core.add(request, events.put_nowait))
+        assert isinstance(await events.get(), Started)
+        assert events.empty()
+        gate.let_pass(6)
+        told: list[int] = []
+        while len(told) < 6:
+            event = await events.get()
+            assert isinstance(event, Tokens)
+            told.extend(token.token_id for token in event.tokens)
+        assert told == expected_tokens(request)
+        await thread.call(assert_empty)
+
+
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+async def test_cancel_posted_while_steps_compute_takes_effect_before_the_next_plan(max_steps_in_flight: int) -> None:
+    core = make_core(max_steps_in_flight=max_steps_in_flight)
+    gate = Gate(core)
+    events: asyncio.Queue[EngineEvent] = asyncio.Queue()
+    async with running(core, unexpected) as thread, asyncio.timeout(10):
+        group = await thread.call(
+            lambda core: core.add(make_request([1, 2], max_tokens=50, ignore_eos=True), events.put_nowait)
+        )
+        assert isinstance(group, Group)
+        assert isinstance(await events.get(), Started)
+        thread.post(lambda core: core.cancel(group))
+        gate.let_pass(50)
+        await thread.call(lambda core: None)
+        num_told = events.qsize()
+        assert num_told <= 1, "only the step that the thread was waiting for"
+        while await thread.call(lambda core: core.has_work):
+            pass
+        await thread.call(assert_empty)
+        assert events.qsize() == num_told
+
+
+async def test_fault_of_a_step_is_told_and_the_thread_lives() -> None:
+    core = make_core()
+    launch = core.executor.launch
+    faults = ["boom"]
+
+    def fail_once(batch: Sequence[ScheduledSequence]) -> StepHandle:
+        if faults:
+            raise RuntimeError(faults.pop())
+        return launch(batch)
+
+    core.executor.launch = fail_once  # type: ignore[method-assign]
+    events: asyncio.Queue[EngineEvent] = asyncio.Queue()
+    async with running(core, unexpected) as thread, asyncio.timeout(10):
+        await thread.call(lambda core: core.add(make_request([1]), events.put_nowait))
+        assert isinstance(await events.get(), Started)
+        assert isinstance(await events.get(), Failed)
+        await thread.call(lambda core: core.add(make_request([1]), events.put_nowait))
+        assert isinstance(await events.get(), Started)
+        assert isinstance(await events.get(), Tokens)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -21,7 +23,9 @@ from transformers import (
 from common.ids import BlockHash, BlockId, RequestId
 from common.sampling import SamplingParams
 from engine.executor import ScheduledSequence, StepResult
-from engine.runner import ModelExecutor, load_executor
+from engine.loading import load_executor
+from engine.options import EngineOptions
+from engine.runner import ModelExecutor
 from engine.sequence import EngineRequest, Sequence
 
 VOCAB_SIZE = 131
@@ -100,9 +104,122 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
+# Architectures that transformers computes: model_type and what differs from _SHAPE. Windows are shorter than prompts.
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+_SMALL_EXPERTS = {**_EXPERTS, "moe_intermediate_size": 24}
+_SHARED_EXPERTS = {
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.0,
+}
+_WINDOWS: dict[str, Any] = {
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0],
+    "long_factor": [4.0, 5.0, 6.0, 7.0, 8.0],
+    "original_max_position_embeddings": 80,
+}
+_TWO_BASES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
+TRANSFORMERS_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "afmoe": ("afmoe", {**_SMALL_EXPERTS, **_WINDOWS, "num_dense_layers": 1}),
+    "apertus": ("apertus", {}),
+    "arcee": ("arcee", {}),
+    "cohere": ("cohere", {"logit_scale": 0.3}),
+    "cohere-qk-norm": ("cohere", {"use_qk_norm": True}),
+    "cohere2": ("cohere2", {**_WINDOWS, "logit_scale": 0.3}),
+    "dots1": ("dots1", _SHARED_EXPERTS),
+    "ernie4_5": ("ernie4_5", {"use_bias": True}),
+    "ernie4_5_moe": ("ernie4_5_moe", {**_SMALL_EXPERTS, "moe_num_experts": 4, "moe_k": 2}),
+    "exaone4": ("exaone4", _WINDOWS),
+    "flex_olmo": ("flex_olmo", _EXPERTS),
+    "gemma": ("gemma", {"head_dim": 16}),
+    "gemma2": (
+        "gemma2",
+        {
+            **_WINDOWS,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 12,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": ("gemma3_text", {**_WINDOWS, "head_dim": 16, "query_pre_attn_scalar": 12, "rope_parameters": _TWO_BASES}),
+    "glm": ("glm", {"head_dim": 16}),
+    "glm4": ("glm4", {"head_dim": 16, "attention_bias": True}),
+    "glm4_moe": ("glm4_moe", {**_SHARED_EXPERTS, "use_qk_norm": True}),
+    "gpt2": ("gpt2", {}),
+    "gpt_neox": ("gpt_neox", {"rotary_pct": 0.6, "use_parallel_residual": False}),
+    "granite": ("granite", _GRANITE),
+    "granitemoe": ("granitemoe", {**_GRANITE, **_EXPERTS}),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {
+            **_GRANITE,
+            **_EXPERTS,
+            "layer_types": ["full_attention"] * 3,
+            "shared_intermediate_size": 24,
+            "mamba_n_heads": 4,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "granitemoeshared": ("granitemoeshared", {**_GRANITE, **_EXPERTS, "shared_intermediate_size": 24}),
+    "helium": ("helium", {"head_dim": 10}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 10}),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {**_EXPERTS, "head_dim": 10, "moe_topk": 2}),
+    "minimax_m2": ("minimax_m2", {**_EXPERTS, "head_dim": 10}),
+    "ministral": ("ministral", {**_WINDOWS, "head_dim": 10}),
+    "mixtral": ("mixtral", _EXPERTS),
+    "mixtral-rope-dynamic": (
+        "mixtral",
+        {**_EXPERTS, "head_dim": 10, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 300.0, "factor": 3.0}},
+    ),
+    "mixtral-window": ("mixtral", {**_EXPERTS, "sliding_window": 7}),
+    "nanochat": ("nanochat", {}),
+    "olmo": ("olmo", {"clip_qkv": 0.8}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", _WINDOWS),
+    "olmoe": ("olmoe", _EXPERTS),
+    "phi": ("phi", {"partial_rotary_factor": 0.6, "qk_layernorm": True}),
+    "phi3": ("phi3", {}),
+    "phi3-window": ("phi3", {"sliding_window": 7}),
+    "phi3-longrope": ("phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 80}),
+    "phimoe": ("phimoe", _EXPERTS),
+    "qwen2_moe": ("qwen2_moe", {**_SMALL_EXPERTS, "shared_expert_intermediate_size": 24}),
+    "qwen3_moe": ("qwen3_moe", {**_SMALL_EXPERTS, "hidden_size": 64, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3_moe-dense-layer": ("qwen3_moe", {**_SMALL_EXPERTS, "head_dim": 16, "mlp_only_layers": [1]}),
+    "seed_oss": ("seed_oss", {"head_dim": 16}),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
+    "starcoder2": ("starcoder2", {"sliding_window": 7}),
+    "vaultgemma": ("vaultgemma", {**_WINDOWS, "head_dim": 16, "query_pre_attn_scalar": 12}),
+}
+
+
 def make_model(name: str, *, seed: int = 0) -> Any:
     """Return a float32 transformers model whose biases, norms and attention all matter."""
-    model = MODELS[name]().eval()
+    if name in MODELS:
+        model = MODELS[name]().eval()
+    else:
+        model_type, overrides = TRANSFORMERS_MODELS[name]
+        config = AutoConfig.for_model(model_type, **{"pad_token_id": None, **_SHAPE, **overrides})
+        auto_model: Any = AutoModelForCausalLM
+        model = auto_model.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -133,7 +250,7 @@ def reference_tokens(model: Any, prompt: Seq[int], num_tokens: int) -> list[int]
     return list(output[0, len(prompt) :].tolist())
 
 
-def load(model_dir: Path, **overrides: Any) -> ModelExecutor:
+def load(model_dir: Path, **overrides: Any) -> ModelExecutor[Any]:
     """Return a float32 CPU executor."""
     options: dict[str, Any] = {
         "model_dir": model_dir,
@@ -145,7 +262,9 @@ def load(model_dir: Path, **overrides: Any) -> ModelExecutor:
         "kv_memory_bytes": None,
         "max_model_len": None,
     }
-    return load_executor(**{**options, **overrides})
+    executor = load_executor(EngineOptions(**{**options, **overrides}))
+    assert isinstance(executor, ModelExecutor)
+    return executor
 
 
 def make_sequence(prompt: Seq[int], *, sampling: SamplingParams = GREEDY, block_size: int = 4) -> Sequence:
@@ -163,7 +282,7 @@ def make_sequence(prompt: Seq[int], *, sampling: SamplingParams = GREEDY, block_
 class Driver:
     """Plays the scheduler: hands out pages in a scrambled order and advances sequences step by step."""
 
-    def __init__(self, executor: ModelExecutor, *, seed: int = 0) -> None:
+    def __init__(self, executor: ModelExecutor[Any], *, seed: int = 0) -> None:
         self.executor = executor
         self._block_size = executor.kv.shape.block_size
         self.free = [BlockId(i) for i in range(executor.kv.num_blocks)]

@@ -198,10 +198,10 @@ async def test_error_with_a_very_long_message_still_reaches_the_caller_as_itself
     async with running_pair() as pair:
         broken = pair.decode.runtime.executor
 
-        def execute(_batch: object) -> list[object]:
+        def launch(_batch: object) -> list[object]:
             raise RuntimeError("x" * 100_000)
 
-        broken.execute = execute  # type: ignore[method-assign,assignment]
+        broken.launch = launch  # type: ignore[method-assign,assignment]
         error = from_rpc_error(await error_of(pair.open_decode(make_request(range(20)), None)))
         assert isinstance(error, EngineFault)
         assert error.message.startswith("engine step failed: RuntimeError: xxx")

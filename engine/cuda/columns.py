@@ -1,0 +1,90 @@
+"""The inputs of a step: small columns of numbers, packed on the host and brought to the device in one copy."""
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.cuda.device import device_for
+
+# Columns start at multiples of 16 bytes: a Triton kernel is compiled again for a pointer that is less aligned.
+_ALIGNMENT_WORDS = 2
+
+_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32, np.dtype(np.float64): torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Where a column lies in the packed words."""
+
+    first_word: int
+    num_words: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def of(self, words: Tensor) -> Tensor:
+        """Return the column as a view of packed words, int64 [num_words or more], contiguous."""
+        items = words[self.first_word : self.first_word + self.num_words].view(self.dtype)
+        return items[: math.prod(self.shape)].view(self.shape)
+
+
+class Columns:
+    """Collects columns, then uploads them. Used once."""
+
+    def __init__(self) -> None:
+        self._arrays: list[npt.NDArray[np.generic]] = []
+        self._columns: list[Column] = []
+        self.num_words = 0
+
+    def ints(self, values: Seq[int] | npt.NDArray[np.int64]) -> Column:
+        """Add an int64 column [len(values)]."""
+        return self.add(np.asarray(values, dtype=np.int64))
+
+    def floats(self, values: Seq[float]) -> Column:
+        """Add a float64 column [len(values)]."""
+        return self.add(np.asarray(values, dtype=np.float64))
+
+    def add(self, array: npt.NDArray[np.generic]) -> Column:
+        """Add an array of int64, int32 or float64, of any shape; it is read when the columns are uploaded."""
+        array = np.ascontiguousarray(array)
+        num_words = -(-array.nbytes // (8 * _ALIGNMENT_WORDS)) * _ALIGNMENT_WORDS
+        column = Column(self.num_words, num_words, _DTYPES[array.dtype], array.shape)
+        self._arrays.append(array)
+        self._columns.append(column)
+        self.num_words += num_words
+        return column
+
+    def upload(self, device: torch.device) -> Tensor:
+        """Launch the copy; return the packed words in new memory of the device, int64 [num_words]."""
+        words = torch.empty(self.num_words, dtype=torch.int64, device=device)
+        self._send(words)
+        return words
+
+    def upload_into(self, arena: Tensor, *, num_fixed: int) -> Tensor:
+        """Launch the copy into an arena, int64 [arena_words]; return the packed words.
+
+        The first `num_fixed` words are at the arena's beginning in any case. When the rest is too much for it, the
+        returned words lie elsewhere.
+        """
+        if self.num_words <= len(arena):
+            words = arena[: self.num_words]
+            self._send(words)
+            return words
+        words = self.upload(arena.device)
+        arena[:num_fixed].copy_(words[:num_fixed])
+        return words
+
+    def _send(self, target: Tensor) -> None:
+        if not self.num_words:
+            return
+        device = device_for(target.device)
+        staged = device.staging(self.num_words)
+        host = staged.numpy()
+        for column, array in zip(self._columns, self._arrays, strict=True):
+            place = host[column.first_word : column.first_word + column.num_words]
+            place.view(array.dtype)[: array.size] = array.reshape(-1)
+        device.send(staged, target)

@@ -1,0 +1,251 @@
+"""Launches steps on a device and never waits for it: step n + 1 is planned and launched while step n computes.
+
+    host     plan 1 ─ launch 1 ─ plan 2 ─ launch 2 ─ results 1 ─ plan 3 ─ launch 3 ─ results 2 …
+    device             └─ copy in · forward 1 · choose 1 · copy out ┴─ copy in · forward 2 · choose 2 · copy out ┴─ …
+
+A step goes to the device as one packed copy, and its tokens and log-probabilities come back as one each. A token that
+the host does not know yet (`ScheduledSequence.input_row`) is read where the step before has left it. Steps are launched
+on one stream, so that no event is needed between them; `StepHandle.results` waits for its own step's copies alone.
+
+Pages are not cleared when they change hands: the kernels do not read what is behind a sequence's end. (`TorchOps`
+does, and clears them itself.)
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.cuda.buffers import BlockTables, RaggedColumns, span_of
+from engine.cuda.columns import Column, Columns
+from engine.cuda.device import Fetch, device_for
+from engine.cuda.graphs import DecodeGraphs, DecodeShapes, DeviceOps, decode_sizes
+from engine.executor import DoneStep, KvStore, ScheduledSequence, StepHandle, StepResult
+from engine.kv_cache import TorchKvStore
+from engine.logits import LogprobsFetch, fetch_logprobs
+from engine.model.decoder import Decoder
+from engine.ops.metadata import AttentionMetadata
+from engine.options import ModelInfo
+from engine.sampler import Chosen, Nucleus, Sampler, SamplingPlan, sampling_rows
+
+# Prompt log-probabilities need float32 logits of every position; so many rows at a time bound that memory.
+_LOGPROB_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """What any one step is bounded by; buffers are made for it."""
+
+    max_seqs: int
+    max_samples: int
+    max_graph_seqs: int
+    """Decode steps of more sequences run kernel by kernel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PromptLogprobs:
+    """Prompt positions of one sequence whose next tokens are to be told about."""
+
+    item_idx: int
+    first_token: int
+    """Of the step."""
+    targets: Column
+    """The next tokens, int64 [num_rows]."""
+    num_rows: int
+    num_top: int
+
+
+class CudaExecutor:
+    """Executor of a model on a device of kernels that take their steps from its memory. Engine thread only."""
+
+    max_steps_in_flight = 2
+
+    def __init__(
+        self, model: Decoder, store: TorchKvStore, ops: DeviceOps, info: ModelInfo, limits: StepLimits
+    ) -> None:
+        self.kv: KvStore = store
+        self.max_model_len = info.max_model_len
+        self.vocab_size = model.config.vocab_size
+        self.eos_token_ids = info.eos_token_ids
+        self.model_name = info.name
+        self._model = model
+        self._ops = ops
+        self._block_size = store.shape.block_size
+        self._device = store.layers[0][0].device
+        self._tables = BlockTables(
+            num_rows=limits.max_seqs, max_blocks=-(-info.max_model_len // self._block_size), device=self._device
+        )
+        self._decode = DecodeGraphs(
+            model,
+            ops,
+            self._tables.tables,
+            DecodeShapes(
+                sizes=tuple(decode_sizes(min(limits.max_seqs, limits.max_graph_seqs))),
+                block_size=self._block_size,
+                max_samples=limits.max_samples,
+            ),
+        )
+        self._sampler = Sampler(vocab_size=self.vocab_size, eos_token_ids=info.eos_token_ids, nucleus=Nucleus.SORT)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Capture the graphs; takes seconds."""
+        self._decode.capture()
+
+    @torch.inference_mode()
+    def launch(self, batch: Seq[ScheduledSequence]) -> StepHandle:
+        """Launch one step and return at once; see `Executor`."""
+        if not batch:
+            return DoneStep([])
+        size = self._decode.size_for(len(batch)) if all(map(_is_decode, batch)) else None
+        try:
+            return self._launch_ragged(batch) if size is None else self._launch_decode(batch, size)
+        except BaseException:
+            device_for(self._device).synchronize()  # some of it may be running
+            raise
+
+    def _launch_decode(self, batch: Seq[ScheduledSequence], size: int) -> StepHandle:
+        """Launch a step that a graph may compute: one token and one sample of every sequence."""
+        sequences = [item.sequence for item in batch]
+        rows = self._tables.assign(sequences)
+        columns = Columns()
+        step = self._decode.add(batch, rows, size, columns)
+        update = self._tables.plan(sequences, rows, columns)
+        sampling = self._sampler.plan([row for item in batch for row in sampling_rows(item)], columns)
+        words = self._decode.upload(step, columns)
+        self._tables.apply(update, words)
+        output = self._decode.run(step)
+        logits = output.logits[: len(batch)]
+        if sampling.is_plain:
+            chosen = sampling.deliver(output.best_ids[: len(batch)], logits, words)
+        else:
+            chosen = sampling.choose(logits, words)
+        self._keep_sampled(chosen)
+        return _LaunchedStep(num_samples=(1,) * len(batch), chosen=chosen, prompt_logprobs=())
+
+    def _launch_ragged(self, batch: Seq[ScheduledSequence]) -> StepHandle:
+        """Launch any step, kernel by kernel."""
+        sequences = [item.sequence for item in batch]
+        metadata = AttentionMetadata.from_spans([span_of(item) for item in batch], block_size=self._block_size)
+        rows = self._tables.assign(sequences)
+        columns = Columns()
+        step = RaggedColumns.add(batch, metadata, rows, self._ops.tile_tokens, columns)
+        update = self._tables.plan(sequences, rows, columns)
+        samples = _SamplesPlan.of(batch, metadata, self._sampler, columns)
+        wanted = [each for i, item in enumerate(batch) for each in _prompt_logprobs(i, item, metadata, columns)]
+        words = columns.upload(self._device)
+        self._tables.apply(update, words)
+        token_ids = step.input_ids(words, self._decode.last_sampled)
+        hidden = self._model.forward(token_ids, self._ops.bind(step.on_device(words, self._tables.tables)))
+        logprobs = tuple((each.item_idx, self._fetch_prompt_logprobs(each, hidden, words)) for each in wanted)
+        chosen = None
+        if samples is not None:
+            chosen = samples.sampling.choose(samples.logits(self._model, hidden, words), words)
+            self._keep_sampled(chosen)
+        # A step that samples nothing has KV that others may fetch: its results wait for it as well.
+        ended = device_for(self._device).fetch(words[:1]) if chosen is None else None
+        return _LaunchedStep(
+            num_samples=tuple(item.num_samples for item in batch), chosen=chosen, prompt_logprobs=logprobs, ended=ended
+        )
+
+    def _keep_sampled(self, chosen: Chosen) -> None:
+        """Leave the tokens where the next step may read them; the negative ones of a failed row are no indices."""
+        num_rows = len(chosen.token_ids)
+        torch.clamp(chosen.token_ids, min=0, out=self._decode.last_sampled[:num_rows])
+
+    def _fetch_prompt_logprobs(self, wanted: _PromptLogprobs, hidden: Tensor, words: Tensor) -> LogprobsFetch:
+        logits = self._model.logits(hidden[wanted.first_token : wanted.first_token + wanted.num_rows])
+        return fetch_logprobs(logits, wanted.targets.of(words), wanted.num_top)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SamplesPlan:
+    """The samples of a ragged step."""
+
+    last_tokens: Column
+    """Of each sequence that is sampled: the last token's place in the step, int64."""
+    repeats: Column | None
+    """Of each sample, its sequence among those, int64; None: each has one."""
+    sampling: SamplingPlan
+
+    @classmethod
+    def of(
+        cls, batch: Seq[ScheduledSequence], metadata: AttentionMetadata, sampler: Sampler, columns: Columns
+    ) -> "_SamplesPlan | None":
+        """Add the columns; None when nothing is sampled."""
+        due = [i for i, item in enumerate(batch) if item.num_samples]
+        if not due:
+            return None
+        num_samples = [batch[i].num_samples for i in due]
+        return cls(
+            last_tokens=columns.ints(metadata.query_start_loc[1:][due] - 1),
+            repeats=columns.ints(np.repeat(np.arange(len(due)), num_samples)) if max(num_samples) > 1 else None,
+            sampling=sampler.plan([row for i in due for row in sampling_rows(batch[i])], columns),
+        )
+
+    def logits(self, model: Decoder, hidden: Tensor, words: Tensor) -> Tensor:
+        """Return the logits of each sample, given all tokens' hidden states."""
+        logits = model.logits(hidden.index_select(0, self.last_tokens.of(words)))
+        return logits if self.repeats is None else logits.index_select(0, self.repeats.of(words))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LaunchedStep:
+    """A step on its way; a `StepHandle`."""
+
+    num_samples: tuple[int, ...]
+    chosen: Chosen | None
+    prompt_logprobs: tuple[tuple[int, LogprobsFetch], ...]
+    """(scheduled sequence, some of its prompt's), in order."""
+    ended: Fetch | None = None
+    """A copy behind the whole step; None where the chosen tokens' is."""
+
+    def results(self) -> list[StepResult]:
+        """Wait for the step's copies; see `StepHandle`. Raises EngineFault for logits without a finite maximum."""
+        sampled = iter(self.chosen.materialize() if self.chosen is not None else ())
+        results = [
+            StepResult(sampled=list(islice(sampled, num_samples)), prompt_logprobs=[])
+            for num_samples in self.num_samples
+        ]
+        for item_idx, fetch in self.prompt_logprobs:
+            results[item_idx].prompt_logprobs.extend(fetch.wait())
+        if self.ended is not None:
+            self.ended.wait()
+        return results
+
+
+def _is_decode(item: ScheduledSequence) -> bool:
+    return item.num_new_tokens == 1 and item.num_samples == 1 and not _wants_prompt_logprobs(item)
+
+
+def _wants_prompt_logprobs(item: ScheduledSequence) -> bool:
+    sequence = item.sequence
+    return (
+        sequence.request.sampling.num_prompt_logprobs is not None
+        and sequence.num_computed + 1 < sequence.num_prompt_tokens
+    )
+
+
+def _prompt_logprobs(
+    item_idx: int, item: ScheduledSequence, metadata: AttentionMetadata, columns: Columns
+) -> Iterator[_PromptLogprobs]:
+    """Yield what a sequence's prompt positions in this step are to tell of the prompt tokens behind them."""
+    sequence = item.sequence
+    num_top = sequence.request.sampling.num_prompt_logprobs
+    if num_top is None:
+        return
+    first_token = int(metadata.query_start_loc[item_idx])
+    targets = sequence.token_ids[sequence.num_computed + 1 : sequence.num_prompt_tokens][: item.num_new_tokens]
+    for begin in range(0, len(targets), _LOGPROB_ROWS):
+        rows = targets[begin : begin + _LOGPROB_ROWS]
+        yield _PromptLogprobs(
+            item_idx=item_idx,
+            first_token=first_token + begin,
+            targets=columns.ints(rows),
+            num_rows=len(rows),
+            num_top=num_top,
+        )

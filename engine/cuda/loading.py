@@ -1,0 +1,179 @@
+"""Makes a `CudaExecutor`: weights, kernels, pages in what memory is left, graphs."""
+
+import logging
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from common.sampling import MAX_LOGPROBS, MAX_N, SamplingParams
+from engine.cuda.device import device_for
+from engine.cuda.executor import CudaExecutor, StepLimits
+from engine.cuda.graphs import DeviceOps, decode_sizes
+from engine.cuda.memory import kv_bytes_left
+from engine.cuda.portable import PortableOps
+from engine.executor import KvShape
+from engine.kv_cache import TorchKvStore, num_blocks_for_budget
+from engine.memory import MemoryShare
+from engine.model.config import DecoderConfig
+from engine.model.decoder import Decoder
+from engine.model.loader import load_weights
+from engine.model.precision import dtype_name
+from engine.model.quantize import kv_scales, quantize_weights
+from engine.ops.metadata import AttentionMetadata, SequenceSpan
+from engine.ops.torch_ops import TorchOps
+from engine.ops.triton_kernels.step import DeviceStep
+from engine.options import EngineOptions, ModelDescription, ModelInfo
+from engine.sampler import Nucleus, Sampler, SamplingRow
+
+logger = logging.getLogger(__name__)
+
+_MAX_GRAPH_SEQS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A decoder on its device, and what its pages look like."""
+
+    decoder: Decoder
+    info: ModelInfo
+    shape: KvShape
+    device: torch.device
+    dtype: torch.dtype
+    """Of weights and activations."""
+    kv_scales: Seq[tuple[float, float]] | None = None
+    """Of each layer's keys and values, where the pages hold 8-bit numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBounds:
+    """The scheduler's: what a step holds at most."""
+
+    max_step_tokens: int
+    max_running: int
+
+    @property
+    def max_seqs(self) -> int:
+        """A prompt may have more samples than `max_running` when it is alone."""
+        return max(self.max_running, MAX_N)
+
+
+def load_cuda_executor(model: ModelDescription, options: EngineOptions) -> CudaExecutor:
+    """Return an executor for a model of a native architecture; takes seconds. Raises ValueError when no page fits.
+
+    Without `num_blocks` and `kv_memory_bytes`, pages fill this process's share of the device.
+    """
+    assert isinstance(model.config, DecoderConfig), "transformers' architectures have a ModelExecutor"
+    weights = load_weights(model.files, model.config, dtype=model.dtype, device=model.device)
+    scales = kv_scales(weights, model.config) if options.kv_dtype == "fp8" else None
+    if options.quantization is not None:
+        quantize_weights(weights, options.quantization)
+    loaded = LoadedModel(
+        decoder=Decoder(model.config, weights),
+        info=model.info,
+        shape=model.shape,
+        device=model.device,
+        dtype=model.dtype,
+        kv_scales=scales,
+    )
+    bounds = StepBounds(max_step_tokens=options.max_step_tokens, max_running=options.max_running)
+    num_blocks = options.num_blocks
+    if num_blocks is None:
+        kv_bytes = options.kv_memory_bytes
+        if kv_bytes is None:
+            kv_bytes = measure_kv_bytes(loaded, bounds, options.memory_share)
+        num_blocks = num_blocks_for_budget(kv_bytes, model.shape)
+    return make_cuda_executor(loaded, num_blocks, bounds)
+
+
+def make_cuda_executor(model: LoadedModel, num_blocks: int, bounds: StepBounds) -> CudaExecutor:
+    """Return an executor with so many pages, its kernels compiled and its graphs captured."""
+    started_s = time.monotonic()
+    store = TorchKvStore(model.shape, num_blocks, device=model.device)
+    ops = make_device_ops(model, store)
+    limits = StepLimits(
+        max_seqs=bounds.max_seqs,
+        max_samples=bounds.max_seqs,
+        max_graph_seqs=min(bounds.max_running, _MAX_GRAPH_SEQS),
+    )
+    executor = CudaExecutor(model.decoder, store, ops, model.info, limits)
+    executor.warm_up()
+    logger.info(
+        "device executor ready",
+        extra={
+            "model": model.info.name,
+            "device": str(model.device),
+            "dtype": dtype_name(model.dtype),
+            "kernels": ops.name,
+            "max_model_len": model.info.max_model_len,
+            "kv_dtype": model.shape.dtype,
+            "kv_bytes_per_token": model.shape.bytes_per_token,
+            "kv_bytes": num_blocks * model.shape.block_bytes,
+            "num_blocks": num_blocks,
+            "block_size": model.shape.block_size,
+            "num_kv_tokens": num_blocks * model.shape.block_size,
+            "warm_up_s": round(time.monotonic() - started_s, 3),
+        },
+    )
+    return executor
+
+
+def make_device_ops(model: LoadedModel, store: TorchKvStore) -> DeviceOps:
+    """Return the kernels for a device: Triton's on CUDA, torch's elsewhere, and where Triton is not installed."""
+    config = model.decoder.config
+    if model.device.type == "cuda":
+        try:
+            from engine.ops.triton_kernels.ops import TritonOps
+        except ImportError as error:
+            logger.warning("Triton's kernels are not there; torch's are slow on a GPU: %s", error)
+        else:
+            ops = TritonOps(
+                config, store, dtype=model.dtype, kv_scales=model.kv_scales, max_positions=model.info.max_model_len
+            )
+            ops.warm_up()
+            return ops
+    return PortableOps(TorchOps(config, store), block_size=model.shape.block_size)
+
+
+@torch.inference_mode()
+def measure_kv_bytes(model: LoadedModel, bounds: StepBounds, share: MemoryShare) -> int:
+    """Return the memory that is left for pages, by running a step at its largest. Takes seconds. Raises ValueError."""
+    store = TorchKvStore(model.shape, 1, device=model.device)
+    ops = make_device_ops(model, store)
+    largest_step = device_for(model.device).measure(lambda: _run_largest_step(model, ops, bounds))
+    vocab_size = model.decoder.config.vocab_size
+    sizes = decode_sizes(min(bounds.max_seqs, bounds.max_running, _MAX_GRAPH_SEQS))
+    # Each graph keeps its logits; besides, they share what the largest needs, which is less than the largest step.
+    graph_bytes = sum(sizes) * vocab_size * torch.float32.itemsize + largest_step.peak_bytes // 4
+    return kv_bytes_left(largest_step, share, graph_bytes=graph_bytes)
+
+
+def _run_largest_step(model: LoadedModel, ops: DeviceOps, bounds: StepBounds) -> None:
+    """Compute as many tokens, and sample as many of them in the dearest way, as a step may have; on one page."""
+    span_tokens = [model.info.max_model_len] * (bounds.max_step_tokens // model.info.max_model_len)
+    span_tokens.append(bounds.max_step_tokens % model.info.max_model_len)
+    metadata = AttentionMetadata.from_spans(
+        [
+            SequenceSpan(
+                num_computed=0, num_new_tokens=num_tokens, block_table=[0] * -(-num_tokens // model.shape.block_size)
+            )
+            for num_tokens in span_tokens
+            if num_tokens
+        ],
+        block_size=model.shape.block_size,
+    )
+    step = DeviceStep.from_metadata(metadata, tile_tokens=ops.tile_tokens, device=model.device)
+    token_ids = torch.zeros(bounds.max_step_tokens, dtype=torch.int64, device=model.device)
+    hidden = model.decoder.forward(token_ids, ops.bind(step))
+    rows = _dearest_rows(min(bounds.max_seqs, bounds.max_step_tokens))
+    sampler = Sampler(
+        vocab_size=model.decoder.config.vocab_size, eos_token_ids=model.info.eos_token_ids, nucleus=Nucleus.SORT
+    )
+    sampler.choose(model.decoder.logits(hidden[: len(rows)]), rows)
+
+
+def _dearest_rows(num_rows: int) -> Seq[SamplingRow]:
+    params = SamplingParams(top_p=0.9, repetition_penalty=1.1, num_logprobs=MAX_LOGPROBS)
+    row = SamplingRow(params=params, sample_index=0, token_index=0, prompt_token_ids=(0,), output_token_ids=(0,))
+    return [row] * num_rows

@@ -1,0 +1,199 @@
+"""The random choice: filters on probabilities, and the exponential race among the tokens that they leave.
+
+Works on whole batches of shaped logits, on their device. `engine.sampler` says in which order what happens, and why.
+Python numbers go into `masked_fill`, not into `torch.where`, which may bring them to a device by a copy that waits.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.cuda.columns import Column, Columns
+from engine.logits import SamplingRow, rank_logits
+from engine.noise import noise_keys
+
+INVALID = -1
+"""In the place of a token id: the row's logits have no finite maximum."""
+
+# How many best tokens are looked at; a row gets the first width that suffices, else the whole vocabulary.
+_WIDTHS = (64, 1024, 8192)
+_BLOCK = 128
+# Of the logits that are drawn from at a time; each has some 8-byte temporaries.
+_CPU_ELEMENTS, _DEVICE_ELEMENTS = 1 << 18, 1 << 23
+# SplitMix64's constants, as int64.
+_GAMMA, _MIX_1, _MIX_2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def first_best(logits: torch.Tensor) -> torch.Tensor:
+    """Return the largest logit's index (int64 [rows]), the first one of equals; INVALID when it is not finite."""
+    if logits.device.type != "cpu" or logits.shape[-1] % _BLOCK:
+        peak, token_ids = logits.max(dim=-1)
+        return token_ids.masked_fill(~peak.isfinite(), INVALID)
+    # torch's maxima are vectorised on a CPU, its positions of maxima are not: eight times slower.
+    blocks = logits.reshape(len(logits), -1, _BLOCK)
+    block_idx = blocks.amax(dim=-1).argmax(dim=-1, keepdim=True)
+    best_blocks = blocks.gather(1, block_idx.unsqueeze(-1).expand(-1, -1, _BLOCK)).squeeze(1)
+    peak, offsets = best_blocks.max(dim=-1)
+    return offsets.add_(block_idx.squeeze(1) * _BLOCK).masked_fill_(~peak.isfinite(), INVALID)
+
+
+def round_up_width(num_tokens: int, vocab_size: int) -> int:
+    """Return how many best tokens to rank where `num_tokens` are needed: few widths, so that rows can share one."""
+    return next((width for width in _WIDTHS if num_tokens <= width < vocab_size), vocab_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawPlan:
+    """The parameters of rows that are drawn in the same way, as columns [rows]."""
+
+    temperature: Column
+    top_k: Column
+    """float64; the vocabulary size where there is none."""
+    has_top_k: Column | None
+    """int64, 0 or 1; None: every row has one."""
+    top_p: Column
+    min_p: Column | None
+    """None: no row has one."""
+    keys: Column
+    """Of each row's noise, int64."""
+
+    @classmethod
+    def of(cls, rows: Sequence[SamplingRow], vocab_size: int, columns: Columns) -> "DrawPlan":
+        """Add the columns of these rows."""
+        params = [row.params for row in rows]
+        has_top_k = [0 < p.top_k < vocab_size for p in params]
+        keys = noise_keys(
+            [p.seed for p in params], [row.sample_index for row in rows], [row.token_index for row in rows]
+        )
+        return cls(
+            temperature=columns.floats([p.temperature for p in params]),
+            top_k=columns.floats([p.top_k or vocab_size for p in params]),
+            has_top_k=None if all(has_top_k) else columns.ints(has_top_k),
+            top_p=columns.floats([p.top_p for p in params]),
+            min_p=columns.floats([p.min_p for p in params]) if any(p.min_p for p in params) else None,
+            keys=columns.ints(keys.view(np.int64)),
+        )
+
+    def on_device(self, logits: torch.Tensor, words: torch.Tensor) -> "Draw":
+        """Return the draw from these rows' logits, given the uploaded columns."""
+
+        def column(planned: Column | None) -> torch.Tensor | None:
+            return None if planned is None else planned.of(words).unsqueeze(1)
+
+        return Draw(
+            logits=logits,
+            peak=logits.amax(dim=-1, keepdim=True).double(),
+            temperature=self.temperature.of(words).unsqueeze(1),
+            top_k=self.top_k.of(words).unsqueeze(1),
+            has_top_k=column(self.has_top_k),
+            top_p=self.top_p.of(words).unsqueeze(1),
+            min_p=column(self.min_p),
+            keys=self.keys.of(words).unsqueeze(1),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """Rows that are drawn in the same way: logits [rows, vocab] float32; the parameters of `DrawPlan`, [rows, 1]."""
+
+    logits: torch.Tensor
+    peak: torch.Tensor
+    """The largest logit, float64."""
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    has_top_k: torch.Tensor | None
+    top_p: torch.Tensor
+    min_p: torch.Tensor | None
+    keys: torch.Tensor
+
+    def split(self) -> "Iterator[Draw]":
+        """Yield parts, in order, whose temporary values take little memory; on a CPU, little enough for its caches."""
+        limit = _CPU_ELEMENTS if self.logits.device.type == "cpu" else _DEVICE_ELEMENTS
+        num_rows = max(1, limit // self.logits.shape[-1])
+        for begin in range(0, len(self.logits), num_rows):
+            yield self._select(slice(begin, begin + num_rows))
+
+    def from_all(self) -> torch.Tensor:
+        """Return token ids when neither top-k nor top-p is set."""
+        weights = self._drop_improbable(self._weigh(self.logits))
+        token_ids = torch.arange(weights.shape[-1], device=weights.device)
+        return self._checked((weights / waiting_times(self.keys, token_ids)).argmax(dim=-1))
+
+    def from_best(self, width: int) -> torch.Tensor:
+        """Return token ids from the `width` best tokens, which have to suffice."""
+        return self._from_best(width)[0]
+
+    def from_nucleus(self, width: int) -> torch.Tensor:
+        """Return token ids from the `width` best tokens, or from more where a nucleus reaches beyond these.
+
+        Waits for the device, to look which do.
+        """
+        chosen, is_cut = self._from_best(width)
+        again = is_cut.nonzero().squeeze(1)
+        if len(again):
+            wider = self._select(again).from_nucleus(round_up_width(width + 1, self.logits.shape[-1]))
+            chosen.index_copy_(0, again, wider)
+        return chosen
+
+    def _from_best(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return token ids, and for which rows (bool) more than `width` tokens belong to the nucleus."""
+        values, token_ids = rank_logits(self.logits, width)
+        weights = self._weigh(values) * (torch.arange(width, device=values.device) < self.top_k)
+        total = weights.sum(dim=-1, keepdim=True)
+        if self.has_top_k is not None and width < self.logits.shape[-1]:
+            # Without top-k, the whole vocabulary is what top-p measures against.
+            everything = self._weigh(self.logits).sum(dim=-1, keepdim=True)
+            total = torch.where(self.has_top_k == 1, total, everything)
+        mass = (self.top_p * total).masked_fill_(self.top_p == 1.0, torch.inf)
+        reached = weights.cumsum(dim=-1)
+        kept = self._drop_improbable(weights * (reached - weights < mass))
+        position = (kept / waiting_times(self.keys, token_ids)).argmax(dim=-1, keepdim=True)
+        chosen = self._checked(token_ids.gather(-1, position).squeeze(1))
+        is_cut = reached[:, -1:] < mass
+        if self.has_top_k is None or width == self.logits.shape[-1]:
+            is_cut = torch.zeros_like(is_cut)
+        else:
+            is_cut &= self.has_top_k == 0
+        return chosen, is_cut.squeeze(1)
+
+    def _select(self, rows: torch.Tensor | slice) -> "Draw":
+        return Draw(
+            logits=self.logits[rows],
+            peak=self.peak[rows],
+            temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            has_top_k=None if self.has_top_k is None else self.has_top_k[rows],
+            top_p=self.top_p[rows],
+            min_p=None if self.min_p is None else self.min_p[rows],
+            keys=self.keys[rows],
+        )
+
+    def _weigh(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return probabilities relative to the best token's, float64: 1 for that one, whatever the temperature."""
+        return logits.double().sub_(self.peak).div_(self.temperature).exp_()
+
+    def _drop_improbable(self, weights: torch.Tensor) -> torch.Tensor:
+        return weights if self.min_p is None else weights.masked_fill(weights < self.min_p, 0.0)
+
+    def _checked(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return token_ids.masked_fill(~self.peak.isfinite().squeeze(1), INVALID)
+
+
+def waiting_times(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Return independent exponential times, float64 > 0, of the broadcast shape of int64 keys [rows, 1] and token ids.
+
+    Token t of a row takes output t of the SplitMix64 generator that starts at the row's key (Steele, Lea, Flood: "Fast
+    splittable pseudorandom number generators", OOPSLA 2014), whose outputs can be computed in any order.
+    """
+    bits = keys + (token_ids + 1) * _GAMMA  # int64 wraps, as the generator's arithmetic does
+    bits = (bits ^ _shift(bits, 30)) * _MIX_1
+    bits = (bits ^ _shift(bits, 27)) * _MIX_2
+    bits = _shift(bits ^ _shift(bits, 31), 12)
+    return -torch.log((bits.double() + 0.5) * 2.0**-52)  # strictly between 0 and 1 before the logarithm
+
+
+def _shift(bits: torch.Tensor, count: int) -> torch.Tensor:
+    """Return int64 shifted right as if it were unsigned."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)

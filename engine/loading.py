@@ -1,0 +1,113 @@
+"""Loads a model and the kernels that suit model and machine: the one way from options to an executor.
+
+native architecture, CPU     ModelExecutor: our decoder on compiled kernels, else on torch's
+native architecture, CUDA    CudaExecutor (`engine.cuda.loading`)
+any other architecture       ModelExecutor: transformers computes, on our pages
+"""
+
+import logging
+import time
+
+import torch
+
+from engine.executor import Executor
+from engine.kv_cache import TorchKvStore, num_blocks_for_budget
+from engine.memory import host_kv_bytes, measure_host
+from engine.model.config import DecoderConfig
+from engine.model.decoder import Decoder
+from engine.model.loader import load_weights
+from engine.model.precision import dtype_name
+from engine.model.quantize import quantize_weights
+from engine.model.transformers_config import TransformersConfig
+from engine.ops.select import choose_cpu_kernels
+from engine.options import EngineOptions, ModelDescription
+from engine.runner import ModelExecutor
+
+logger = logging.getLogger(__name__)
+
+
+def load_executor(options: EngineOptions) -> Executor:
+    """Return an executor; takes seconds, and logs what it chose.
+
+    Raises UnsupportedModel for a model, and ValueError when its pages do not fit into memory.
+    """
+    started_s = time.monotonic()
+    model = ModelDescription.read(options)
+    _check_fixed_pages(model, options)
+    if isinstance(model.config, TransformersConfig):
+        executor = _load_foreign(model, model.config, options)
+    elif model.device.type == "cuda":
+        from engine.cuda.loading import load_cuda_executor
+
+        executor = load_cuda_executor(model, options)
+    else:
+        executor = _load_native(model, model.config, options)
+    _log_loaded(model, executor, time.monotonic() - started_s)
+    return executor
+
+
+def _load_native(model: ModelDescription, config: DecoderConfig, options: EngineOptions) -> Executor:
+    weights = load_weights(model.files, config, dtype=model.dtype, device=model.device)
+    if options.quantization is not None:
+        quantize_weights(weights, options.quantization)
+    kernels = choose_cpu_kernels(weights, compiled=options.kernels == "auto")
+    store = _make_store(model, options)
+    return ModelExecutor(Decoder(config, weights), store, kernels.bind(config, store), model.info)
+
+
+def _load_foreign(model: ModelDescription, config: TransformersConfig, options: EngineOptions) -> Executor:
+    from engine.model.transformers_decoder import TransformersOps
+    from engine.model.transformers_loader import load_transformers_decoder
+
+    decoder = load_transformers_decoder(options.model_dir, config, dtype=model.dtype, device=model.device)
+    store = _make_store(model, options)
+    return ModelExecutor(decoder, store, TransformersOps(config, store), model.info)
+
+
+def _make_store(model: ModelDescription, options: EngineOptions) -> TorchKvStore:
+    """Return the pages, as many as are asked for or fit. The weights are loaded: what they take is not free."""
+    num_blocks = options.num_blocks
+    if num_blocks is None:
+        kv_bytes = options.kv_memory_bytes
+        if kv_bytes is None:
+            kv_bytes = host_kv_bytes(measure_host(), options.memory_share)
+        num_blocks = num_blocks_for_budget(kv_bytes, model.shape)
+    return TorchKvStore(model.shape, num_blocks, device=model.device)
+
+
+def _check_fixed_pages(model: ModelDescription, options: EngineOptions) -> None:
+    """Raise ValueError when pages of a given size do not fit: the system would grant them, and kill us later."""
+    if model.device.type != "cpu":
+        return
+    kv_bytes = options.kv_memory_bytes or 0
+    if options.num_blocks is not None:
+        kv_bytes = options.num_blocks * model.shape.block_bytes
+    available = measure_host().available_bytes
+    if kv_bytes > available:
+        gib = 1 << 30
+        raise ValueError(
+            f"{kv_bytes / gib:.1f} GiB of KV pages do not fit into the {available / gib:.1f} GiB of memory that are"
+            " available: lower kv_memory_gib or num_blocks"
+        )
+
+
+def _log_loaded(model: ModelDescription, executor: Executor, load_s: float) -> None:
+    shape, num_blocks = model.shape, executor.kv.num_blocks
+    logger.info(
+        "model loaded",
+        extra={
+            "model": model.info.name,
+            "device": str(model.device),
+            "dtype": dtype_name(model.dtype),
+            "kv_dtype": shape.dtype,
+            "num_layers": shape.num_layers,
+            "max_model_len": model.info.max_model_len,
+            "kv_bytes_per_token": shape.bytes_per_token,
+            "kv_bytes": num_blocks * shape.block_bytes,
+            "num_blocks": num_blocks,
+            "block_size": shape.block_size,
+            "num_kv_tokens": num_blocks * shape.block_size,
+            "torch_threads": torch.get_num_threads(),
+            "load_s": round(load_s, 3),
+        },
+    )

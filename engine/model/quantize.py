@@ -1,0 +1,169 @@
+"""Weights and KV pages in 8 bits.
+
+    fp8    Weights e4m3 with a scale per output channel, activations e4m3 with a scale per token, taken as they come
+           (arXiv:2209.05433). Half the bytes of bfloat16, and Hopper multiplies them at twice its rate. Elsewhere the
+           same values are multiplied in wider numbers: that measures quality and gains nothing.
+    int8   Weights int8 with a scale per output channel, activations as they are. Any device; gains where a step is
+           bound by reading weights, that is in small batches.
+    kv     Keys and values e4m3 with one scale per layer each. The scale is a power of two, so that it costs no
+           precision, and is computed from the weights alone, so that all workers of a model agree on it.
+
+Embedding and output head keep the model's dtype: they are where 8 bits cost the most, and norms are small.
+"""
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.model.config import DecoderConfig, UnsupportedModel
+from engine.model.weights import DecoderWeights, Linear, plain
+
+QuantizationMethod = Literal["fp8", "int8"]
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+_INT8_MAX = 127.0
+_FP8_ALIGNMENT = 16  # of both dimensions, in Hopper's matrix products
+_HOPPER = (9, 0)
+
+# A key or value lies within so many standard deviations, estimated from the weights, of the largest channel. e4m3 keeps
+# its precision down to 1/28672 of its maximum, so that a factor too much costs nothing and one too little saturates.
+_KV_HEADROOM = 32.0
+
+# On a CPU int8 products win while reading the weights is what takes the time; then widening them first is cheaper.
+_CPU_INT8_ROWS = 8
+_CUDA_INT8_ROWS = 64
+
+
+def check_quantization(
+    method: str | None, kv_dtype: torch.dtype, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise UnsupportedModel when this model, device or dtype cannot be quantized so. Called before weights load."""
+    if method is not None and method not in get_args(QuantizationMethod):
+        known = ", ".join(get_args(QuantizationMethod))
+        raise UnsupportedModel(f"quantization: {method!r} is not supported; supported are {known}")
+    if kv_dtype is not dtype and kv_dtype is not FP8:
+        raise UnsupportedModel(f"kv_dtype: {kv_dtype} is not supported; it is the model's {dtype}, or {FP8}")
+    if device.type != "cuda":
+        if kv_dtype is FP8:
+            raise UnsupportedModel("kv_dtype: 8-bit pages are read by the CUDA kernels alone")
+        return
+    is_hopper = torch.cuda.get_device_capability(device) >= _HOPPER
+    if not is_hopper and (method == "fp8" or kv_dtype is FP8):
+        raise UnsupportedModel(
+            f"fp8 needs a GPU of compute capability 9.0; {torch.cuda.get_device_name(device)} is older"
+        )
+    sizes = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+    if method == "fp8" and any(size % _FP8_ALIGNMENT for size in sizes):
+        raise UnsupportedModel(f"fp8 needs sizes that are multiples of {_FP8_ALIGNMENT}; this model has {sizes}")
+
+
+def quantize_weights(weights: DecoderWeights, method: QuantizationMethod) -> None:
+    """Put 8-bit projections in the place of the layers' plain ones. Mutates `weights`; two whole copies never exist."""
+    convert: type[Fp8Linear] | type[Int8Linear] = Fp8Linear if method == "fp8" else Int8Linear
+    head = weights.head
+    weights.replace_projections(lambda linear: linear if linear is head else convert(linear))
+
+
+class Fp8Linear:
+    """Weights e4m3 [out_features, in_features] with a float32 scale per row; a `Projection`."""
+
+    def __init__(self, linear: Linear) -> None:
+        """Quantize a projection; keeps its bias."""
+        scale = _row_scales(linear.weight, FP8_MAX)
+        weight = (linear.weight.float() / scale).to(FP8)
+        self.scale = scale
+        """Float32 [out_features, 1]."""
+        self._bias = linear.bias
+        self._is_fast = weight.device.type == "cuda"
+        # e4m3 is a subset of bfloat16: widening it once, where no hardware multiplies it, changes no result.
+        wide = torch.bfloat16 if linear.weight.dtype is torch.bfloat16 else torch.float32
+        self.weight = weight if self._is_fast else weight.to(wide)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x @ weight.T + bias, [num_tokens, out_features], in x's dtype."""
+        if self._is_fast:
+            from engine.cuda.quantized_linear import quantize_rows
+
+            rows, scales = quantize_rows(x)
+            # Without fast accumulation: what a CPU measures of the quality then holds here.
+            product = torch._scaled_mm(  # noqa: SLF001 - its only name
+                rows, self.weight.t(), scale_a=scales, scale_b=self.scale.t(), out_dtype=torch.bfloat16
+            ).to(x.dtype)
+        else:
+            rows, scales = quantize_rows_in_torch(x)
+            wide = F.linear(rows.to(self.weight.dtype), self.weight)
+            product = (wide.float() * scales * self.scale.t()).to(x.dtype)
+        return product if self._bias is None else product.add_(self._bias)
+
+
+class Int8Linear:
+    """Weights int8 [out_features, in_features] with a scale per row, in the activations' dtype; a `Projection`."""
+
+    def __init__(self, linear: Linear) -> None:
+        """Quantize a projection; keeps its bias."""
+        # The scale is rounded first, then the weights are to it: its own error cancels.
+        self.scale = _row_scales(linear.weight, _INT8_MAX).to(linear.weight.dtype)
+        """Of the weights' dtype, [out_features, 1]."""
+        rounded = (linear.weight.float() / self.scale.float()).round_()
+        self.weight = rounded.clamp_(-_INT8_MAX, _INT8_MAX).to(torch.int8)
+        self._bias = linear.bias
+        self._is_cuda = self.weight.device.type == "cuda"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x @ weight.T + bias, [num_tokens, out_features], in x's dtype."""
+        if x.shape[0] > (_CUDA_INT8_ROWS if self._is_cuda else _CPU_INT8_ROWS):
+            product = F.linear(x, self.weight.to(x.dtype)) * self.scale.t()
+        elif self._is_cuda:
+            from engine.cuda.quantized_linear import int8_linear
+
+            product = int8_linear(x, self.weight, self.scale)
+        else:
+            product = torch._weight_int8pack_mm(x.contiguous(), self.weight, self.scale.view(-1))  # noqa: SLF001
+        return product if self._bias is None else product.add_(self._bias)
+
+
+def quantize_rows_in_torch(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x [num_tokens, num_features] as e4m3 and the float32 scales [num_tokens, 1] that restore it."""
+    scales = _row_scales(x, FP8_MAX)
+    return (x.float() / scales).to(FP8), scales
+
+
+def round_to_fp8(x: Tensor, scale: float) -> Tensor:
+    """Return x as it comes back from pages of e4m3 with this scale (a power of two), in x's dtype."""
+    return ((x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).float() * scale).to(x.dtype)
+
+
+def kv_scales(weights: DecoderWeights, config: DecoderConfig) -> tuple[tuple[float, float], ...]:
+    """Return what each layer's stored keys and values are multiplied by, both powers of two.
+
+    Takes plain weights, so it is called before they are quantized or packed.
+    """
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    scales = []
+    for layer in weights.layers:
+        qkv = plain(layer.qkv)
+        # After RMSNorm a feature has the variance of its weight, and a projection's output that of its row.
+        deviations = (qkv.weight.float() * layer.input_norm.float()).square().sum(1)
+        if qkv.bias is not None:
+            deviations += qkv.bias.float().square()
+        deviations.sqrt_()
+        keys = deviations[q_size : q_size + kv_size] if layer.k_norm is None else layer.k_norm.float().abs()
+        values = deviations[q_size + kv_size :]
+        scales.append((_kv_scale(keys), _kv_scale(values)))
+    return tuple(scales)
+
+
+def _kv_scale(deviations: Tensor) -> float:
+    largest = float(deviations.max()) * _KV_HEADROOM
+    # Halves below a power of two round to it: two machines that differ in the last bit of a sum agree on the scale.
+    return 2.0 ** round(math.log2(largest / FP8_MAX)) if largest > 0 else 1.0
+
+
+def _row_scales(x: Tensor, largest: float) -> Tensor:
+    """Return the float32 scales [num_rows, 1] that map each row's largest magnitude to `largest`."""
+    magnitudes = x.abs().amax(dim=1, keepdim=True).float()
+    return (magnitudes / largest).clamp_min(torch.finfo(torch.float32).tiny)

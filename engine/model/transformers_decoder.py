@@ -1,0 +1,130 @@
+"""Decoders that transformers computes, with our paged cache behind its attention registry.
+
+The four native architectures (`engine.model.config`) never come here. The others run their reference implementation,
+module by module: slower, but at once. The batch stays one flat row of tokens with explicit positions; nothing in these
+models looks from one token at another except attention, and attention is ours.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from engine.kv_cache import TorchKvStore
+from engine.model.transformers_config import TransformersConfig
+from engine.ops.metadata import AttentionMetadata
+from engine.ops.torch_attention import StepAttention, TorchPagedAttention
+
+PAGED_ATTENTION = "kvrelay_paged"
+"""Under this name our attention stands in transformers' registry."""
+
+
+def register_paged_attention() -> None:
+    """Make PAGED_ATTENTION known to transformers; any number of times."""
+    AttentionInterface.register(PAGED_ATTENTION, _paged_attention)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersStep:
+    """One planned step."""
+
+    position_ids: Tensor
+    """Of each new token in its sequence, int64 [1, num_tokens]."""
+    attention: StepAttention
+
+
+class TransformersOps:
+    """Plans steps for `TransformersDecoder`, which leaves nothing but attention to us. Engine thread only."""
+
+    name = "transformers"
+
+    def __init__(self, config: TransformersConfig, store: TorchKvStore) -> None:
+        self._attention = TorchPagedAttention(store, config.windows, config.scores)
+        self._device = store.layers[0][0].device
+
+    def plan(self, metadata: AttentionMetadata) -> TransformersStep:
+        """Prepare positions, masks and groups; valid until the next step is planned."""
+        return TransformersStep(
+            position_ids=torch.from_numpy(metadata.positions).to(self._device)[None],
+            attention=self._attention.plan(metadata),
+        )
+
+
+class TransformersDecoder:
+    """A causal language model of transformers, in two halves: hidden states, and logits of those rows that matter."""
+
+    def __init__(self, config: TransformersConfig, causal_lm: Any) -> None:
+        """`causal_lm` was loaded with PAGED_ATTENTION."""
+        self.config = config
+        self._body = causal_lm.base_model
+        self._head = _without_body(causal_lm)
+
+    def forward(self, token_ids: Tensor, step: TransformersStep) -> Tensor:
+        """Return final hidden states [num_tokens, hidden_size] for int64 token ids [num_tokens].
+
+        Writes the tokens' keys and values to the pages that `step` was planned for. The step travels with the call, so
+        that engines of one process do not meet.
+        """
+        output = self._body(
+            input_ids=token_ids[None],
+            position_ids=step.position_ids,
+            use_cache=False,
+            return_dict=True,
+            kvrelay_step=step,
+        )
+        hidden: Tensor = output.last_hidden_state
+        return hidden[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 [num_rows, vocab_size] for rows of `forward`'s result."""
+        logits: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False, return_dict=True).logits
+        return logits[0].float()
+
+
+def _paged_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None = None,
+    *,
+    kvrelay_step: TransformersStep,
+    **_options: Any,
+) -> tuple[Tensor, None]:
+    """Attend over our pages; an attention function of transformers.
+
+    query, key, value [1, heads, num_tokens, head_dim], rotated; the result is [1, num_tokens, num_heads, head_dim].
+    What `_options` ask for is known from the trial run. That there is no mask, too: transformers makes none for an
+    attention function that has not registered a mask function beside it.
+    """
+    rows = (x[0].transpose(0, 1) for x in (query, key, value))
+    return kvrelay_step.attention.attend(module.layer_idx, *rows)[None], None
+
+
+@dataclass
+class _DecoderOutput(MoeModelOutputWithPast):
+    """What any of the causal language models looks for in its decoder's output."""
+
+    cross_attentions: None = None
+
+
+class _KnownHidden(nn.Module):
+    """Stands where a causal language model keeps its decoder, and hands on hidden states that are known already."""
+
+    def forward(self, *_inputs: None, inputs_embeds: Tensor, **_options: Any) -> Any:
+        """Return `inputs_embeds` as the last hidden state."""
+        return _DecoderOutput(last_hidden_state=inputs_embeds)
+
+
+def _without_body(causal_lm: Any) -> Any:
+    """Return the same model with `_KnownHidden` as its decoder; parameters are shared.
+
+    What a model does behind its decoder (softcaps, scales, biases) is thus its own code for any number of rows.
+    """
+    head = copy.copy(causal_lm)
+    head._modules = {**causal_lm._modules, causal_lm.base_model_prefix: _KnownHidden()}  # noqa: SLF001 - nn.Module's
+    return head

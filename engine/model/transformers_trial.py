@@ -1,0 +1,255 @@
+"""Finds out what an architecture asks of attention: one forward pass without weights.
+
+transformers describes some two hundred decoders, each with its own names for heads, scales and windows. Instead of
+reading names, the model is built on the meta device, where tensors have shapes and no content, and called with three
+tokens; every layer then states its demands in its call to the attention function. Demands that a paged cache of keys
+and values cannot meet are refused here, by name, before a weight is read: linear attention and other state, latent
+attention, cross attention, biases and sinks, attention in chunks, layers that share keys or differ in their heads.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface
+
+from engine.model.config import UnsupportedModel, read_json
+from engine.model.transformers_config import TransformersConfig
+from engine.ops.torch_attention import ScoreFunction
+
+_TRIAL_ATTENTION = "kvrelay_trial"
+_NUM_TRIAL_TOKENS = 3
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+# Arguments of an attention call that change nothing here: the model is in eval mode, positions are in the keys already.
+_NEUTRAL_OPTIONS = frozenset({"dropout", "position_ids", "cache_position", "is_causal"})
+_UNSUPPORTED_KEYS = {
+    "quantization_config": "quantized weights",
+    "transformers_weights": "weights in files of other names",
+    "fusion_config": "fused modules",
+}
+
+
+def pretrained_config(model_dir: Path) -> Any:
+    """Return transformers' own configuration for a folder's config.json; runs no code of a checkpoint.
+
+    Raises UnsupportedModel unless it names a language model that the installed transformers knows.
+    """
+    raw = read_json(model_dir / "config.json")
+    for key, meaning in _UNSUPPORTED_KEYS.items():
+        if raw.get(key):
+            raise UnsupportedModel(f"config.json: {key}: {meaning} are not supported")
+    model_type = str(raw.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        raise UnsupportedModel(f"model_type {model_type!r} is unknown to transformers {transformers.__version__}")
+    with refusing(f"config.json does not describe a {model_type!r}"):
+        config = CONFIG_MAPPING[model_type].from_pretrained(model_dir, local_files_only=True)
+    model_class = causal_lm_class(config)
+    architectures = raw.get("architectures") or []
+    if model_class.__name__ not in architectures:
+        named = ", ".join(architectures) or "none named"
+        raise UnsupportedModel(f"architecture {named} is not supported; of {model_type!r} {model_class.__name__} is")
+    return config
+
+
+def causal_lm_class(config: Any) -> Any:
+    """Return the model class with a language model head. Raises UnsupportedModel when there is none."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModel(f"model_type {config.model_type!r} has no causal language model in transformers")
+    with refusing(f"model_type {config.model_type!r} cannot be imported"):
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
+def read_transformers_config(model_dir: Path, *, dtype: torch.dtype) -> TransformersConfig:
+    """Return what a trial run of a checkpoint's architecture tells. Takes a second at most; reads no weights.
+
+    Raises UnsupportedModel naming what the paged cache cannot express.
+    """
+    config = pretrained_config(model_dir)
+    with refusing(f"{config.model_type!r} is not described as a decoder"):
+        _refuse_by_config(config)
+        num_layers, vocab_size = config.num_hidden_layers, config.vocab_size
+    layers = _one_call_per_layer(_trial_run(config, dtype), num_layers)
+    shapes = {(call.num_heads, call.num_kv_heads, call.head_dim) for call in layers}
+    if len(shapes) > 1:
+        raise UnsupportedModel(f"layers differ in (heads, key heads, head_dim): {sorted(shapes)}")
+    windows = tuple(call.window for call in layers)
+    _check_windows(config, windows)
+    essentials = (transformers.__version__, json.dumps(read_json(model_dir / "config.json"), sort_keys=True))
+    return TransformersConfig(
+        architecture=causal_lm_class(config).__name__,
+        vocab_size=vocab_size,
+        num_layers=len(layers),
+        num_heads=layers[0].num_heads,
+        num_kv_heads=layers[0].num_kv_heads,
+        head_dim=layers[0].head_dim,
+        max_position_embeddings=_max_positions(config),
+        windows=windows,
+        scores=tuple(call.score for call in layers),
+        source=hashlib.blake2b(repr(essentials).encode(), digest_size=16).hexdigest(),
+    )
+
+
+def pin_rotary_frequencies(model: nn.Module) -> None:
+    """Keep the frequencies that a model starts with; mutates its rotary modules.
+
+    "dynamic" and "longrope" would change them with the longest sequence of a batch, for all sequences of that batch:
+    cached keys would then be of another frequency than new ones. Below `max_position_embeddings` none does change.
+    """
+    rotary: Any
+    for rotary in model.modules():
+        rope_type = getattr(rotary, "rope_type", None)
+        if isinstance(rope_type, str):
+            rotary.rope_type = "default"
+        elif isinstance(rope_type, dict):
+            rotary.rope_type = dict.fromkeys(rope_type, "default")
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Turn whatever transformers raises into UnsupportedModel: its models fail in every manner when they do not fit."""
+    try:
+        yield
+    except UnsupportedModel:
+        raise
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UnsupportedModel(f"{what}: {type(error).__name__}: {reason}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """One layer's call to the attention function."""
+
+    layer_idx: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    score: ScoreFunction
+
+
+@dataclass(slots=True)
+class _Trial:
+    """Goes through the model's arguments to the attention function and collects the calls."""
+
+    dtype: torch.dtype
+    calls: list[_Call] = field(default_factory=list)
+
+
+def _refuse_by_config(config: Any) -> None:
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(f"{config.model_type!r} has an encoder; only decoders are supported")
+    if config.sub_configs:
+        raise UnsupportedModel(f"{config.model_type!r} takes more than text; only language models are supported")
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    if unknown:
+        raise UnsupportedModel(f"layer_types: {', '.join(unknown)} is not supported")
+    if getattr(config, "num_kv_shared_layers", None):
+        raise UnsupportedModel("num_kv_shared_layers: layers that share keys and values are not supported")
+
+
+def _trial_run(config: Any, dtype: torch.dtype) -> list[_Call]:
+    """Build the model without weights, call it once, and return its attention calls in order."""
+    AttentionInterface.register(_TRIAL_ATTENTION, _record)
+    trial = _Trial(dtype)
+    config._attn_implementation = _TRIAL_ATTENTION  # noqa: SLF001 - from_config takes no such argument
+    config._experts_implementation = "batched_mm"  # noqa: SLF001 - the only one whose shapes do not depend on routing
+    with refusing(f"{config.model_type!r} cannot be tried without weights"), torch.inference_mode():
+        with torch.device("meta"):
+            model = causal_lm_class(config)._from_config(config, dtype=dtype).eval()  # noqa: SLF001
+            tokens = torch.zeros((1, _NUM_TRIAL_TOKENS), dtype=torch.int64)
+        pin_rotary_frequencies(model)
+        model(input_ids=tokens, position_ids=tokens, use_cache=False, kvrelay_step=trial)
+    return trial.calls
+
+
+def _record(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    kvrelay_step: _Trial | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Take down a layer's demands, or refuse them; an attention function of transformers."""
+    name = type(module).__name__
+    if kvrelay_step is None:
+        raise UnsupportedModel(f"{name} is not handed the arguments that its model is called with")
+    if attention_mask is not None:
+        raise UnsupportedModel(f"{name} makes its own attention mask")
+    if getattr(module, "is_causal", True) is False or options.get("is_causal") is False:
+        raise UnsupportedModel(f"{name} is not causal")
+    window, scale, softcap = (options.pop(key, None) for key in ("sliding_window", "scaling", "softcap"))
+    extra = sorted(k for k, v in options.items() if k not in _NEUTRAL_OPTIONS and v is not None and v is not False)
+    if extra:
+        raise UnsupportedModel(f"{name} asks attention for {', '.join(extra)}")
+    if query.dtype is not kvrelay_step.dtype or key.dtype is not query.dtype or value.dtype is not query.dtype:
+        raise UnsupportedModel(f"{name} attends in {query.dtype}, {key.dtype}, {value.dtype}")
+    _check_shapes(name, query, key, value)
+    kvrelay_step.calls.append(
+        _Call(
+            layer_idx=int(getattr(module, "layer_idx", -1)),
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            head_dim=key.shape[3],
+            window=window,
+            score=ScoreFunction(scale=scale, softcap=softcap),
+        )
+    )
+    return query.transpose(1, 2), None
+
+
+def _check_shapes(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+    if query.shape[0] != 1 or {x.shape[2] for x in (query, key, value)} != {_NUM_TRIAL_TOKENS}:
+        raise UnsupportedModel(f"{name} attends to something else than the tokens it is given")
+    if query.shape[3] != key.shape[3] or key.shape != value.shape:
+        raise UnsupportedModel(
+            f"{name} has keys of {key.shape[1]} x {key.shape[3]} and values of {value.shape[1]} x {value.shape[3]};"
+            " latent attention and other unequal heads are not supported"
+        )
+    if query.shape[1] % key.shape[1]:
+        raise UnsupportedModel(f"{name}: {query.shape[1]} query heads do not divide among {key.shape[1]} key heads")
+
+
+def _one_call_per_layer(calls: list[_Call], num_layers: int) -> list[_Call]:
+    if [call.layer_idx for call in calls] != list(range(num_layers)):
+        raise UnsupportedModel(
+            f"{len({call.layer_idx for call in calls})} of {num_layers} layers attend through transformers' attention"
+            f" registry, {len(calls)} times in all; each has to, once"
+        )
+    return calls
+
+
+def _check_windows(config: Any, windows: tuple[int | None, ...]) -> None:
+    """Refuse a model that would put its windows into masks alone."""
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if set(windows) - {None, window}:
+        raise UnsupportedModel(f"sliding_window is {window}, the layers ask attention for windows {windows}")
+    if layer_types:
+        declared = tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+        if declared != windows:
+            raise UnsupportedModel(f"layer_types mean windows {declared}, the layers ask for {windows}")
+    elif window and getattr(config, "use_sliding_window", True) and set(windows) == {None}:
+        raise UnsupportedModel(f"sliding_window: no layer asks attention for a window of {window}")
+
+
+def _max_positions(config: Any) -> int:
+    """Return how long a text may be before rotary frequencies change."""
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1:
+        raise UnsupportedModel(f"config.json: max_position_embeddings is {limit!r}, not a positive number")
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in (parameters, *parameters.values()):
+        if isinstance(rope, Mapping) and rope.get("rope_type") == "longrope":
+            limit = min(limit, rope.get("original_max_position_embeddings", limit))
+    return limit

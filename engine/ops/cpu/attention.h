@@ -1,0 +1,115 @@
+// Attention over the paged cache: rotate and write the new tokens, then read each sequence's context where it lies.
+//
+// The work is cut into items that threads take one by one:
+//   a decode token     (sequence, key heads, kSplitKeys keys)   the splits of one token are merged afterwards
+//   a prefill chunk    (sequence, key head, some query rows)
+//
+// Query heads that share a key head are rows of the same item: each key is read once for all of them. Where keys are
+// split depends on their own sequence alone, so that a row's result does not change with the batch, bit for bit.
+#pragma once
+#include <omp.h>
+
+#include "decode.h"
+#include "elementwise.h"
+#include "prefill.h"
+
+namespace kvrelay {
+
+template <typename T>
+inline void rotate(const T* head, const float* cos, const float* sin, int64_t half, T* to) {
+    for (int64_t i = 0; i < half; i += kLanes) {
+        F32x16 a = load_wide(head + i), b = load_wide(head + half + i);
+        F32x16 c = load<F32x16>(cos + i), s = load<F32x16>(sin + i);
+        store_narrow(to + i, a * c - b * s);
+        store_narrow(to + half + i, b * c + a * s);
+    }
+}
+
+// Turn the queries in place, write keys and values to their slots.
+template <typename T>
+void rotate_and_write(const Step& step, const Layer<T>& layer, T* qkv) {
+    int64_t dim = step.head_dim, half = dim / 2, num_rotated = step.num_heads + step.num_kv_heads;
+#pragma omp parallel for schedule(static) if (step.num_tokens >= kMinParallelRows)
+    for (int64_t token = 0; token < step.num_tokens; token++) {
+        T* row = qkv + token * step.row_size();
+        const float *cos = step.cos + token * half, *sin = step.sin + token * half;
+        int64_t slot = step.slot_mapping[token] * step.num_kv_heads * dim;
+        for (int64_t h = 0; h < num_rotated; h++) {
+            T* head = row + h * dim;
+            bool is_query = h < step.num_heads;
+            const T* norm = is_query ? layer.q_norm : layer.k_norm;
+            if (norm) norm_row(head, norm, head, dim, step.norm_eps);
+            rotate(head, cos, sin, half, is_query ? head : layer.keys + slot + (h - step.num_heads) * dim);
+        }
+        std::memcpy(layer.values + slot, row + num_rotated * dim, step.num_kv_heads * dim * sizeof(T));
+    }
+}
+
+// Returns the items of a step and how many of them are splits.
+inline std::vector<Item> cut(const Step& step, int64_t window, int64_t& num_splits) {
+    std::vector<Item> items;
+    num_splits = 0;
+    int64_t tokens_per_tile = std::max<int64_t>(1, kTileRows / step.group()), num_whole = 0;
+    auto oldest = [&](int64_t context) { return window ? std::max<int64_t>(0, context - window) : 0; };
+    auto num_new = [&](int64_t seq) { return step.query_start_loc[seq + 1] - step.query_start_loc[seq]; };
+    for (int64_t seq = 0; seq < step.num_seqs; seq++) {
+        int64_t context = step.context_lens[seq];
+        num_whole += num_new(seq) > 1 ? 1 : (context - oldest(context) + kSplitKeys - 1) / kSplitKeys;
+    }
+    // All heads of a key lie side by side, and memory likes to be read in order; but every thread needs an item.
+    int64_t heads_per_item = num_whole >= 2 * omp_get_max_threads() ? step.num_kv_heads : 1;
+    for (int64_t seq = 0; seq < step.num_seqs; seq++) {
+        int64_t context = step.context_lens[seq];
+        if (num_new(seq) > 1) {  // the last rows see the most keys: the longest items come first
+            for (int64_t end = num_new(seq); end > 0; end -= tokens_per_tile)
+                for (int64_t head = 0; head < step.num_kv_heads; head++)
+                    items.push_back({seq, head, 1, std::max<int64_t>(0, end - tokens_per_tile), end, -1});
+            continue;
+        }
+        for (int64_t head = 0; head < step.num_kv_heads; head += heads_per_item)
+            for (int64_t at = oldest(context); at < context; at += kSplitKeys) {
+                int64_t end = std::min(context, at + kSplitKeys);
+                bool is_only = at == oldest(context) && end == context;
+                items.push_back({seq, head, heads_per_item, at, end, is_only ? -1 : num_splits++});
+            }
+    }
+    return items;
+}
+
+// output [num_tokens, num_heads, head_dim] from qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], whose
+// queries are turned in place. Writes the new tokens' pages. head_dim is a multiple of 32. All threads.
+template <typename T>
+void attend(const Step& step, const Layer<T>& layer, T* qkv, T* output) {
+    rotate_and_write(step, layer, qkv);
+    int64_t dim = step.head_dim, group = step.group(), num_splits;
+    std::vector<Item> items = cut(step, layer.window, num_splits);
+    static thread_local std::vector<Partial> partials;
+    if (int64_t(partials.size()) < num_splits) partials.resize(num_splits);
+    Partial* splits = partials.data();
+    auto write = [&](const Item& item, const Partial* parts, int64_t count) {
+        T* to = output + (step.query_start_loc[item.seq] * step.num_heads + item.first_head * group) * dim;
+        merge(parts, count, item.num_heads * group, dim, to);
+    };
+#pragma omp parallel for schedule(dynamic)
+    for (size_t i = 0; i < items.size(); i++) {
+        const Item& item = items[i];
+        int64_t token = step.query_start_loc[item.seq];
+        if (step.query_start_loc[item.seq + 1] - token > 1) {
+            attend_chunk(step, layer, item, qkv, output);
+            continue;
+        }
+        thread_local Partial own;
+        Partial& partial = item.split < 0 ? own : splits[item.split];
+        attend_keys(step, layer, item, qkv + token * step.row_size() + item.first_head * group * dim, partial);
+        if (item.split < 0) write(item, &partial, 1);
+    }
+    for (size_t i = 0; num_splits && i < items.size();) {  // the splits of one token and head lie side by side
+        const Item& first = items[i];
+        size_t end = i + 1;
+        while (end < items.size() && items[end].seq == first.seq && items[end].first_head == first.first_head) end++;
+        if (first.split >= 0) write(first, splits + first.split, int64_t(end - i));
+        i = end;
+    }
+}
+
+}  // namespace kvrelay

@@ -1,0 +1,94 @@
+"""Compiles the kernels once per processor, compiler and source; the result stays in the cache folder.
+
+A compiler is optional. Whatever goes wrong here costs speed, never a start: the caller gets a reason instead of a path.
+"""
+
+import fcntl
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.model_files import cache_dir
+
+_SOURCES = Path(__file__).parent
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared")
+_COMPILE_TIMEOUT_S = 180
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotBuilt:
+    """Why there are no compiled kernels."""
+
+    reason: str
+
+
+def build_kernels(folder: Path | None = None) -> Path | NotBuilt:
+    """Return the shared library, compiled into `folder` (default: the cache folder) unless it is there already.
+
+    Takes some seconds the first time. Several processes may call it at once: one compiles, the others wait.
+    """
+    compiler = _compiler()
+    if compiler is None:
+        return NotBuilt(reason="no C++ compiler (c++, g++ or clang++, or $CXX) is installed")
+    folder = folder or cache_dir() / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        library = folder / f"kvrelay-{_key(compiler)}.so"
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.exists():
+                _compile(compiler, library)
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.strip().splitlines()
+        return NotBuilt(reason=f"{compiler[0]} failed: {lines[0] if lines else f'exit status {error.returncode}'}")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return NotBuilt(reason=f"the kernels could not be compiled: {error}")
+    return library
+
+
+def _compiler() -> list[str] | None:
+    chosen = os.environ.get("CXX")
+    if chosen is not None:
+        return shlex.split(chosen) or None  # CXX="" switches the kernels off
+    found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    return [found] if found else None
+
+
+def _key(compiler: list[str]) -> str:
+    """Return a name for everything that the compiled code depends on."""
+    version = subprocess.run(
+        [*compiler, "--version"], capture_output=True, check=True, timeout=_COMPILE_TIMEOUT_S
+    ).stdout
+    digest = hashlib.sha256(version)
+    digest.update(" ".join((*compiler, *_FLAGS, platform.machine(), _cpu_flags())).encode())
+    for source in sorted(_SOURCES.glob("*.h")) + sorted(_SOURCES.glob("*.cpp")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _cpu_flags() -> str:
+    try:
+        lines = _CPU_INFO.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+
+
+def _compile(compiler: list[str], library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        built = Path(scratch) / library.name
+        subprocess.run(
+            [*compiler, *_FLAGS, str(_SOURCES / "kernels.cpp"), "-o", str(built)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_COMPILE_TIMEOUT_S,
+        )
+        built.replace(library)

@@ -1,0 +1,42 @@
+// The C interface of the kernels; `library.py` declares it to Python. Suffixes name the number format.
+#include "attention.h"
+
+using namespace kvrelay;
+
+template <typename T>
+static void pack(const T* weight, T* packed, int64_t columns, int64_t depth) {
+    int64_t size = panel_size<T>(depth);
+#pragma omp parallel for schedule(static)
+    for (int64_t p = 0; p < (columns + kPanel - 1) / kPanel; p++)
+        pack_transposed(weight, depth, columns, depth, packed + p * size, p);
+}
+
+#define KVRELAY_KERNELS(T, suffix)                                                                                     \
+    int64_t kvrelay_packed_size_##suffix(int64_t columns, int64_t depth) {                                             \
+        return (columns + kPanel - 1) / kPanel * panel_size<T>(depth);                                                 \
+    }                                                                                                                  \
+    void kvrelay_pack_##suffix(const T* weight, T* packed, int64_t columns, int64_t depth) {                           \
+        pack(weight, packed, columns, depth);                                                                          \
+    }                                                                                                                  \
+    void kvrelay_linear_##suffix(                                                                                      \
+        const T* x, const T* packed, const T* bias, T* y, int64_t rows, int64_t columns, int64_t depth) {              \
+        linear(x, packed, bias, y, rows, columns, depth);                                                              \
+    }                                                                                                                  \
+    void kvrelay_rms_norm_##suffix(const T* x, const T* weight, T* to, int64_t rows, int64_t size, float eps) {        \
+        rms_norm(x, weight, to, rows, size, eps);                                                                      \
+    }                                                                                                                  \
+    void kvrelay_add_rms_norm_##suffix(                                                                                \
+        const T* x, T* residual, const T* weight, T* to, int64_t rows, int64_t size, float eps) {                      \
+        add_rms_norm(x, residual, weight, to, rows, size, eps);                                                        \
+    }                                                                                                                  \
+    void kvrelay_silu_mul_##suffix(const T* gate_up, T* to, int64_t rows, int64_t size) {                              \
+        silu_mul(gate_up, to, rows, size);                                                                             \
+    }                                                                                                                  \
+    void kvrelay_attend_##suffix(const Step* step, const Layer<T>* layer, T* qkv, T* output) {                         \
+        attend(*step, *layer, qkv, output);                                                                            \
+    }
+
+extern "C" {
+KVRELAY_KERNELS(float, float32)
+KVRELAY_KERNELS(bf16, bfloat16)
+}

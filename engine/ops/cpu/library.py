@@ -1,0 +1,67 @@
+"""The compiled kernels as Python functions over addresses. Calls release the GIL.
+
+The kernels run on torch's own OpenMP threads: the library is loaded after torch, and both name the same runtime, so
+that there is one pool of threads in a process, and `torch.set_num_threads` sets it.
+"""
+
+import ctypes
+from collections.abc import Callable
+from ctypes import POINTER, c_float, c_int64, c_void_p
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class Step(ctypes.Structure):
+    """`Step` of attention.h: one step's batch. The addresses must outlive the calls."""
+
+    _fields_ = [
+        *(
+            (name, c_int64)
+            for name in ("num_tokens", "num_seqs", "num_heads", "num_kv_heads", "head_dim", "block_size")
+        ),
+        *(
+            (name, c_void_p)
+            for name in ("slot_mapping", "query_start_loc", "context_lens", "block_tables", "cos", "sin")
+        ),
+        ("scale", c_float),
+        ("norm_eps", c_float),
+    ]
+
+
+class Layer(ctypes.Structure):
+    """`Layer` of attention.h: one layer's pages and norms; window 0 means none."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("keys", "values", "q_norm", "k_norm")),
+        ("window", c_int64),
+    ]
+
+
+class CpuKernels:
+    """The kernels for one number format. Arguments are addresses (`Tensor.data_ptr()`) and counts; see kernels.cpp."""
+
+    def __init__(self, library: Path, dtype: torch.dtype) -> None:
+        """Load the library. Raises OSError when the system cannot, and ValueError for a dtype that it lacks."""
+        if dtype not in DTYPES:
+            raise ValueError(f"there are no CPU kernels for {dtype}")
+        self.dtype = dtype
+        loaded = ctypes.CDLL(str(library))
+        suffix = str(dtype).removeprefix("torch.")
+
+        def function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+            found = getattr(loaded, f"kvrelay_{name}_{suffix}")
+            found.argtypes, found.restype = arguments, result
+            return cast(Callable[..., Any], found)
+
+        address, count = c_void_p, c_int64
+        self.packed_size = function("packed_size", c_int64, count, count)
+        self.pack = function("pack", None, address, address, count, count)
+        self.linear = function("linear", None, address, address, address, address, count, count, count)
+        self.rms_norm = function("rms_norm", None, address, address, address, count, count, c_float)
+        self.add_rms_norm = function("add_rms_norm", None, *(address,) * 4, count, count, c_float)
+        self.silu_mul = function("silu_mul", None, address, address, count, count)
+        self.attend = function("attend", None, POINTER(Step), POINTER(Layer), address, address)

@@ -1,0 +1,117 @@
+"""The decoder's operations on the compiled CPU kernels."""
+
+import ctypes
+import math
+from array import array
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kv_cache import TorchKvStore
+from engine.model.config import DecoderConfig
+from engine.model.rope import RotaryEmbedding
+from engine.ops.cpu.library import CpuKernels, Layer, Step
+from engine.ops.metadata import AttentionMetadata, SequenceSpan
+
+_HEAD_DIM_MULTIPLE = 32
+
+
+def can_attend(config: DecoderConfig) -> bool:
+    """Whether the kernels know these heads; all published sizes from 32 up but 80 are multiples of 32."""
+    return config.head_dim % _HEAD_DIM_MULTIPLE == 0
+
+
+class CpuOps:
+    """An `Ops` for pages in host memory."""
+
+    name = "compiled for this CPU"
+
+    def __init__(self, config: DecoderConfig, store: TorchKvStore, kernels: CpuKernels) -> None:
+        self._config = config
+        self._store = store
+        self._kernels = kernels
+        self._rope = RotaryEmbedding(config.rope, head_dim=config.head_dim, device=torch.device("cpu"))
+        self._layers = [
+            Layer(keys=keys.data_ptr(), values=values.data_ptr(), window=window or 0)
+            for (keys, values), window in zip(store.layers, config.windows, strict=True)
+        ]
+
+    def plan(self, metadata: AttentionMetadata) -> "CpuStepOps":
+        """Point the kernels at the step; see `Ops`. Block tables are read where the sequences keep them."""
+        return CpuStepOps(self._config, self._kernels, self._layers, _PlannedStep(metadata, self._config, self._rope))
+
+
+class _PlannedStep:
+    """The kernels' view of a step, and everything that it points to."""
+
+    def __init__(self, metadata: AttentionMetadata, config: DecoderConfig, rope: RotaryEmbedding) -> None:
+        cos, sin = rope.half_angles(torch.from_numpy(metadata.positions))
+        copies: list[array[int]] = []
+        tables = np.array([_table_address(span, copies) for span in metadata.spans], dtype=np.int64)
+        self._alive = (metadata, cos, sin, copies, tables)
+        self.struct = Step(
+            num_tokens=len(metadata.positions),
+            num_seqs=len(metadata.spans),
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=metadata.block_size,
+            slot_mapping=metadata.slot_mapping.ctypes.data,
+            query_start_loc=metadata.query_start_loc.ctypes.data,
+            context_lens=metadata.context_lens.ctypes.data,
+            block_tables=tables.ctypes.data,
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            scale=config.head_dim**-0.5 * math.log2(math.e),
+            norm_eps=config.rms_norm_eps,
+        )
+
+
+class CpuStepOps:
+    """One planned step; a `StepOps`. Inputs are contiguous."""
+
+    def __init__(self, config: DecoderConfig, kernels: CpuKernels, layers: Seq[Layer], planned: _PlannedStep) -> None:
+        self._config = config
+        self._kernels = kernels
+        self._layers = layers
+        self._planned = planned
+        self._step = ctypes.byref(planned.struct)
+
+    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """See `StepOps`."""
+        normed = torch.empty_like(x)
+        self._kernels.rms_norm(x.data_ptr(), weight.data_ptr(), normed.data_ptr(), *x.shape, self._config.rms_norm_eps)
+        return normed
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        """See `StepOps`; mutates x as well, which becomes the result."""
+        at = x.data_ptr()
+        self._kernels.add_rms_norm(at, residual.data_ptr(), weight.data_ptr(), at, *x.shape, self._config.rms_norm_eps)
+        return x
+
+    def attend(self, layer_idx: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
+        """See `StepOps`; mutates qkv."""
+        layer = self._layers[layer_idx]
+        if q_norm is not None and k_norm is not None:
+            layer.q_norm, layer.k_norm = q_norm.data_ptr(), k_norm.data_ptr()
+        attended = torch.empty((qkv.shape[0], self._config.num_heads * self._config.head_dim), dtype=qkv.dtype)
+        self._kernels.attend(self._step, ctypes.byref(layer), qkv.data_ptr(), attended.data_ptr())
+        return attended
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `StepOps`."""
+        num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+        expanded = torch.empty((num_tokens, width), dtype=gate_up.dtype)
+        self._kernels.silu_mul(gate_up.data_ptr(), expanded.data_ptr(), num_tokens, width)
+        return expanded
+
+
+def _table_address(span: SequenceSpan, copies: "list[array[int]]") -> int:
+    """Return where the block table's int32 entries lie; a table of another kind is copied, into `copies`."""
+    table = span.block_table
+    if not (isinstance(table, array) and table.typecode == "i"):
+        table = array("i", table)
+        copies.append(table)
+    return table.buffer_info()[0]

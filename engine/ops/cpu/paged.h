@@ -1,0 +1,116 @@
+// What decode and prefill attention share: the step, the pages, and the softmax of a row that sees its keys tile by tile.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "simd.h"
+
+namespace kvrelay {
+
+constexpr int64_t kTileKeys = 64;  // keys between two rescalings
+constexpr float kNever = -std::numeric_limits<float>::infinity();
+
+// One step, as `library.py` describes it. Counts, then addresses; everything int64 but cos, sin and tables.
+struct Step {
+    int64_t num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, block_size;
+    const int64_t* slot_mapping;      // [num_tokens]
+    const int64_t* query_start_loc;   // [num_seqs + 1]
+    const int64_t* context_lens;      // [num_seqs]
+    const int32_t* const* block_tables;  // [num_seqs], each [cdiv(context_len, block_size)]
+    const float* cos;                 // [num_tokens, head_dim / 2]
+    const float* sin;
+    float scale;  // of scores, times log2(e): softmax is computed with powers of two
+    float norm_eps;
+
+    int64_t group() const { return num_heads / num_kv_heads; }
+    int64_t row_size() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
+};
+
+template <typename T>
+struct Layer {
+    T* keys;  // [num_blocks, block_size, num_kv_heads, head_dim]
+    T* values;
+    const T* q_norm;  // [head_dim] or null
+    const T* k_norm;
+    int64_t window;  // 0: none
+};
+
+struct Item {
+    int64_t seq;
+    int64_t first_head, num_heads;  // key heads; prefill: one
+    int64_t begin, end;             // decode: keys; prefill: tokens of the chunk
+    int64_t split;                  // decode: where its partial result goes; -1: it is the only one
+};
+
+// Softmax state of some query rows that have seen a part of their keys. out [rows][dim] is not yet divided by `sums`.
+struct Partial {
+    std::vector<float> peaks, sums, out;
+
+    void reset(int64_t rows, int64_t dim) {
+        peaks.assign(rows, kNever);
+        sums.assign(rows, 0.0f);
+        out.assign(rows * dim, 0.0f);
+    }
+};
+
+// Turn a tile's scores of one row into weights 2^(score * scale - peak), and rescale what was summed before (Milakov and
+// Gimelshein, "Online normalizer calculation for softmax", 2018). `peak` is the largest score * scale so far.
+template <typename T>
+inline void soften(const float* scores, float scale, T* weights, float& peak, float& total, float* out, int64_t dim) {
+    constexpr int kVectors = kTileKeys / kLanes;
+    F32x16 row[kVectors], high = splat(kNever), mass{};
+    for (int i = 0; i < kVectors; i++) {
+        row[i] = load<F32x16>(scores + i * kLanes);
+        high = max(high, row[i]);
+    }
+    float tile_peak = highest(high) * scale, best = std::max(peak, tile_peak);
+    if (best == kNever) best = 0.0f;  // every key so far is hidden: all weights are 2^-inf = 0
+    for (int i = 0; i < kVectors; i++) {
+        row[i] = exp2(row[i] * scale - best);
+        mass += row[i];
+        store_narrow(weights + i * kLanes, row[i]);
+    }
+    if (tile_peak > peak) {
+        float shrink = exp2(splat(peak - best))[0];
+        total *= shrink;
+        for (int64_t i = 0; i < dim; i += kLanes) store(out + i, load<F32x16>(out + i) * shrink);
+        peak = best;
+    }
+    total += sum(mass);
+}
+
+// Where the keys and values of a tile lie, from some key head on. Places beyond the last key repeat it.
+template <typename T>
+struct TileRows {
+    const T *keys[kTileKeys], *values[kTileKeys];
+
+    void find(const Step& step, const Layer<T>& layer, const int32_t* table, int64_t head, int64_t first, int64_t end) {
+        int64_t stride = step.num_kv_heads * step.head_dim, count = std::min(kTileKeys, end - first);
+        int64_t block = first / step.block_size, offset = first % step.block_size;
+        for (int64_t k = 0; k < count; block++, offset = 0) {
+            int64_t at = (table[block] * step.block_size + offset) * stride + head * step.head_dim;
+            for (int64_t left = std::min(step.block_size - offset, count - k); left > 0; left--, k++, at += stride) {
+                keys[k] = layer.keys + at;
+                values[k] = layer.values + at;
+            }
+        }
+        for (int64_t k = count; k < kTileKeys; k++) keys[k] = keys[count - 1], values[k] = values[count - 1];
+    }
+
+    // Rows [begin, end), `size` elements of each. The processor's own prefetcher does not see through block tables.
+    void prefetch(int64_t begin, int64_t end, int64_t size) const {
+        for (int64_t k = begin; k < end; k++)
+            for (int64_t i = 0; i < size; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(keys[k] + i);
+        for (int64_t k = begin; k < end; k++)
+            for (int64_t i = 0; i < size; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(values[k] + i);
+    }
+};
+
+template <typename T>
+inline void write_result(const float* out, float total, int64_t dim, T* to) {
+    for (int64_t i = 0; i < dim; i += kLanes) store_narrow(to + i, load<F32x16>(out + i) / total);
+}
+
+}  // namespace kvrelay

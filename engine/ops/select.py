@@ -1,0 +1,82 @@
+"""Chooses the kernels of a model: once, at load, and says which and why."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.kv_cache import TorchKvStore
+from engine.model.config import DecoderConfig
+from engine.model.precision import cpu_has
+from engine.model.weights import DecoderWeights
+from engine.ops.cpu.build import NotBuilt, build_kernels
+from engine.ops.cpu.library import DTYPES, CpuKernels
+from engine.ops.cpu.linear import pack_projections
+from engine.ops.cpu.ops import CpuOps, can_attend
+from engine.ops.interface import Ops
+from engine.ops.onednn import OneDnnLinear, can_pack
+from engine.ops.torch_ops import TorchOps
+
+logger = logging.getLogger(__name__)
+
+# Tile registers multiply bfloat16 many times faster than vectors do; oneDNN uses them, our kernels do not.
+_TILE_FLAG = "amx_bf16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuChoice:
+    """What computes a model on this CPU."""
+
+    kernels: CpuKernels | None
+    """None: torch does."""
+    linears: str
+
+    def bind(self, config: DecoderConfig, store: TorchKvStore) -> Ops:
+        """Return the operations on a model's pages."""
+        if self.kernels is not None and can_attend(config):
+            ops: Ops = CpuOps(config, store, self.kernels)
+        else:
+            ops = TorchOps(config, store)
+        logger.info("kernels chosen", extra={"operations": ops.name, "linears": self.linears})
+        return ops
+
+
+def choose_cpu_kernels(weights: DecoderWeights, *, compiled: bool = True) -> CpuChoice:
+    """Put the plain weights into the layout that is fastest on this CPU. Mutates `weights`.
+
+    Compiled kernels where there is a compiler, else torch; torch always when `compiled` is False.
+    """
+    kernels = _load_kernels(weights.embedding.dtype) if compiled else None
+    return CpuChoice(kernels=kernels, linears=_pack(weights, kernels))
+
+
+def _load_kernels(dtype: torch.dtype) -> CpuKernels | None:
+    if dtype not in DTYPES:
+        logger.info("plain torch kernels: none are compiled for %s", dtype)
+        return None
+    built = build_kernels()
+    if isinstance(built, NotBuilt):
+        logger.warning("plain torch kernels, which are slower: %s", built.reason)
+        return None
+    return _open(built, dtype)
+
+
+def _open(library: Path, dtype: torch.dtype) -> CpuKernels | None:
+    try:
+        return CpuKernels(library, dtype)
+    except OSError as error:
+        logger.warning("plain torch kernels, which are slower: %s does not load: %s", library, error)
+        return None
+
+
+def _pack(weights: DecoderWeights, kernels: CpuKernels | None) -> str:
+    """Replace all projections by the fastest kind that there is; returns its name."""
+    has_tiles = weights.embedding.dtype is torch.bfloat16 and cpu_has(_TILE_FLAG)
+    if kernels is not None and not has_tiles:
+        pack_projections(weights, kernels)
+        return "compiled, packed weights"
+    if can_pack(weights.embedding):
+        weights.replace_projections(OneDnnLinear)
+        return "oneDNN, packed weights"
+    return "torch"

@@ -1,0 +1,282 @@
+"""Attention of sequences that have one new token, over their pages.
+
+A sequence's keys are split among programs (Flash-Decoding), which a second kernel combines; the query heads that share
+a key head are the rows of one matrix product, so that no key is read twice. The grid depends on the number of sequences
+alone. How the keys of each are split is decided on the device from its context length, and programs without work leave
+at once: the same launch, captured in a CUDA graph, serves contexts of any length.
+"""
+# ruff: noqa: ANN001, ANN202, PLR0913 - a kernel's parameters are pointers, strides and compile-time constants
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.ops.triton_kernels.pages import LOG2_E, LayerPages, attend_keys, dot_dtype
+from engine.ops.triton_kernels.step import STEP_POINTERS, DeviceStep
+
+MAX_SPLITS = 64
+_PROGRAMS_PER_SM = 4
+"""Two to three run at a time; the next wave evens out contexts of unlike length."""
+_MIN_SPLITS_OF_LARGE_BATCH = 4
+"""So that one long context among many short ones is not read by a single program per head."""
+_MIN_KEYS_OF_LARGE_BATCH = 512
+"""Where the batch fills the device by itself, a smaller split would cost more in partial results than it brings."""
+_COMBINED_AT_ONCE = tl.constexpr(16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeTiles:
+    """Block sizes of the kernel."""
+
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeySplits:
+    """How many programs share a sequence's keys, and where they leave their results. Reused by every layer."""
+
+    num_splits: int
+    min_keys: int
+    """A split has at least so many, unless the context is shorter."""
+    outputs: Tensor
+    """Softmax-weighted values of each split, float32 [num_decodes, num_heads, num_splits, head_dim]."""
+    log_sums: Tensor
+    """log2 of each split's sum of exponentials, float32 [num_decodes, num_heads, num_splits]."""
+
+
+def decode_tiles(page_dtype: torch.dtype, head_dim: int) -> DecodeTiles:
+    """Return block sizes that keep three programs on a multiprocessor, each with two tiles of keys on their way.
+
+    Half of the stages go to the block table, whose entries have to be there before the tile that they point to.
+    """
+    if page_dtype.itemsize == 4:
+        return DecodeTiles(keys=32, num_warps=4, num_stages=3)
+    keys = 128 if head_dim <= 64 else 64 if head_dim <= 128 else 32
+    return DecodeTiles(keys=keys, num_warps=4, num_stages=5 if page_dtype.itemsize == 2 else 7)
+
+
+def split_keys(num_decodes: int, num_heads: int, pages: LayerPages, *, num_sms: int) -> KeySplits:
+    """Choose splits for a batch of `num_decodes` on a device of `num_sms` and allocate their results."""
+    programs = max(num_decodes, 1) * pages.num_kv_heads
+    wanted = -(-_PROGRAMS_PER_SM * num_sms // programs)
+    if programs >= num_sms:
+        num_splits, min_keys = max(wanted, _MIN_SPLITS_OF_LARGE_BATCH), _MIN_KEYS_OF_LARGE_BATCH
+    else:
+        num_splits, min_keys = min(wanted, MAX_SPLITS), decode_tiles(pages.keys.dtype, pages.head_dim).keys
+    sizes = (num_decodes, num_heads, num_splits)
+    return KeySplits(
+        num_splits=num_splits,
+        min_keys=min_keys,
+        outputs=torch.empty((*sizes, pages.head_dim), dtype=torch.float32, device=pages.keys.device),
+        log_sums=torch.empty(sizes, dtype=torch.float32, device=pages.keys.device),
+    )
+
+
+def decode_attention(output: Tensor, query: Tensor, pages: LayerPages, step: DeviceStep, splits: KeySplits) -> None:
+    """Write what each decoding sequence's token reads from its context into its row of `output`.
+
+    output and query are contiguous [num_tokens, num_heads, head_dim]; rows of other tokens are left alone. The new
+    token's own key and value are in the pages already. Also overwrites `splits`' tensors.
+    """
+    num_heads, head_dim = query.shape[1:]
+    group = num_heads // pages.num_kv_heads
+    tiles = decode_tiles(pages.keys.dtype, head_dim)
+    _decode_kernel[(pages.num_kv_heads, splits.num_splits, step.num_decodes)](
+        output,
+        splits.outputs,
+        splits.log_sums,
+        query,
+        pages.keys,
+        pages.values,
+        step.block_tables,
+        step.context_lens,
+        step.query_start_loc,
+        step.decode_seqs,
+        head_dim**-0.5 * pages.key_scale * LOG2_E,
+        pages.value_scale,
+        step.block_tables.stride(0),
+        splits.num_splits,
+        splits.min_keys,
+        NUM_KV_HEADS=pages.num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        PAGE_SIZE=pages.block_size,
+        WINDOW=pages.window or 0,
+        BLOCK_H=max(16, triton.next_power_of_2(group)),
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_N=tiles.keys,
+        DOT_DTYPE=dot_dtype(query.dtype),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    if splits.num_splits > 1:
+        _combine_kernel[(num_heads, step.num_decodes)](
+            output,
+            splits.outputs,
+            splits.log_sums,
+            step.context_lens,
+            step.query_start_loc,
+            step.decode_seqs,
+            splits.num_splits,
+            splits.min_keys,
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            WINDOW=pages.window or 0,
+            BLOCK_D=triton.next_power_of_2(head_dim),
+            BLOCK_N=tiles.keys,
+            BLOCK_S=MAX_SPLITS,
+            num_warps=4,
+        )
+
+
+@triton.jit
+def _split_range(context_len, num_splits, min_keys, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the first key that counts, keys per split, and how many splits have any; both kernels go by it."""
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(context_len - WINDOW, 0)
+    num_keys = context_len - begin
+    split_size = tl.maximum(min_keys, tl.cdiv(num_keys, num_splits))
+    split_size = tl.cdiv(split_size, BLOCK_N) * BLOCK_N
+    return begin, split_size, tl.cdiv(num_keys, split_size)
+
+
+@triton.jit
+def _sequence_and_token(index, query_start_loc_ptr, decode_seqs_ptr):
+    """Return which sequence the index-th decode is of, and the row of its token."""
+    if decode_seqs_ptr is None:
+        return index, index
+    else:  # noqa: RET505 - Triton compiles one of the two
+        seq = tl.load(decode_seqs_ptr + index)
+        return seq, tl.load(query_start_loc_ptr + seq)
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "num_splits", "min_keys"], do_not_specialize_on_alignment=list(STEP_POINTERS)
+)
+def _decode_kernel(
+    output_ptr,
+    split_outputs_ptr,
+    split_log_sums_ptr,
+    query_ptr,
+    keys_ptr,
+    values_ptr,
+    block_tables_ptr,
+    context_lens_ptr,
+    query_start_loc_ptr,
+    decode_seqs_ptr,
+    qk_scale,
+    value_scale,
+    table_stride,
+    num_splits,
+    min_keys,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    index = tl.program_id(2)
+    seq, token = _sequence_and_token(index, query_start_loc_ptr, decode_seqs_ptr)
+    context_len = tl.load(context_lens_ptr + seq)
+    begin, split_size, num_used = _split_range(context_len, num_splits, min_keys, WINDOW, BLOCK_N)
+    if split >= tl.maximum(num_used, 1):
+        return
+    begin += split * split_size
+    end = tl.minimum(begin + split_size, context_len)
+
+    rows = tl.arange(0, BLOCK_H)
+    dims = tl.arange(0, BLOCK_D)
+    heads = kv_head * GROUP + rows
+    stored = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    offsets = (token.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads[:, None]) * HEAD_DIM + dims[None, :]
+    query = tl.load(query_ptr + offsets, mask=stored, other=0.0).to(DOT_DTYPE)
+    state = (
+        tl.zeros([BLOCK_H, BLOCK_D], dtype=tl.float32),
+        tl.full([BLOCK_H], float("-inf"), dtype=tl.float32),
+        tl.zeros([BLOCK_H], dtype=tl.float32),
+    )
+    acc, row_max, row_sum = attend_keys(
+        state,
+        query,
+        tl.zeros([BLOCK_H], dtype=tl.int32) + (end - 1),
+        keys_ptr + kv_head * HEAD_DIM,
+        values_ptr + kv_head * HEAD_DIM,
+        block_tables_ptr + seq.to(tl.int64) * table_stride,
+        begin,
+        end,
+        qk_scale,
+        NUM_KV_HEADS * HEAD_DIM,
+        HEAD_DIM=HEAD_DIM,
+        PAGE_SIZE=PAGE_SIZE,
+        WINDOW=0,  # `begin` is where the window starts
+        BLOCK_D=BLOCK_D,
+        BLOCK_N=BLOCK_N,
+        MASKED=True,
+        DOT_DTYPE=DOT_DTYPE,
+    )
+    # A context without keys sums to 0 and reads zeros.
+    result = acc * (value_scale / tl.where(row_sum > 0, row_sum, 1.0))[:, None]
+    if num_used <= 1:
+        tl.store(output_ptr + offsets, result.to(output_ptr.dtype.element_ty), mask=stored)
+    else:
+        partial = (index.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads) * num_splits + split
+        tl.store(split_log_sums_ptr + partial, row_max + tl.log2(row_sum), mask=rows < GROUP)
+        tl.store(split_outputs_ptr + partial[:, None] * HEAD_DIM + dims[None, :], result, mask=stored)
+
+
+@triton.jit(do_not_specialize=["num_splits", "min_keys"], do_not_specialize_on_alignment=list(STEP_POINTERS))
+def _combine_kernel(
+    output_ptr,
+    split_outputs_ptr,
+    split_log_sums_ptr,
+    context_lens_ptr,
+    query_start_loc_ptr,
+    decode_seqs_ptr,
+    num_splits,
+    min_keys,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Weigh the splits of one sequence and head by their sums of exponentials."""
+    head = tl.program_id(0)
+    index = tl.program_id(1)
+    seq, token = _sequence_and_token(index, query_start_loc_ptr, decode_seqs_ptr)
+    _, _, num_used = _split_range(tl.load(context_lens_ptr + seq), num_splits, min_keys, WINDOW, BLOCK_N)
+    if num_used <= 1:
+        return  # written already
+    first = (index.to(tl.int64) * NUM_HEADS + head) * num_splits
+    all_splits = tl.arange(0, BLOCK_S)
+    all_log_sums = tl.load(split_log_sums_ptr + first + all_splits, mask=all_splits < num_used, other=float("-inf"))
+    log_max = tl.max(all_log_sums, 0)
+    total = tl.sum(tl.exp2(all_log_sums - log_max), 0)
+    dims = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for first_split in range(0, num_used, _COMBINED_AT_ONCE):
+        splits = first_split + tl.arange(0, _COMBINED_AT_ONCE)
+        exists = splits < num_used
+        log_sums = tl.load(split_log_sums_ptr + first + splits, mask=exists, other=float("-inf"))
+        outputs = tl.load(
+            split_outputs_ptr + (first + splits)[:, None] * HEAD_DIM + dims[None, :],
+            mask=exists[:, None] & (dims < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        acc += tl.sum(outputs * tl.exp2(log_sums - log_max)[:, None], 0)
+    offsets = (token.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + dims
+    tl.store(output_ptr + offsets, (acc / total).to(output_ptr.dtype.element_ty), mask=dims < HEAD_DIM)

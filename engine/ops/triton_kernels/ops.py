@@ -1,0 +1,179 @@
+"""The decoder's operations on CUDA; an `Ops`."""
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from engine.kv_cache import TorchKvStore
+from engine.model.config import DecoderConfig
+from engine.model.rope import RotaryEmbedding
+from engine.ops.metadata import AttentionMetadata
+from engine.ops.triton_kernels.decode_attention import KeySplits, decode_attention, split_keys
+from engine.ops.triton_kernels.pages import LayerPages
+from engine.ops.triton_kernels.prefill_attention import prefill_attention, tile_tokens
+from engine.ops.triton_kernels.rms_norm import add_rms_norm, rms_norm
+from engine.ops.triton_kernels.rope_kv_write import HeadNorms, rope_kv_write, rotation_table
+from engine.ops.triton_kernels.silu_mul import silu_mul
+from engine.ops.triton_kernels.step import DeviceStep
+
+_INTERPRETED_SMS = 4
+"""Without a device: few enough that small batches have one split per sequence, and single sequences several."""
+_WARM_UP_TOKENS = 65
+
+
+class TritonOps:
+    """Kernels for one model on one device, bound to its pages. Engine thread only.
+
+    Weights and activations are of `dtype` (default: the pages'). Pages may be float8_e4m3fn instead. `kv_scales` says
+    what a layer's stored keys and values are multiplied by (default: 1). Positions below `max_positions` (default: the
+    model's) can be computed; each costs 4 * head_dim bytes. Raises ValueError for a model that the kernels do not take.
+    """
+
+    name = "triton"
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        store: TorchKvStore,
+        *,
+        dtype: torch.dtype | None = None,
+        kv_scales: Seq[tuple[float, float]] | None = None,
+        max_positions: int | None = None,
+    ) -> None:
+        self._config = config
+        self._dtype = dtype or store.layers[0][0].dtype
+        self._device = store.layers[0][0].device
+        if self._dtype.itemsize == 1:
+            raise ValueError("beside float8 pages the dtype of the activations has to be said")
+        self._tile_tokens = tile_tokens(self._dtype, config.head_dim, config.num_heads // config.num_kv_heads)
+        self._num_sms = _count_sms(self._device)
+        scales = kv_scales or [(1.0, 1.0)] * config.num_layers
+        self._pages = tuple(
+            LayerPages(keys=keys, values=values, window=window, key_scale=key_scale, value_scale=value_scale)
+            for (keys, values), window, (key_scale, value_scale) in zip(
+                store.layers, config.windows, scales, strict=True
+            )
+        )
+        rope = RotaryEmbedding(config.rope, head_dim=config.head_dim, device=self._device)
+        num_positions = max_positions or config.max_position_embeddings
+        self._rotations = rotation_table(rope, num_positions, device=self._device)
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of a tile in `DeviceStep.prefill_tiles`."""
+        return self._tile_tokens
+
+    def plan(self, metadata: AttentionMetadata) -> "TritonStepOps":
+        """Copy a step's description to the device without waiting; see `Ops`."""
+        return self.bind(DeviceStep.from_metadata(metadata, tile_tokens=self._tile_tokens, device=self._device))
+
+    def bind(self, step: DeviceStep) -> "TritonStepOps":
+        """Return the operations on `step`'s tensors, which may be refilled between runs.
+
+        Launches depend on the tensors' shapes alone, so that they can be captured in a CUDA graph; the result must be
+        kept as long as the graph, since it owns the memory of partial results.
+        """
+        splits = split_keys(step.num_decodes, self._config.num_heads, self._pages[0], num_sms=self._num_sms)
+        return TritonStepOps(self._config, self._pages, self._rotations, step, splits)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile every kernel that a step can ask for; takes seconds, unless they are cached on disk.
+
+        Runs padding, which mutates no page: a batch of decodes, and one that has a chunk too.
+        """
+        config = self._config
+        num_all_heads = config.num_heads + 2 * config.num_kv_heads
+        head_norm = torch.ones(config.head_dim, dtype=self._dtype, device=self._device) if config.has_qk_norm else None
+        # Of a window there is one kernel; layers that share it share the kernel.
+        layers = {window: i for i, window in enumerate(config.windows)}.values()
+        for step in _padding_steps(self._tile_tokens, self._pages[0].block_size, self._device):
+            ops, num_tokens = self.bind(step), len(step.positions)
+            hidden = torch.zeros((num_tokens, config.hidden_size), dtype=self._dtype, device=self._device)
+            ops.rms_norm(hidden, hidden[0])
+            ops.add_rms_norm(hidden, hidden.clone(), hidden[0])
+            ops.silu_mul(hidden.new_zeros((num_tokens, 2 * config.intermediate_size)))
+            for layer_idx in layers:
+                qkv = hidden.new_zeros((num_tokens, num_all_heads * config.head_dim))
+                ops.attend(layer_idx, qkv, head_norm, head_norm)
+
+
+class TritonStepOps:
+    """One step; a `StepOps`."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        pages: tuple[LayerPages, ...],
+        rotations: Tensor,
+        step: DeviceStep,
+        splits: KeySplits,
+    ) -> None:
+        self._eps = config.rms_norm_eps
+        self._head_dim = config.head_dim
+        self._pages = pages
+        self._rotations = rotations
+        self._step = step
+        self._splits = splits
+
+    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """See `StepOps`."""
+        return rms_norm(x, weight, self._eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        """See `StepOps`."""
+        return add_rms_norm(x, residual, weight, self._eps)
+
+    def attend(self, layer_idx: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
+        """See `StepOps`."""
+        norms = None
+        if q_norm is not None and k_norm is not None:
+            norms = HeadNorms(query=q_norm, key=k_norm, eps=self._eps)
+        pages = self._pages[layer_idx]
+        heads = qkv.view(len(qkv), -1, self._head_dim)
+        query = rope_kv_write(heads, norms, self._rotations, pages, self._step)
+        output = torch.empty_like(query)
+        if self._step.num_decodes:
+            decode_attention(output, query, pages, self._step, self._splits)
+        prefill_attention(output, query, pages, self._step)
+        return output.view(len(qkv), -1)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `StepOps`."""
+        return silu_mul(gate_up)
+
+
+def _count_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_SMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _padding_steps(tile_tokens: int, block_size: int, device: torch.device) -> list[DeviceStep]:
+    """Return steps that write no KV: two decodes without context, and such a decode beside a chunk in block 0."""
+
+    def ints(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    decodes = DeviceStep(
+        positions=ints(0, 0),
+        slot_mapping=ints(-1, -1, dtype=torch.int64),
+        context_lens=ints(0, 0),
+        block_tables=torch.zeros((2, 1), dtype=torch.int32, device=device),
+        query_start_loc=ints(0, 1, 2),
+        decode_seqs=None,
+        prefill_tiles=None,
+    )
+    mixed = DeviceStep(
+        positions=ints(*[0] * (1 + _WARM_UP_TOKENS)),
+        slot_mapping=ints(*[-1] * (1 + _WARM_UP_TOKENS), dtype=torch.int64),
+        context_lens=ints(0, _WARM_UP_TOKENS),
+        block_tables=torch.zeros((2, -(-_WARM_UP_TOKENS // block_size)), dtype=torch.int32, device=device),
+        query_start_loc=ints(0, 1, 1 + _WARM_UP_TOKENS),
+        decode_seqs=ints(0),
+        prefill_tiles=torch.tensor(
+            [(1, first) for first in range(0, _WARM_UP_TOKENS, tile_tokens)], dtype=torch.int32, device=device
+        ),
+    )
+    return [decodes, mixed]

@@ -1,0 +1,115 @@
+"""One layer's pages as the kernels take them, and how both attention kernels read keys through a block table."""
+# ruff: noqa: ANN001, ANN201, PLR0913 - a kernel's parameters are pointers, strides and compile-time constants
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = 1.4426950408889634
+"""Softmax is computed in base 2, which is what the hardware's exponential takes."""
+
+# Finite, so that (hidden - hidden) is 0 and not NaN. A row whose first keys are all hidden gathers nonsense of weight
+# 1 until its first visible key, which then scales it by exp2(_HIDDEN - m) = 0.
+_HIDDEN = tl.constexpr(-1.0e30)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPages:
+    """Keys and values of one layer, each contiguous [num_blocks, block_size, num_kv_heads, head_dim]."""
+
+    keys: Tensor
+    values: Tensor
+    window: int | None = None
+    """A token attends to so many tokens, itself included; None: to all."""
+    key_scale: float = 1.0
+    """What a stored key is multiplied by, > 0; other than 1 for float8 pages."""
+    value_scale: float = 1.0
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a page."""
+        return self.keys.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys."""
+        return self.keys.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+        return self.keys.shape[3]
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, as they do when TRITON_INTERPRET was set before the import."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def dot_dtype(dtype: torch.dtype) -> tl.dtype:
+    """Return what matrix products multiply: the queries' dtype, but float32 where the interpreter cannot."""
+    if is_interpreted():
+        return tl.float32  # its bfloat16 is a bit pattern
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
+
+
+@triton.jit
+def attend_keys(
+    state,  # (accumulator [M, BLOCK_D], maximum [M], sum [M]), float32: what the keys so far add up to
+    query,  # [M, BLOCK_D] in DOT_DTYPE
+    positions,  # int32 [M]: row r sees keys [0, positions[r]], or the last WINDOW of them
+    keys_ptr,  # of this layer and head
+    values_ptr,
+    table_ptr,  # the sequence's block table
+    begin,
+    end,  # keys [begin, end) are attended to
+    qk_scale,  # of a score, to base 2; > 0
+    slot_stride,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,  # False: every row sees every key, and BLOCK_N divides end - begin
+    DOT_DTYPE: tl.constexpr,
+):
+    """Take keys [begin, end) into the running softmax (Milakov and Gimelshein 2018; FlashAttention-2) and return it."""
+    acc, row_max, row_sum = state
+    dims = tl.arange(0, BLOCK_D)
+    for first_key in range(begin, end, BLOCK_N):
+        keys = first_key + tl.arange(0, BLOCK_N)
+        exists = keys < end
+        if MASKED:
+            blocks = tl.load(table_ptr + keys // PAGE_SIZE, mask=exists, other=0)
+        else:
+            blocks = tl.load(table_ptr + keys // PAGE_SIZE)
+        rows = (blocks.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE) * slot_stride
+        offsets = rows[:, None] + dims[None, :]
+        # Keys behind the context are not read: whatever another request left there, a NaN even, has no effect.
+        if MASKED and BLOCK_D == HEAD_DIM:
+            key = tl.load(keys_ptr + offsets, mask=exists[:, None], other=0.0)
+            value = tl.load(values_ptr + offsets, mask=exists[:, None], other=0.0)
+        elif BLOCK_D == HEAD_DIM:
+            key = tl.load(keys_ptr + offsets)
+            value = tl.load(values_ptr + offsets)
+        else:
+            is_read = exists[:, None] & (dims < HEAD_DIM)[None, :]
+            key = tl.load(keys_ptr + offsets, mask=is_read, other=0.0)
+            value = tl.load(values_ptr + offsets, mask=is_read, other=0.0)
+        scores = tl.dot(query, tl.trans(key.to(DOT_DTYPE)), input_precision="tf32x3") * qk_scale
+        if MASKED:
+            visible = exists[None, :] & (keys[None, :] <= positions[:, None])
+            if WINDOW > 0:
+                visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
+            scores = tl.where(visible, scores, _HIDDEN)
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_max[:, None])
+        rescale = tl.exp2(row_max - new_max)
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(DOT_DTYPE), value.to(DOT_DTYPE), acc * rescale[:, None], input_precision="tf32x3")
+        row_max = new_max
+    return acc, row_max, row_sum

@@ -1,0 +1,166 @@
+"""Causal attention of chunks of new tokens, over their sequences' pages.
+
+The chunk's own keys were written to the pages before, so that a cached prefix and the chunk are one run of keys behind
+one block table. A program takes a tile of consecutive tokens, with all query heads that share a key head
+(FlashAttention-2, one pass over the keys): first the keys that every row of the tile sees, without a mask, then the
+rest.
+"""
+# ruff: noqa: ANN001, ANN202, PLR0913 - a kernel's parameters are pointers, strides and compile-time constants
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.ops.triton_kernels.pages import LOG2_E, LayerPages, attend_keys, dot_dtype
+from engine.ops.triton_kernels.step import STEP_POINTERS, DeviceStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillTiles:
+    """Block sizes of the kernel."""
+
+    rows: int
+    """Of the queries' matrix: tokens times query heads of a key head."""
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def prefill_tiles(query_dtype: torch.dtype, head_dim: int) -> PrefillTiles:
+    """Return block sizes; 128 rows are two warp groups of Hopper's tensor cores."""
+    if query_dtype.itemsize == 4:
+        return PrefillTiles(rows=32, keys=16, num_warps=4, num_stages=2)
+    if head_dim > 128:
+        return PrefillTiles(rows=64, keys=32, num_warps=8, num_stages=3)
+    return PrefillTiles(rows=128, keys=64 if head_dim > 64 else 128, num_warps=8, num_stages=5)
+
+
+def tile_tokens(query_dtype: torch.dtype, head_dim: int, group: int) -> int:
+    """Return how many tokens a program takes when `group` query heads share a key head."""
+    rows = prefill_tiles(query_dtype, head_dim).rows
+    if group > rows:
+        raise ValueError(f"{group} query heads share a key head; the prefill kernel takes {rows} at most")
+    return rows // group
+
+
+def prefill_attention(output: Tensor, query: Tensor, pages: LayerPages, step: DeviceStep) -> None:
+    """Write what the tokens of `step.prefill_tiles` read from their contexts into their rows of `output`.
+
+    output and query are contiguous [num_tokens, num_heads, head_dim]; rows of other tokens are left alone. The tiles
+    are of `tile_tokens(...)` tokens each.
+    """
+    if step.prefill_tiles is None:
+        return
+    num_heads, head_dim = query.shape[1:]
+    tiles = prefill_tiles(query.dtype, head_dim)
+    _prefill_kernel[(len(step.prefill_tiles) * pages.num_kv_heads,)](
+        output,
+        query,
+        pages.keys,
+        pages.values,
+        step.block_tables,
+        step.context_lens,
+        step.query_start_loc,
+        step.prefill_tiles,
+        head_dim**-0.5 * pages.key_scale * LOG2_E,
+        pages.value_scale,
+        step.block_tables.stride(0),
+        NUM_KV_HEADS=pages.num_kv_heads,
+        GROUP=num_heads // pages.num_kv_heads,
+        HEAD_DIM=head_dim,
+        PAGE_SIZE=pages.block_size,
+        WINDOW=pages.window or 0,
+        BLOCK_M=tiles.rows,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_N=tiles.keys,
+        DOT_DTYPE=dot_dtype(query.dtype),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+
+
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=list(STEP_POINTERS))
+def _prefill_kernel(
+    output_ptr,
+    query_ptr,
+    keys_ptr,
+    values_ptr,
+    block_tables_ptr,
+    context_lens_ptr,
+    query_start_loc_ptr,
+    tiles_ptr,
+    qk_scale,
+    value_scale,
+    table_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
+    tile = tl.program_id(0) // NUM_KV_HEADS
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    seq = tl.load(tiles_ptr + 2 * tile)
+    first_token = tl.load(tiles_ptr + 2 * tile + 1)
+    query_begin = tl.load(query_start_loc_ptr + seq)
+    num_new = tl.load(query_start_loc_ptr + seq + 1) - query_begin
+    num_computed = tl.load(context_lens_ptr + seq) - num_new
+
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    tokens = first_token + rows // GROUP  # in the chunk
+    heads = kv_head * GROUP + rows % GROUP
+    stored = ((rows < TILE_TOKENS * GROUP) & (tokens < num_new))[:, None] & (dims < HEAD_DIM)[None, :]
+    offsets = (query_begin + tokens).to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
+    offsets = offsets[:, None] * HEAD_DIM + dims[None, :]
+    query = tl.load(query_ptr + offsets, mask=stored, other=0.0).to(DOT_DTYPE)
+
+    # [oldest, edge) some rows see, for their windows · [edge, full) all rows · [full, end) some rows, in causal order
+    first_position = num_computed + first_token
+    end = num_computed + tl.minimum(first_token + TILE_TOKENS, num_new)
+    positions = tl.minimum(num_computed + tokens, end - 1)
+    full = (first_position + 1) // BLOCK_N * BLOCK_N
+    oldest = 0
+    edge = oldest
+    if WINDOW > 0:
+        oldest = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        edge = tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N
+        edge = tl.minimum(edge, full)
+    state = (
+        tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32),
+        tl.full([BLOCK_M], float("-inf"), dtype=tl.float32),
+        tl.zeros([BLOCK_M], dtype=tl.float32),
+    )
+    bounds = (oldest, edge, full, end)
+    for part in tl.static_range(0 if WINDOW > 0 else 1, 3):
+        state = attend_keys(
+            state,
+            query,
+            positions,
+            keys_ptr + kv_head * HEAD_DIM,
+            values_ptr + kv_head * HEAD_DIM,
+            block_tables_ptr + seq.to(tl.int64) * table_stride,
+            bounds[part],
+            bounds[part + 1],
+            qk_scale,
+            NUM_KV_HEADS * HEAD_DIM,
+            HEAD_DIM=HEAD_DIM,
+            PAGE_SIZE=PAGE_SIZE,
+            WINDOW=WINDOW,
+            BLOCK_D=BLOCK_D,
+            BLOCK_N=BLOCK_N,
+            MASKED=part != 1,
+            DOT_DTYPE=DOT_DTYPE,
+        )
+    acc, _, row_sum = state
+    result = acc * (value_scale / row_sum)[:, None]
+    tl.store(output_ptr + offsets, result.to(output_ptr.dtype.element_ty), mask=stored)

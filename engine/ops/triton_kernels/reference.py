@@ -1,0 +1,97 @@
+"""What every kernel of this package must compute, in plain torch, with the same arguments. Simple, not fast."""
+
+import torch
+from torch import Tensor
+
+from engine.ops.triton_kernels.pages import LayerPages
+from engine.ops.triton_kernels.rope_kv_write import HeadNorms
+from engine.ops.triton_kernels.step import DeviceStep
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `rms_norm.rms_norm`; over the last dimension."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `rms_norm.add_rms_norm`."""
+    residual.add_(x)
+    return rms_norm(residual, weight, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """See `silu_mul.silu_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def rope_kv_write(
+    qkv: Tensor, norms: HeadNorms | None, rotations: Tensor, pages: LayerPages, step: DeviceStep
+) -> Tensor:
+    """See `rope_kv_write.rope_kv_write`."""
+    num_kv_heads = pages.num_kv_heads
+    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    query, key, value = torch.split(qkv.float(), [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if norms is not None:
+        query = rms_norm(query, norms.query.float(), norms.eps)
+        key = rms_norm(key, norms.key.float(), norms.eps)
+    cos, sin = rotations[step.positions.long(), None].chunk(2, dim=-1)
+    key = _rotate(key, cos, sin) / pages.key_scale
+    value = value / pages.value_scale
+    if pages.keys.dtype == torch.float8_e4m3fn:
+        key, value = key.clamp(-448, 448), value.clamp(-448, 448)
+    for token, slot in enumerate(step.slot_mapping.tolist()):
+        if slot >= 0:
+            block, offset = divmod(slot, pages.block_size)
+            pages.keys[block, offset] = key[token].to(pages.keys.dtype)
+            pages.values[block, offset] = value[token].to(pages.values.dtype)
+    return _rotate(query, cos, sin).to(qkv.dtype)
+
+
+def decode_attention(output: Tensor, query: Tensor, pages: LayerPages, step: DeviceStep) -> None:
+    """See `decode_attention.decode_attention`."""
+    for index in range(step.num_decodes):
+        if step.decode_seqs is None:
+            seq = token = index
+        else:
+            seq = int(step.decode_seqs[index])
+            token = int(step.query_start_loc[seq])
+        output[token : token + 1] = _attend_sequence(query[token : token + 1], pages, step, seq)
+
+
+def prefill_attention(output: Tensor, query: Tensor, pages: LayerPages, step: DeviceStep) -> None:
+    """See `prefill_attention.prefill_attention`."""
+    if step.prefill_tiles is None:
+        return
+    for seq in set(step.prefill_tiles[:, 0].tolist()):
+        begin, end = step.query_start_loc[seq : seq + 2].tolist()
+        output[begin:end] = _attend_sequence(query[begin:end], pages, step, seq)
+
+
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _attend_sequence(query: Tensor, pages: LayerPages, step: DeviceStep, seq: int) -> Tensor:
+    """Return what the last len(query) tokens of a sequence read, [num_new, num_heads, head_dim]."""
+    context_len = int(step.context_lens[seq])
+    if context_len == 0:
+        return torch.zeros_like(query)
+    num_blocks = -(-context_len // pages.block_size)
+    blocks = step.block_tables[seq, :num_blocks].long()
+    group = query.shape[1] // pages.num_kv_heads
+    key, value = (
+        cache[blocks].float().flatten(0, 1)[:context_len].repeat_interleave(group, dim=1) * scale
+        for cache, scale in ((pages.keys, pages.key_scale), (pages.values, pages.value_scale))
+    )
+    at_query = torch.arange(context_len - len(query), context_len, device=query.device)[:, None]
+    at_key = torch.arange(context_len, device=query.device)[None]
+    hidden = at_key > at_query
+    if pages.window is not None:
+        hidden |= at_key <= at_query - pages.window
+    scores = torch.einsum("qhd,khd->hqk", query.float(), key) * query.shape[-1] ** -0.5
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, value).to(query.dtype)

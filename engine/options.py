@@ -1,0 +1,124 @@
+"""What serving.yaml says about one worker's engine, and what a checkpoint says about its model."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from engine.executor import KvShape
+from engine.memory import MemoryShare
+from engine.model.config import DecoderConfig, UnsupportedModel, is_native, parse_config, read_json
+from engine.model.fingerprint import kv_fingerprint
+from engine.model.loader import weight_files
+from engine.model.precision import dtype_name, resolve_device, resolve_dtype
+from engine.model.quantize import FP8, QuantizationMethod, check_quantization
+from engine.model.transformers_config import TransformersConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """One worker's engine, as configured."""
+
+    model_dir: Path
+    """A checkpoint folder: config.json and safetensors files."""
+    model_name: str
+    dtype: str = "auto"
+    """Of weights and activations; "auto" is resolved when the device is known."""
+    device: str = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    """Number of pages; None: what fits in `kv_memory_bytes`."""
+    kv_memory_bytes: int | None = None
+    """None, too: what fits in this process's share of the free memory, measured when the weights are loaded."""
+    memory_share: MemoryShare = MemoryShare()  # noqa: RUF009 - frozen
+    max_model_len: int | None = None
+    """Can only shorten what the checkpoint allows."""
+    max_step_tokens: int = 8192
+    max_running: int = 256
+    quantization: QuantizationMethod | None = None
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    kernels: Literal["auto", "torch"] = "auto"
+    """"torch": no compiled kernels, also where they could be had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What a checkpoint says beside its decoder."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDescription:
+    """A model before its weights are read: nothing is "auto" any more."""
+
+    config: DecoderConfig | TransformersConfig
+    files: tuple[Path, ...]
+    """Safetensors files, or what stands for random weights."""
+    device: torch.device
+    dtype: torch.dtype
+    """Of weights and activations."""
+    shape: KvShape
+    info: ModelInfo
+
+    @classmethod
+    def read(cls, options: EngineOptions) -> "ModelDescription":
+        """Read config.json and decide device and formats. Raises UnsupportedModel, naming what is not supported."""
+        raw = read_json(options.model_dir / "config.json")
+        device = resolve_device(options.device)
+        dtype = resolve_dtype(options.dtype, device, raw)
+        kv_dtype = FP8 if options.kv_dtype == "fp8" else dtype
+        config: DecoderConfig | TransformersConfig
+        if is_native(raw):
+            config = parse_config(raw)
+            check_quantization(options.quantization, kv_dtype, config, dtype=dtype, device=device)
+        else:
+            config = _read_foreign(options, dtype)
+        files = weight_files(options.model_dir)
+        shape = KvShape(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=options.block_size,
+            dtype=dtype_name(kv_dtype),
+            bytes_per_element=kv_dtype.itemsize,
+            fingerprint=kv_fingerprint(
+                config,
+                files,
+                dtype=dtype_name(dtype),
+                block_size=options.block_size,
+                quantization=options.quantization,
+                kv_dtype=dtype_name(kv_dtype),
+            ),
+        )
+        info = ModelInfo(
+            name=options.model_name,
+            vocab_size=config.vocab_size,
+            max_model_len=min(config.max_position_embeddings, options.max_model_len or config.max_position_embeddings),
+            eos_token_ids=_eos_token_ids(options.model_dir, raw),
+        )
+        return cls(config=config, files=files, device=device, dtype=dtype, shape=shape, info=info)
+
+
+def _read_foreign(options: EngineOptions, dtype: torch.dtype) -> TransformersConfig:
+    """Return the configuration of an architecture that transformers computes."""
+    if options.quantization is not None or options.kv_dtype != "auto":
+        raise UnsupportedModel("quantization and kv_dtype are for native architectures; transformers computes this one")
+    from engine.model.transformers_trial import read_transformers_config  # seconds; most models do without
+
+    return read_transformers_config(options.model_dir, dtype=dtype)
+
+
+def _eos_token_ids(model_dir: Path, raw_config: dict[str, Any]) -> frozenset[int]:
+    """Return the tokens that end an answer: generation_config.json's, else config.json's."""
+    path = model_dir / "generation_config.json"
+    found = read_json(path).get("eos_token_id") if path.is_file() else None
+    if found is None:
+        found = raw_config.get("eos_token_id")
+    if found is None:
+        return frozenset()
+    return frozenset(found if isinstance(found, list) else [found])

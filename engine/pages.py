@@ -1,0 +1,94 @@
+"""Moves pages between the pool and the sequences' block tables. Who gets them is the scheduler's decision."""
+
+from array import array
+from collections.abc import Sequence as Seq
+
+from common.ids import BlockId
+from engine.block_pool import BlockPool
+from engine.sequence import Sequence
+
+
+class Pages:
+    """Every change of a block table is made here. Engine thread only."""
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self._pool = pool
+        self._block_size = block_size
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Return the pages that `num_tokens` tokens need."""
+        return -(-num_tokens // self._block_size)
+
+    def take(self, sequence: Sequence, cached: Seq[BlockId], *, num_spared: int) -> bool:
+        """Give a sequence its cached prefix and fresh pages for all other known tokens, if they are there.
+
+        `num_spared` pages must stay free. Sets num_cached, num_ready and num_computed.
+        """
+        num_fresh = self.num_blocks_for(sequence.num_tokens) - len(cached)
+        if num_fresh + num_spared > self._pool.num_free - self._pool.num_matched_free(cached):
+            return False
+        self._pool.acquire(cached)
+        sequence.block_table = array("i", [*cached, *self._pool.allocate(num_fresh)])
+        sequence.num_cached = sequence.num_ready = sequence.num_computed = len(cached) * self._block_size
+        sequence.num_published = len(cached)
+        return True
+
+    def num_missing(self, sequence: Sequence, num_new: int) -> int:
+        """Return the free pages without which [num_computed, num_computed + num_new) cannot be written."""
+        table, first = sequence.block_table, sequence.num_computed // self._block_size
+        num_fresh = max(0, self.num_blocks_for(sequence.num_computed + num_new) - len(table))
+        shares_tail = first < len(table) and not self._pool.is_writable(table[first])
+        return num_fresh + shares_tail
+
+    def make_writable(self, sequence: Sequence, num_new: int) -> tuple[BlockId, BlockId] | None:
+        """Take the missing pages. Returns (source, target) when a shared page must be copied before the step."""
+        table, first = sequence.block_table, sequence.num_computed // self._block_size
+        copy: tuple[BlockId, BlockId] | None = None
+        if first < len(table) and not self._pool.is_writable(table[first]):
+            assert first >= sequence.num_published, f"block {table[first]} is published and cannot be written"
+            (target,) = self._pool.allocate(1)
+            copy = BlockId(table[first]), target
+            self._pool.release([table[first]])
+            table[first] = target
+        num_fresh = self.num_blocks_for(sequence.num_computed + num_new) - len(table)
+        if num_fresh > 0:
+            table.extend(self._pool.allocate(num_fresh))
+        return copy
+
+    def hold_sources(self, copies: Seq[tuple[BlockId, BlockId]]) -> None:
+        """Keep what a launched step copies from until `release_sources`: its owners may be gone before that."""
+        self._pool.acquire([source for source, _target in copies])
+
+    def release_sources(self, copies: Seq[tuple[BlockId, BlockId]]) -> None:
+        """The copies have been made."""
+        self._pool.release([source for source, _target in copies])
+
+    def share(self, sequence: Sequence) -> None:
+        """Add a reference to every page of a sequence that was just forked."""
+        self._pool.acquire(sequence.block_table)
+
+    def release(self, sequence: Sequence) -> None:
+        """Give everything back."""
+        self._pool.release(sequence.block_table)
+        self._pool.release(sequence.retired_blocks)
+        sequence.block_table, sequence.retired_blocks = array("i"), []
+        sequence.num_computed = sequence.num_ready = sequence.num_cached = sequence.num_published = 0
+
+    def publish(self, sequence: Sequence) -> None:
+        """Put full blocks whose KV exists into the prefix cache, each behind its published parent.
+
+        Where a sibling was faster, its page takes the place of ours in the block table, so that what follows can be
+        published too. Our page stays held to the end: a puller, or a step in flight, may be reading it.
+        """
+        # num_ready, not num_computed: nobody may find a page whose step could still fail. And a step in flight may
+        # have filled a block with a token that is not known yet: there is no hash for it.
+        num_full = min(sequence.num_ready // self._block_size, len(sequence.block_hashes))
+        while sequence.num_published < num_full:
+            i = sequence.num_published
+            own = BlockId(sequence.block_table[i])
+            published = self._pool.publish(own, sequence.block_hashes[i])
+            if published != own:
+                self._pool.acquire([published])
+                sequence.block_table[i] = published
+                sequence.retired_blocks.append(own)
+            sequence.num_published += 1

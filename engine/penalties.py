@@ -1,0 +1,141 @@
+"""Repetition, frequency and presence penalties, and the token counts that they go by.
+
+Counts stay on the device between steps. A step brings there only the tokens that were chosen since the last one, so
+that its cost on the host does not grow with the context.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.cuda.columns import Column, Columns
+from engine.logits import SamplingRow
+from engine.row_map import RowMap
+
+Cells = npt.NDArray[np.int64]
+
+_MIN_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Counted:
+    """What a row of the counts holds: this sequence's prompt and its first outputs."""
+
+    key: object
+    num_outputs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PenaltyPlan:
+    """One step's penalties. Columns are of its rows, unless they say otherwise."""
+
+    places: Column
+    """The rows' places in the counts, int64."""
+    restarted: Column | None
+    """Places that change hands, int64."""
+    prompt_cells: Column | None
+    """Prompt tokens of these, int64: place * vocab_size + token id."""
+    output_cells: Column | None
+    """Outputs not yet counted, int64, likewise."""
+    repetition: Column | None
+    frequency: Column
+    presence: Column
+    counted: dict[int, _Counted]
+    """By place: what will be counted then."""
+
+
+class Penalties:
+    """Counts of the penalised sequences' tokens, and what is made of them. Engine thread only."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._places: RowMap[object] = RowMap(0)
+        self._counted: dict[int, _Counted] = {}
+        self._output_counts: torch.Tensor | None = None
+        """float32 [places, vocab_size], exact below 2**24."""
+        self._in_prompt: torch.Tensor | None = None
+        """bool [places, vocab_size]."""
+
+    def plan(self, rows: Sequence[SamplingRow], columns: Columns) -> PenaltyPlan:
+        """Add the columns that `apply` needs. Changes no counts: a step that fails before `apply` is made good."""
+        keys = [object() if row.sequence is None else row.sequence for row in rows]
+        if len(keys) > self._places.num_rows:
+            self._places.grow(max(_MIN_ROWS, 1 << (len(keys) - 1).bit_length()))
+            self._counted.clear()  # `_tables` will make new ones: rare, and everything can be counted afresh
+        places = self._places.assign(keys)
+        counted: dict[int, _Counted] = {}
+        restarted: list[int] = []
+        prompt_cells: list[Cells] = []
+        output_cells: list[Cells] = []
+        for place, key, row in zip(places, keys, rows, strict=True):
+            if place in counted:
+                continue  # another sample of a prompt that has no output yet
+            known = self._counted.get(place)
+            num_counted = 0
+            if known is not None and known.key is key:
+                num_counted = known.num_outputs
+            else:
+                restarted.append(place)
+                prompt_cells.append(self._cells(place, row.prompt_token_ids))
+            num_outputs = len(row.output_token_ids)
+            if num_outputs > num_counted:
+                output_cells.append(self._cells(place, row.output_token_ids[num_counted:]))
+            counted[place] = _Counted(key=key, num_outputs=num_outputs)
+        params = [row.params for row in rows]
+        repetition = [p.repetition_penalty for p in params]
+        return PenaltyPlan(
+            places=columns.ints(places),
+            restarted=columns.ints(restarted) if restarted else None,
+            prompt_cells=columns.ints(np.concatenate(prompt_cells)) if prompt_cells else None,
+            output_cells=columns.ints(np.concatenate(output_cells)) if output_cells else None,
+            repetition=columns.floats(repetition) if any(p != 1.0 for p in repetition) else None,
+            frequency=columns.floats([p.frequency_penalty for p in params]),
+            presence=columns.floats([p.presence_penalty for p in params]),
+            counted=counted,
+        )
+
+    def apply(self, plan: PenaltyPlan, logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        """Count what is new; return logits [rows, vocab] (float32) after repetition, frequency and presence."""
+        counts, in_prompt = self._tables(logits.device)
+        self._count(plan, counts, in_prompt, words)
+        places = plan.places.of(words)
+        output_counts = counts.index_select(0, places)
+        in_output = output_counts > 0
+        if plan.repetition is not None:
+            seen = in_output | in_prompt.index_select(0, places)
+            penalty = _factors(plan.repetition, words)
+            repeated = torch.where(logits > 0, logits / penalty, logits * penalty)
+            logits = torch.where(seen, repeated, logits)
+        return logits - _factors(plan.frequency, words) * output_counts - _factors(plan.presence, words) * in_output
+
+    def _count(self, plan: PenaltyPlan, counts: torch.Tensor, in_prompt: torch.Tensor, words: torch.Tensor) -> None:
+        for place in plan.counted:
+            self._counted.pop(place, None)  # were a launch below to fail, these would have to be counted afresh
+        if plan.restarted is not None:
+            restarted = plan.restarted.of(words)
+            counts.index_fill_(0, restarted, 0.0)
+            in_prompt.index_fill_(0, restarted, 0)
+        if plan.prompt_cells is not None:
+            in_prompt.view(-1).index_fill_(0, plan.prompt_cells.of(words), 1)
+        if plan.output_cells is not None:
+            cells = plan.output_cells.of(words)
+            counts.view(-1).scatter_add_(0, cells, torch.ones((), device=counts.device).expand(len(cells)))
+        self._counted.update(plan.counted)
+
+    def _tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the two tables, with as many rows as there are places."""
+        sizes = (self._places.num_rows, self._vocab_size)
+        if self._output_counts is None or self._in_prompt is None or self._output_counts.shape != sizes:
+            self._output_counts = torch.zeros(sizes, dtype=torch.float32, device=device)
+            self._in_prompt = torch.zeros(sizes, dtype=torch.bool, device=device)
+        return self._output_counts, self._in_prompt
+
+    def _cells(self, place: int, token_ids: Sequence[int]) -> Cells:
+        return np.asarray(token_ids, dtype=np.int64) + place * self._vocab_size
+
+
+def _factors(column: Column, words: torch.Tensor) -> torch.Tensor:
+    return column.of(words).float().unsqueeze(1)

@@ -1,0 +1,5 @@
+"""`python -m kvrelay`: the command line of a checkout that nothing installed."""
+
+from kvrelay.cli.main import main
+
+main()

@@ -1,0 +1,1 @@
+"""Tests of the measurements: that they run, and that what they divide by is right."""

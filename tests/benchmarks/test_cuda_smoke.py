@@ -1,0 +1,85 @@
+"""The GPU measurements run on a CPU with tiny shapes: what is left for the GPU is its speed."""
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.cuda import card, checks, handoff, kernels, service, speed, throughput
+from benchmarks.cuda.report import Report
+
+Main = Callable[[list[str] | None], int]
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _settings(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setenv("KVRELAY_CACHE", str(cache))
+
+
+@pytest.mark.parametrize(
+    ("main", "name", "arguments", "num_readings"),
+    [
+        (card.main, "card", [], 2),
+        (checks.main, "checks-oracle", ["--only", "oracle"], 2),
+        (speed.main, "speed-tiny-bf16", ["--model", "tiny"], 3),
+        (speed.main, "speed-tiny-llama-fp32", ["--model", "tiny-llama", "--format", "fp32"], 3),
+        (throughput.main, "throughput", [], 1),
+        (handoff.main, "handoff", [], 2),
+        (kernels.main, "kernels", [], 24),
+        pytest.param(service.main, "service", [], 7, marks=pytest.mark.e2e),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_part_when_run_on_a_cpu_measures_every_case(
+    main: Main, name: str, arguments: list[str], num_readings: int, tmp_path: Path
+) -> None:
+    assert main([*arguments, "--smoke", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    report = Report.load(tmp_path / f"{name}.json")
+    assert len(report.readings) >= num_readings
+    assert all(reading.value > 0 for reading in report.readings)
+
+
+def test_checks_when_an_answer_differs_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "initializer_range", lambda _config: 0.149)
+    status = checks.main(["--only", "oracle", "--smoke", "--device", "cpu", "--out", str(tmp_path)])
+    assert status == 1
+    failures = Report.load(tmp_path / "checks-oracle.json").failures
+    assert [failure.case for failure in failures] == ["oracle, tiny", "oracle, tiny-llama"]
+
+
+def test_script_when_one_part_fails_reports_it_and_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = subprocess.run(
+        [REPOSITORY / "benchmarks" / "cuda_all.sh", "--smoke", "speed", "handoff"],
+        env={**os.environ, "OUT": str(tmp_path), "KVRELAY_CACHE": str(tmp_path / "file" / "cache")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "FAILED speed-tiny-bf16, speed-tiny-bf16: ModelNotFound: random:tiny cannot be made" in done.stdout
+    assert Report.load(tmp_path / "handoff.json").failures == []
+
+
+def test_script_when_no_time_is_left_fails_and_names_the_parts(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [REPOSITORY / "benchmarks" / "cuda_all.sh", "--smoke"],
+        env={**os.environ, "OUT": str(tmp_path), "TOTAL_S": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    for part in ("card", "checks-oracle", "speed-tiny-bf16", "throughput", "handoff", "service", "kernels"):
+        assert f"FAILED {part}, all of it: it left no result" in done.stdout

@@ -1,0 +1,162 @@
+"""How rates are read off token times, what a case could reach at best, and the summary over rounds."""
+
+import pytest
+
+from benchmarks.engine.cases import CASES, Case, Rate, choose_cases, decode_rate
+from benchmarks.engine.floors import MachineRates, ModelCost
+from benchmarks.engine.measure import CaseRates, Measured, Sample, common_prefix
+from benchmarks.engine.report import spinning_arms, summarize
+from benchmarks.peers.protocol import Output
+
+RATES = MachineRates(read_bytes_per_s=1000.0, bf16_flops=100_000.0)
+COST = ModelCost(layer_params=40, head_params=10, kv_bytes_per_token=3, attention_flops=7)
+
+
+def make_output(*times_s: float) -> Output:
+    return Output(token_ids=[0] * len(times_s), times_s=list(times_s))
+
+
+def make_case(rate: Rate, *, num_requests: int = 2, prompt_tokens: int = 10, output_tokens: int = 4) -> Case:
+    return Case(
+        name="case", rate=rate, num_requests=num_requests, prompt_tokens=prompt_tokens, output_tokens=output_tokens
+    )
+
+
+def make_sample(arm: str, round_idx: int, tokens_per_s: float, *, idle_cpu_s: float = 0.0) -> Sample:
+    return Sample(
+        arm=arm,
+        case="case",
+        round_idx=round_idx,
+        tokens_per_s=tokens_per_s,
+        ttft_s=0.1,
+        total_s=1.0,
+        idle_cpu_s=idle_cpu_s,
+    )
+
+
+def make_measured(*samples: Sample) -> Measured:
+    rounds = sorted({sample.round_idx for sample in samples})
+    rates = [CaseRates(case="case", round_idx=round_idx, rates=RATES) for round_idx in rounds]
+    return Measured(samples=list(samples), agreements=[], rates=rates)
+
+
+# ── rates ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_decode_rate_of_one_sequence_is_its_steps_over_their_time() -> None:
+    assert decode_rate([make_output(5.0, 5.5, 6.0, 6.5)]) == pytest.approx(2.0)
+
+
+def test_decode_rate_when_prompts_were_read_in_two_steps_counts_only_full_steps() -> None:
+    early = make_output(1.0, 2.0, 2.5, 3.0, 3.5)  # slow while the other's prompt is read
+    late = make_output(2.0, 2.5, 3.0, 3.5, 3.6)  # alone and fast at the end
+
+    assert decode_rate([early, late]) == pytest.approx(2 / 0.5)
+
+
+def test_decode_rate_when_tokens_of_a_step_are_told_one_after_the_other_still_counts_every_step() -> None:
+    first = make_output(*(step + 0.000 for step in range(5)))
+    second = make_output(*(step + 0.002 for step in range(5)))
+
+    assert decode_rate([first, second]) == pytest.approx(2.0)
+
+
+def test_prefill_rate_ends_with_the_last_first_token() -> None:
+    case = make_case(Rate.PREFILL, output_tokens=1)
+
+    assert case.tokens_per_s([make_output(0.5), make_output(2.0)]) == pytest.approx(20 / 2.0)
+
+
+def test_mixed_rate_ends_with_the_last_token() -> None:
+    case = make_case(Rate.MIXED, output_tokens=2)
+
+    assert case.tokens_per_s([make_output(0.5, 1.0), make_output(0.6, 4.0)]) == pytest.approx(4 / 4.0)
+
+
+def test_choose_cases_without_words_takes_all() -> None:
+    assert choose_cases([]) == CASES
+
+
+def test_choose_cases_takes_what_contains_a_word() -> None:
+    assert [case.name for case in choose_cases(["prefill", "mixed"])] == [
+        "prefill 1x1024",
+        "prefill 8x1024",
+        "mixed 16",
+    ]
+
+
+def test_choose_cases_when_a_word_fits_nothing_names_it_and_the_cases() -> None:
+    with pytest.raises(ValueError, match=r"'decod3'; there are decode 1, decode 8"):
+        choose_cases(["prefill", "decod3"])
+
+
+@pytest.mark.parametrize(("a", "b", "shared"), [([1, 2], [1, 2], 2), ([1, 2], [1, 3], 1), ([4], [5], 0)])
+def test_common_prefix_counts_until_the_first_difference(a: list[int], b: list[int], shared: int) -> None:
+    assert common_prefix(a, b) == shared
+
+
+# ── floors ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_decode_floor_when_memory_bounds_reads_weights_and_context_once() -> None:
+    step_s = COST.decode_step_s(RATES, num_seqs=2, context_len=5)
+
+    assert step_s == pytest.approx((2 * 50 + 2 * 5 * 3) / 1000)
+
+
+def test_decode_floor_when_products_bound_counts_them_for_every_sequence() -> None:
+    slow = MachineRates(read_bytes_per_s=1e9, bf16_flops=100.0)
+
+    assert COST.decode_step_s(slow, num_seqs=2, context_len=5) == pytest.approx(2 * (2 * 50 + 7 * 5) / 100)
+
+
+def test_prefill_floor_counts_causal_pairs_and_one_row_through_the_head() -> None:
+    slow = MachineRates(read_bytes_per_s=1e9, bf16_flops=100.0)
+
+    prefill_s = COST.prefill_s(slow, num_requests=3, prompt_tokens=4)
+
+    assert prefill_s == pytest.approx(3 * (2 * 40 * 4 + 2 * 10 + 7 * (1 + 2 + 3 + 4)) / 100)
+
+
+def test_mixed_floor_is_prefill_and_then_the_steps_behind_the_first_token() -> None:
+    case = make_case(Rate.MIXED)
+    prefill_s = COST.prefill_s(RATES, num_requests=2, prompt_tokens=10)
+    step_s = COST.decode_step_s(RATES, num_seqs=2, context_len=12)
+
+    assert COST.best_tokens_per_s(case, RATES) == pytest.approx(8 / (prefill_s + 3 * step_s))
+
+
+# ── summary ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_summary_takes_the_median_of_the_rounds_own_ratios() -> None:
+    measured = make_measured(
+        *(make_sample("a", idx, rate) for idx, rate in enumerate((10.0, 40.0, 30.0), start=1)),
+        *(make_sample("b", idx, rate) for idx, rate in enumerate((5.0, 10.0, 10.0), start=1)),
+    )
+
+    (line,) = summarize(measured, [make_case(Rate.DECODE)], ["a", "b"], COST)
+
+    assert (line.ratio, line.ratio_low, line.ratio_high) == (3.0, 2.0, 4.0)
+    assert [(arm.median, arm.low, arm.high) for arm in line.arms] == [(30.0, 10.0, 40.0), (10.0, 5.0, 10.0)]
+
+
+def test_summary_holds_every_round_against_its_own_floor() -> None:
+    case = make_case(Rate.DECODE)
+    twice_as_fast = MachineRates(read_bytes_per_s=2000.0, bf16_flops=200_000.0)
+    at_best = COST.best_tokens_per_s(case, RATES)
+    measured = make_measured(make_sample("a", 1, at_best / 4), make_sample("a", 2, at_best / 2))
+    measured.rates[1] = CaseRates(case="case", round_idx=2, rates=twice_as_fast)
+
+    (line,) = summarize(measured, [case], ["a"], COST)
+
+    assert line.arms[0].of_floor == pytest.approx(0.25)
+    assert line.ratio is None
+
+
+def test_spinning_arms_when_the_waiting_one_used_a_core_says_who_was_disturbed() -> None:
+    measured = make_measured(make_sample("a", 1, 1.0, idle_cpu_s=0.5), make_sample("b", 1, 1.0, idle_cpu_s=0.01))
+
+    (sentence,) = spinning_arms(measured)
+
+    assert sentence.startswith("while a computed, the waiting arm used 50% of a core")

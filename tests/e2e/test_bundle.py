@@ -1,0 +1,137 @@
+"""A machine without Ray and without a registry: what the named packages bring, plus tools/bundle, runs the service.
+
+The environment here is made of links to installed packages, so that nothing is downloaded: those that the issue names
+and whatever they require, and those that `tools/bundle` lists. Everything else cannot be imported.
+"""
+
+import re
+import subprocess
+import venv
+from collections.abc import Iterable, Iterator
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+REPOSITORY = Path(__file__).parents[2]
+NAMED = ("torch", "triton", "transformers", "grpcio", "protobuf", "msgpack", "prometheus-client")
+_SERVING = """
+name: bundle-test
+launcher: local
+model: {engine: fake}
+pools: {prefill: {num_blocks: 64}, decode: {num_blocks: 64}}
+router: {port: 0}
+"""
+
+
+def normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def bundled() -> list[str]:
+    listed = subprocess.run([REPOSITORY / "tools" / "bundle", "--list"], capture_output=True, text=True, check=True)
+    return listed.stdout.split()
+
+
+def with_requirements(names: Iterable[str]) -> dict[str, Distribution]:
+    """Return the installed distributions, and all that they require in this environment, without extras."""
+    found: dict[str, Distribution] = {}
+    pending = [normalized(name) for name in names]
+    while pending:
+        name = pending.pop()
+        if name in found:
+            continue
+        try:
+            found[name] = distribution(name)
+        except PackageNotFoundError:
+            continue  # a marker excludes it here, or it comes with CUDA
+        required = [line for line in found[name].requires or () if "extra ==" not in line]
+        pending += [normalized(re.split(r"[^\w.-]", line, maxsplit=1)[0]) for line in required]
+    return found
+
+
+def link(distributions: Iterable[Distribution], folder: Path) -> None:
+    """Make every importable file of the distributions appear in `folder`."""
+    for each in distributions:
+        for file in each.files or ():
+            if ".." not in file.parts and "__pycache__" not in file.parts:
+                target = folder / str(file)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                if not target.exists():
+                    target.symlink_to(Path(str(file.locate())))
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An interpreter with the named packages only."""
+    folder = tmp_path_factory.mktemp("named")
+    venv.create(folder, symlinks=True)
+    brought = {name: each for name, each in with_requirements(NAMED).items() if name not in bundled()}
+    (site_packages,) = folder.glob("lib/python*/site-packages")
+    link(brought.values(), site_packages)
+    return folder / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What tools/bundle would put into its folder for this Python."""
+    folder = tmp_path_factory.mktemp("bundle")
+    link([distribution(name) for name in bundled()], folder)
+    return folder
+
+
+@pytest.fixture
+def environ(bundle: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
+    yield {
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": f"{bundle}:{REPOSITORY}",
+        "KVRELAY_RUN_DIR": str(tmp_path / "run"),
+        "HOME": str(tmp_path),
+    }
+
+
+def test_cluster_when_only_named_packages_and_bundle_are_there_generates(
+    python: Path, environ: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "serving.yaml").write_text(_SERVING)
+
+    def kvrelay(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [str(python), "-m", "kvrelay", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+
+    started = kvrelay("up")
+    try:
+        assert started.returncode == 0, started.stderr
+        answer = kvrelay("generate", "-p", "hello", "--max-new-tokens", "8")
+        assert answer.returncode == 0, answer.stderr
+        assert answer.stdout.strip()
+    finally:
+        stopped = kvrelay("down")
+    assert stopped.returncode == 0, stopped.stderr
+
+
+@pytest.mark.parametrize("module", ["ray", "uvloop", "pytest"])
+def test_environment_when_package_is_not_named_lacks_it(python: Path, environ: dict[str, str], module: str) -> None:
+    done = subprocess.run([python, "-c", f"import {module}"], env=environ, capture_output=True, text=True, check=False)
+    assert f"No module named '{module}'" in done.stderr
+
+
+def test_engine_when_only_named_packages_and_bundle_are_there_loads_a_random_model(
+    python: Path, environ: dict[str, str], tmp_path: Path
+) -> None:
+    script = (
+        "from common.config import parse_config\n"
+        "from common.sampling import SamplingParams\n"
+        "from worker.inprocess import LocalEngine\n"
+        "pool = {'num_blocks': 32}\n"
+        "raw = {'model': {'id': 'random:tiny', 'device': 'cpu'}, 'pools': {'prefill': pool, 'decode': pool}}\n"
+        "engine = LocalEngine.load(parse_config(raw, source='serving.yaml'))\n"
+        "sampling = SamplingParams(max_tokens=4, ignore_eos=True)\n"
+        "print(sum(1 for _ in engine.stream([1, 2, 3], sampling)))\n"
+    )
+    done = subprocess.run(
+        [python, "-c", script], env=environ, capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.stdout.split() == ["4"], done.stderr

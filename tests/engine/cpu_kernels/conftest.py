@@ -1,0 +1,35 @@
+"""The kernels, compiled for this processor, and once more as for one without AVX-512; skipped without a compiler."""
+
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.ops.cpu.build import NotBuilt, build_kernels
+from engine.ops.cpu.library import CpuKernels
+
+_X86_ONLY = platform.machine() in {"x86_64", "AMD64"}
+
+
+@pytest.fixture(scope="session", params=["native", "without-avx512"])
+def library(request: pytest.FixtureRequest) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "without-avx512":
+            if not _X86_ONLY:
+                pytest.skip("not an x86 processor")
+            patch.setenv("CXX", "c++ -mno-avx512f")
+        built = build_kernels()
+    if isinstance(built, NotBuilt):
+        pytest.skip(built.reason)
+    return built
+
+
+@pytest.fixture(scope="session", params=["float32", "bfloat16"])
+def kernels(request: pytest.FixtureRequest, library: Path) -> CpuKernels:
+    return CpuKernels(library, getattr(torch, request.param))
+
+
+@pytest.fixture(scope="session")
+def float32_kernels(library: Path) -> CpuKernels:
+    return CpuKernels(library, torch.float32)

@@ -1,0 +1,80 @@
+"""Compiling the kernels, and doing without."""
+
+import concurrent.futures
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.ops.cpu.build import NotBuilt, build_kernels
+from engine.ops.cpu.library import CpuKernels
+
+
+@pytest.fixture
+def counting_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a file with a line for each compilation by $CXX, which only pretends to compile."""
+    calls, script = tmp_path / "calls", tmp_path / "compiler"
+    calls.touch()
+    script.write_text(
+        f"""#!/bin/sh
+[ "$1" = --version ] && exit 0
+echo x >> {calls}
+while [ "$1" != -o ]; do shift; done
+echo built > "$2"
+"""
+    )
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CXX", str(script))
+    return calls
+
+
+def test_build_when_there_is_no_compiler_gives_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    built = build_kernels(tmp_path)
+    assert isinstance(built, NotBuilt)
+    assert "no C++ compiler" in built.reason
+
+
+def test_build_when_switched_off_gives_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "")
+    assert isinstance(build_kernels(tmp_path), NotBuilt)
+
+
+def test_build_when_the_compiler_fails_gives_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "compiler"
+    script.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "unknown flag" >&2; exit 1\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    built = build_kernels(tmp_path / "cache")
+    assert isinstance(built, NotBuilt)
+    assert "unknown flag" in built.reason
+    assert not list((tmp_path / "cache").glob("*.so"))
+
+
+def test_build_when_the_folder_is_not_writable_gives_the_reason(tmp_path: Path) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    assert isinstance(build_kernels(in_the_way / "cache"), NotBuilt)
+
+
+def test_build_when_called_again_compiles_once(counting_compiler: Path, tmp_path: Path) -> None:
+    first, second = build_kernels(tmp_path / "cache"), build_kernels(tmp_path / "cache")
+    assert isinstance(first, Path)
+    assert first == second
+    assert counting_compiler.read_text() == "x\n"
+
+
+def test_build_when_called_by_many_at_once_compiles_once(counting_compiler: Path, tmp_path: Path) -> None:
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        built = list(threads.map(build_kernels, [tmp_path / "cache"] * 8))
+    assert len(set(map(str, built))) == 1
+    assert counting_compiler.read_text() == "x\n"
+    assert os.listdir(tmp_path / "cache") != []
+
+
+def test_kernels_when_the_dtype_is_unknown_refuse_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="float16"):
+        CpuKernels(tmp_path, torch.float16)

@@ -1,0 +1,204 @@
+"""The compiled operations against the portable ones."""
+
+import functools
+import random
+from array import array
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.executor import KvShape
+from engine.kv_cache import TorchKvStore
+from engine.model.config import DecoderConfig, parse_config
+from engine.ops.cpu.library import CpuKernels
+from engine.ops.cpu.ops import CpuOps
+from engine.ops.metadata import AttentionMetadata, SequenceSpan
+from engine.ops.torch_ops import TorchOps
+
+CPU = torch.device("cpu")
+NUM_BLOCKS = 64
+
+
+def make_config(num_heads: int, num_kv_heads: int, head_dim: int, window: int | None) -> DecoderConfig:
+    return parse_config(
+        {
+            "architectures": ["MistralForCausalLM"],
+            "vocab_size": 16,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "sliding_window": window,
+            "max_position_embeddings": 4096,
+        }
+    )
+
+
+def make_store(
+    config: DecoderConfig, block_size: int, dtype: torch.dtype, num_blocks: int = NUM_BLOCKS
+) -> TorchKvStore:
+    shape = KvShape(
+        num_layers=1,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        dtype=str(dtype).removeprefix("torch."),
+        bytes_per_element=dtype.itemsize,
+        fingerprint="test",
+    )
+    return TorchKvStore(shape, num_blocks, device=CPU)
+
+
+def make_qkv(config: DecoderConfig, num_tokens: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(num_tokens, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim).to(dtype)
+
+
+def spans_for(lengths: list[tuple[int, int]], block_size: int, num_blocks: int = NUM_BLOCKS) -> list[SequenceSpan]:
+    """Return spans of (num_computed, num_new_tokens) on shuffled pages of their own."""
+    free = list(range(num_blocks))
+    random.Random(7).shuffle(free)
+    spans = []
+    for num_computed, num_new in lengths:
+        table = array("i", [free.pop() for _ in range(-(-(num_computed + num_new) // block_size))])
+        spans.append(SequenceSpan(num_computed=num_computed, num_new_tokens=num_new, block_table=table))
+    return spans
+
+
+lengths = st.lists(
+    st.tuples(st.sampled_from([0, 1, 15, 16, 17, 63, 64, 65, 130]), st.sampled_from([1, 1, 1, 2, 31, 64, 70])),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=lengths,
+    heads=st.sampled_from([(1, 1), (2, 1), (3, 1), (6, 2), (5, 1), (9, 3), (8, 1)]),
+    head_dim=st.sampled_from([32, 64, 96, 128]),
+    block_size=st.sampled_from([16, 32]),
+    window=st.sampled_from([None, 1, 7, 64, 100]),
+    has_norms=st.booleans(),
+)
+def test_attention_when_float32_equals_torch(
+    float32_kernels: CpuKernels,
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    window: int | None,
+    has_norms: bool,
+) -> None:
+    config = make_config(*heads, head_dim, window)
+    spans = spans_for(lengths, block_size)
+    metadata = AttentionMetadata.from_spans(spans, block_size=block_size)
+    qkv = make_qkv(config, len(metadata.positions), torch.float32)
+    norms = (torch.rand(head_dim), torch.rand(head_dim)) if has_norms else (None, None)
+    results, stores = [], []
+    for make_ops in (lambda store: TorchOps(config, store), lambda store: CpuOps(config, store, float32_kernels)):
+        store = make_store(config, block_size, torch.float32)
+        torch.manual_seed(3)
+        for pages in store.layers[0]:
+            pages.normal_()
+        results.append(make_ops(store).plan(metadata).attend(0, qkv.clone(), *norms))
+        stores.append(store)
+    torch.testing.assert_close(results[1], results[0], atol=2e-5, rtol=2e-5)
+    for span in spans:  # what was written is what torch writes, and nothing else of these pages has changed
+        for ours, theirs in zip(stores[1].layers[0], stores[0].layers[0], strict=True):
+            written = [table_row(ours, span), table_row(theirs, span)]
+            torch.testing.assert_close(*written, atol=1e-5, rtol=1e-5)
+
+
+def table_row(pages: torch.Tensor, span: SequenceSpan) -> torch.Tensor:
+    return pages[list(span.block_table)].flatten(0, 1)[: span.context_len]
+
+
+def test_attention_when_long_contexts_are_split_equals_torch(float32_kernels: CpuKernels) -> None:
+    config = make_config(6, 2, 64, None)
+    spans = spans_for([(2000, 1), (255, 1), (256, 1), (511, 1)], 16, num_blocks=200)
+    metadata = AttentionMetadata.from_spans(spans, block_size=16)
+    store = make_store(config, 16, torch.float32, num_blocks=200)
+    for pages in store.layers[0]:
+        pages.normal_()
+    qkv = make_qkv(config, 4, torch.float32)
+    expected = TorchOps(config, store).plan(metadata).attend(0, qkv.clone(), None, None)
+    found = CpuOps(config, store, float32_kernels).plan(metadata).attend(0, qkv.clone(), None, None)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("num_new", [1, 5])
+def test_attention_when_scores_are_huge_stays_exact(float32_kernels: CpuKernels, num_new: int) -> None:
+    config = make_config(2, 1, 32, None)
+    [span] = spans_for([(100, num_new)], 16)
+    metadata = AttentionMetadata.from_spans([span], block_size=16)
+    store = make_store(config, 16, torch.float32)
+    store.layers[0][0].normal_().mul_(300)
+    store.layers[0][1].normal_()
+    qkv = make_qkv(config, num_new, torch.float32) * 300
+    expected = TorchOps(config, store).plan(metadata).attend(0, qkv.clone(), None, None)
+    found = CpuOps(config, store, float32_kernels).plan(metadata).attend(0, qkv.clone(), None, None)
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_attention_when_free_slots_hold_nan_does_not_read_them(kernels: CpuKernels) -> None:
+    config = make_config(3, 1, 64, None)
+    spans = spans_for([(20, 1), (0, 21), (70, 3)], 16)
+    metadata = AttentionMetadata.from_spans(spans, block_size=16)
+    store = make_store(config, 16, kernels.dtype)
+    for pages in store.layers[0]:
+        pages.fill_(float("nan"))
+        for span in spans:
+            table_rows = pages.view(-1, 1, 64)
+            slots = [span.block_table[at // 16] * 16 + at % 16 for at in range(span.num_computed)]
+            table_rows[slots] = torch.randn(len(slots), 1, 64).to(kernels.dtype)
+    attended = CpuOps(config, store, kernels).plan(metadata).attend(0, make_qkv(config, 25, kernels.dtype), None, None)
+    assert attended.isfinite().all()
+
+
+def test_attention_when_the_batch_changes_keeps_a_rows_bits(kernels: CpuKernels) -> None:
+    """What a user gets for a seed must not depend on who else is served."""
+    config = make_config(6, 2, 64, None)
+    spans = spans_for([(300, 1), (5, 1), (0, 40), (33, 7), (64, 1)], 16)
+    counts = [span.num_new_tokens for span in spans]
+    qkv = make_qkv(config, sum(counts), kernels.dtype)
+    store = make_store(config, 16, kernels.dtype)
+    for pages in store.layers[0]:
+        pages.normal_()
+    ops = CpuOps(config, store, kernels)
+    together = ops.plan(AttentionMetadata.from_spans(spans, block_size=16)).attend(0, qkv.clone(), None, None)
+    rows = zip(spans, qkv.split(counts), together.split(counts), strict=True)  # type: ignore[no-untyped-call]
+    for span, own_qkv, expected in rows:
+        alone = ops.plan(AttentionMetadata.from_spans([span], block_size=16)).attend(0, own_qkv.clone(), None, None)
+        assert torch.equal(alone, expected)
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 576])
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 9])
+def test_elementwise_equals_torch(kernels: CpuKernels, size: int, num_tokens: int) -> None:
+    config = make_config(1, 1, 32, None)
+    store = make_store(config, 16, kernels.dtype)
+    metadata = AttentionMetadata.from_spans(spans_for([(0, 1)], 16), block_size=16)
+    ours, reference = CpuOps(config, store, kernels).plan(metadata), TorchOps(config, store).plan(metadata)
+    tolerance = 1e-5 if kernels.dtype is torch.float32 else 2e-2
+    assert_close = functools.partial(torch.testing.assert_close, atol=tolerance, rtol=tolerance)
+    x, residual = (torch.randn(num_tokens, size).to(kernels.dtype) for _ in range(2))
+    weight = torch.rand(size).to(kernels.dtype)
+    assert_close(ours.rms_norm(x, weight), reference.rms_norm(x, weight))
+    streams = residual.clone(), residual.clone()
+    assert_close(ours.add_rms_norm(x.clone(), streams[0], weight), reference.add_rms_norm(x, streams[1], weight))
+    assert torch.equal(*streams)
+    gate_up = torch.randn(num_tokens, 2 * size).mul(20).to(kernels.dtype)
+    assert_close(ours.silu_mul(gate_up), reference.silu_mul(gate_up))
+
+
+def test_silu_when_the_gate_is_extreme_stays_right(kernels: CpuKernels) -> None:
+    config = make_config(1, 1, 32, None)
+    metadata = AttentionMetadata.from_spans(spans_for([(0, 1)], 16), block_size=16)
+    step = CpuOps(config, make_store(config, 16, kernels.dtype), kernels).plan(metadata)
+    gate = torch.tensor([-1e30, -200.0, -90.0, 0.0, 90.0, 1e30, float("nan")], dtype=kernels.dtype)
+    found = step.silu_mul(torch.cat((gate, torch.ones_like(gate)))[None])[0]
+    torch.testing.assert_close(found, torch.nn.functional.silu(gate.double()).to(kernels.dtype), equal_nan=True)

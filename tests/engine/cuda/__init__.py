@@ -1,0 +1,1 @@
+"""The device executor, on a CPU where there is no GPU."""

@@ -1,0 +1,94 @@
+"""The engine core over the device executor: the same tokens as over the CPU's, in crowds that run out of pages."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.clock import ManualClock
+from engine.core import EngineCore
+from engine.executor import Executor
+from engine.scheduler import SchedulerLimits
+from engine.sequence import EngineRequest
+from tests.builders import assert_empty, make_request, run_until_idle, submit
+from tests.engine.cuda.support import load_device
+from tests.engine.tiny_models import VOCAB_SIZE, load
+
+BLOCK_SIZE = 4
+
+
+def make_core(executor: Executor) -> EngineCore:
+    limits = SchedulerLimits(block_size=BLOCK_SIZE, max_step_tokens=24, max_running=6, max_waiting=64)
+    return EngineCore(executor, limits, ManualClock())
+
+
+def make_requests(seed: int, num: int) -> list[EngineRequest]:
+    """Return requests with common prefixes, samples, penalties, stop tokens and short and long answers."""
+    rng = random.Random(seed)
+    prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(13)] for _ in range(2)]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "n": 3},
+        {"temperature": 0.7, "top_p": 0.8, "stop_token_ids": tuple(range(40))},
+        {"repetition_penalty": 1.5},
+        {"temperature": 1.0, "frequency_penalty": 1.0, "n": 2},
+        {"min_tokens": 6, "stop_token_ids": tuple(range(60))},
+    ]
+    return [
+        make_request(
+            [
+                *rng.choice(prefixes)[: rng.randrange(14)],
+                *(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 20))),
+            ],
+            **{"max_tokens": rng.randint(1, 24), "seed": i, **rng.choice(kinds)},
+        )
+        for i in range(num)
+    ]
+
+
+def answers(core: EngineCore, requests: list[EngineRequest], seed: int) -> list[list[list[int]]]:
+    """Submit requests at random moments; return the samples' tokens of each."""
+    rng = random.Random(seed)
+    collectors = []
+    for request in requests:
+        collectors.append(submit(core, request)[1])
+        for _ in range(rng.randrange(4)):
+            for group, event in core.step():
+                group.sink(event)
+    run_until_idle(core)
+    assert_empty(core)
+    return [
+        [collector.token_ids(j) for j in range(request.sampling.n)]
+        for request, collector in zip(requests, collectors, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_core_over_the_device_executor_answers_as_over_the_other(qwen3: Path, seed: int) -> None:
+    requests = make_requests(seed, 14)
+    expected = answers(make_core(load(qwen3, num_blocks=512)), requests, seed)
+    core = make_core(load_device(qwen3, num_blocks=20, max_running=6, max_step_tokens=24))
+    assert answers(core, requests, seed) == expected
+    assert core.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_core_over_the_device_executor_when_cancelled_at_random_leaks_nothing(qwen3: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    core = make_core(load_device(qwen3, num_blocks=20, max_running=6, max_step_tokens=24))
+    requests = make_requests(seed + 10, 14)
+    expected = answers(make_core(load(qwen3, num_blocks=512)), requests, seed)
+    submitted = [submit(core, request) for request in requests]
+    cancelled = rng.sample(range(len(requests)), 6)
+    for i in cancelled:
+        for _ in range(rng.randrange(5)):
+            for group, event in core.step():
+                group.sink(event)
+        core.cancel(submitted[i][0])
+    run_until_idle(core)
+    assert_empty(core)
+    for i, (_group, collector) in enumerate(submitted):
+        if i not in cancelled:
+            assert [collector.token_ids(j) for j in range(requests[i].sampling.n)] == expected[i]

@@ -1,0 +1,92 @@
+"""Sharing pages on a card, over a driver that shares memory within this process."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from common.errors import LayoutMismatch, TransferError
+from common.ids import BlockId
+from engine.cuda.ipc import SharedDevicePages, share_pages
+from tests.engine.cuda_kv.support import Card, CardDriver, make_shape, make_storage, pages_in, wire_bytes
+
+SHAPE = make_shape()
+
+
+class Process:
+    """One process' pages on a card."""
+
+    def __init__(self, card: Card, num_blocks: int, *, seed: int, device_uuid: str = "card-0") -> None:
+        self.storage = make_storage(SHAPE, num_blocks, seed=seed)
+        self.num_blocks = num_blocks
+        driver = CardDriver(card, device_uuid=device_uuid)
+        driver.own(self.storage)
+        self.shared = SharedDevicePages(self.storage, pages_in(self.storage, SHAPE), driver)
+
+
+def test_mapped_pages_when_copied_fill_ours_and_leave_the_peers_alone() -> None:
+    card = Card()
+    peer, own = Process(card, 5, seed=1), Process(card, 8, seed=2)
+    peers_before, ours_before = peer.storage.clone(), own.storage.clone()
+    mapped = own.shared.map_peer(peer.shared.region, peer.num_blocks)
+    mapped.copy_blocks([4, 0, 2], [BlockId(7), BlockId(1), BlockId(3)])
+    assert wire_bytes(own.storage, SHAPE, [7, 1, 3]) == wire_bytes(peers_before, SHAPE, [4, 0, 2])
+    assert wire_bytes(own.storage, SHAPE, [0, 2, 4, 5, 6]) == wire_bytes(ours_before, SHAPE, [0, 2, 4, 5, 6])
+    assert torch.equal(peer.storage, peers_before)
+
+
+def test_mapped_pages_when_closed_are_unmapped_once() -> None:
+    card = Card()
+    peer, own = Process(card, 5, seed=1), Process(card, 8, seed=2)
+    mapped = own.shared.map_peer(peer.shared.region, peer.num_blocks)
+    assert card.num_open == 1
+    mapped.close()
+    mapped.close()
+    assert card.num_open == 0
+
+
+@pytest.mark.parametrize("ids", [([5], [0]), ([0], [8]), ([-1], [0])])
+def test_mapped_pages_when_an_id_is_outside_report_layout_mismatch(ids: tuple[list[int], list[int]]) -> None:
+    card = Card()
+    peer, own = Process(card, 5, seed=1), Process(card, 8, seed=2)
+    mapped = own.shared.map_peer(peer.shared.region, peer.num_blocks)
+    with pytest.raises(LayoutMismatch, match="no block"):
+        mapped.copy_blocks(ids[0], [BlockId(i) for i in ids[1]])
+
+
+def test_map_peer_when_it_is_on_another_device_is_refused_before_mapping() -> None:
+    card = Card()
+    peer, own = Process(card, 5, seed=1, device_uuid="card-1"), Process(card, 8, seed=2)
+    with pytest.raises(LayoutMismatch, match="card-1"):
+        own.shared.map_peer(peer.shared.region, peer.num_blocks)
+    assert card.num_open == 0
+
+
+@pytest.mark.parametrize("num_blocks", [4, 6])
+def test_map_peer_when_its_size_does_not_fit_the_blocks_is_refused_before_mapping(num_blocks: int) -> None:
+    card = Card()
+    peer, own = Process(card, 5, seed=1), Process(card, 8, seed=2)
+    with pytest.raises(LayoutMismatch, match="expected"):
+        own.shared.map_peer(peer.shared.region, num_blocks)
+    assert card.num_open == 0
+
+
+def test_map_peer_when_it_is_dead_reports_the_drivers_reason() -> None:
+    card = Card()
+    peer, own = Process(card, 5, seed=1), Process(card, 8, seed=2)
+    card.exported.clear()
+    with pytest.raises(TransferError, match="CUDA_ERROR_INVALID_HANDLE"):
+        own.shared.map_peer(peer.shared.region, peer.num_blocks)
+
+
+def test_map_peer_when_the_nonce_differs_is_refused_and_unmapped() -> None:
+    card = Card()
+    peer, own = Process(card, 5, seed=1), Process(card, 8, seed=2)
+    with pytest.raises(TransferError, match="not the peer's"):
+        own.shared.map_peer(replace(peer.shared.region, nonce=bytes(16)), peer.num_blocks)
+    assert card.num_open == 0
+
+
+def test_share_pages_when_they_are_in_host_memory_shares_nothing() -> None:
+    storage = make_storage(SHAPE, 2).cpu()
+    assert share_pages(storage, pages_in(storage, SHAPE)) is None

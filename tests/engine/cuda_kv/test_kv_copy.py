@@ -1,0 +1,109 @@
+"""Copies between device pages and elsewhere: the same bytes as plain indexing gives, from many threads at once."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from common.errors import LayoutMismatch
+from engine.cuda.kv_copy import block_view
+from tests.engine.cuda_kv.support import make_shape, make_storage, pages_in, wire_bytes
+
+# head_dim 6 gives parts of 8-byte, 3 of 4-byte and 5 with 8-bit numbers of 4-byte words; odd sizes need narrower ones
+SHAPES = [("bfloat16", 6), ("float32", 8), ("float8_e4m3fn", 16), ("float16", 3), ("float8_e4m3fn", 5)]
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), SHAPES)
+@pytest.mark.parametrize("block_ids", [[], [4], [6, 0, 3], [5, 1, 0, 6, 2, 4, 3]])
+def test_read_blocks_when_order_is_scrambled_equals_plain_indexing(
+    dtype: str, head_dim: int, block_ids: list[int]
+) -> None:
+    shape = make_shape(dtype=dtype, head_dim=head_dim)
+    storage = make_storage(shape, 7)
+    data = pages_in(storage, shape).read_blocks(block_ids)
+    assert data.nbytes == len(block_ids) * shape.block_bytes
+    assert bytes(data) == wire_bytes(storage, shape, block_ids)
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), SHAPES)
+def test_write_blocks_when_given_another_engines_blocks_fills_those_pages_only(dtype: str, head_dim: int) -> None:
+    shape = make_shape(dtype=dtype, head_dim=head_dim)
+    source, target = make_storage(shape, 5, seed=1), make_storage(shape, 9, seed=2)
+    before = target.clone()
+    data = pages_in(source, shape).read_blocks([3, 1, 0, 4])
+    pages_in(target, shape).write_blocks([8, 0, 5, 2], data)
+    assert wire_bytes(target, shape, [8, 0, 5, 2]) == wire_bytes(source, shape, [3, 1, 0, 4])
+    untouched = [1, 3, 4, 6, 7]
+    assert wire_bytes(target, shape, untouched) == wire_bytes(before, shape, untouched)
+
+
+def test_copy_blocks_from_pages_of_another_pool_size_equals_plain_indexing() -> None:
+    shape = make_shape()
+    source, target = make_storage(shape, 4, seed=1), make_storage(shape, 6, seed=2)
+    before = target.clone()
+    own = pages_in(target, shape)
+    own.copy_blocks(own.view_of(source[:-16]), [3, 0, 2], [1, 5, 0])
+    assert wire_bytes(target, shape, [1, 5, 0]) == wire_bytes(source, shape, [3, 0, 2])
+    assert wire_bytes(target, shape, [2, 3, 4]) == wire_bytes(before, shape, [2, 3, 4])
+
+
+def test_read_blocks_when_pages_change_afterwards_keeps_the_copy() -> None:
+    shape = make_shape()
+    storage = make_storage(shape, 3)
+    data = pages_in(storage, shape).read_blocks([1])
+    before = bytes(data)
+    storage.zero_()
+    assert bytes(data) == before
+
+
+@pytest.mark.parametrize("block_id", [-1, 7])
+def test_every_copy_when_an_id_is_outside_reports_layout_mismatch_and_writes_nothing(block_id: int) -> None:
+    shape = make_shape()
+    storage = make_storage(shape, 7)
+    before = storage.clone()
+    pages = pages_in(storage, shape)
+    with pytest.raises(LayoutMismatch, match=f"no block {block_id}"):
+        pages.read_blocks([0, block_id])
+    with pytest.raises(LayoutMismatch, match=f"no block {block_id}"):
+        pages.write_blocks([block_id], memoryview(bytes(shape.block_bytes)))
+    with pytest.raises(LayoutMismatch, match=f"no block {block_id}"):
+        pages.copy_blocks(pages.blocks, [block_id], [0])
+    with pytest.raises(LayoutMismatch, match=f"no block {block_id}"):
+        pages.copy_blocks(pages.blocks, [0], [block_id])
+    assert torch.equal(storage, before)
+
+
+def test_every_copy_when_sizes_differ_reports_layout_mismatch() -> None:
+    shape = make_shape()
+    pages = pages_in(make_storage(shape, 7), shape)
+    with pytest.raises(LayoutMismatch, match="2 blocks take"):
+        pages.write_blocks([0, 1], memoryview(bytes(2 * shape.block_bytes - 1)))
+    with pytest.raises(LayoutMismatch, match="cannot be copied over"):
+        pages.copy_blocks(pages.blocks, [0, 1], [2])
+
+
+def test_copies_of_more_threads_than_lanes_do_not_mix_their_staging() -> None:
+    shape = make_shape()
+    source, target = make_storage(shape, 24, seed=1), make_storage(shape, 24, seed=2)
+    reader, writer = pages_in(source, shape), pages_in(target, shape)
+
+    def move(first: int) -> None:
+        block_ids = list(range(first, 24, 6))
+        for _ in range(20):
+            writer.write_blocks(block_ids, reader.read_blocks(block_ids))
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(move, range(6)))
+    assert torch.equal(target[:-16], source[:-16])
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), SHAPES)
+def test_block_view_shares_memory_with_the_pages(dtype: str, head_dim: int) -> None:
+    shape = make_shape(dtype=dtype, head_dim=head_dim)
+    storage = make_storage(shape, 7)
+    view = block_view(storage[:-16], shape)
+    assert view.shape[:2] == (7, 2 * shape.num_layers)
+    assert view.shape[2] * view.element_size() * 2 * shape.num_layers == shape.block_bytes
+    view[5].zero_()
+    assert wire_bytes(storage, shape, [5]) == bytes(shape.block_bytes)
+    assert storage.count_nonzero() > 0

@@ -1,0 +1,99 @@
+"""The kernels around 8-bit weights against plain torch, in the interpreter or on a GPU, and compiled for Hopper."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from engine.model.quantize import FP8_MAX, quantize_rows_in_torch
+from tests.engine.cuda_kv.support import DEVICE
+
+pytest.importorskip("triton")
+
+from engine.cuda.quantized_linear import int8_linear, quantize_rows
+
+
+def random(*sizes: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("num_tokens", "num_features"), [(1, 1), (1, 576), (3, 60), (5, 513)])
+def test_quantize_rows_of_e4m3_values_restores_them(num_tokens: int, num_features: int, dtype: torch.dtype) -> None:
+    values = random(num_tokens, num_features, dtype=torch.float32).mul(8).to(torch.float8_e4m3fn).to(dtype)
+    values[:, 0] = -FP8_MAX
+    factors = 2.0 ** torch.arange(num_tokens, device=DEVICE)[:, None]
+    rows, scales = quantize_rows(values * factors.to(dtype))
+    assert torch.equal(scales, factors)
+    assert torch.equal(rows.to(dtype), values)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter loses the carry where it rounds up to a power of two")
+def test_quantize_rows_of_any_values_equals_torch() -> None:
+    x = random(7, 4096)
+    rows, scales = quantize_rows(x)
+    expected_rows, expected_scales = quantize_rows_in_torch(x)
+    assert torch.equal(scales, expected_scales)
+    different = rows.view(torch.uint8) != expected_rows.view(torch.uint8)
+    assert different.float().mean() < 1e-3, "only ties may turn, where the two divide differently"
+
+
+def test_quantize_rows_of_a_part_of_a_wider_tensor_reads_that_part() -> None:
+    wide = random(4, 96)
+    rows, scales = quantize_rows(wide[:, :32])
+    expected_rows, expected_scales = quantize_rows(wide[:, :32].contiguous())
+    assert torch.equal(rows.view(torch.uint8), expected_rows.view(torch.uint8))
+    assert torch.equal(scales, expected_scales)
+
+
+def test_quantize_rows_of_zeros_restores_zeros() -> None:
+    rows, scales = quantize_rows(torch.zeros(2, 40, dtype=torch.bfloat16, device=DEVICE))
+    assert torch.equal(rows.float() * scales, torch.zeros(2, 40, device=DEVICE))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("num_tokens", "num_in", "num_out"), [(1, 128, 32), (3, 60, 72), (17, 129, 33), (64, 40, 31)])
+def test_int8_linear_equals_torch(num_tokens: int, num_in: int, num_out: int, dtype: torch.dtype) -> None:
+    x, scale = random(num_tokens, num_in, dtype=dtype), random(num_out, 1, dtype=dtype, seed=1)
+    weight = torch.randint(-127, 128, (num_out, num_in), generator=torch.Generator().manual_seed(2), dtype=torch.int8)
+    weight = weight.to(DEVICE)
+    expected = (x.double() @ (weight.double() * scale.double()).t()).float()
+    found = int8_linear(x, weight, scale)
+    assert found.dtype is dtype
+    error = (found.float() - expected).abs().max() / expected.abs().max()
+    assert error < {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-6}[dtype]
+
+
+_COMPILE = """
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from engine.cuda import quantized_linear as kernels
+
+    def compiled(kernel, pointers, integers, constants, **options):
+        signature = dict(pointers) | dict.fromkeys(integers, "i32") | dict.fromkeys(constants, "constexpr")
+        divisible = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in pointers}
+        source = ASTSource(kernel, {name: signature[name] for name in kernel.arg_names}, constants, divisible)
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+    rows = compiled(kernels._quantize_rows, {"x": "*bf16", "rows": "*fp8e4nv", "scales": "*fp32"},
+                    ["x_stride", "num_features"], {"BLOCK": 4096}, num_warps=8)
+    linear = compiled(kernels._int8_linear, {"x": "*bf16", "weight": "*i8", "scale": "*bf16", "output": "*bf16"},
+                      ["num_tokens", "num_out", "num_in", "x_stride"],
+                      {"ROWS": 64, "BLOCK_OUT": 32, "BLOCK_IN": 128, "DOT_DTYPE": tl.bfloat16},
+                      num_warps=4, num_stages=4)
+    assert rows.asm["cubin"] and linear.asm["cubin"]
+    assert linear.metadata.shared < 227 * 1024, linear.metadata.shared
+    print(rows.metadata.shared, linear.metadata.shared)
+"""
+
+
+def test_kernels_compile_for_hopper() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", textwrap.dedent(_COMPILE)]
+    done = subprocess.run(command, capture_output=True, timeout=120, check=False, env=environment)
+    assert done.returncode == 0, done.stderr.decode()

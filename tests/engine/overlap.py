@@ -1,0 +1,60 @@
+"""What tests of overlapped steps share."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from engine.core import EngineCore
+from engine.executor import ScheduledSequence, StepHandle, StepResult
+from tests.builders import Collector, expected_tokens, make_request
+
+
+class Spy:
+    """Stands between a core and its executor: remembers every batch, and fails where it is told to."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.batches: list[list[ScheduledSequence]] = []
+        self.taken: list[int] = []
+        self.fail_launch_of: int | None = None
+        self.fail_results_of: set[int] = set()
+        self._launch = core.executor.launch
+        core.executor.launch = self.launch  # type: ignore[method-assign]
+
+    def launch(self, batch: Sequence[ScheduledSequence]) -> StepHandle:
+        if self.fail_launch_of == len(self.batches):
+            self.fail_launch_of = None
+            raise RuntimeError("no launch")
+        handle = self._launch(batch)
+        self.batches.append(list(batch))
+        return _Handle(self, len(self.batches) - 1, handle)
+
+
+class _Handle:
+    def __init__(self, spy: Spy, step_idx: int, handle: StepHandle) -> None:
+        self._spy, self._step_idx, self._handle = spy, step_idx, handle
+
+    def results(self) -> list[StepResult]:
+        self._spy.taken.append(self._step_idx)
+        results = self._handle.results()
+        if self._step_idx in self._spy.fail_results_of:
+            raise RuntimeError(f"no results of step {self._step_idx}")
+        return results
+
+
+def step(core: EngineCore) -> None:
+    for group, event in core.step():
+        group.sink(event)
+
+
+def step_until_flight_knows(core: EngineCore, collector: Collector, num_tokens: int) -> None:
+    """Step until so many tokens have come; the step behind the last one is in flight then."""
+    while len(collector.outputs) < num_tokens:
+        step(core)
+    assert core.num_steps_in_flight == 1
+
+
+def ending_request(**sampling: Any) -> tuple[Any, list[int]]:
+    """Return a request that a stop token ends at its fourth token, and these four tokens."""
+    free = expected_tokens(make_request([1, 2, 3], max_tokens=30, ignore_eos=True))
+    cut = next(i for i in range(3, len(free)) if free[i] not in free[:i])
+    request = make_request([1, 2, 3], max_tokens=30, ignore_eos=True, stop_token_ids=(free[cut],), **sampling)
+    return request, free[: cut + 1]

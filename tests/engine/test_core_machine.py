@@ -1,0 +1,338 @@
+"""EngineCore as a state machine: everything a worker may do to it, in any order, in turn and overlapped.
+
+The fake engine computes a launched step as late as possible and answers with a hash of the pages that it finds. So a
+page that changes hands too early, or is published with the wrong content, becomes a wrong token.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from common.block_hash import hash_blocks
+from common.errors import PromptTooLong, Refused
+from common.ids import BlockHash
+from engine.events import Tokens
+from engine.executor import ScheduledSequence, StepHandle, StepResult
+from engine.fake import token_kv
+from engine.group import Group
+from engine.sequence import EngineRequest, SequenceState
+from tests.builders import BLOCK_SIZE, Collector, assert_empty, expected_tokens, make_core, make_request
+
+STOP_TOKEN = ord("e")  # one of the fake's letters
+
+
+@dataclass(eq=False)
+class Work:
+    """A request and what is known of its answer."""
+
+    group: Group
+    collector: Collector
+    kind: str
+    """"add", "prefill" or "reserve"."""
+    is_ended: bool = False
+    """Cancelled from outside."""
+    ended_samples: set[int] = field(default_factory=set)
+    first_index: int = 0
+    """Index of the first token that comes from here."""
+    _answers: dict[int, list[int]] = field(default_factory=dict)
+
+    def answer(self, sample: int) -> list[int]:
+        """Return the whole answer, as it should be."""
+        if sample not in self._answers:
+            request = self.group.request
+            tokens = expected_tokens(request, sample=sample)
+            stops = [i for i, token in enumerate(tokens) if token in request.sampling.stop_token_ids]
+            self._answers[sample] = tokens[: stops[0] + 1] if stops else tokens
+        return self._answers[sample]
+
+    def told(self, sample: int) -> list[int]:
+        """Return the tokens that came, which must be consecutive from the first one on."""
+        outputs = [o for o in self.collector.outputs if o.sample_index == sample]
+        assert [o.token_index for o in outputs] == list(range(self.first_index, self.first_index + len(outputs)))
+        return [o.token_id for o in outputs]
+
+
+class Faults:
+    """An executor's launch with faults on demand."""
+
+    def __init__(self, launch: Any) -> None:
+        self._launch = launch
+        self.in_next_launch = False
+        self.in_next_results = False
+
+    def launch(self, batch: Sequence[ScheduledSequence]) -> StepHandle:
+        if self.in_next_launch:
+            self.in_next_launch = False
+            raise RuntimeError("no launch")
+        handle: StepHandle = self._launch(batch)
+        if self.in_next_results:
+            self.in_next_results = False
+            return _Broken(handle)
+        return handle
+
+
+class _Broken:
+    def __init__(self, handle: StepHandle) -> None:
+        self._handle = handle
+
+    def results(self) -> list[StepResult]:
+        self._handle.results()
+        raise RuntimeError("no results")
+
+
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+SAMPLING = st.fixed_dictionaries(
+    {
+        "max_tokens": st.integers(1, 9),
+        "temperature": st.sampled_from([0.0, 1.0]),
+        "seed": st.integers(0, 3),
+        "presence_penalty": st.sampled_from([0.0, 0.0, 0.5]),
+        "stop_token_ids": st.sampled_from([(), (STOP_TOKEN,)]),
+        "num_prompt_logprobs": st.sampled_from([None, None, 1]),
+    }
+)
+
+
+class CoreMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.works: list[Work] = []
+        self.tokens_of: dict[BlockHash, Sequence[int]] = {}
+
+    @initialize(
+        max_steps_in_flight=st.sampled_from([1, 2, 2]),
+        num_blocks=st.integers(5, 12),
+        max_step_tokens=st.integers(3, 16),
+    )
+    def start(self, max_steps_in_flight: int, num_blocks: int, max_step_tokens: int) -> None:
+        self.core = make_core(
+            num_blocks=num_blocks,
+            max_step_tokens=max_step_tokens,
+            max_running=6,
+            max_steps_in_flight=max_steps_in_flight,
+        )
+        self.faults = Faults(self.core.executor.launch)
+        self.core.executor.launch = self.faults.launch  # type: ignore[method-assign]
+
+    # ── what a worker does ──────────────────────────────────────────────────────────────────────────────────────────
+
+    @rule(
+        prompt=PROMPTS,
+        sampling=SAMPLING,
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        kind=st.sampled_from(["add", "add", "prefill", "reserve"]),
+        num_steps=st.integers(0, 3),
+    )
+    def enter(self, prompt: list[int], sampling: dict[str, Any], n: int, kind: str, num_steps: int) -> None:
+        request = make_request(prompt, n=n, ignore_eos=True, **sampling)
+        enter = {"add": self.core.add, "prefill": self.core.add_prefill_only, "reserve": self.core.reserve}[kind]
+        collector = Collector()
+        try:
+            group = enter(request, collector)
+        except PromptTooLong:
+            return
+        if not isinstance(group, Refused):
+            self.works.append(Work(group, collector, kind, first_index=int(kind == "reserve")))
+            self.core.wake()
+        self.step(num_steps)
+
+    @rule(data=st.data())
+    def take_over(self, data: st.DataObject) -> None:
+        works = [w for w in self.works if w.kind == "add" and 0 < len(w.told(0)) < len(w.answer(0))]
+        if not works:
+            return
+        other = data.draw(st.sampled_from(works))
+        told = other.told(0)
+        before = other.group.request
+        params = {name: getattr(before.sampling, name) for name in ("max_tokens", "temperature", "seed")}
+        request = make_request(
+            before.prompt_token_ids,
+            output=told,
+            ignore_eos=True,
+            stop_token_ids=before.sampling.stop_token_ids,
+            **params,
+        )
+        collector = Collector()
+        group = self.core.add(request, collector)
+        if not isinstance(group, Refused):
+            self.works.append(Work(group, collector, "add", first_index=len(told)))
+            self.core.wake()
+
+    @rule(num_steps=st.integers(1, 4))
+    def steps(self, num_steps: int) -> None:
+        self.step(num_steps)
+
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            if self.core.has_work:
+                for group, event in self.core.step():
+                    group.sink(event)
+
+    @rule(data=st.data())
+    def transfer_and_start(self, data: st.DataObject) -> None:
+        if not self.reserved():
+            return
+        work = data.draw(st.sampled_from(self.reserved()))
+        leader = work.group.leader
+        size = BLOCK_SIZE
+        self.fill(work)
+        whole = data.draw(st.booleans())
+        if not whole:  # verified so far; published, and the rest comes later
+            self.core.commit(work.group, max(leader.num_computed, leader.num_tokens // size * size))
+            return
+        self.core.commit(work.group, leader.num_tokens)
+        request = work.group.request
+        first = [work.answer(sample)[0] for sample in range(request.sampling.n)]
+        is_over = [len(work.answer(sample)) == 1 for sample in range(request.sampling.n)]
+        self.core.start(work.group, list(zip(first, is_over, strict=True)))
+        self.core.wake()
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        if not self.alive():
+            return
+        work = data.draw(st.sampled_from(self.alive()))
+        self.core.cancel(work.group)
+        work.is_ended = True
+        self.core.wake()
+
+    @rule(data=st.data())
+    def finish_sample(self, data: st.DataObject) -> None:
+        forked = [work for work in self.alive() if len(work.group.sequences) > 1]
+        if not forked:
+            return
+        work = data.draw(st.sampled_from(forked))
+        sample = data.draw(st.integers(0, work.group.request.sampling.n - 1))
+        self.core.finish_sample(work.group, sample)
+        work.ended_samples.add(sample)
+        self.core.wake()
+
+    @rule(fault=st.sampled_from([None, None, None, "launch", "results"]))
+    def break_next_step(self, fault: str | None) -> None:
+        self.faults.in_next_launch = fault == "launch"
+        self.faults.in_next_results = fault == "results"
+
+    # ── what must hold ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    @invariant()
+    def tokens_are_those_of_the_oracle_each_once_and_in_order(self) -> None:
+        for work in self.works:
+            for sample in range(work.group.request.sampling.n):
+                told = work.told(sample)
+                if told:
+                    whole = self.whole_answer(work, sample)
+                    assert told == whole[: len(told)]
+
+    @invariant()
+    def pages_are_held_by_sequences_and_steps_in_flight_only(self) -> None:
+        pool = self.core.pool
+        held: Counter[int] = Counter()
+        for work in self.works:
+            for sequence in work.group.sequences:
+                held.update(sequence.block_table)
+                held.update(sequence.retired_blocks)
+        for block_id in range(pool.num_blocks):
+            extra = pool.ref_count(block_id) - held[block_id]  # the source of a copy is held by its step
+            assert extra == 0 or (extra > 0 and self.core.num_steps_in_flight), (block_id, extra)
+
+    @invariant()
+    def ended_sequences_hold_pages_only_while_a_step_with_them_is_in_flight(self) -> None:
+        for work in self.works:
+            for sequence in work.group.sequences:
+                if sequence.state is SequenceState.FINISHED:
+                    assert bool(sequence.num_in_flight) >= bool(sequence.block_table)
+                assert sequence.num_in_flight <= self.core.num_steps_in_flight
+
+    @invariant()
+    def published_pages_hold_the_kv_of_their_tokens(self) -> None:
+        for work in self.works:
+            request = work.group.request
+            for sequence in work.group.sequences:
+                hashes = hash_blocks(sequence.token_ids, root=request.hash_root, block_size=BLOCK_SIZE)
+                for i, block_hash in enumerate(hashes):
+                    self.tokens_of[block_hash] = tuple(sequence.token_ids[: (i + 1) * BLOCK_SIZE])
+        for block_hash in self.core.pool.snapshot().stored:
+            block_id = self.core.pool.block_with(block_hash)
+            assert block_id is not None
+            tokens = self.tokens_of[block_hash]
+            found = np.frombuffer(self.core.executor.kv.read_blocks([block_id]), dtype="<u8")
+            start = len(tokens) - BLOCK_SIZE
+            assert found.tolist() == [token_kv(tokens[p], p) for p in range(start, len(tokens))]
+
+    @invariant()
+    def load_counts_what_is_there(self) -> None:
+        load, scheduler = self.core.load(), self.core.scheduler
+        active = [*scheduler.running, *scheduler.waiting]
+        fresh = [s for s in active if s.num_output_tokens == 0]
+        assert load.num_pending_prefill_tokens == sum(s.num_tokens - s.num_computed for s in fresh)
+        assert load.num_context_tokens == sum(s.num_computed for s in scheduler.running)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        self.faults.in_next_launch = self.faults.in_next_results = False
+        for work in self.works:
+            if work.kind == "reserve" and work.group.leader.state is SequenceState.RESERVED:
+                work.is_ended = True
+                self.core.cancel(work.group)
+        for _ in range(len(self.works) + 1):  # each round at least one more request has got its pages
+            self.core.wake()
+            self.run_until_idle()
+            for work in self.works:
+                if work.group.leader.state is SequenceState.HELD:
+                    self.core.cancel(work.group)
+        assert_empty(self.core)
+        for work in self.works:
+            if work.is_ended or work.collector.failure is not None:
+                continue
+            for sample in range(work.group.request.sampling.n):
+                if sample in work.ended_samples:
+                    continue
+                whole = self.whole_answer(work, sample)
+                assert work.told(sample) == (whole[:1] if work.kind == "prefill" else whole)
+            if work.group.request.sampling.num_prompt_logprobs is not None and work.kind != "reserve":
+                told = [len(e.prompt_logprobs) for e in work.collector.events if isinstance(e, Tokens)]
+                has_output = bool(work.group.request.output_token_ids)
+                assert sum(told) == (0 if has_output else len(work.group.request.prompt_token_ids) - 1)
+
+    # ── helpers ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def run_until_idle(self) -> None:
+        """Step as the engine thread does: a core that is stalled waits for a command."""
+        for _ in range(1000):
+            if not self.core.has_work:
+                return
+            for group, event in self.core.step():
+                group.sink(event)
+        raise AssertionError("still busy after 1000 steps")
+
+    def alive(self) -> list[Work]:
+        return [work for work in self.works if not work.group.is_over]
+
+    def reserved(self) -> list[Work]:
+        return [work for work in self.works if work.group.leader.state is SequenceState.RESERVED]
+
+    def whole_answer(self, work: Work, sample: int) -> list[int]:
+        """Return what comes from here: without what another worker has told."""
+        request: EngineRequest = work.group.request
+        return work.answer(sample)[0 if request.output_token_ids else work.first_index :]
+
+    def fill(self, work: Work) -> None:
+        """Write a reservation's pages, as a transfer does: at any time, whatever is in flight."""
+        leader = work.group.leader
+        first = leader.num_computed // BLOCK_SIZE
+        for i in range(first, len(leader.block_table)):
+            positions = range(i * BLOCK_SIZE, min((i + 1) * BLOCK_SIZE, leader.num_tokens))
+            page = np.zeros(BLOCK_SIZE, dtype="<u8")
+            page[: len(positions)] = [token_kv(leader.token_ids[p], p) for p in positions]
+            self.core.executor.kv.write_blocks(leader.block_ids()[i : i + 1], memoryview(page.tobytes()))
+
+
+CoreMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestCore = CoreMachine.TestCase

@@ -1,0 +1,177 @@
+"""EngineCore with two steps in flight: what is launched before the tokens of the step before it are known."""
+
+from typing import Any
+
+import pytest
+
+from common.errors import EngineFault
+from engine.events import FinishReason, Started, Tokens
+from tests.builders import (
+    assert_empty,
+    expected_tokens,
+    make_core,
+    make_request,
+    run_until_idle,
+    submit,
+)
+from tests.engine.overlap import Spy, ending_request, step, step_until_flight_knows
+
+
+def test_step_when_executor_takes_two_launches_the_next_before_the_results_of_the_last() -> None:
+    core = make_core()
+    spy = Spy(core)
+    request = make_request([1, 2, 3], max_tokens=5, ignore_eos=True)
+    _group, collector = submit(core, request)
+    step(core)
+    assert (len(spy.batches), spy.taken) == (1, [])
+    for step_idx in range(1, 5):
+        step(core)
+        assert (len(spy.batches), spy.taken) == (step_idx + 1, list(range(step_idx)))
+    step(core)
+    assert (len(spy.batches), spy.taken) == (5, [0, 1, 2, 3, 4]), "max_tokens is known beforehand: no sixth step"
+    assert [[item.input_row for item in batch] for batch in spy.batches] == [[None], [0], [0], [0], [0]]
+    assert collector.token_ids() == expected_tokens(request)
+    assert not core.has_work
+    assert_empty(core)
+
+
+def test_plan_when_context_ends_launches_nothing_behind_the_last_token() -> None:
+    core = make_core(max_model_len=16)
+    spy = Spy(core)
+    _group, collector = submit(core, make_request(range(12), max_tokens=100, ignore_eos=True))
+    run_until_idle(core)
+    assert (len(spy.batches), len(collector.outputs)) == (4, 4)
+
+
+def test_input_rows_name_the_sample_of_the_step_before_in_a_batch_that_changes() -> None:
+    core = make_core(max_step_tokens=16)
+    spy = Spy(core)
+    requests = [make_request([i] * (3 + 9 * i), max_tokens=4 + i, ignore_eos=True) for i in range(5)]
+    collectors = [submit(core, request)[1] for request in requests]
+    run_until_idle(core)
+    for before, batch in zip(spy.batches, spy.batches[1:], strict=False):
+        sampled = [item.sequence for item in before if item.num_samples]
+        for item in batch:
+            if item.input_row is not None:
+                assert sampled[item.input_row] is item.sequence
+    assert any(item.input_row not in (None, 0) for batch in spy.batches for item in batch)
+    assert [c.token_ids() for c in collectors] == [expected_tokens(request) for request in requests]
+
+
+def test_sequence_with_penalties_waits_for_its_tokens_while_others_go_on() -> None:
+    core = make_core()
+    spy = Spy(core)
+    free = make_request([1, 2], max_tokens=8, ignore_eos=True)
+    penalised = make_request([3, 4], max_tokens=8, ignore_eos=True, presence_penalty=0.5)
+    (free_group, free_out), (waiting_group, waiting_out) = submit(core, free), submit(core, penalised)
+    run_until_idle(core)
+    rows: dict[Any, list[int | None]] = {free_group.leader: [], waiting_group.leader: []}
+    for batch in spy.batches:
+        for item in batch:
+            rows[item.sequence].append(item.input_row)
+    assert rows[waiting_group.leader] == [None] * 8
+    assert rows[free_group.leader].count(None) == 1
+    assert free_out.token_ids() == expected_tokens(free)
+    assert waiting_out.token_ids() == expected_tokens(penalised)
+
+
+def test_prompt_with_n_samples_forks_when_its_tokens_are_known() -> None:
+    core = make_core()
+    spy = Spy(core)
+    request = make_request([1, 2, 3, 4, 5], n=3, temperature=1.0, seed=4, max_tokens=6, ignore_eos=True)
+    _group, collector = submit(core, request)
+    run_until_idle(core)
+    assert [[item.input_row for item in batch] for batch in spy.batches[:3]] == [[None], [None] * 3, [0, 1, 2]]
+    for sample in range(3):
+        assert collector.token_ids(sample) == expected_tokens(request, sample=sample)
+    assert_empty(core)
+
+
+def test_token_behind_the_end_is_computed_and_dropped() -> None:
+    core = make_core()
+    spy = Spy(core)
+    request, expected = ending_request()
+    group, collector = submit(core, request)
+    step_until_flight_knows(core, collector, len(expected))
+    assert group.is_over
+    assert core.load().num_used_blocks > 0, "a step in flight writes behind the end"
+    run_until_idle(core)
+    assert len(spy.batches) == len(expected) + 1
+    assert collector.token_ids() == expected
+    assert collector.outputs[-1].finish_reason is FinishReason.STOP
+    assert_empty(core)
+
+
+@pytest.mark.parametrize("num_steps", range(9))
+@pytest.mark.parametrize("sample", [0, 1, 2])
+def test_sample_ended_from_outside_after_any_step_leaves_the_others_alone(num_steps: int, sample: int) -> None:
+    core = make_core(max_step_tokens=16)
+    request = make_request(range(22), n=3, temperature=1.0, seed=9, max_tokens=7, ignore_eos=True)
+    group, collector = submit(core, request)
+    for _ in range(num_steps):
+        step(core)
+    core.finish_sample(group, sample)
+    told = len([o for o in collector.outputs if o.sample_index == sample])
+    forked = len(group.sequences) == 3
+    run_until_idle(core)
+    assert_empty(core)
+    if not forked:
+        return  # ending the leader of a prompt that has not forked ends the request; other samples do not exist yet
+    for other in range(3):
+        expected = expected_tokens(request, sample=other)
+        assert collector.token_ids(other) == (expected[:told] if other == sample else expected)
+
+
+@pytest.mark.parametrize("failing", [{2}, {2, 3}])
+def test_fault_of_a_step_fails_the_requests_of_the_step_behind_it_too(failing: set[int]) -> None:
+    core = make_core(max_step_tokens=16)
+    spy = Spy(core)
+    spy.fail_results_of = failing
+    _g, early = submit(core, make_request([1, 2], max_tokens=20, ignore_eos=True))
+    for _ in range(3):
+        step(core)
+    joined_group, joined = submit(core, make_request(range(30), max_tokens=20, ignore_eos=True))
+    step(core)  # launches step 3, with the new prompt; takes step 2, which fails
+    assert [item.sequence for item in spy.batches[3]][1:] == joined_group.sequences
+    for collector in (early, joined):
+        assert collector.failure is not None
+        assert isinstance(collector.failure.error, EngineFault)
+        assert "no results of step 2" in str(collector.failure.error)
+    assert (core.num_steps_in_flight, spy.taken) == (0, [0, 1, 2, 3]), "the step behind must not run any more"
+    assert_empty(core)
+    request = make_request([1, 2], max_tokens=5, ignore_eos=True)
+    _g, after = submit(core, request)
+    run_until_idle(core)
+    assert after.token_ids() == expected_tokens(request)
+
+
+def test_fault_of_a_launch_spares_what_is_in_flight() -> None:
+    core = make_core(max_running=8)
+    spy = Spy(core)
+    done_request = make_request([5, 6], max_tokens=2, ignore_eos=True)
+    _g, lost = submit(core, make_request([1, 2], max_tokens=20, ignore_eos=True))
+    _g, done = submit(core, done_request)
+    step(core)
+    step(core)  # both tokens of the second request are in flight or known
+    spy.fail_launch_of = 2
+    step(core)
+    assert lost.failure is not None
+    assert "no launch" in str(lost.failure.error)
+    assert (done.failure, done.token_ids()) == (None, expected_tokens(done_request))
+    assert core.num_steps_in_flight == 0
+    assert_empty(core)
+
+
+def test_started_is_told_before_the_step_is_launched() -> None:
+    core = make_core()
+    spy = Spy(core)
+    _g, first = submit(core, make_request([1, 2], max_tokens=20, ignore_eos=True))
+    step(core)
+    _g, second = submit(core, make_request([3, 4], max_tokens=20, ignore_eos=True))
+    for group, event in core.begin_step():
+        group.sink(event)
+    assert (len(spy.batches), core.num_steps_in_flight) == (1, 1)
+    assert [type(event) for event in second.events] == [Started]
+    core.finish_step()
+    assert len(spy.batches) == 2
+    assert not [event for event in first.events if isinstance(event, Tokens)], "they come with the return value"

@@ -1,0 +1,261 @@
+"""8-bit weights and pages: small errors, the same scales everywhere, and refusals that name the reason."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.model.config import DecoderConfig, UnsupportedModel, parse_config, read_json
+from engine.model.fingerprint import kv_fingerprint
+from engine.model.loader import load_weights, weight_files
+from engine.model.quantize import (
+    FP8,
+    FP8_MAX,
+    Fp8Linear,
+    Int8Linear,
+    QuantizationMethod,
+    check_quantization,
+    kv_scales,
+    quantize_rows_in_torch,
+    quantize_weights,
+    round_to_fp8,
+)
+from engine.model.weights import DecoderWeights, Linear
+from tests.engine.tiny_models import make_model
+
+Kind = Callable[[Linear], Callable[[Tensor], Tensor]]
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+
+
+def make_linear(num_out: int, num_in: int, dtype: torch.dtype, *, has_bias: bool = False) -> Linear:
+    generator = torch.Generator().manual_seed(0)
+    # Rows of very different size: one scale for all of them would lose the small ones.
+    sizes = torch.logspace(-3, 1, num_out)[:, None]
+    weight = (torch.randn(num_out, num_in, generator=generator) * sizes).to(dtype)
+    bias = torch.randn(num_out, generator=generator).to(dtype) if has_bias else None
+    return Linear(weight=weight, bias=bias)
+
+
+def channel_errors(found: Tensor, x: Tensor, linear: Linear) -> Tensor:
+    """Return each channel's error in proportion to what inputs and weights of that size could add up to."""
+    bias = linear.bias.double() if linear.bias is not None else None
+    error = found.double() - F.linear(x.double(), linear.weight.double(), bias)
+    norms: Tensor = torch.linalg.vector_norm(error, dim=0)
+    sizes: Tensor = x.double().norm() * torch.linalg.vector_norm(linear.weight.double(), dim=1)
+    return norms / sizes
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    def save(name: str) -> Path:
+        folder: Path = tmp_path_factory.mktemp(name)
+        make_model(name).save_pretrained(folder)
+        return folder
+
+    return save
+
+
+def load(folder: Path) -> tuple[DecoderWeights, DecoderConfig]:
+    config = parse_config(read_json(folder / "config.json"))
+    return load_weights(weight_files(folder), config, dtype=torch.float32, device=CPU), config
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 9, 40])
+def test_int8_linear_is_close_in_every_channel(num_tokens: int, dtype: torch.dtype) -> None:
+    linear = make_linear(48, 64, dtype)
+    x = torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = Int8Linear(linear)(x)
+    assert (found.dtype, found.shape) == (dtype, (num_tokens, 48))
+    assert channel_errors(found, x, linear).max() < 0.02
+    assert channel_errors(found, x, linear).mean() < 0.007, "half a step of 1/127 of the largest weight"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 9])
+@pytest.mark.parametrize("kind", [Fp8Linear, Int8Linear])
+def test_linear_with_a_bias_adds_it(kind: Kind, num_tokens: int) -> None:
+    linear = make_linear(48, 64, torch.float32, has_bias=True)
+    x = torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(1))
+    without = kind(Linear(weight=linear.weight, bias=None))(x)
+    assert linear.bias is not None
+    assert torch.equal(kind(linear)(x), without + linear.bias)
+
+
+@pytest.mark.parametrize("num_tokens", [8, 9])
+def test_int8_linear_gives_one_result_on_both_sides_of_its_row_limit(num_tokens: int) -> None:
+    quantized = Int8Linear(make_linear(48, 64, torch.float32))
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1))
+    product = x.double() @ (quantized.weight.double() * quantized.scale.double()).t()
+    found = quantized(x[:num_tokens]).double()
+    assert (found - product[:num_tokens]).abs().max() < 1e-5 * product.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fp8_linear_multiplies_rounded_activations_with_rounded_weights(dtype: torch.dtype) -> None:
+    linear = make_linear(48, 64, dtype)
+    x = torch.randn(7, 64, generator=torch.Generator().manual_seed(1)) * torch.logspace(-2, 2, 7)[:, None]
+    x = x.to(dtype)
+    quantized = Fp8Linear(linear)
+    found = quantized(x)
+    rows, scales = quantize_rows_in_torch(x)
+    rounded = Linear(weight=quantized.weight.double() * quantized.scale.double(), bias=None)
+    assert found.dtype is dtype
+    assert channel_errors(found, rows.double() * scales.double(), rounded).max() < (
+        1e-6 if dtype.itemsize == 4 else 4e-3
+    )
+    assert 0.001 < channel_errors(found, x, linear).mean() < 0.02, "e4m3 has three bits of mantissa, on both sides"
+
+
+def test_fp8_linear_holds_only_values_of_e4m3() -> None:
+    weight = Fp8Linear(make_linear(48, 64, torch.bfloat16)).weight
+    assert torch.equal(weight.to(FP8).to(weight.dtype), weight)
+    assert weight.abs().amax(1).eq(FP8_MAX).all(), "each channel uses the whole range"
+
+
+@pytest.mark.parametrize("kind", [Fp8Linear, Int8Linear])
+def test_linear_with_a_row_of_zeros_returns_zero_there(kind: Kind) -> None:
+    weight = torch.ones(32, 32)
+    weight[5] = 0
+    found = kind(Linear(weight=weight, bias=None))(torch.ones(2, 32))
+    assert found[:, 5].eq(0).all()
+    assert torch.allclose(found[:, :5], torch.tensor(32.0), rtol=1e-2)
+
+
+def test_quantize_rows_of_zeros_and_of_huge_values_stays_finite() -> None:
+    x = torch.tensor([[0.0, 0.0], [3e38, -1e38], [1e-30, 0.0]])
+    rows, scales = quantize_rows_in_torch(x)
+    assert torch.isfinite(rows.float()).all()
+    assert torch.allclose(rows.float() * scales, x, rtol=0.07)
+
+
+@pytest.mark.parametrize("method", ["fp8", "int8"])
+def test_quantize_weights_replaces_every_projection_but_the_head(
+    checkpoint: Callable[[str], Path], method: QuantizationMethod
+) -> None:
+    weights, _config = load(checkpoint("qwen2"))
+    head = weights.head
+    quantize_weights(weights, method)
+    kind = Fp8Linear if method == "fp8" else Int8Linear
+    for layer in weights.layers:
+        assert all(isinstance(p, kind) for p in (layer.qkv, layer.output, layer.gate_up, layer.down))
+    assert weights.head is head
+
+
+@pytest.mark.parametrize("scale", [0.25, 1.0, 8.0])
+def test_round_to_fp8_keeps_16_steps_per_octave_and_saturates(scale: float) -> None:
+    x = torch.tensor([0.0, 1.0, 1.0625, -1.125, 448.0, 1e6, -1e6]) * scale
+    rounded = round_to_fp8(x, scale)
+    assert rounded.tolist() == [value * scale for value in (0.0, 1.0, 1.0, -1.125, 448.0, 448.0, -448.0)]
+
+
+def test_round_to_fp8_changes_nothing_the_second_time() -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    once = round_to_fp8(x, 0.5)
+    assert torch.equal(round_to_fp8(once, 0.5), once)
+    assert torch.equal((once / 0.5).to(FP8).to(torch.bfloat16) * 0.5, once), "bfloat16 holds what e4m3 pages hold"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "llama-one-key-head"])
+def test_kv_scales_put_what_the_model_computes_inside_the_range(checkpoint: Callable[[str], Path], name: str) -> None:
+    folder = checkpoint(name)
+    weights, config = load(folder)
+    scales = kv_scales(weights, config)
+    assert len(scales) == config.num_layers
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    generator = torch.Generator().manual_seed(0)
+    for layer, (key_scale, value_scale) in zip(weights.layers, scales, strict=True):
+        assert math.frexp(key_scale)[0] == math.frexp(value_scale)[0] == 0.5, "powers of two"
+        normed = F.rms_norm(torch.randn(500, config.hidden_size, generator=generator), (config.hidden_size,))
+        qkv = layer.qkv(normed * layer.input_norm)
+        key, value = qkv[:, q_size : q_size + kv_size], qkv[:, q_size + kv_size :]
+        if layer.k_norm is not None:
+            key = F.rms_norm(key.reshape(len(key), -1, config.head_dim), (config.head_dim,)) * layer.k_norm
+        for computed, scale in ((key, key_scale), (value, value_scale)):
+            largest = float(computed.abs().max()) / scale
+            assert FP8_MAX / 32 < largest <= FP8_MAX, "neither saturated nor far below the range"
+            rounded = round_to_fp8(computed, scale)
+            assert float((rounded - computed).norm() / computed.norm()) < 0.03
+
+
+def test_kv_scales_grow_with_the_weights_that_make_keys_and_values(checkpoint: Callable[[str], Path]) -> None:
+    weights, config = load(checkpoint("llama"))
+    before = kv_scales(weights, config)
+    qkv = weights.layers[1].qkv
+    assert isinstance(qkv, Linear)
+    qkv.weight[-config.num_kv_heads * config.head_dim :] *= 8
+    after = kv_scales(weights, config)
+    assert after[1] == (before[1][0], before[1][1] * 8)
+    assert after[0] == before[0]
+
+
+def test_fingerprint_differs_by_quantization_and_by_kv_dtype(checkpoint: Callable[[str], Path]) -> None:
+    folder = checkpoint("llama")
+    config, files = parse_config(read_json(folder / "config.json")), weight_files(folder)
+
+    def fingerprint(**options: Any) -> str:
+        return kv_fingerprint(config, files, dtype="bfloat16", block_size=16, **options)
+
+    plain = fingerprint()
+    assert plain == fingerprint(kv_dtype="bfloat16")
+    others = [
+        fingerprint(quantization="fp8"),
+        fingerprint(quantization="int8"),
+        fingerprint(kv_dtype="float8_e4m3fn"),
+        fingerprint(kv_dtype="float8_e4m3fn", quantization="fp8"),
+    ]
+    assert len({plain, *others}) == 5
+
+
+def checked(config: DecoderConfig, **changes: Any) -> None:
+    options: dict[str, Any] = {"method": None, "kv_dtype": torch.bfloat16, "dtype": torch.bfloat16, "device": CPU}
+    options |= changes
+    check_quantization(options["method"], options["kv_dtype"], config, dtype=options["dtype"], device=options["device"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"method": "int3"}, "'int3' is not supported; supported are fp8, int8"),
+        ({"kv_dtype": torch.float16}, "kv_dtype: torch.float16"),
+        ({"kv_dtype": FP8}, "CUDA kernels alone"),
+    ],
+)
+def test_check_quantization_on_a_cpu_names_what_it_refuses(
+    checkpoint: Callable[[str], Path], changes: dict[str, Any], reason: str
+) -> None:
+    config = parse_config(read_json(checkpoint("llama") / "config.json"))
+    with pytest.raises(UnsupportedModel, match=reason):
+        checked(config, **changes)
+    for method in (None, "fp8", "int8"):
+        checked(config, method=method)
+
+
+@pytest.mark.parametrize(
+    ("capability", "changes", "reason"),
+    [
+        ((8, 0), {"method": "fp8"}, "compute capability 9.0"),
+        ((8, 0), {"kv_dtype": FP8}, "compute capability 9.0"),
+        ((9, 0), {"method": "fp8", "hidden_size": 40}, "multiples of 16"),
+    ],
+)
+def test_check_quantization_on_a_gpu_names_what_it_refuses(
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    changes: dict[str, Any],
+    reason: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "a card")
+    config = parse_config(read_json(checkpoint("llama") / "config.json"))
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "head_dim": 16}
+    with pytest.raises(UnsupportedModel, match=reason):
+        checked(replace(config, **(sizes | {k: v for k, v in changes.items() if k in sizes})), device=CUDA, **changes)
+    checked(replace(config, **sizes), method="int8", device=CUDA)

@@ -1,0 +1,176 @@
+"""Compiles every kernel for Hopper through its own launcher, without a GPU, and prints what each takes, as JSON lines.
+
+Run as `python -m tests.engine.triton_kernels.compile_kernels`, without TRITON_INTERPRET. Tensors are on torch's meta
+device and launches end where a module would be loaded.
+"""
+# mypy: disable-error-code="import-untyped"
+
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from engine.cuda.move_blocks import move_blocks
+from engine.ops.triton_kernels.decode_attention import decode_attention, split_keys
+from engine.ops.triton_kernels.pages import LayerPages
+from engine.ops.triton_kernels.prefill_attention import prefill_attention
+from engine.ops.triton_kernels.rms_norm import add_rms_norm, rms_norm
+from engine.ops.triton_kernels.rope_kv_write import HeadNorms, rope_kv_write
+from engine.ops.triton_kernels.silu_mul import silu_mul
+from engine.ops.triton_kernels.step import DeviceStep
+
+_NUM_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A model's shape, as far as kernels differ by it."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    has_head_norms: bool = False
+    block_size: int = 16
+    window: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    page_dtype: torch.dtype | None = None
+
+
+_QWEN3_0_6B = Shape(
+    name="qwen3-0.6b",
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    hidden_size=1024,
+    intermediate_size=3072,
+    has_head_norms=True,
+)
+_LLAMA_8B = Shape(
+    name="llama-3.1-8b", num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, intermediate_size=14336
+)
+_SMOLLM2 = Shape(name="smollm2-135m", num_heads=9, num_kv_heads=3, head_dim=64, hidden_size=576, intermediate_size=1536)
+SHAPES = (
+    _QWEN3_0_6B,
+    replace(_QWEN3_0_6B, name="qwen3-8b", num_heads=32, hidden_size=4096, intermediate_size=12288, block_size=32),
+    _LLAMA_8B,
+    replace(_LLAMA_8B, name="llama-3.1-8b float8 pages", page_dtype=torch.float8_e4m3fn),
+    replace(_LLAMA_8B, name="llama-3.1-8b window 4096", window=4096),
+    replace(_LLAMA_8B, name="llama-3.1-8b float32", dtype=torch.float32),
+    replace(_LLAMA_8B, name="head_dim 256", num_heads=16, head_dim=256),
+    _SMOLLM2,
+    replace(_SMOLLM2, name="smollm2-135m float8 pages", page_dtype=torch.float8_e4m3fn),
+)
+
+
+class _HopperDriver:
+    """As much of Triton's driver as compiling takes."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+
+def main() -> None:
+    """Print a line per kernel and shape."""
+    compiled: list[Any] = []
+
+    def compile_only(kernel: Any, grid: object) -> Callable[..., None]:
+        return lambda *args, **kwargs: compiled.append(kernel.run(*args, grid=grid, warmup=True, **kwargs))
+
+    triton.runtime.driver.set_active(_HopperDriver())
+    JITFunction.__getitem__ = compile_only
+    for shape in SHAPES:
+        _launch_kernels(shape)
+        _print_and_forget(shape.name, compiled)
+    _launch_move_blocks()
+    _print_and_forget("any", compiled)
+
+
+def _print_and_forget(shape_name: str, compiled: list[Any]) -> None:
+    for kernel in compiled:
+        print(json.dumps({"shape": shape_name, **_usage(kernel)}), flush=True)  # noqa: T201
+    compiled.clear()
+
+
+def _launch_kernels(shape: Shape) -> None:
+    def empty(*sizes: int, dtype: torch.dtype = shape.dtype) -> Tensor:
+        return torch.empty(sizes, dtype=dtype, device="meta")
+
+    sizes = (_NUM_TOKENS, shape.block_size, shape.num_kv_heads, shape.head_dim)
+    page_dtype = shape.page_dtype or shape.dtype
+    pages = LayerPages(
+        keys=empty(*sizes, dtype=page_dtype), values=empty(*sizes, dtype=page_dtype), window=shape.window
+    )
+    step = DeviceStep(
+        positions=empty(_NUM_TOKENS, dtype=torch.int32),
+        slot_mapping=empty(_NUM_TOKENS, dtype=torch.int64),
+        context_lens=empty(_NUM_TOKENS, dtype=torch.int32),
+        block_tables=empty(_NUM_TOKENS, 64, dtype=torch.int32),
+        query_start_loc=empty(_NUM_TOKENS + 1, dtype=torch.int32),
+        decode_seqs=None,
+        prefill_tiles=empty(8, 2, dtype=torch.int32),
+    )
+    norm = empty(shape.head_dim)
+    norms = HeadNorms(query=norm, key=norm, eps=1e-6) if shape.has_head_norms else None
+    rotations = empty(4096, shape.head_dim, dtype=torch.float32)
+    for num_tokens in (1, _NUM_TOKENS):
+        qkv = empty(num_tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+        query = rope_kv_write(qkv, norms, rotations, pages, step)
+    decode_attention(query, query, pages, step, split_keys(1, shape.num_heads, pages, num_sms=132))
+    prefill_attention(query, query, pages, step)
+    if shape not in (_QWEN3_0_6B, _LLAMA_8B, _SMOLLM2):
+        return  # the others' elementwise kernels are like theirs
+    x, weight = empty(_NUM_TOKENS, shape.hidden_size), empty(shape.hidden_size)
+    rms_norm(x, weight, 1e-6)
+    add_rms_norm(x, x, weight, 1e-6)
+    silu_mul(empty(_NUM_TOKENS, 2 * shape.intermediate_size))
+
+
+def _launch_move_blocks() -> None:
+    blocks = torch.empty((8, 2, 4096), dtype=torch.int64, device="meta")
+    ids = torch.empty(8, dtype=torch.int64, device="meta")
+    move_blocks(blocks, ids, blocks, ids)
+
+
+def _usage(kernel: Any) -> dict[str, Any]:
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        command = [os.fspath(cuobjdump), "--dump-resource-usage", cubin.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", report)
+    assert found is not None, report
+    registers, stack, local = map(int, found.groups())
+    return {
+        "kernel": kernel.metadata.name,
+        "num_warps": kernel.metadata.num_warps,
+        "registers": registers,
+        "spilled_bytes": stack + local,
+        "shared_bytes": kernel.metadata.shared,
+        "has_tensor_cores": re.search(r"\b(wgmma|mma)\.", kernel.asm["ptx"]) is not None,
+        "has_async_copies": "cp.async" in kernel.asm["ptx"],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""Kernels run on a GPU where there is one, else in Triton's interpreter (see tests/conftest.py)."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    from engine.ops.triton_kernels.pages import is_interpreted
+
+    if torch.cuda.is_available() and not is_interpreted():
+        return torch.device("cuda")
+    if not is_interpreted():
+        pytest.skip("no GPU for torch, and triton was imported without TRITON_INTERPRET=1")
+    return torch.device("cpu")

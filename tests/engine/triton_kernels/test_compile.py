@@ -1,0 +1,62 @@
+"""The kernels compile for Hopper, within its registers and shared memory. Needs no GPU: Triton brings its assembler."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+
+_SHARED_BYTES = 227 * 1024
+"""What a program may have on compute capability 9.0."""
+_REGISTERS = 65536
+_SM_SHARED_BYTES = 228 * 1024
+_RESERVED_SHARED_BYTES = 1024
+"""Of each program."""
+_TWO_AT_A_TIME = ("llama-3.1-8b float32",)
+
+
+@pytest.fixture(scope="module")
+def usages() -> list[dict[str, Any]]:
+    # In a process of its own: this one may have imported triton for the interpreter.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.engine.triton_kernels.compile_kernels"]
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert output.returncode == 0, output.stderr
+    return [json.loads(line) for line in output.stdout.splitlines()]
+
+
+def test_kernels_of_every_shape_compile_for_hopper(usages: list[dict[str, Any]]) -> None:
+    kernels = Counter(usage["kernel"] for usage in usages)
+    num_shapes = len({usage["shape"] for usage in usages} - {"any"})
+    assert num_shapes == 9
+    assert kernels == {
+        "_rope_kv_write_kernel": 2 * num_shapes,
+        "_decode_kernel": num_shapes,
+        "_combine_kernel": num_shapes,
+        "_prefill_kernel": num_shapes,
+        "_rms_norm_kernel": 2 * 3,
+        "_silu_mul_kernel": 3,
+        "_move_blocks": 1,
+    }
+
+
+def test_kernels_of_every_shape_spill_no_registers(usages: list[dict[str, Any]]) -> None:
+    assert [usage for usage in usages if usage["spilled_bytes"]] == []
+
+
+def test_kernels_of_every_shape_fit_into_shared_memory(usages: list[dict[str, Any]]) -> None:
+    assert [usage for usage in usages if usage["shared_bytes"] > _SHARED_BYTES] == []
+
+
+def test_attention_kernels_use_tensor_cores_and_asynchronous_copies(usages: list[dict[str, Any]]) -> None:
+    attention = [usage for usage in usages if usage["kernel"] in ("_decode_kernel", "_prefill_kernel")]
+    assert [usage for usage in attention if not (usage["has_tensor_cores"] and usage["has_async_copies"])] == []
+
+
+def test_decode_kernels_of_half_precision_run_three_on_a_multiprocessor(usages: list[dict[str, Any]]) -> None:
+    decode = [u for u in usages if u["kernel"] == "_decode_kernel" and u["shape"] not in _TWO_AT_A_TIME]
+    assert [u for u in decode if 3 * (u["shared_bytes"] + _RESERVED_SHARED_BYTES) > _SM_SHARED_BYTES] == []
+    assert [u for u in decode if 3 * u["registers"] * 32 * u["num_warps"] > _REGISTERS] == []

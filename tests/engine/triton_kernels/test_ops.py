@@ -1,0 +1,143 @@
+"""The kernels inside the real decoder, against the portable implementation."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.executor import KvShape
+from engine.kv_cache import TorchKvStore
+from engine.model.config import DecoderConfig, parse_config, read_json
+from engine.model.decoder import Decoder
+from engine.model.loader import load_weights, weight_files
+from engine.model.precision import dtype_name
+from engine.ops.interface import Ops
+from engine.ops.metadata import AttentionMetadata, SequenceSpan
+from engine.ops.torch_ops import TorchOps
+from engine.ops.triton_kernels.ops import TritonOps
+from engine.ops.triton_kernels.step import DeviceStep
+from tests.engine.tiny_models import make_model, make_prompt
+from tests.engine.triton_kernels.support import bits, padded
+
+_BLOCK_SIZE = 4
+_NUM_BLOCKS = 40
+_PROMPTS = (make_prompt(10, seed=1), make_prompt(4, seed=2), make_prompt(6, seed=3))
+# Of each prompt, tokens per step: whole prompts beside chunks, then decodes beside chunks, then decodes alone.
+_STEPS = ((5, 4, 0), (4, 0, 2), (1, 0, 3), (0, 0, 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TinyModel:
+    decoder: Decoder
+    config: DecoderConfig
+    shape: KvShape
+    device: torch.device
+
+    def store(self) -> TorchKvStore:
+        return TorchKvStore(self.shape, _NUM_BLOCKS, device=self.device)
+
+
+def _load(model_dir: Path, name: str, device: torch.device) -> _TinyModel:
+    make_model(name).save_pretrained(model_dir)
+    config = parse_config(read_json(model_dir / "config.json"))
+    weights = load_weights(weight_files(model_dir), config, dtype=torch.float32, device=device)
+    shape = KvShape(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=_BLOCK_SIZE,
+        dtype=dtype_name(torch.float32),
+        bytes_per_element=4,
+        fingerprint="test",
+    )
+    return _TinyModel(decoder=Decoder(config, weights), config=config, shape=shape, device=device)
+
+
+def _spans(computed: Seq[int], num_new: Seq[int]) -> list[SequenceSpan]:
+    """Return spans of the prompts that run; prompt i has every third block, from block i down."""
+    return [
+        SequenceSpan(num_computed=done, num_new_tokens=new, block_table=list(range(_NUM_BLOCKS - 1 - i, -1, -3)))
+        for i, (done, new) in enumerate(zip(computed, num_new, strict=True))
+        if new
+    ]
+
+
+def _run_steps(model: _TinyModel, ops: Ops, steps: Seq[Seq[int]] = _STEPS) -> list[Tensor]:
+    """Return the hidden states of each step, in which every prompt advances by so many tokens."""
+    computed = [0] * len(_PROMPTS)
+    hidden = []
+    for num_new in steps:
+        token_ids = [t for p, at, n in zip(_PROMPTS, computed, num_new, strict=True) for t in p[at : at + n]]
+        metadata = AttentionMetadata.from_spans(_spans(computed, num_new), block_size=_BLOCK_SIZE)
+        tokens = torch.tensor(token_ids, device=model.device)
+        hidden.append(model.decoder.forward(tokens, ops.plan(metadata)))
+        computed = [at + n for at, n in zip(computed, num_new, strict=True)]
+    return hidden
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama-one-key-head", "qwen2-max-window-layers", "qwen3-rope-yarn"],
+)
+@torch.inference_mode()
+def test_triton_ops_in_decoder_equal_torch_ops(name: str, tmp_path: Path, device: torch.device) -> None:
+    model = _load(tmp_path, name, device)
+    ours, theirs = model.store(), model.store()
+    hidden = _run_steps(model, TritonOps(model.config, ours))
+    expected = _run_steps(model, TorchOps(model.config, theirs))
+    torch.testing.assert_close(hidden, expected, atol=2e-4, rtol=2e-4)
+    for pages, expected_pages in zip(ours.layers, theirs.layers, strict=True):
+        torch.testing.assert_close(pages, expected_pages, atol=2e-4, rtol=2e-4)
+
+
+@torch.inference_mode()
+def test_triton_ops_bound_to_padded_step_equal_planned_step(tmp_path: Path, device: torch.device) -> None:
+    model = _load(tmp_path, "qwen3", device)
+    planned, bound = (
+        TritonOps(model.config, model.store()),
+        TritonOps(model.config, model.store()),
+    )
+    metadata = AttentionMetadata.from_spans(_spans((5, 0, 8), (1, 1, 1)), block_size=_BLOCK_SIZE)
+    step = DeviceStep.from_metadata(metadata, tile_tokens=bound.tile_tokens, device=device)
+    tokens = torch.tensor([3, 1, 4, 0, 0], device=device)
+    expected = model.decoder.forward(tokens[:3], planned.plan(metadata))
+    hidden = model.decoder.forward(tokens, bound.bind(padded(step, 5)))
+    torch.testing.assert_close(hidden[:3], expected)
+    assert hidden.isfinite().all()
+
+
+@torch.inference_mode()
+def test_triton_ops_with_kv_scales_store_divided_and_read_alike(tmp_path: Path, device: torch.device) -> None:
+    model = _load(tmp_path, "llama", device)
+    plain, scaled = model.store(), model.store()
+    steps = ((3, 0, 2), (1, 0, 1))
+    expected = _run_steps(model, TritonOps(model.config, plain), steps)
+    hidden = _run_steps(model, TritonOps(model.config, scaled, kv_scales=[(0.5, 4.0)] * 3), steps)
+    torch.testing.assert_close(hidden, expected)
+    torch.testing.assert_close(scaled.layers[0][0] * 0.5, plain.layers[0][0])
+    torch.testing.assert_close(scaled.layers[0][1] * 4.0, plain.layers[0][1])
+
+
+def test_triton_ops_beside_float8_pages_ask_for_a_dtype(tmp_path: Path, device: torch.device) -> None:
+    model = _load(tmp_path, "llama", device)
+    shape = replace(model.shape, dtype="float8_e4m3fn", bytes_per_element=1)
+    store = TorchKvStore(shape, _NUM_BLOCKS, device=device)
+    with pytest.raises(ValueError, match="dtype of the activations"):
+        TritonOps(model.config, store)
+    assert TritonOps(model.config, store, dtype=torch.bfloat16).tile_tokens == 128 // 3
+
+
+@torch.inference_mode()
+def test_triton_ops_warm_up_leaves_pages_as_they_are(tmp_path: Path, device: torch.device) -> None:
+    model = _load(tmp_path, "qwen3-layer-types", device)
+    store = model.store()
+    for keys, values in store.layers:
+        keys.normal_()
+        values.normal_()
+    before = [bits(cache) for pages in store.layers for cache in pages]
+    TritonOps(model.config, store, max_positions=16).warm_up()
+    after = [bits(cache) for pages in store.layers for cache in pages]
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))

@@ -1,0 +1,70 @@
+"""Device memory for workers of the fake engine: a card is a dictionary, a copy goes from store to store."""
+
+import asyncio
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from common.errors import TransferError
+from common.ids import BlockId
+from engine.executor import DevicePeerPages, DeviceRegion
+from engine.fake import FakeKvStore
+
+
+@dataclass
+class Card:
+    """One device, and what happened on it."""
+
+    uuid: str = "card-0"
+    stores: dict[bytes, FakeKvStore] = field(default_factory=dict)
+    num_mapped: int = 0
+    num_closed: int = 0
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class FakeSharing:
+    """A `DeviceSharing` of a fake store."""
+
+    def __init__(self, card: Card, store: FakeKvStore) -> None:
+        self.card = card
+        self.store = store
+        handle = f"handle-{len(card.stores)}".encode()
+        card.stores[handle] = store
+        self.region = DeviceRegion(
+            handle=handle,
+            offset_bytes=64,
+            size_bytes=store.num_blocks * store.shape.block_bytes + 16,
+            device_uuid=card.uuid,
+            nonce=handle.ljust(16),
+        )
+        self._loop = asyncio.get_running_loop()
+
+    def map_peer(self, region: DeviceRegion, num_blocks: int) -> DevicePeerPages:
+        peer = self.card.stores.get(region.handle)
+        if peer is None:
+            raise TransferError("no such handle")
+        expected = (region.handle.ljust(16), 64, num_blocks * peer.shape.block_bytes + 16, self.card.uuid)
+        assert (region.nonce, region.offset_bytes, region.size_bytes, region.device_uuid) == expected
+        self.card.num_mapped += 1
+        return _Mapped(self, peer)
+
+    def count_closed(self) -> None:
+        self.card.num_closed += 1
+        self._loop.call_soon_threadsafe(self.card.closed.set)
+
+
+class _Mapped:
+    def __init__(self, sharing: FakeSharing, peer: FakeKvStore) -> None:
+        self._sharing = sharing
+        self._peer = peer
+        self._is_open = True
+
+    def copy_blocks(self, sources: Seq[int], targets: Seq[BlockId]) -> None:
+        assert self._is_open
+        if len(sources) != len(targets) or max(sources, default=0) >= self._peer.num_blocks:
+            raise TransferError("no such block")
+        self._sharing.store.write_blocks(targets, self._peer.read_blocks([BlockId(i) for i in sources]))
+
+    def close(self) -> None:
+        assert self._is_open
+        self._is_open = False
+        self._sharing.count_closed()

@@ -1,0 +1,71 @@
+"""Which part of the memory a worker may count as its own."""
+
+import pytest
+
+from common.config import ServingConfig
+from worker.factory import load_executor_for, memory_share
+
+
+def make_config(*, prefill: dict[str, object] | None = None, decode: dict[str, object] | None = None) -> ServingConfig:
+    return ServingConfig.model_validate({"pools": {"prefill": prefill or {}, "decode": decode or {}}})
+
+
+def test_memory_share_when_the_launcher_dealt_is_that_part() -> None:
+    config = make_config()
+
+    share = memory_share(config, config.pools.decode, {"KVRELAY_MEMORY_BYTES": "12345"}, cores=8)
+
+    assert share.host_bytes == 12345
+
+
+def test_memory_share_on_a_host_that_ray_chose_is_that_of_its_cores() -> None:
+    config = make_config()
+
+    share = memory_share(config, config.pools.decode, {"KVRELAY_NUM_CPUS": "2"}, cores=8)
+
+    assert (share.host_bytes, share.host_fraction) == (None, 0.25)
+
+
+def test_memory_share_when_it_reserves_more_cpus_than_the_host_has_is_the_host() -> None:
+    config = make_config()
+
+    assert memory_share(config, config.pools.decode, {"KVRELAY_NUM_CPUS": "16"}, cores=8).host_fraction == 1.0
+
+
+def test_memory_share_when_started_by_hand_is_the_host() -> None:
+    config = make_config()
+
+    share = memory_share(config, config.pools.decode, {}, cores=8)
+
+    assert (share.host_bytes, share.host_fraction) == (None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "fraction"),
+    [
+        ({"num_gpus": 1}, {"num_gpus": 1}, 1.0),
+        ({"num_gpus": 1}, {"num_gpus": 2}, 1.0),
+        ({"num_gpus": 0.5}, {"num_gpus": 0.25}, 0.25),
+        ({"count": 1}, {"count": 1}, 0.5),
+        ({"count": 1}, {"count": 3}, 0.25),
+        ({"num_gpus": 1}, {"count": 2}, 0.5),
+        ({"count": 0}, {"count": 1}, 1.0),
+    ],
+)
+def test_memory_share_of_a_device_is_what_is_reserved_or_an_equal_part_of_what_nobody_reserved(
+    prefill: dict[str, object], decode: dict[str, object], fraction: float
+) -> None:
+    config = make_config(prefill=prefill, decode=decode)
+
+    assert memory_share(config, config.pools.decode, {}, cores=8).device_fraction == fraction
+
+
+@pytest.mark.parametrize(("keys", "num_blocks"), [({}, 8192), ({"kv_memory_gib": 2**-20}, 8), ({"num_blocks": 5}, 5)])
+def test_load_executor_for_the_fake_engine_has_the_pages_of_the_configuration(
+    keys: dict[str, float], num_blocks: int
+) -> None:
+    config = ServingConfig.model_validate({"model": {"engine": "fake"}, "pools": {"decode": keys}})
+
+    executor, _ = load_executor_for(config, config.pools.decode)
+
+    assert executor.kv.num_blocks == num_blocks
