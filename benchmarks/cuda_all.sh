@@ -67,14 +67,14 @@ part() { # part NAME BUDGET_S MODULE ARGUMENTS...: NAME is its result's; no case
 part card 30 card
 part checks-oracle 60 checks --only oracle
 for model in "${big[@]}"; do part "speed-$model-bf16" 40 speed --model "$model" --format bf16; done
-part throughput 100 throughput
 part handoff 30 handoff
+part throughput 110 throughput
 for format in "${formats[@]:1}"; do
   for model in "${big[@]}"; do part "speed-$model-$format" 40 speed --model "$model" --format "$format"; done
 done
 part service 60 service
 part kernels 40 kernels
-[ -n "$smoke" ] || part checks-tests 120 checks --only tests # a smoke run is itself one of the tests
+[ -n "$smoke" ] || part checks-tests 240 checks --only tests # a smoke run is itself one of the tests
 
 echo "==> summary ($SECONDS s)"
 "$PYTHON" -m benchmarks.cuda.summary --out "$OUT" --expect "${parts[@]}"

@@ -19,6 +19,9 @@ from engine.model.loader import load_weights
 from engine.model.precision import dtype_name
 from engine.model.quantize import quantize_weights
 from engine.model.transformers_config import TransformersConfig
+from engine.ops.cpu.decoder import CpuDecoder, can_run
+from engine.ops.cpu.ops import CpuOps
+from engine.ops.interface import StepOps
 from engine.ops.select import choose_cpu_kernels
 from engine.options import EngineOptions, ModelDescription
 from engine.runner import ModelExecutor
@@ -50,9 +53,12 @@ def _load_native(model: ModelDescription, config: DecoderConfig, options: Engine
     weights = load_weights(model.files, config, dtype=model.dtype, device=model.device)
     if options.quantization is not None:
         quantize_weights(weights, options.quantization)
-    kernels = choose_cpu_kernels(weights, compiled=options.kernels == "auto")
+    choice = choose_cpu_kernels(weights, compiled=options.kernels == "auto")
     store = _make_store(model, options)
-    return ModelExecutor(Decoder(config, weights), store, kernels.bind(config, store), model.info)
+    ops = choice.bind(config, store)
+    if isinstance(ops, CpuOps) and can_run(weights):
+        return ModelExecutor(CpuDecoder(config, weights, ops.kernels), store, ops, model.info)
+    return ModelExecutor[StepOps](Decoder(config, weights), store, ops, model.info)
 
 
 def _load_foreign(model: ModelDescription, config: TransformersConfig, options: EngineOptions) -> Executor:

@@ -10,7 +10,7 @@ from engine.executor import DoneStep, KvStore, Logprobs, ScheduledSequence, Step
 from engine.kv_cache import TorchKvStore
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.options import ModelInfo
-from engine.sampler import Sampler, SamplingRow, position_logprobs
+from engine.sampler import Sampler, position_logprobs, sampling_rows
 
 StepT = TypeVar("StepT")
 StepT_co = TypeVar("StepT_co", covariant=True)
@@ -98,7 +98,7 @@ class ModelExecutor(Generic[StepT]):
         if any(batch[i].num_samples > 1 for i in due):
             repeats = torch.tensor([batch[i].num_samples for i in due], device=self._device)
             logits = logits.repeat_interleave(repeats, dim=0)
-        rows = [_sampling_row(batch[i], j) for i in due for j in range(batch[i].num_samples)]
+        rows = [row for i in due for row in sampling_rows(batch[i])]
         sampled = iter(self._sampler.sample(logits, rows))
         for i in due:
             results[i].sampled.extend(next(sampled) for _ in range(batch[i].num_samples))
@@ -121,15 +121,4 @@ def _span(item: ScheduledSequence) -> SequenceSpan:
     sequence = item.sequence
     return SequenceSpan(
         num_computed=sequence.num_computed, num_new_tokens=item.num_new_tokens, block_table=sequence.block_table
-    )
-
-
-def _sampling_row(item: ScheduledSequence, sample: int) -> SamplingRow:
-    sequence = item.sequence
-    return SamplingRow(
-        params=sequence.request.sampling,
-        sample_index=sequence.sample_index + sample,
-        token_index=sequence.num_output_tokens,
-        prompt_token_ids=sequence.request.prompt_token_ids,
-        output_token_ids=sequence.output_token_ids if sequence.request.sampling.has_penalties else (),
     )

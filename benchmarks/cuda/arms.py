@@ -28,6 +28,7 @@ from engine.sequence import EngineRequest
 from worker.factory import limits_for, load_executor_for
 
 BLOCK_SIZE = 16
+_BIG_CARD_BYTES = 100 << 30
 
 
 class Format(StrEnum):
@@ -102,6 +103,14 @@ class Arm:
         pools = {"block_size": BLOCK_SIZE, "threads": torch.get_num_threads(), **pool}
         model = {"id": f"random:{self.model}", "device": device.type, **_FORMAT_KEYS[self.format]}
         return parse_serving({"model": model, "pools": {"prefill": pools, "decode": pools}}, source=self.name)
+
+
+def largest_model(device: torch.device) -> str:
+    """Return the largest of the random models that fits twice, with pages, into the device's memory."""
+    if device.type != "cuda":
+        return "tiny"
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    return "qwen3-8b" if total_bytes > _BIG_CARD_BYTES else "qwen3-0.6b"
 
 
 class EngineArm:

@@ -21,10 +21,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.cuda.arms import BLOCK_SIZE, Arm, Format
+from benchmarks.cuda.arms import BLOCK_SIZE, Arm, Format, largest_model
 from benchmarks.cuda.part import Part, part_parser, run_part
 from benchmarks.cuda.report import Reading
-from benchmarks.cuda.throughput import model_for
 from cluster import lifecycle
 from common.config import ServingConfig
 from common.random_models import CONFIGS
@@ -155,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", choices=list(CONFIGS), help="a random model's name; default: what fits twice")
     args = parser.parse_args(argv)
     title = "The whole service on one card"
-    return run_part("service", title, args, lambda part: measure(part, args.model or model_for(part.device)))
+    return run_part("service", title, args, lambda part: measure(part, args.model or largest_model(part.device)))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ from engine.model.precision import cpu_has
 from engine.model.weights import DecoderWeights
 from engine.ops.cpu.build import NotBuilt, build_kernels
 from engine.ops.cpu.library import DTYPES, CpuKernels
-from engine.ops.cpu.linear import pack_projections
+from engine.ops.cpu.linear import can_pack_all, pack_projections
 from engine.ops.cpu.ops import CpuOps, can_attend
-from engine.ops.interface import Ops
 from engine.ops.onednn import OneDnnLinear, can_pack
 from engine.ops.torch_ops import TorchOps
 
@@ -32,10 +31,10 @@ class CpuChoice:
     """None: torch does."""
     linears: str
 
-    def bind(self, config: DecoderConfig, store: TorchKvStore) -> Ops:
+    def bind(self, config: DecoderConfig, store: TorchKvStore) -> CpuOps | TorchOps:
         """Return the operations on a model's pages."""
         if self.kernels is not None and can_attend(config):
-            ops: Ops = CpuOps(config, store, self.kernels)
+            ops: CpuOps | TorchOps = CpuOps(config, store, self.kernels)
         else:
             ops = TorchOps(config, store)
         logger.info("kernels chosen", extra={"operations": ops.name, "linears": self.linears})
@@ -73,7 +72,7 @@ def _open(library: Path, dtype: torch.dtype) -> CpuKernels | None:
 def _pack(weights: DecoderWeights, kernels: CpuKernels | None) -> str:
     """Replace all projections by the fastest kind that there is; returns its name."""
     has_tiles = weights.embedding.dtype is torch.bfloat16 and cpu_has(_TILE_FLAG)
-    if kernels is not None and not has_tiles:
+    if kernels is not None and not has_tiles and can_pack_all(weights):
         pack_projections(weights, kernels)
         return "compiled, packed weights"
     if can_pack(weights.embedding):

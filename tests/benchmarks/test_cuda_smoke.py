@@ -10,6 +10,9 @@ import torch
 
 from benchmarks.cuda import card, checks, handoff, kernels, service, speed, throughput
 from benchmarks.cuda.report import Report
+from engine import loading
+from engine.cuda.loading import load_cuda_executor
+from engine.options import ModelDescription
 
 Main = Callable[[list[str] | None], int]
 
@@ -48,6 +51,20 @@ def test_part_when_run_on_a_cpu_measures_every_case(
     report = Report.load(tmp_path / f"{name}.json")
     assert len(report.readings) >= num_readings
     assert all(reading.value > 0 for reading in report.readings)
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments"),
+    [(checks.main, ["--only", "oracle"]), (speed.main, ["--model", "tiny"]), (throughput.main, [])],
+    ids=["checks", "speed", "throughput"],
+)
+def test_part_when_steps_overlap_as_on_a_gpu_measures_every_case(
+    main: Main, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        loading, "load_executor", lambda options: load_cuda_executor(ModelDescription.read(options), options)
+    )
+    assert main([*arguments, "--smoke", "--device", "cpu", "--out", str(tmp_path)]) == 0
 
 
 def test_checks_when_an_answer_differs_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,18 +90,25 @@ void attend(const Step& step, const Layer<T>& layer, T* qkv, T* output) {
         T* to = output + (step.query_start_loc[item.seq] * step.num_heads + item.first_head * group) * dim;
         merge(parts, count, item.num_heads * group, dim, to);
     };
-#pragma omp parallel for schedule(dynamic)
-    for (size_t i = 0; i < items.size(); i++) {
-        const Item& item = items[i];
-        int64_t token = step.query_start_loc[item.seq];
-        if (step.query_start_loc[item.seq + 1] - token > 1) {
-            attend_chunk(step, layer, item, qkv, output);
-            continue;
+    auto is_chunk = [&](const Item& item) {
+        return step.query_start_loc[item.seq + 1] - step.query_start_loc[item.seq] > 1;
+    };
+    int64_t num_chunks = std::stable_partition(items.begin(), items.end(), is_chunk) - items.begin();
+    int64_t num_items = int64_t(items.size());
+#pragma omp parallel
+    {
+#pragma omp for schedule(dynamic) nowait
+        for (int64_t i = 0; i < num_chunks; i++) attend_chunk(step, layer, items[i], qkv, output);
+        // Decode items are alike, and each thread takes neighbours: it asks memory for the next one before it is due.
+#pragma omp for schedule(static)
+        for (int64_t i = num_chunks; i < num_items; i++) {
+            const Item& item = items[i];
+            thread_local Partial own;
+            Partial& partial = item.split < 0 ? own : splits[item.split];
+            const T* queries = qkv + step.query_start_loc[item.seq] * step.row_size() + item.first_head * group * dim;
+            attend_keys(step, layer, item, i + 1 < num_items ? &items[i + 1] : nullptr, queries, partial);
+            if (item.split < 0) write(item, &partial, 1);
         }
-        thread_local Partial own;
-        Partial& partial = item.split < 0 ? own : splits[item.split];
-        attend_keys(step, layer, item, qkv + token * step.row_size() + item.first_head * group * dim, partial);
-        if (item.split < 0) write(item, &partial, 1);
     }
     for (size_t i = 0; num_splits && i < items.size();) {  // the splits of one token and head lie side by side
         const Item& first = items[i];

@@ -103,23 +103,29 @@ inline void add_values(int64_t rows, const T* weights, const T* const* values, i
     }
 }
 
-// One token's query heads over keys [item.begin, item.end). queries: from the item's first one on.
+// One token's query heads over keys [item.begin, item.end). queries: from the item's first one on. `after` is what this
+// thread probably does next, or null.
 template <int kDim, typename T>
-void attend_keys(const Step& step, const Layer<T>& layer, const Item& item, const T* queries, Partial& partial) {
+void attend_keys(const Step& step, const Layer<T>& layer, const Item& item, const Item* after, const T* queries,
+                 Partial& partial) {
     int64_t dim = kDim ? kDim : step.head_dim, group = step.group(), rows = item.num_heads * group;
-    const int32_t* table = step.block_tables[item.seq];
     thread_local std::vector<T> weights;
     weights.resize(group * kTileKeys);
     partial.reset(rows, dim);
     float scores[kTileKeys];
     TileRows<T> tiles[2];
-    tiles[0].find(step, layer, table, item.first_head, item.begin, item.end);
-    tiles[0].prefetch(0, std::min(kTileKeys, item.end - item.begin), item.num_heads * dim);
+    tiles[0].find(step, layer, step.block_tables[item.seq], item.first_head, item.begin, item.end);
     int now = 0;
     for (int64_t at = item.begin; at < item.end; at += kTileKeys, now = 1 - now) {
         const TileRows<T>&tile = tiles[now], &next = tiles[1 - now];
-        int64_t count = std::min(kTileKeys, item.end - at), next_count = std::min(kTileKeys, item.end - at - count);
-        if (next_count) tiles[1 - now].find(step, layer, table, item.first_head, at + kTileKeys, item.end);
+        int64_t count = std::min(kTileKeys, item.end - at), next_at = at + count;
+        const Item* owner = next_at < item.end ? &item : after;
+        if (owner == after && after) next_at = after->begin;
+        int64_t next_count = owner ? std::min(kTileKeys, owner->end - next_at) : 0;
+        if (owner) {
+            tiles[1 - now].find(
+                step, layer, step.block_tables[owner->seq], owner->first_head, next_at, owner->end);
+        }
         for (int64_t row = 0; row < rows; row++) {
             int64_t column = row / group * dim;
             // A little of the next tile at a time, in the order of memory, while this one is computed.
@@ -138,11 +144,12 @@ void attend_keys(const Step& step, const Layer<T>& layer, const Item& item, cons
 }
 
 template <typename T>
-inline void attend_keys(const Step& step, const Layer<T>& layer, const Item& item, const T* queries, Partial& partial) {
+inline void attend_keys(const Step& step, const Layer<T>& layer, const Item& item, const Item* after,
+                        const T* queries, Partial& partial) {
     switch (step.head_dim) {
-        case 64: return attend_keys<64>(step, layer, item, queries, partial);
-        case 128: return attend_keys<128>(step, layer, item, queries, partial);
-        default: return attend_keys<0>(step, layer, item, queries, partial);
+        case 64: return attend_keys<64>(step, layer, item, after, queries, partial);
+        case 128: return attend_keys<128>(step, layer, item, after, queries, partial);
+        default: return attend_keys<0>(step, layer, item, after, queries, partial);
     }
 }
 

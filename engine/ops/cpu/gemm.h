@@ -105,9 +105,9 @@ inline void pack_transposed(const T* w, int64_t w_stride, int64_t columns, int64
             }
 }
 
-// y [rows, columns] = x [rows, depth] * packed (+ bias). Both sides' rows are contiguous. All threads.
-template <typename T>
-void linear(const T* x, const T* packed, const T* bias, T* y, int64_t rows, int64_t columns, int64_t depth) {
+// y [rows, columns] = x [rows, depth] * packed (+ bias). Both sides' rows are contiguous; Y is T or wider. All threads.
+template <typename T, typename Y>
+void linear(const T* x, const T* packed, const T* bias, Y* y, int64_t rows, int64_t columns, int64_t depth) {
     int64_t panels = (columns + kPanel - 1) / kPanel, steps = num_steps<T>(depth), size = panel_size<T>(depth);
     int64_t step = rows_per_pass(rows);
 #pragma omp parallel for schedule(static)
@@ -122,7 +122,7 @@ void linear(const T* x, const T* packed, const T* bias, T* y, int64_t rows, int6
                     int64_t left = width - half * kLanes;
                     if (left <= 0) continue;
                     int64_t at = column + half * kLanes;
-                    T* to = y + (row + r) * columns + at;
+                    Y* to = y + (row + r) * columns + at;
                     if (left >= kLanes) {
                         store_narrow(to, bias ? sums[r][half] + load_wide(bias + at) : sums[r][half]);
                     } else {

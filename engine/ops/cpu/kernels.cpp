@@ -1,5 +1,5 @@
 // The C interface of the kernels; `library.py` declares it to Python. Suffixes name the number format.
-#include "attention.h"
+#include "layer.h"
 
 using namespace kvrelay;
 
@@ -22,6 +22,10 @@ static void pack(const T* weight, T* packed, int64_t columns, int64_t depth) {
         const T* x, const T* packed, const T* bias, T* y, int64_t rows, int64_t columns, int64_t depth) {              \
         linear(x, packed, bias, y, rows, columns, depth);                                                              \
     }                                                                                                                  \
+    void kvrelay_wide_linear_##suffix(                                                                                 \
+        const T* x, const T* packed, const T* bias, float* y, int64_t rows, int64_t columns, int64_t depth) {          \
+        linear(x, packed, bias, y, rows, columns, depth);                                                              \
+    }                                                                                                                  \
     void kvrelay_rms_norm_##suffix(const T* x, const T* weight, T* to, int64_t rows, int64_t size, float eps) {        \
         rms_norm(x, weight, to, rows, size, eps);                                                                      \
     }                                                                                                                  \
@@ -34,6 +38,10 @@ static void pack(const T* weight, T* packed, int64_t columns, int64_t depth) {
     }                                                                                                                  \
     void kvrelay_attend_##suffix(const Step* step, const Layer<T>* layer, T* qkv, T* output) {                         \
         attend(*step, *layer, qkv, output);                                                                            \
+    }                                                                                                                  \
+    void kvrelay_run_layer_##suffix(                                                                                   \
+        const Step* step, const Layer<T>* pages, const LayerWeights<T>* weights, const Activations<T>* to) {           \
+        run_layer(*step, *pages, *weights, *to);                                                                       \
     }
 
 extern "C" {

@@ -41,6 +41,30 @@ class Layer(ctypes.Structure):
     ]
 
 
+class PackedWeight(ctypes.Structure):
+    """`Projection` of layer.h."""
+
+    _fields_ = [("packed", c_void_p), ("bias", c_void_p), ("columns", c_int64), ("depth", c_int64)]
+
+
+class PackedLayer(ctypes.Structure):
+    """`LayerWeights` of layer.h."""
+
+    _fields_ = [
+        *((name, PackedWeight) for name in ("qkv", "output", "gate_up", "down")),
+        ("post_attention_norm", c_void_p),
+        ("next_norm", c_void_p),
+    ]
+
+
+class Activations(ctypes.Structure):
+    """`Activations` of layer.h."""
+
+    _fields_ = [
+        (name, c_void_p) for name in ("residual", "normed", "projected", "qkv", "attended", "gate_up", "expanded")
+    ]
+
+
 class CpuKernels:
     """The kernels for one number format. Arguments are addresses (`Tensor.data_ptr()`) and counts; see kernels.cpp."""
 
@@ -61,7 +85,11 @@ class CpuKernels:
         self.packed_size = function("packed_size", c_int64, count, count)
         self.pack = function("pack", None, address, address, count, count)
         self.linear = function("linear", None, address, address, address, address, count, count, count)
+        self.wide_linear = function("wide_linear", None, address, address, address, address, count, count, count)
         self.rms_norm = function("rms_norm", None, address, address, address, count, count, c_float)
         self.add_rms_norm = function("add_rms_norm", None, *(address,) * 4, count, count, c_float)
         self.silu_mul = function("silu_mul", None, address, address, count, count)
         self.attend = function("attend", None, POINTER(Step), POINTER(Layer), address, address)
+        self.run_layer = function(
+            "run_layer", None, POINTER(Step), POINTER(Layer), POINTER(PackedLayer), POINTER(Activations)
+        )

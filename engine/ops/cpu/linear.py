@@ -1,11 +1,13 @@
 """Projections whose weight is packed for the CPU kernels."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from engine.model.weights import DecoderWeights, Linear
 from engine.ops.cpu.arena import Arena, padded
-from engine.ops.cpu.library import CpuKernels
+from engine.ops.cpu.library import CpuKernels, PackedWeight
 
 
 class PackedLinear:
@@ -16,28 +18,37 @@ class PackedLinear:
     def __init__(self, linear: Linear, kernels: CpuKernels, arena: Arena) -> None:
         """Copy the weight [out_features, in_features] into the kernels' layout. in_features must be even."""
         self._kernels = kernels
-        self._out_features, self._in_features = linear.weight.shape
+        out_features, in_features = linear.weight.shape
         self._bias = linear.bias
         weight = linear.weight.contiguous()
         self._packed = arena.allocate(_packed_size(linear, kernels), weight.dtype)
-        kernels.pack(weight.data_ptr(), self._packed.data_ptr(), self._out_features, self._in_features)
-        self._packed_at = self._packed.data_ptr()
-        self._bias_at = None if self._bias is None else self._bias.data_ptr()
+        kernels.pack(weight.data_ptr(), self._packed.data_ptr(), out_features, in_features)
+        self.address = PackedWeight(
+            packed=self._packed.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
+            columns=out_features,
+            depth=in_features,
+        )
+        """For kernels that take several; valid while this lives."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias, [num_tokens, out_features]; x is contiguous [num_tokens, in_features]."""
-        num_tokens = x.shape[0]
-        y = torch.empty((num_tokens, self._out_features), dtype=x.dtype)
-        self._kernels.linear(
-            x.data_ptr(),
-            self._packed_at,
-            self._bias_at,
-            y.data_ptr(),
-            num_tokens,
-            self._out_features,
-            self._in_features,
-        )
+        return self._multiply(self._kernels.linear, x, x.dtype)
+
+    def wide(self, x: Tensor) -> Tensor:
+        """As a call, but in float32: the sums are not rounded."""
+        return self._multiply(self._kernels.wide_linear, x, torch.float32)
+
+    def _multiply(self, kernel: Callable[..., None], x: Tensor, dtype: torch.dtype) -> Tensor:
+        weight, num_tokens = self.address, x.shape[0]
+        y = torch.empty((num_tokens, weight.columns), dtype=dtype)
+        kernel(x.data_ptr(), weight.packed, weight.bias, y.data_ptr(), num_tokens, weight.columns, weight.depth)
         return y
+
+
+def can_pack_all(weights: DecoderWeights) -> bool:
+    """Whether the kernels take every projection: two numbers of a row are multiplied at a time."""
+    return all(linear.weight.shape[1] % 2 == 0 for linear in weights.plain_projections())
 
 
 def pack_projections(weights: DecoderWeights, kernels: CpuKernels) -> None:

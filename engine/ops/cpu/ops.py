@@ -4,6 +4,7 @@ import ctypes
 import math
 from array import array
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ class CpuOps:
     def __init__(self, config: DecoderConfig, store: TorchKvStore, kernels: CpuKernels) -> None:
         self._config = config
         self._store = store
-        self._kernels = kernels
+        self.kernels = kernels
         self._rope = RotaryEmbedding(config.rope, head_dim=config.head_dim, device=torch.device("cpu"))
         self._layers = [
             Layer(keys=keys.data_ptr(), values=values.data_ptr(), window=window or 0)
@@ -40,7 +41,7 @@ class CpuOps:
 
     def plan(self, metadata: AttentionMetadata) -> "CpuStepOps":
         """Point the kernels at the step; see `Ops`. Block tables are read where the sequences keep them."""
-        return CpuStepOps(self._config, self._kernels, self._layers, _PlannedStep(metadata, self._config, self._rope))
+        return CpuStepOps(self._config, self.kernels, self._layers, _PlannedStep(metadata, self._config, self._rope))
 
 
 class _PlannedStep:
@@ -77,7 +78,8 @@ class CpuStepOps:
         self._kernels = kernels
         self._layers = layers
         self._planned = planned
-        self._step = ctypes.byref(planned.struct)
+        self.address = ctypes.byref(planned.struct)
+        """Of the step, for kernels."""
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """See `StepOps`."""
@@ -93,12 +95,17 @@ class CpuStepOps:
 
     def attend(self, layer_idx: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
         """See `StepOps`; mutates qkv."""
+        pages = self.pages(layer_idx, q_norm, k_norm)
+        attended = torch.empty((qkv.shape[0], self._config.num_heads * self._config.head_dim), dtype=qkv.dtype)
+        self._kernels.attend(self.address, pages, qkv.data_ptr(), attended.data_ptr())
+        return attended
+
+    def pages(self, layer_idx: int, q_norm: Tensor | None, k_norm: Tensor | None) -> Any:
+        """Return the address of a layer's pages and norms, for kernels."""
         layer = self._layers[layer_idx]
         if q_norm is not None and k_norm is not None:
             layer.q_norm, layer.k_norm = q_norm.data_ptr(), k_norm.data_ptr()
-        attended = torch.empty((qkv.shape[0], self._config.num_heads * self._config.head_dim), dtype=qkv.dtype)
-        self._kernels.attend(self._step, ctypes.byref(layer), qkv.data_ptr(), attended.data_ptr())
-        return attended
+        return ctypes.byref(layer)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `StepOps`."""
