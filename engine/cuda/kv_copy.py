@@ -58,7 +58,7 @@ class DevicePages:
         self.blocks = block_view(pages, shape)
         self._move = _choose_move(pages.device)
         self._lanes: queue.LifoQueue[_Lane] = queue.LifoQueue()
-        blocks_per_lane = min(max(1, staging_bytes // shape.block_bytes), len(self.blocks))
+        blocks_per_lane = min(max(1, staging_bytes // shape.block_bytes), len(self.blocks), _MAX_IDS)
         for _ in range(_NUM_LANES):
             self._lanes.put(_Lane(self.blocks, blocks_per_lane))
         self.read_blocks([0])  # the kernel is compiled now, not under the first request

@@ -44,7 +44,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return rows, scales
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])  # else 1, multiples of 16 and others would be compiled one by one
 def _int8_linear(
     x,
     weight,

@@ -5,7 +5,7 @@
 //   a prefill chunk    (sequence, key head, some query rows)
 //
 // Query heads that share a key head are rows of the same item: each key is read once for all of them. Where keys are
-// split depends on their own sequence alone, so that a row's result does not change with the batch, bit for bit.
+// split depends on their own sequence alone, so that a row's result does not change with the other rows, bit for bit.
 #pragma once
 #include <omp.h>
 
@@ -93,6 +93,7 @@ void attend(const Step& step, const Layer<T>& layer, T* qkv, T* output) {
     auto is_chunk = [&](const Item& item) {
         return step.query_start_loc[item.seq + 1] - step.query_start_loc[item.seq] > 1;
     };
+    auto is_same_row = [](const Item& a, const Item& b) { return a.seq == b.seq && a.first_head == b.first_head; };
     int64_t num_chunks = std::stable_partition(items.begin(), items.end(), is_chunk) - items.begin();
     int64_t num_items = int64_t(items.size());
 #pragma omp parallel
@@ -109,13 +110,16 @@ void attend(const Step& step, const Layer<T>& layer, T* qkv, T* output) {
             attend_keys(step, layer, item, i + 1 < num_items ? &items[i + 1] : nullptr, queries, partial);
             if (item.split < 0) write(item, &partial, 1);
         }
-    }
-    for (size_t i = 0; num_splits && i < items.size();) {  // the splits of one token and head lie side by side
-        const Item& first = items[i];
-        size_t end = i + 1;
-        while (end < items.size() && items[end].seq == first.seq && items[end].first_head == first.first_head) end++;
-        if (first.split >= 0) write(first, splits + first.split, int64_t(end - i));
-        i = end;
+        if (num_splits) {  // those of one token and head lie side by side
+#pragma omp for schedule(static)
+            for (int64_t i = num_chunks; i < num_items; i++) {
+                const Item& first = items[i];
+                if (first.split < 0 || (i > num_chunks && is_same_row(items[i - 1], first))) continue;
+                int64_t end = i + 1;
+                while (end < num_items && is_same_row(items[end], first)) end++;
+                write(first, splits + first.split, end - i);
+            }
+        }
     }
 }
 

@@ -34,21 +34,17 @@ def build_kernels(folder: Path | None = None) -> Path | NotBuilt:
 
     Takes some seconds the first time. Several processes may call it at once: one compiles, the others wait.
     """
-    compiler = _compiler()
-    if compiler is None:
-        return NotBuilt(reason="no C++ compiler (c++, g++ or clang++, or $CXX) is installed")
-    folder = folder or cache_dir() / "kernels"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        library = folder / f"kvrelay-{_key(compiler)}.so"
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not library.exists():
-                _compile(compiler, library)
+        compiler = _compiler()
+        if compiler is None:
+            return NotBuilt(reason="no C++ compiler (c++, g++ or clang++, or $CXX) is installed")
+        library = (folder or cache_dir() / "kernels") / f"kvrelay-{_key(compiler)}.so"
+        if not library.exists():  # it appears whole: who finds it needs neither lock nor a writable folder
+            _compile_once(compiler, library)
     except subprocess.CalledProcessError as error:
-        lines = error.stderr.strip().splitlines()
-        return NotBuilt(reason=f"{compiler[0]} failed: {lines[0] if lines else f'exit status {error.returncode}'}")
-    except (OSError, subprocess.TimeoutExpired) as error:
+        return NotBuilt(reason=f"{error.cmd[0]} failed: {_complaint(error)}")
+    # ValueError: $CXX has an open quote; RuntimeError: this user has no home.
+    except (OSError, subprocess.TimeoutExpired, ValueError, RuntimeError) as error:
         return NotBuilt(reason=f"the kernels could not be compiled: {error}")
     return library
 
@@ -63,10 +59,7 @@ def _compiler() -> list[str] | None:
 
 def _key(compiler: list[str]) -> str:
     """Return a name for everything that the compiled code depends on."""
-    version = subprocess.run(
-        [*compiler, "--version"], capture_output=True, check=True, timeout=_COMPILE_TIMEOUT_S
-    ).stdout
-    digest = hashlib.sha256(version)
+    digest = hashlib.sha256(_run([*compiler, "--version"]).encode())
     digest.update(" ".join((*compiler, *_FLAGS, platform.machine(), _cpu_flags())).encode())
     for source in sorted(_SOURCES.glob("*.h")) + sorted(_SOURCES.glob("*.cpp")):
         digest.update(source.read_bytes())
@@ -81,14 +74,27 @@ def _cpu_flags() -> str:
     return next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
 
 
-def _compile(compiler: list[str], library: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-        built = Path(scratch) / library.name
-        subprocess.run(
-            [*compiler, *_FLAGS, str(_SOURCES / "kernels.cpp"), "-o", str(built)],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=_COMPILE_TIMEOUT_S,
-        )
-        built.replace(library)
+def _compile_once(compiler: list[str], library: Path) -> None:
+    folder = library.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if library.exists():
+            return  # another process was first
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            built = Path(scratch) / library.name
+            _run([*compiler, *_FLAGS, str(_SOURCES / "kernels.cpp"), "-o", str(built)])
+            built.replace(library)
+
+
+def _run(command: list[str]) -> str:
+    """Return what a command prints."""
+    return subprocess.run(
+        command, capture_output=True, check=True, timeout=_COMPILE_TIMEOUT_S, encoding="utf-8", errors="replace"
+    ).stdout
+
+
+def _complaint(error: subprocess.CalledProcessError) -> str:
+    """Return the line that says what is wrong: before an error in a header, compilers list who includes it."""
+    lines: list[str] = error.stderr.strip().splitlines() or [f"exit status {error.returncode}"]
+    return next((line for line in lines if "error:" in line), lines[0])

@@ -88,6 +88,7 @@ inline void multiply_panel(int rows, const T* a, int64_t a_stride, const T* pane
 
 // Rows per pass when `rows` are split evenly into passes of at most kMaxRows.
 inline int64_t rows_per_pass(int64_t rows) {
+    if (rows <= kMaxRows) return kMaxRows;
     int64_t passes = (rows + kMaxRows - 1) / kMaxRows;
     return (rows + passes - 1) / passes;
 }

@@ -45,6 +45,9 @@ static void pack(const T* weight, T* packed, int64_t columns, int64_t depth) {
     }
 
 extern "C" {
+// OpenMP keeps this setting for each thread that starts parallel work.
+void kvrelay_use_threads(int64_t count) { omp_set_num_threads(int(count)); }
+int64_t kvrelay_num_threads() { return omp_get_max_threads(); }
 KVRELAY_KERNELS(float, float32)
 KVRELAY_KERNELS(bf16, bfloat16)
 }

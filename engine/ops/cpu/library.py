@@ -1,7 +1,7 @@
 """The compiled kernels as Python functions over addresses. Calls release the GIL.
 
-The kernels run on torch's own OpenMP threads: the library is loaded after torch, and both name the same runtime, so
-that there is one pool of threads in a process, and `torch.set_num_threads` sets it.
+The library is loaded after torch, and where both name the same OpenMP runtime (GNU's, in torch's own wheels) there is
+one pool of threads in the process. How many of them work is a setting of each thread that starts them: `use_threads`.
 """
 
 import ctypes
@@ -75,6 +75,12 @@ class CpuKernels:
         self.dtype = dtype
         loaded = ctypes.CDLL(str(library))
         suffix = str(dtype).removeprefix("torch.")
+
+        self.use_threads: Callable[[int], None] = loaded.kvrelay_use_threads
+        """How many threads the kernels take that the calling thread starts."""
+        loaded.kvrelay_use_threads.argtypes, loaded.kvrelay_use_threads.restype = (c_int64,), None
+        self.num_threads: Callable[[], int] = loaded.kvrelay_num_threads
+        loaded.kvrelay_num_threads.restype = c_int64
 
         def function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
             found = getattr(loaded, f"kvrelay_{name}_{suffix}")

@@ -41,6 +41,7 @@ class CpuOps:
 
     def plan(self, metadata: AttentionMetadata) -> "CpuStepOps":
         """Point the kernels at the step; see `Ops`. Block tables are read where the sequences keep them."""
+        self.kernels.use_threads(torch.get_num_threads())  # this may be the first step on this thread
         return CpuStepOps(self._config, self.kernels, self._layers, _PlannedStep(metadata, self._config, self._rope))
 
 
@@ -103,8 +104,8 @@ class CpuStepOps:
     def pages(self, layer_idx: int, q_norm: Tensor | None, k_norm: Tensor | None) -> Any:
         """Return the address of a layer's pages and norms, for kernels."""
         layer = self._layers[layer_idx]
-        if q_norm is not None and k_norm is not None:
-            layer.q_norm, layer.k_norm = q_norm.data_ptr(), k_norm.data_ptr()
+        layer.q_norm = None if q_norm is None else q_norm.data_ptr()
+        layer.k_norm = None if k_norm is None else k_norm.data_ptr()
         return ctypes.byref(layer)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

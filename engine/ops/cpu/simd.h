@@ -1,4 +1,5 @@
-// Sixteen-lane vectors and the two number formats, in the compiler's own vector types: AVX-512, AVX2 and NEON alike.
+// Sixteen-lane vectors and the two number formats, in the compiler's own vector types. Right on any processor, but fast
+// only with registers of this width: without AVX-512, g++ keeps such vectors in memory, and `select.py` takes torch.
 #pragma once
 #include <cstdint>
 #include <cstring>

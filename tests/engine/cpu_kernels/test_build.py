@@ -45,13 +45,34 @@ def test_build_when_switched_off_gives_the_reason(monkeypatch: pytest.MonkeyPatc
 
 def test_build_when_the_compiler_fails_gives_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "compiler"
-    script.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "unknown flag" >&2; exit 1\n')
+    script.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\n'
+        'printf "In file included from kernels.cpp:2:\\nsimd.h:85: error: unknown flag\\n" >&2; exit 1\n'
+    )
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
     built = build_kernels(tmp_path / "cache")
     assert isinstance(built, NotBuilt)
     assert "unknown flag" in built.reason
     assert not list((tmp_path / "cache").glob("*.so"))
+
+
+@pytest.mark.parametrize("compiler", ["c++ 'open", "false", "/nowhere/c++"])
+def test_build_when_the_compiler_cannot_be_called_gives_the_reason(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    built = build_kernels(tmp_path)
+    assert isinstance(built, NotBuilt)
+    assert "b'" not in built.reason
+
+
+def test_build_when_it_is_there_needs_no_writable_folder(counting_compiler: Path, tmp_path: Path) -> None:
+    first = build_kernels(tmp_path / "cache")
+    (tmp_path / "cache" / "lock").unlink()
+    (tmp_path / "cache" / "lock").mkdir()  # cannot be opened for writing, as root neither
+    assert build_kernels(tmp_path / "cache") == first
+    assert counting_compiler.read_text() == "x\n"
 
 
 def test_build_when_the_folder_is_not_writable_gives_the_reason(tmp_path: Path) -> None:

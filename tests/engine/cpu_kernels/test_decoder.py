@@ -20,11 +20,12 @@ from transformers import (
 )
 
 from engine.loading import load_executor
+from engine.model.precision import cpu_has
 from engine.model.weights import Linear
 from engine.ops.cpu.decoder import CpuDecoder
 from engine.ops.cpu.library import CpuKernels
+from engine.ops.cpu.linear import pack_projections
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
-from engine.ops.select import choose_cpu_kernels
 from engine.options import EngineOptions, ModelDescription
 from tests.engine.tiny_models import Driver, load, make_prompt, make_sequence, reference_tokens
 
@@ -68,9 +69,20 @@ def test_load_when_there_is_a_compiler_says_that_compiled_kernels_run(
     checkpoint: tuple[Any, Path], float32_kernels: CpuKernels, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert float32_kernels.dtype is torch.float32  # without a compiler this is skipped
+    if not cpu_has("avx512f"):
+        pytest.skip("this CPU's vectors are too short for them")
     with caplog.at_level(logging.INFO):
         load(checkpoint[1])
     assert chosen_operations(caplog) == "compiled for this CPU"
+
+
+def test_load_when_the_cpu_has_short_vectors_says_that_torch_runs(
+    checkpoint: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("engine.ops.select.cpu_has", lambda flag: False)
+    with caplog.at_level(logging.INFO):
+        load(checkpoint[1])
+    assert chosen_operations(caplog) == "torch"
 
 
 def test_load_when_kernels_are_switched_off_says_that_torch_runs(
@@ -84,6 +96,7 @@ def test_load_when_kernels_are_switched_off_says_that_torch_runs(
 def test_load_when_there_is_no_compiler_warns_and_answers(
     checkpoint: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr("engine.ops.select.cpu_has", lambda flag: flag == "avx512f")
     monkeypatch.setenv("CXX", "")
     with caplog.at_level(logging.INFO):
         [answer] = Driver(load(checkpoint[1])).generate([make_sequence(make_prompt(9))], num_tokens=3)
@@ -128,7 +141,7 @@ def test_forward_when_layers_are_one_call_equals_operation_by_operation(
     assert isinstance(config, DecoderConfig)
     weights = load_weights(described.files, config, dtype=torch.float32, device=described.device)
     assert isinstance(weights.head, Linear)
-    choose_cpu_kernels(weights)
+    pack_projections(weights, float32_kernels)
     results = []
     for make in (lambda: Decoder(config, weights), lambda: CpuDecoder(config, weights, float32_kernels)):
         store = TorchKvStore(described.shape, 16, device=described.device)

@@ -1,5 +1,6 @@
 """The compiled operations against the portable ones."""
 
+import concurrent.futures
 import functools
 import random
 from array import array
@@ -202,3 +203,18 @@ def test_silu_when_the_gate_is_extreme_stays_right(kernels: CpuKernels) -> None:
     gate = torch.tensor([-1e30, -200.0, -90.0, 0.0, 90.0, 1e30, float("nan")], dtype=kernels.dtype)
     found = step.silu_mul(torch.cat((gate, torch.ones_like(gate)))[None])[0]
     torch.testing.assert_close(found, torch.nn.functional.silu(gate.double()).to(kernels.dtype), equal_nan=True)
+
+
+def test_plan_on_a_new_thread_takes_as_many_threads_as_torch(float32_kernels: CpuKernels) -> None:
+    """Else a worker that was given one core would compute on all of them."""
+    config = make_config(1, 1, 32, None)
+    ops = CpuOps(config, make_store(config, 16, torch.float32), float32_kernels)
+    metadata = AttentionMetadata.from_spans(spans_for([(0, 1)], 16), block_size=16)
+
+    def plan() -> int:
+        float32_kernels.use_threads(7)  # as OpenMP would decide alone
+        ops.plan(metadata)
+        return float32_kernels.num_threads()
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        assert thread.submit(plan).result() == torch.get_num_threads()
