@@ -5,6 +5,7 @@ A compiler is optional. Whatever goes wrong here costs speed, never a start: the
 
 import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.model_files import cache_dir
+
+logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared")
@@ -81,6 +84,7 @@ def _compile_once(compiler: list[str], library: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if library.exists():
             return  # another process was first
+        logger.info("compiling the CPU kernels for this processor, once; it takes some seconds")
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built = Path(scratch) / library.name
             _run([*compiler, *_FLAGS, str(_SOURCES / "kernels.cpp"), "-o", str(built)])

@@ -93,7 +93,7 @@ inline int64_t rows_per_pass(int64_t rows) {
     return (rows + passes - 1) / passes;
 }
 
-// Pack W [columns, depth] (row-major: a weight, or keys) as B = W^T; panels [first, last).
+// Pack panel p of B = W^T, of a weight W [columns, depth] (row-major).
 template <typename T>
 inline void pack_transposed(const T* w, int64_t w_stride, int64_t columns, int64_t depth, T* panel, int64_t p) {
     constexpr int pack = Format<T>::kPack;

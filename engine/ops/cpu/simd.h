@@ -105,27 +105,6 @@ inline float highest(F32x16 v) {
     return fold(v, [](F32x16 a, F32x16 b) { return max(a, b); });
 }
 
-inline F32x16 min(F32x16 a, F32x16 b) { return a < b ? a : b; }
-
-// e^x with a relative error below 3e-7; 0 below -87, e^88 above 88, NaN of NaN. Range reduction by ln 2, then a
-// degree-6 polynomial (Cephes' coefficients).
-inline F32x16 exp(F32x16 x) {
-    F32x16 clamped = min(max(x, splat(-87.0f)), splat(88.0f));
-    F32x16 shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the integer lands in the low bits
-    F32x16 n = shifted - 12582912.0f;
-    F32x16 r = clamped - n * 0.693359375f - n * -2.12194440e-4f;
-    F32x16 p = 1.9875691500e-4f * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    F32x16 power = (F32x16)(((I32x16)shifted - 0x4b400000 + 127) << 23);
-    F32x16 result = p * power;
-    result = x < -87.0f ? F32x16{} : result;
-    return x == x ? result : x;
-}
-
 // 2^x for x <= 0, with a relative error below 3e-7; 0 far below -126, NaN of NaN (hence the order of max's arguments).
 inline F32x16 exp2(F32x16 x) {
     F32x16 clamped = max(splat(-150.0f), x);

@@ -200,7 +200,7 @@ def test_silu_when_the_gate_is_extreme_stays_right(kernels: CpuKernels) -> None:
     config = make_config(1, 1, 32, None)
     metadata = AttentionMetadata.from_spans(spans_for([(0, 1)], 16), block_size=16)
     step = CpuOps(config, make_store(config, 16, kernels.dtype), kernels).plan(metadata)
-    gate = torch.tensor([-1e30, -200.0, -90.0, 0.0, 90.0, 1e30, float("nan")], dtype=kernels.dtype)
+    gate = torch.tensor([-3e38, -1e30, -200.0, -90.0, 0.0, 90.0, 1e30, 3e38, float("nan")], dtype=kernels.dtype)
     found = step.silu_mul(torch.cat((gate, torch.ones_like(gate)))[None])[0]
     torch.testing.assert_close(found, torch.nn.functional.silu(gate.double()).to(kernels.dtype), equal_nan=True)
 
