@@ -5,7 +5,6 @@ import json
 import logging
 import subprocess
 import sys
-from array import array
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 
 from common.sampling import SamplingParams
 from engine.executor import Logprobs, Sampled
-from engine.kv_cache import TorchKvStore
 from engine.memory import HostMemory, MemoryShare
 from tests.engine.tiny_models import (
     GREEDY,
@@ -31,20 +29,6 @@ from tests.engine.tiny_models import (
 NUM_TOKENS = 20
 # Around the block size of 4: below, at and above a boundary; and the one-token prompt.
 PROMPT_LENS = (1, 3, 4, 5, 23, 40)
-
-
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model_dir = tmp_path_factory.mktemp("qwen3")
-    make_model("qwen3").save_pretrained(model_dir)
-    return model_dir
-
-
-@pytest.fixture(scope="module")
-def mixed_windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model_dir = tmp_path_factory.mktemp("windows")
-    make_model("qwen3-layer-types").save_pretrained(model_dir)
-    return model_dir
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -65,49 +49,6 @@ def test_execute_when_chunked_any_way_answers_the_same(mixed_windows: Path, chun
     executor = load(mixed_windows, block_size=block_size, num_blocks=256)
     sequences = [make_sequence(p, block_size=block_size) for p in prompts]
     assert Driver(executor, seed=1).generate(sequences, num_tokens=NUM_TOKENS, chunk_size=chunk_size) == whole
-
-
-def test_execute_when_prefix_pages_are_shared_answers_the_same(qwen3: Path) -> None:
-    driver = Driver(load(qwen3))
-    first = make_sequence(make_prompt(21))
-    (expected,) = driver.generate([first], num_tokens=NUM_TOKENS)
-    second = make_sequence(make_prompt(21))
-    second.block_table = first.block_table[:5]
-    second.num_computed = 20
-    assert driver.generate([second], num_tokens=NUM_TOKENS) == [expected]
-
-
-def test_execute_when_pages_moved_to_another_engine_answers_the_same(qwen3: Path) -> None:
-    source, target = load(qwen3), load(qwen3)
-    assert source.kv.shape == target.kv.shape
-    sequence = make_sequence(make_prompt(22))
-    driver = Driver(source)
-    driver.generate([sequence], num_tokens=5)
-    (expected,) = driver.generate([sequence], num_tokens=NUM_TOKENS)
-
-    moved = make_sequence(make_prompt(22))
-    for token_id in expected[:5]:
-        moved.append_token(token_id)
-    moved.num_computed = 26
-    moved.block_table = array("i", (9, 3, 77, 0, 5, 21, 8))
-    target.kv.write_blocks(moved.block_ids(), source.kv.read_blocks(sequence.block_ids()[:7]))
-    other = Driver(target)
-    other.free = [block_id for block_id in other.free if block_id not in moved.block_table]
-    assert other.generate([moved], num_tokens=NUM_TOKENS) == [expected]
-
-
-def test_execute_when_pages_hold_nan_of_another_request_answers_the_same(mixed_windows: Path) -> None:
-    clean, dirty = load(mixed_windows), load(mixed_windows)
-    assert isinstance(dirty.kv, TorchKvStore)
-    for pages in dirty.kv.layers:
-        for page in pages:
-            page.fill_(float("nan"))
-    prompts = [make_prompt(num, seed=num) for num in (1, 6, 8, 30)]
-    answers = [
-        Driver(executor).generate([make_sequence(p) for p in prompts], num_tokens=NUM_TOKENS, chunk_size=5)
-        for executor in (clean, dirty)
-    ]
-    assert answers[0] == answers[1]
 
 
 def test_execute_when_prompt_has_n_samples_draws_each_with_its_own_noise(qwen3: Path) -> None:

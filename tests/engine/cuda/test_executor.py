@@ -111,48 +111,6 @@ def test_launch_when_rows_change_hands_and_pages_are_taken_answers_the_same(
     assert [list(s.output_token_ids) for s in sequences] == expected
 
 
-def test_launch_when_prefix_pages_are_shared_answers_the_same(qwen3: Path) -> None:
-    driver = OverlapDriver(load_device(qwen3))
-    first = make_sequence(make_prompt(21))
-    (expected,) = driver.generate([first], num_tokens=NUM_TOKENS)
-    second = make_sequence(make_prompt(21))
-    second.block_table = first.block_table[:5]
-    second.num_computed = 20
-    assert driver.generate([second], num_tokens=NUM_TOKENS) == [expected]
-
-
-def test_launch_when_pages_moved_from_the_other_executor_answers_the_same(qwen3: Path) -> None:
-    source, target = load(qwen3), load_device(qwen3)
-    assert source.kv.shape == target.kv.shape
-    sequence = make_sequence(make_prompt(22))
-    driver = Driver(source)
-    driver.generate([sequence], num_tokens=5)
-    (expected,) = driver.generate([sequence], num_tokens=NUM_TOKENS)
-    moved = make_sequence(make_prompt(22))
-    for token_id in expected[:5]:
-        moved.append_token(token_id)
-    moved.num_computed = 26
-    moved.block_table = array("i", (9, 3, 77, 0, 5, 21, 8))
-    target.kv.write_blocks(moved.block_ids(), source.kv.read_blocks(sequence.block_ids()[:7]))
-    other = OverlapDriver(target)
-    other.free = [block_id for block_id in other.free if block_id not in moved.block_table]
-    assert other.generate([moved], num_tokens=NUM_TOKENS) == [expected]
-
-
-def test_launch_when_pages_hold_nan_of_another_request_answers_the_same(mixed_windows: Path) -> None:
-    clean, dirty = load_device(mixed_windows), load_device(mixed_windows)
-    assert isinstance(dirty.kv, TorchKvStore)
-    for pages in dirty.kv.layers:
-        for page in pages:
-            page.fill_(float("nan"))
-    prompts = [make_prompt(num, seed=num) for num in (1, 6, 8, 30)]
-    answers = [
-        OverlapDriver(executor).generate([make_sequence(p) for p in prompts], num_tokens=NUM_TOKENS, chunk_size=5)
-        for executor in (clean, dirty)
-    ]
-    assert answers[0] == answers[1]
-
-
 @pytest.mark.parametrize("num_prompt_tokens", [1, 10])
 def test_launch_when_prompt_has_n_samples_draws_each_with_its_own_noise(qwen3: Path, num_prompt_tokens: int) -> None:
     sampling = SamplingParams(temperature=5.0, seed=7, n=8)
