@@ -43,6 +43,10 @@ def client_channel(address: str, *, max_message_mib: int = 64) -> grpc.aio.Chann
     return grpc.aio.insecure_channel(address, options=channel_options(max_message_mib=max_message_mib))
 
 
+Connect = Callable[[str], grpc.aio.Channel]
+"""Makes a lazy channel to host:port. Taken from outside, so that a simulated network can take the real one's place."""
+
+
 @dataclass(slots=True)
 class Server:
     """A started gRPC server."""

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from common.errors import InvalidRequest
 from common.sampling import SamplingParams
 from kvrelay.v1 import sampling_pb2, worker_pb2
@@ -83,3 +85,15 @@ def token_ids_from_proto(ids: Sequence[int], *, vocab_size: int, field: str) -> 
             f"token {tokens[bad]} at position {bad} is not in the vocabulary of {vocab_size}", field=field
         )
     return tokens
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Return token ids as little-endian uint32, 4 bytes a token."""
+    return np.asarray(token_ids, dtype="<u4").tobytes()
+
+
+def unpack_tokens(raw: bytes, *, vocab_size: int, field: str) -> tuple[int, ...]:
+    """Invert `pack_tokens`. Raises InvalidRequest for half a token, and for one that is not in the vocabulary."""
+    if len(raw) % 4:
+        raise InvalidRequest(f"{len(raw)} bytes are no whole number of 4-byte tokens", field=field)
+    return token_ids_from_proto(np.frombuffer(raw, dtype="<u4").tolist(), vocab_size=vocab_size, field=field)

@@ -16,7 +16,7 @@ import grpc
 
 from common.errors import KvIncomplete, Overloaded, Refused
 from common.ids import Epoch, HandoffId, WorkerId
-from common.rpc import client_channel, error_boundary
+from common.rpc import error_boundary
 from engine.core import EngineCore
 from engine.events import EngineEvent, Failed, Started, Tokens
 from engine.group import Group
@@ -40,6 +40,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
 
     def __init__(self, runtime: WorkerRuntime) -> None:
         self._runtime = runtime
+        self._connect = runtime.connect
         self._puller = KvPuller(
             store=runtime.executor.kv,
             transports=runtime.transports,
@@ -146,7 +147,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         known = self._channels.get(peer)
         if known is not None and known[0] == address:
             return known[1]
-        channel = client_channel(address)
+        channel = self._connect(address)
         self._channels[peer] = (address, channel)  # before the await: another call must find it
         if known is not None:
             await known[1].close(grace=1.0)

@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from engine.core import Emitted, EngineCore
 from engine.events import StepReport
@@ -21,6 +21,34 @@ from engine.events import StepReport
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class EngineDriver(Protocol):
+    """Steps a core, and lets others at it between two steps. All methods on the event loop."""
+
+    def start(self) -> None:
+        """Start stepping."""
+        ...
+
+    async def aclose(self) -> None:
+        """Stop after the current step."""
+        ...
+
+    def post(self, command: Callable[[EngineCore], object]) -> None:
+        """Run `command` between two steps. One that raises is a fault of the whole engine."""
+        ...
+
+    async def call(self, command: Callable[[EngineCore], T]) -> T:
+        """Run `command` between two steps and return its result or raise its exception."""
+        ...
+
+    async def acquire(self, command: Callable[[EngineCore], T], undo: Callable[[EngineCore, T], object]) -> T:
+        """Like `call`, but when the caller is cancelled meanwhile, `undo` is run on the result."""
+        ...
+
+
+DriverFactory = Callable[[EngineCore, Callable[[StepReport], None], Callable[[Exception], None]], EngineDriver]
+"""Makes a driver of a core from `on_report` and `on_fault`."""
 
 
 class EngineThread:

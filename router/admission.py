@@ -18,8 +18,8 @@ from common.ids import BlockHash, RequestId, WorkerId
 from router.booking import Booking
 from router.fleet import Fleet
 from router.index import PrefixIndex
-from router.plans import Plan, RouteRequest
-from router.policies import Policy
+from router.placement.plans import Plan, RouteRequest
+from router.placement.policies import Policy
 
 EXPECTED_TTL_S = 30.0
 """How long blocks that a plan will produce count as cached without a word from the worker."""
@@ -196,6 +196,7 @@ class Admission:
             request_id=sought.request_id,
             num_tokens=sought.num_tokens,
             block_size=sought.block_size,
+            num_samples=sought.num_samples,
             num_decode_blocks=sought.num_decode_blocks,
             cached_blocks=matches,
         )

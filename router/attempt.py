@@ -24,7 +24,7 @@ from kvrelay.v1 import decode_pb2, inference_pb2, prefill_pb2
 from router.booking import Booking
 from router.member import Hold
 from router.metrics import RouterMetrics
-from router.plans import PlanKind
+from router.placement.plans import PlanKind
 from router.record import RequestRecord
 from router.structured import TaskCensus
 from router.worker_client import Incoming

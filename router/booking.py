@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from router.member import Hold
-from router.plans import Plan
+from router.placement.plans import Plan
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

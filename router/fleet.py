@@ -12,13 +12,14 @@ from common.clock import Clock
 from common.errors import WorkerLost
 from common.ids import WorkerId
 from common.kv_events import KvEvents, decode_events
+from common.rpc import Connect, client_channel
 from kvrelay.v1 import worker_pb2
 from router.booking import Booking
 from router.facts import Endpoint, ModelFacts, WorkerFacts, find_mismatch, summarize
 from router.index import PrefixIndex
 from router.link import WorkerLink
 from router.member import Hold, Member, WorkerState
-from router.plans import FleetView, Plan, RouteRequest
+from router.placement.plans import FleetView, Plan, RouteRequest
 from router.worker_client import WorkerClient
 
 logger = logging.getLogger(__name__)
@@ -27,8 +28,9 @@ logger = logging.getLogger(__name__)
 class Fleet:
     """The router's picture of all workers. Event loop only. Close with `aclose`."""
 
-    def __init__(self, *, index: PrefixIndex, clock: Clock) -> None:
+    def __init__(self, *, index: PrefixIndex, clock: Clock, connect: Connect = client_channel) -> None:
         self._index = index
+        self._connect = connect
         self._clock = clock
         self._members: dict[WorkerId, Member] = {}
         self._links: dict[WorkerId, WorkerLink] = {}
@@ -90,7 +92,7 @@ class Fleet:
         for worker_id, endpoint in wanted.items():
             if worker_id not in self._members:
                 logger.info("worker joins", extra={"worker_id": worker_id, "address": endpoint.address})
-                member = Member(endpoint=endpoint, client=WorkerClient(endpoint.address))
+                member = Member(endpoint=endpoint, client=WorkerClient(endpoint.address, self._connect))
                 self._members[worker_id] = member
                 self._links[worker_id] = WorkerLink(member, self, clock=self._clock)
                 self._links[worker_id].restart()
@@ -204,28 +206,29 @@ class Fleet:
 
     def book(self, plan: Plan, request: RouteRequest) -> Booking:
         """Count the plan's work as load of its workers until the booking is released."""
-        if plan.prefill is None:
-            prefill = None
-            decode = self._hold(plan.decode, request.num_decode_blocks, request.missing_tokens(plan.decode))
-        else:
-            prefill = self._hold(plan.prefill, request.num_prefill_blocks, request.missing_tokens(plan.prefill))
-            decode = self._hold(plan.decode, request.num_decode_blocks, 0)
+        decode = self._hold(plan.decode)
+        decode.num_blocks = request.num_decode_blocks
+        decode.num_decodes = request.num_samples
+        decode.num_context_tokens = request.num_tokens
+        prefill = None
+        if plan.prefill is not None:
+            prefill = self._hold(plan.prefill)
+            prefill.num_blocks = request.num_prefill_blocks
+        computes = decode if prefill is None else prefill
+        computes.num_prompt_tokens = request.num_tokens
+        computes.num_missing_tokens = request.num_tokens - plan.predicted_cached_tokens
+        computes.prefill_s = computes.member.timing.prefill_s(computes.num_missing_tokens, plan.predicted_cached_tokens)
+        for hold in (decode, prefill):
+            if hold is not None:
+                hold.member.add_hold(hold)
         booking = Booking(plan=plan, decode=decode, prefill=prefill, on_release=self._release)
         self._bookings.add(booking)
         return booking
 
-    def _hold(self, worker_id: WorkerId, num_blocks: int, num_prefill_tokens: int) -> Hold:
+    def _hold(self, worker_id: WorkerId) -> Hold:
         member = self._members[worker_id]
         assert member.facts is not None, f"{worker_id} was chosen in state {member.state}"
-        hold = Hold(
-            member=member,
-            epoch=member.facts.epoch,
-            num_blocks=num_blocks,
-            num_prefill_tokens=num_prefill_tokens,
-            booked_s=self._clock.monotonic(),
-        )
-        member.add_hold(hold)
-        return hold
+        return Hold(member=member, epoch=member.facts.epoch, booked_s=self._clock.monotonic(), num_blocks=0)
 
     def _release(self, booking: Booking) -> None:
         if booking not in self._bookings:

@@ -4,9 +4,10 @@ import enum
 from dataclasses import dataclass, field
 
 from common.ids import Epoch
+from common.timing import GUESSED_TIMING, TimingModel
 from kvrelay.v1 import worker_pb2
 from router.facts import Endpoint, WorkerFacts
-from router.plans import WorkerLoad
+from router.placement.plans import WorkerLoad
 from router.worker_client import WorkerClient
 
 SETTLE_S = 0.25
@@ -28,9 +29,21 @@ class Hold:
 
     member: "Member"
     epoch: Epoch
-    num_blocks: int
-    num_prefill_tokens: int
     booked_s: float
+    num_blocks: int
+    """Pages that it will occupy."""
+    num_prompt_tokens: int = 0
+    """Tokens of its prompt, when the worker is to compute that; else 0."""
+    num_missing_tokens: int = 0
+    """Those of them that the worker is expected to compute."""
+    prefill_s: float = 0.0
+    """Predicted time of that computation."""
+    num_decodes: int = 0
+    """Sequences that it adds to the worker's decode batch."""
+    num_context_tokens: int = 0
+    """KV tokens of those."""
+    is_prefilled: bool = False
+    """The first token has come."""
     is_acknowledged: bool = False
     is_reported: bool = False
     """The worker's own report includes it."""
@@ -52,12 +65,17 @@ class Member:
     facts: WorkerFacts | None = None
     """Of its last known life."""
     report: worker_pb2.LoadReport = field(default_factory=worker_pb2.LoadReport)
+    reported_s: float = 0.0
+    """When the report came."""
+    timing: TimingModel = GUESSED_TIMING
     load_version: int = 0
     """Counts the reports that differed from the one before."""
-    holds: set[Hold] = field(default_factory=set)
-    """Booked on the present life."""
+    holds: dict[Hold, None] = field(default_factory=dict)
+    """Booked on the present life, in order."""
     num_users: int = 0
     """Bookings on any life: their calls use the channel."""
+    _load: WorkerLoad | None = None
+    """As of the last change."""
 
     @property
     def is_accepted(self) -> bool:
@@ -71,13 +89,15 @@ class Member:
 
     def add_hold(self, hold: Hold) -> None:
         """Count a booking."""
-        self.holds.add(hold)
+        self.holds[hold] = None
         self.num_users += 1
+        self._load = None
 
     def remove_hold(self, hold: Hold) -> None:
         """Forget a booking, whichever life it was made on."""
-        self.holds.discard(hold)
+        self.holds.pop(hold, None)
         self.num_users -= 1
+        self._load = None
         assert self.num_users >= 0, f"{self.endpoint.worker_id}: num_users {self.num_users}"
 
     def begin_life(self, facts: WorkerFacts) -> None:
@@ -87,33 +107,72 @@ class Member:
         self.facts = facts
         self.state = WorkerState.CONNECTING
         self.why = ""
+        self._load = None
 
     def take_report(self, report: worker_pb2.LoadReport, *, now_s: float) -> None:
         """Remember the worker's load; bookings that it includes count no longer on top."""
         if report != self.report:
             self.report = report
             self.load_version += 1
+        self.reported_s = now_s
+        self._load = None
         for hold in self.holds:
             if hold.is_acknowledged or now_s - hold.booked_s >= SETTLE_S:
                 hold.is_reported = True
 
+    def take_timing(self, timing: TimingModel) -> None:
+        """Believe a new model of the worker's work."""
+        self.timing = timing
+        self._load = None
+
+    def note_prefilled(self, hold: Hold) -> None:
+        """The first token of a booking has come."""
+        hold.is_prefilled = True
+        self._load = None
+
     def load(self) -> WorkerLoad:
         """Return the last report plus the bookings that it does not include."""
+        if self._load is None:
+            self._load = self._add_up()
+        return self._load
+
+    def _add_up(self) -> WorkerLoad:
         assert self.facts is not None, f"{self.endpoint.worker_id}: no facts in state {self.state}"
         report = self.report
         is_idle = not self.holds and report.num_running + report.num_waiting == 0
         num_free_blocks = self.facts.num_blocks if is_idle else report.num_free_blocks
-        num_sequences = report.num_running + report.num_waiting
-        num_prefill_tokens = report.num_pending_prefill_tokens
+        num_sequences = report.num_running + report.num_waiting + report.num_reserved
+        num_pending_tokens = report.num_pending_prefill_tokens
+        num_decodes = report.num_decoding + report.num_reserved
+        num_context_tokens = report.num_context_tokens
+        free_at_s = self.reported_s + report.prefill_backlog_s
+        prompt_tokens = missing_tokens = active_blocks = 0
         for hold in self.holds:
+            active_blocks += hold.num_blocks
+            if not hold.is_prefilled:
+                prompt_tokens += hold.num_prompt_tokens
+                missing_tokens += hold.num_missing_tokens
             if not hold.is_reported:
                 num_free_blocks -= hold.num_blocks
                 num_sequences += 1
-                num_prefill_tokens += hold.num_prefill_tokens
+                num_pending_tokens += hold.num_missing_tokens
+                num_decodes += hold.num_decodes
+                num_context_tokens += hold.num_context_tokens
+                free_at_s = max(free_at_s, hold.booked_s) + hold.prefill_s
         return WorkerLoad(
             worker_id=self.endpoint.worker_id,
             num_blocks=self.facts.num_blocks,
             num_free_blocks=max(num_free_blocks, 0),
             num_sequences=num_sequences,
-            num_pending_prefill_tokens=num_prefill_tokens,
+            num_pending_prefill_tokens=num_pending_tokens,
+            num_decodes=num_decodes,
+            num_context_tokens=num_context_tokens,
+            prefill_free_at_s=free_at_s,
+            num_cold_blocks=report.num_cold_blocks,
+            num_cached_blocks=report.num_cached_blocks,
+            num_active_requests=len(self.holds),
+            num_active_prefill_tokens=prompt_tokens,
+            num_active_missing_tokens=missing_tokens,
+            num_active_blocks=active_blocks,
+            timing=self.timing,
         )

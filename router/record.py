@@ -8,7 +8,7 @@ from common.clock import Clock
 from common.ids import BlockHash, RequestId
 from common.lifecycle import LifeCycle, State
 from common.sampling import SamplingParams
-from common.wire import sampling_to_proto
+from common.wire import pack_tokens, sampling_to_proto
 from kvrelay.v1 import inference_pb2, sampling_pb2, sequence_pb2, worker_pb2
 from router.facts import ModelFacts
 from router.ledger import TokenLedger
@@ -65,8 +65,8 @@ class RequestRecord:
             sampling = replace(sampling, num_prompt_logprobs=None)
         return sequence_pb2.SequenceSpec(
             request_id=self.job.request_id,
-            prompt_token_ids=self.job.prompt_token_ids,
-            output_token_ids=output,
+            prompt_tokens=pack_tokens(self.job.prompt_token_ids),
+            output_tokens=pack_tokens(output),
             block_hashes=pack_hashes(self.job.hashes(output)),
             hash_root=self.job.model.root,
             sampling=sampling_to_proto(sampling),

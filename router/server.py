@@ -20,7 +20,7 @@ from router.fleet import Fleet
 from router.index import PrefixIndex
 from router.metrics import RouterMetrics
 from router.orchestrator import Orchestrator
-from router.policies import make_policy
+from router.placement.policies import make_policy
 from router.service import InferenceService, RouterAdminService, RouterParts
 from router.validation import RequestReader
 

@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from common.errors import from_rpc_error
-from common.rpc import client_channel
+from common.rpc import Connect, client_channel
 from kvrelay.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -47,8 +47,8 @@ class Incoming(Generic[_Response]):
 class WorkerClient:
     """Stubs of one worker process. Made once per address and reused; the channel connects again by itself."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = client_channel(address)
+    def __init__(self, address: str, connect: Connect = client_channel) -> None:
+        self._channel = connect(address)
         self._worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self._prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
         self._decode = decode_pb2_grpc.DecodeServiceStub(self._channel)

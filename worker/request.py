@@ -3,7 +3,7 @@
 from common.block_hash import HASH_BYTES, unpack_hashes
 from common.errors import InvalidRequest
 from common.ids import BlockHash, RequestId
-from common.wire import sampling_from_proto, token_ids_from_proto
+from common.wire import sampling_from_proto, unpack_tokens
 from engine.executor import Executor
 from engine.sequence import EngineRequest
 from kvrelay.v1 import sequence_pb2
@@ -12,16 +12,16 @@ from kvrelay.v1 import sequence_pb2
 def engine_request(spec: sequence_pb2.SequenceSpec, executor: Executor) -> EngineRequest:
     """Return the engine's record. Raises InvalidRequest naming the field."""
     vocab_size, block_size = executor.vocab_size, executor.kv.shape.block_size
-    prompt = token_ids_from_proto(spec.prompt_token_ids, vocab_size=vocab_size, field="sequence.prompt_token_ids")
-    output = token_ids_from_proto(spec.output_token_ids, vocab_size=vocab_size, field="sequence.output_token_ids")
+    prompt = unpack_tokens(spec.prompt_tokens, vocab_size=vocab_size, field="sequence.prompt_tokens")
+    output = unpack_tokens(spec.output_tokens, vocab_size=vocab_size, field="sequence.output_tokens")
     if not prompt:
-        raise InvalidRequest("the prompt is empty", field="sequence.prompt_token_ids")
+        raise InvalidRequest("the prompt is empty", field="sequence.prompt_tokens")
     sampling = sampling_from_proto(spec.sampling, default_max_tokens=1, default_seed=0)
     sampling.validate(vocab_size=vocab_size)
     if output and sampling.n != 1:
-        raise InvalidRequest("only one sample at a time can be taken over", field="sequence.output_token_ids")
+        raise InvalidRequest("only one sample at a time can be taken over", field="sequence.output_tokens")
     if len(output) >= sampling.max_tokens:
-        raise InvalidRequest("there is nothing left to generate", field="sequence.output_token_ids")
+        raise InvalidRequest("there is nothing left to generate", field="sequence.output_tokens")
     num_blocks = (len(prompt) + len(output)) // block_size
     if len(spec.hash_root) != HASH_BYTES or len(spec.block_hashes) != num_blocks * HASH_BYTES:
         raise InvalidRequest(

@@ -14,11 +14,12 @@ from common.clock import Clock, SystemClock
 from common.config import PoolConfig, ServingConfig
 from common.errors import StaleEpoch
 from common.ids import Epoch, WorkerId, mint_epoch
+from common.rpc import Connect, client_channel
 from common.wire import TRANSPORT_NUMBERS
 from engine.core import EngineCore
 from engine.events import Load, StepReport
 from engine.executor import Executor
-from engine.thread import EngineThread
+from engine.thread import DriverFactory, EngineDriver, EngineThread
 from kv_transfer.handoff import HandoffTable
 from kv_transfer.serve import KvTransferService, ServeSettings
 from kvrelay.v1 import worker_pb2
@@ -36,6 +37,20 @@ class Counters:
     num_requests: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outside:
+    """What a worker stands on that a simulation replaces."""
+
+    clock: Clock
+    connect: Connect
+    """Channels to other workers."""
+    drive: DriverFactory
+    """Runs the engine's core."""
+
+
+REAL = Outside(clock=SystemClock(), connect=client_channel, drive=EngineThread)
+
+
 class WorkerRuntime:
     """Everything a worker's services stand on. Event loop only; the engine has its own thread."""
 
@@ -47,22 +62,23 @@ class WorkerRuntime:
         worker_id: WorkerId,
         executor: Executor,
         tokenizer: tokenizers.Tokenizer,
-        clock: Clock,
+        outside: Outside,
     ) -> None:
         self.config = config
+        self.connect = outside.connect
         self.role = role
         self.worker_id = worker_id
         self.epoch: Epoch = mint_epoch()
         self.executor = executor
         self.tokenizer = tokenizer
-        self.clock = clock
+        self.clock = clock = outside.clock
         self.counters = Counters()
         self.bytes_sent: Counter[int] = Counter()
         self.bytes_received: Counter[int] = Counter()
         self.hub = KvEventHub()
         core = EngineCore(executor, limits_for(self.pool_config), clock)
         self.load: Load = core.load()
-        self.engine = EngineThread(core, self._on_report, _end_process)
+        self.engine: EngineDriver = outside.drive(core, self._on_report, _end_process)
         self.num_request_tasks = 0
         self._started_s = time.monotonic()
         self.handoffs = HandoffTable(
@@ -85,7 +101,7 @@ class WorkerRuntime:
             worker_id=WorkerId(worker_id),
             executor=executor,
             tokenizer=tokenizer,
-            clock=SystemClock(),
+            outside=REAL,
         )
 
     @property

@@ -22,6 +22,173 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class StreamTokensRequest(_message.Message):
+    """A client asks for its answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAPABILITY_FIELD_NUMBER: _builtins.int
+    NUM_RECEIVED_FIELD_NUMBER: _builtins.int
+    capability: _builtins.bytes
+    """As the router gave it."""
+    @_builtins.property
+    def num_received(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of each sample that the client has already, sample 0 first; those are not sent again."""
+
+    def __init__(
+        self,
+        *,
+        capability: _builtins.bytes = ...,
+        num_received: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "num_received", b"num_received"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamTokensRequest: _TypeAlias = StreamTokensRequest  # noqa: Y015
+
+@_typing.final
+class StreamTokensResponse(_message.Message):
+    """New tokens for a client."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tokens(self) -> Global___TokenBatch:
+        """The tokens."""
+
+    def __init__(
+        self,
+        *,
+        tokens: Global___TokenBatch | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamTokensResponse: _TypeAlias = StreamTokensResponse  # noqa: Y015
+
+@_typing.final
+class DecodeManyRequest(_message.Message):
+    """A message of the router on a shared stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    OPEN_FIELD_NUMBER: _builtins.int
+    CLOSE_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.int
+    """Chosen by the router, unique on this stream."""
+    @_builtins.property
+    def open(self) -> Global___DecodeRequest:
+        """Begin."""
+
+    @_builtins.property
+    def close(self) -> Global___CloseCall:
+        """Cancel; everything is freed. Harmless for a call that has ended."""
+
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.int = ...,
+        open: Global___DecodeRequest | None = ...,
+        close: Global___CloseCall | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "message", b"message", "open", b"open"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "close", b"close", "message", b"message", "open", b"open"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "close"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___DecodeManyRequest: _TypeAlias = DecodeManyRequest  # noqa: Y015
+
+@_typing.final
+class CloseCall(_message.Message):
+    """Nothing to say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CloseCall: _TypeAlias = CloseCall  # noqa: Y015
+
+@_typing.final
+class CallUpdate(_message.Message):
+    """One call's messages within one engine step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    RESPONSES_FIELD_NUMBER: _builtins.int
+    STATUS_CODE_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.int
+    """Which call."""
+    status_code: _builtins.int
+    """Set on the last update of the call: how it ended. 0 is a good end."""
+    status: _builtins.bytes
+    """Serialized google.rpc.Status of a bad end."""
+    @_builtins.property
+    def responses(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecodeResponse]:
+        """In order."""
+
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.int = ...,
+        responses: _abc.Iterable[Global___DecodeResponse] | None = ...,
+        status_code: _builtins.int | None = ...,
+        status: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_status_code", b"_status_code", "status_code", b"status_code"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_status_code", b"_status_code", "call_id", b"call_id", "responses", b"responses", "status", b"status", "status_code", b"status_code"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__status_code: _TypeAlias = _typing.Literal["status_code"]  # noqa: Y015
+    _WhichOneofArgType__status_code: _TypeAlias = _typing.Literal["_status_code", b"_status_code"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__status_code) -> _WhichOneofReturnType__status_code | None: ...
+
+Global___CallUpdate: _TypeAlias = CallUpdate  # noqa: Y015
+
+@_typing.final
+class DecodeManyResponse(_message.Message):
+    """What one engine step brought, for every call that it concerned."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UPDATES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def updates(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallUpdate]:
+        """One entry per call."""
+
+    def __init__(
+        self,
+        *,
+        updates: _abc.Iterable[Global___CallUpdate] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["updates", b"updates"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeManyResponse: _TypeAlias = DecodeManyResponse  # noqa: Y015
+
+@_typing.final
 class Handoff(_message.Message):
     """Where to pull a prompt's KV from."""
 
@@ -64,6 +231,8 @@ class DecodeRequest(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    DIRECT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The worker's epoch as the router knows it; another one is refused."""
     @_builtins.property
@@ -74,20 +243,60 @@ class DecodeRequest(_message.Message):
     def handoff(self) -> Global___Handoff:
         """Absent: this worker prefills itself."""
 
+    @_builtins.property
+    def source(self) -> _sequence_pb2.KvSource:
+        """Local plan: pull leading blocks from there first."""
+
+    @_builtins.property
+    def direct(self) -> Global___DirectAccess:
+        """Set: the client streams the tokens by itself (DirectService); this call brings checkpoints only."""
+
     def __init__(
         self,
         *,
         sequence: _sequence_pb2.SequenceSpec | None = ...,
         handoff: Global___Handoff | None = ...,
         epoch: _builtins.int = ...,
+        source: _sequence_pb2.KvSource | None = ...,
+        direct: Global___DirectAccess | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "sequence", b"sequence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["direct", b"direct", "handoff", b"handoff", "sequence", b"sequence", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "handoff", b"handoff", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["direct", b"direct", "epoch", b"epoch", "handoff", b"handoff", "sequence", b"sequence", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeRequest: _TypeAlias = DecodeRequest  # noqa: Y015
+
+@_typing.final
+class DirectAccess(_message.Message):
+    """Lets one client stream one answer straight from this worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAPABILITY_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_TOKENS_FIELD_NUMBER: _builtins.int
+    capability: _builtins.bytes
+    """The right to do so, unguessable; the client shows it."""
+    ttl_s: _builtins.float
+    """Seconds within which the client must show it."""
+    checkpoint_tokens: _builtins.int
+    """Tokens per checkpoint message to the router."""
+    def __init__(
+        self,
+        *,
+        capability: _builtins.bytes = ...,
+        ttl_s: _builtins.float = ...,
+        checkpoint_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "checkpoint_tokens", b"checkpoint_tokens", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DirectAccess: _TypeAlias = DirectAccess  # noqa: Y015
 
 @_typing.final
 class Reserved(_message.Message):
@@ -119,19 +328,23 @@ class LocalPrefillStarted(_message.Message):
 
     QUEUE_S_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_PULLED_TOKENS_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
     """Time in the worker's queue."""
     num_cached_tokens: _builtins.int
     """Prompt tokens found in the cache."""
+    num_pulled_tokens: _builtins.int
+    """Of the cached tokens: those that were pulled from the source for this request."""
     def __init__(
         self,
         *,
         queue_s: _builtins.float = ...,
         num_cached_tokens: _builtins.int = ...,
+        num_pulled_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "queue_s", b"queue_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_pulled_tokens", b"num_pulled_tokens", "queue_s", b"queue_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -146,6 +359,7 @@ class TokenBatch(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
     prefill_s: _builtins.float
     """With the first batch of a local plan: start to end of prefill computation."""
     @_builtins.property
@@ -156,16 +370,21 @@ class TokenBatch(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.PositionLogprobs]:
         """With the first batch of a local plan, when asked for."""
 
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.TokenRun]:
+        """In order for each sample: tokens of requests that want no text, and checkpoints of direct streams."""
+
     def __init__(
         self,
         *,
         tokens: _abc.Iterable[_sampling_pb2.SampleToken] | None = ...,
         prompt_logprobs: _abc.Iterable[_sampling_pb2.PositionLogprobs] | None = ...,
         prefill_s: _builtins.float = ...,
+        runs: _abc.Iterable[_sampling_pb2.TokenRun] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "runs", b"runs", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

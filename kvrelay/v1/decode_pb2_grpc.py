@@ -40,6 +40,11 @@ class DecodeServiceStub(object):
                 request_serializer=kvrelay_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
                 _registered_method=True)
+        self.DecodeMany = channel.stream_stream(
+                '/kvrelay.v1.DecodeService/DecodeMany',
+                request_serializer=kvrelay_dot_v1_dot_decode__pb2.DecodeManyRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_decode__pb2.DecodeManyResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeServiceServicer(object):
@@ -54,6 +59,13 @@ class DecodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DecodeMany(self, request_iterator, context):
+        """The same for all requests of one router over one stream: one message per engine step.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -61,6 +73,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Decode,
                     request_deserializer=kvrelay_dot_v1_dot_decode__pb2.DecodeRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_decode__pb2.DecodeResponse.SerializeToString,
+            ),
+            'DecodeMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.DecodeMany,
+                    request_deserializer=kvrelay_dot_v1_dot_decode__pb2.DecodeManyRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_decode__pb2.DecodeManyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -91,6 +108,109 @@ class DecodeService(object):
             '/kvrelay.v1.DecodeService/Decode',
             kvrelay_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
             kvrelay_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DecodeMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvrelay.v1.DecodeService/DecodeMany',
+            kvrelay_dot_v1_dot_decode__pb2.DecodeManyRequest.SerializeToString,
+            kvrelay_dot_v1_dot_decode__pb2.DecodeManyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class DirectServiceStub(object):
+    """The client's door at a decode worker.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.StreamTokens = channel.unary_stream(
+                '/kvrelay.v1.DirectService/StreamTokens',
+                request_serializer=kvrelay_dot_v1_dot_decode__pb2.StreamTokensRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_decode__pb2.StreamTokensResponse.FromString,
+                _registered_method=True)
+
+
+class DirectServiceServicer(object):
+    """The client's door at a decode worker.
+    """
+
+    def StreamTokens(self, request, context):
+        """Streams the tokens of one answer to the client that shows the capability. Ends with the last token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_DirectServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'StreamTokens': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamTokens,
+                    request_deserializer=kvrelay_dot_v1_dot_decode__pb2.StreamTokensRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_decode__pb2.StreamTokensResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvrelay.v1.DirectService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvrelay.v1.DirectService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class DirectService(object):
+    """The client's door at a decode worker.
+    """
+
+    @staticmethod
+    def StreamTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvrelay.v1.DirectService/StreamTokens',
+            kvrelay_dot_v1_dot_decode__pb2.StreamTokensRequest.SerializeToString,
+            kvrelay_dot_v1_dot_decode__pb2.StreamTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,8 @@ class DecodeServiceStub:
     """Reserves pages, pulls the KV of a handoff or computes it itself, decodes, streams.
     Closing the call frees everything.
     """
+    DecodeMany: _grpc.StreamStreamMultiCallable[_decode_pb2.DecodeManyRequest, _decode_pb2.DecodeManyResponse]
+    """The same for all requests of one router over one stream: one message per engine step."""
 
 @_typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
@@ -47,6 +49,8 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     """Reserves pages, pulls the KV of a handoff or computes it itself, decodes, streams.
     Closing the call frees everything.
     """
+    DecodeMany: _aio.StreamStreamMultiCallable[_decode_pb2.DecodeManyRequest, _decode_pb2.DecodeManyResponse]  # type: ignore[assignment]
+    """The same for all requests of one router over one stream: one message per engine step."""
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     """Writes answers."""
@@ -61,4 +65,43 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         Closing the call frees everything.
         """
 
+    @_abc_1.abstractmethod
+    def DecodeMany(
+        self,
+        request_iterator: _MaybeAsyncIterator[_decode_pb2.DecodeManyRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_decode_pb2.DecodeManyResponse], _abc.AsyncIterator[_decode_pb2.DecodeManyResponse]]:
+        """The same for all requests of one router over one stream: one message per engine step."""
+
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class DirectServiceStub:
+    """The client's door at a decode worker."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> DirectServiceAsyncStub: ...
+    StreamTokens: _grpc.UnaryStreamMultiCallable[_decode_pb2.StreamTokensRequest, _decode_pb2.StreamTokensResponse]
+    """Streams the tokens of one answer to the client that shows the capability. Ends with the last token."""
+
+@_typing.type_check_only
+class DirectServiceAsyncStub(DirectServiceStub):
+    """The client's door at a decode worker."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    StreamTokens: _aio.UnaryStreamMultiCallable[_decode_pb2.StreamTokensRequest, _decode_pb2.StreamTokensResponse]  # type: ignore[assignment]
+    """Streams the tokens of one answer to the client that shows the capability. Ends with the last token."""
+
+class DirectServiceServicer(metaclass=_abc_1.ABCMeta):
+    """The client's door at a decode worker."""
+
+    @_abc_1.abstractmethod
+    def StreamTokens(
+        self,
+        request: _decode_pb2.StreamTokensRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_decode_pb2.StreamTokensResponse], _abc.AsyncIterator[_decode_pb2.StreamTokensResponse]]:
+        """Streams the tokens of one answer to the client that shows the capability. Ends with the last token."""
+
+def add_DirectServiceServicer_to_server(servicer: DirectServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

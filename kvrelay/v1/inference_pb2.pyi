@@ -131,12 +131,19 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     LABEL_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    OBJECTIVE_FIELD_NUMBER: _builtins.int
+    DIRECT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Plain text, tokenized as it is."""
     model: _builtins.str
     """Name of the model; empty takes the served one."""
     label: _builtins.str
     """A label of the caller's, for logs only."""
+    priority: _builtins.int
+    """Larger ones go first, within what the tenant may claim. Default 0."""
+    direct: _builtins.bool
+    """Stream the tokens straight from the decode worker: the answer then brings DirectGrant instead of tokens."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Ready token ids."""
@@ -149,6 +156,10 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> _sampling_pb2.SamplingParams:
         """How to sample."""
 
+    @_builtins.property
+    def objective(self) -> Global___ServiceObjective:
+        """What this request needs; an unset one takes serving.yaml's."""
+
     def __init__(
         self,
         *,
@@ -158,16 +169,82 @@ class GenerateRequest(_message.Message):
         sampling: _sampling_pb2.SamplingParams | None = ...,
         model: _builtins.str = ...,
         label: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        objective: Global___ServiceObjective | None = ...,
+        direct: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "objective", b"objective", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "label", b"label", "model", b"model", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "direct", b"direct", "label", b"label", "model", b"model", "objective", b"objective", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class ServiceObjective(_message.Message):
+    """What the caller needs. A request that cannot be served like that may be refused at once."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TTFT_S_FIELD_NUMBER: _builtins.int
+    ITL_S_FIELD_NUMBER: _builtins.int
+    ttft_s: _builtins.float
+    """Request received to first token, seconds."""
+    itl_s: _builtins.float
+    """Mean gap between tokens, seconds."""
+    def __init__(
+        self,
+        *,
+        ttft_s: _builtins.float | None = ...,
+        itl_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s", "_ttft_s", b"_ttft_s", "itl_s", b"itl_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s", "_ttft_s", b"_ttft_s", "itl_s", b"itl_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__itl_s: _TypeAlias = _typing.Literal["itl_s"]  # noqa: Y015
+    _WhichOneofArgType__itl_s: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_s: _TypeAlias = _typing.Literal["ttft_s"]  # noqa: Y015
+    _WhichOneofArgType__ttft_s: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__itl_s) -> _WhichOneofReturnType__itl_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_s) -> _WhichOneofReturnType__ttft_s | None: ...
+
+Global___ServiceObjective: _TypeAlias = ServiceObjective  # noqa: Y015
+
+@_typing.final
+class DirectGrant(_message.Message):
+    """Where to fetch the tokens from. A later one follows when the worker was lost: the stream goes on there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    CAPABILITY_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """host:port of the decode worker."""
+    capability: _builtins.bytes
+    """To be shown there; short-lived, for this answer only."""
+    attempt: _builtins.int
+    """The plan that it belongs to."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        capability: _builtins.bytes = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attempt", b"attempt", "capability", b"capability"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DirectGrant: _TypeAlias = DirectGrant  # noqa: Y015
 
 @_typing.final
 class PlanChosen(_message.Message):
@@ -181,6 +258,10 @@ class PlanChosen(_message.Message):
     PREDICTED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    SOURCE_WORKER_ID_FIELD_NUMBER: _builtins.int
+    NUM_SOURCE_BLOCKS_FIELD_NUMBER: _builtins.int
+    PREDICTED_TTFT_S_FIELD_NUMBER: _builtins.int
+    PREDICTED_ITL_S_FIELD_NUMBER: _builtins.int
     kind: Global___PlanKind.ValueType
     """Its kind."""
     prefill_worker_id: _builtins.str
@@ -193,6 +274,14 @@ class PlanChosen(_message.Message):
     """Why this plan."""
     attempt: _builtins.int
     """1 for the first plan of the request."""
+    source_worker_id: _builtins.str
+    """Worker that leading blocks are pulled from; empty without a pull."""
+    num_source_blocks: _builtins.int
+    """Blocks to pull."""
+    predicted_ttft_s: _builtins.float
+    """Predicted seconds from the choice to the first token; 0 when the policy predicts none."""
+    predicted_itl_s: _builtins.float
+    """Predicted gap between tokens on the decode worker; 0 when the policy predicts none."""
     def __init__(
         self,
         *,
@@ -202,10 +291,14 @@ class PlanChosen(_message.Message):
         predicted_cached_tokens: _builtins.int = ...,
         reason: _builtins.str = ...,
         attempt: _builtins.int = ...,
+        source_worker_id: _builtins.str = ...,
+        num_source_blocks: _builtins.int = ...,
+        predicted_ttft_s: _builtins.float = ...,
+        predicted_itl_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "decode_worker_id", b"decode_worker_id", "kind", b"kind", "predicted_cached_tokens", b"predicted_cached_tokens", "prefill_worker_id", b"prefill_worker_id", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "decode_worker_id", b"decode_worker_id", "kind", b"kind", "num_source_blocks", b"num_source_blocks", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_itl_s", b"predicted_itl_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill_worker_id", b"prefill_worker_id", "reason", b"reason", "source_worker_id", b"source_worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -247,6 +340,7 @@ class Usage(_message.Message):
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_DECODE_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_PULLED_TOKENS_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """Prompt length."""
     num_output_tokens: _builtins.int
@@ -255,6 +349,8 @@ class Usage(_message.Message):
     """Prompt tokens whose KV was found in the cache of the worker that prefilled."""
     num_decode_cached_tokens: _builtins.int
     """Prompt tokens whose KV the decode worker already held, so that they were not transferred."""
+    num_pulled_tokens: _builtins.int
+    """Of num_cached_tokens: those that were pulled from another worker for this request."""
     def __init__(
         self,
         *,
@@ -262,10 +358,11 @@ class Usage(_message.Message):
         num_output_tokens: _builtins.int = ...,
         num_cached_tokens: _builtins.int = ...,
         num_decode_cached_tokens: _builtins.int = ...,
+        num_pulled_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_decode_cached_tokens", b"num_decode_cached_tokens", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_decode_cached_tokens", b"num_decode_cached_tokens", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_pulled_tokens", b"num_pulled_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -375,6 +472,7 @@ class GenerateResponse(_message.Message):
     PLAN_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETED_FIELD_NUMBER: _builtins.int
+    DIRECT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___Accepted:
         """First message."""
@@ -391,6 +489,10 @@ class GenerateResponse(_message.Message):
     def completed(self) -> Global___Completed:
         """Last message."""
 
+    @_builtins.property
+    def direct(self) -> Global___DirectGrant:
+        """Direct mode: where the tokens are."""
+
     def __init__(
         self,
         *,
@@ -398,12 +500,13 @@ class GenerateResponse(_message.Message):
         plan: Global___PlanChosen | None = ...,
         tokens: Global___TokenDelta | None = ...,
         completed: Global___Completed | None = ...,
+        direct: Global___DirectGrant | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "completed", b"completed", "event", b"event", "plan", b"plan", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "completed", b"completed", "direct", b"direct", "event", b"event", "plan", b"plan", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "completed", b"completed", "event", b"event", "plan", b"plan", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "completed", b"completed", "direct", b"direct", "event", b"event", "plan", b"plan", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "plan", "tokens", "completed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "plan", "tokens", "completed", "direct"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -417,6 +520,7 @@ class TokenDelta(_message.Message):
 
     TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.SampleToken]:
         """In order for each sample."""
@@ -425,15 +529,20 @@ class TokenDelta(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.PositionLogprobs]:
         """Present once, with the first token, when prompt_logprobs were asked for."""
 
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.TokenRun]:
+        """In order for each sample: tokens of a request that wants no text."""
+
     def __init__(
         self,
         *,
         tokens: _abc.Iterable[_sampling_pb2.SampleToken] | None = ...,
         prompt_logprobs: _abc.Iterable[_sampling_pb2.PositionLogprobs] | None = ...,
+        runs: _abc.Iterable[_sampling_pb2.TokenRun] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs", "runs", b"runs", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -607,6 +716,8 @@ class RouterStatus(_message.Message):
     NUM_CANCELLED_FIELD_NUMBER: _builtins.int
     NUM_FAILED_FIELD_NUMBER: _builtins.int
     NUM_REPLANS_FIELD_NUMBER: _builtins.int
+    ALARMS_FIELD_NUMBER: _builtins.int
+    NUM_REFUSED_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Routing policy."""
     num_queued: _builtins.int
@@ -627,6 +738,12 @@ class RouterStatus(_message.Message):
     """Requests refused or failed."""
     num_replans: _builtins.int
     """Plans made again after a worker was lost."""
+    num_refused: _builtins.int
+    """Requests refused at the door."""
+    @_builtins.property
+    def alarms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What is wrong with the routing itself, in words; empty: nothing. See docs/operations.md."""
+
     def __init__(
         self,
         *,
@@ -640,10 +757,12 @@ class RouterStatus(_message.Message):
         num_cancelled: _builtins.int = ...,
         num_failed: _builtins.int = ...,
         num_replans: _builtins.int = ...,
+        alarms: _abc.Iterable[_builtins.str] | None = ...,
+        num_refused: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_active", b"num_active", "num_bookings", b"num_bookings", "num_cancelled", b"num_cancelled", "num_completed", b"num_completed", "num_failed", b"num_failed", "num_index_blocks", b"num_index_blocks", "num_queued", b"num_queued", "num_replans", b"num_replans", "num_request_tasks", b"num_request_tasks", "policy", b"policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alarms", b"alarms", "num_active", b"num_active", "num_bookings", b"num_bookings", "num_cancelled", b"num_cancelled", "num_completed", b"num_completed", "num_failed", b"num_failed", "num_index_blocks", b"num_index_blocks", "num_queued", b"num_queued", "num_refused", b"num_refused", "num_replans", b"num_replans", "num_request_tasks", b"num_request_tasks", "policy", b"policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -718,3 +837,226 @@ class GetClusterStatusResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetClusterStatusResponse: _TypeAlias = GetClusterStatusResponse  # noqa: Y015
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    """Which decisions to explain: those of one request, or the latest ones."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Empty: the latest decisions."""
+    limit: _builtins.int
+    """At most this many; 0: 20."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class Candidate(_message.Message):
+    """One option that was compared."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class TermsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    KIND_FIELD_NUMBER: _builtins.int
+    PREFILL_WORKER_ID_FIELD_NUMBER: _builtins.int
+    DECODE_WORKER_ID_FIELD_NUMBER: _builtins.int
+    SOURCE_WORKER_ID_FIELD_NUMBER: _builtins.int
+    COST_FIELD_NUMBER: _builtins.int
+    TERMS_FIELD_NUMBER: _builtins.int
+    kind: Global___PlanKind.ValueType
+    """Its kind."""
+    prefill_worker_id: _builtins.str
+    """Empty for a local plan."""
+    decode_worker_id: _builtins.str
+    """Decode worker."""
+    source_worker_id: _builtins.str
+    """Worker to pull a prefix from first; empty without a pull."""
+    cost: _builtins.float
+    """What the policy minimizes."""
+    @_builtins.property
+    def terms(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """The parts of the cost by name; seconds unless the name says otherwise."""
+
+    def __init__(
+        self,
+        *,
+        kind: Global___PlanKind.ValueType = ...,
+        prefill_worker_id: _builtins.str = ...,
+        decode_worker_id: _builtins.str = ...,
+        source_worker_id: _builtins.str = ...,
+        cost: _builtins.float = ...,
+        terms: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "decode_worker_id", b"decode_worker_id", "kind", b"kind", "prefill_worker_id", b"prefill_worker_id", "source_worker_id", b"source_worker_id", "terms", b"terms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Candidate: _TypeAlias = Candidate  # noqa: Y015
+
+@_typing.final
+class DecisionOutcome(_message.Message):
+    """What came of a decision; absent parts are not known (yet)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    TTFT_S_FIELD_NUMBER: _builtins.int
+    MEAN_ITL_S_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    num_cached_tokens: _builtins.int
+    """Prompt tokens found in the cache, pulled ones included."""
+    ttft_s: _builtins.float
+    """Seconds from the choice to the first token."""
+    mean_itl_s: _builtins.float
+    """Mean gap between tokens, seconds."""
+    ended: _builtins.str
+    """How the attempt ended: empty while it runs, "completed", or the name of an error class."""
+    def __init__(
+        self,
+        *,
+        num_cached_tokens: _builtins.int | None = ...,
+        ttft_s: _builtins.float | None = ...,
+        mean_itl_s: _builtins.float | None = ...,
+        ended: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_mean_itl_s", b"_mean_itl_s", "_num_cached_tokens", b"_num_cached_tokens", "_ttft_s", b"_ttft_s", "mean_itl_s", b"mean_itl_s", "num_cached_tokens", b"num_cached_tokens", "ttft_s", b"ttft_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mean_itl_s", b"_mean_itl_s", "_num_cached_tokens", b"_num_cached_tokens", "_ttft_s", b"_ttft_s", "ended", b"ended", "mean_itl_s", b"mean_itl_s", "num_cached_tokens", b"num_cached_tokens", "ttft_s", b"ttft_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__mean_itl_s: _TypeAlias = _typing.Literal["mean_itl_s"]  # noqa: Y015
+    _WhichOneofArgType__mean_itl_s: _TypeAlias = _typing.Literal["_mean_itl_s", b"_mean_itl_s"]  # noqa: Y015
+    _WhichOneofReturnType__num_cached_tokens: _TypeAlias = _typing.Literal["num_cached_tokens"]  # noqa: Y015
+    _WhichOneofArgType__num_cached_tokens: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_s: _TypeAlias = _typing.Literal["ttft_s"]  # noqa: Y015
+    _WhichOneofArgType__ttft_s: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mean_itl_s) -> _WhichOneofReturnType__mean_itl_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_cached_tokens) -> _WhichOneofReturnType__num_cached_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_s) -> _WhichOneofReturnType__ttft_s | None: ...
+
+Global___DecisionOutcome: _TypeAlias = DecisionOutcome  # noqa: Y015
+
+@_typing.final
+class Decision(_message.Message):
+    """One decision."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
+    CANDIDATES_FIELD_NUMBER: _builtins.int
+    NUM_CANDIDATES_FIELD_NUMBER: _builtins.int
+    DECISION_S_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request."""
+    attempt: _builtins.int
+    """The attempt that it was made for."""
+    age_s: _builtins.float
+    """Seconds ago."""
+    policy: _builtins.str
+    """The policy that made it."""
+    num_tokens: _builtins.int
+    """Tokens that had to be in the KV cache."""
+    num_candidates: _builtins.int
+    """How many options there were."""
+    decision_s: _builtins.float
+    """Time that the decision took, seconds."""
+    @_builtins.property
+    def plan(self) -> Global___PlanChosen:
+        """What was chosen."""
+
+    @_builtins.property
+    def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
+        """The best options, best first, the chosen one among them."""
+
+    @_builtins.property
+    def outcome(self) -> Global___DecisionOutcome:
+        """What came of it."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        age_s: _builtins.float = ...,
+        policy: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
+        plan: Global___PlanChosen | None = ...,
+        candidates: _abc.Iterable[Global___Candidate] | None = ...,
+        num_candidates: _builtins.int = ...,
+        decision_s: _builtins.float = ...,
+        outcome: Global___DecisionOutcome | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "plan", b"plan"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "attempt", b"attempt", "candidates", b"candidates", "decision_s", b"decision_s", "num_candidates", b"num_candidates", "num_tokens", b"num_tokens", "outcome", b"outcome", "plan", b"plan", "policy", b"policy", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Decision: _TypeAlias = Decision  # noqa: Y015
+
+@_typing.final
+class ExplainResponse(_message.Message):
+    """The decisions, newest first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Decision]:
+        """Empty when nothing is known of the request (any more)."""
+
+    def __init__(
+        self,
+        *,
+        decisions: _abc.Iterable[Global___Decision] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015

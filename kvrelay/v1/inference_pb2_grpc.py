@@ -55,6 +55,11 @@ class InferenceServiceStub(object):
                 request_serializer=kvrelay_dot_v1_dot_inference__pb2.GetClusterStatusRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_inference__pb2.GetClusterStatusResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvrelay.v1.InferenceService/Explain',
+                request_serializer=kvrelay_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_inference__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer(object):
@@ -89,6 +94,13 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Tells why requests went where they went: candidates, each term of the cost, and what came of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +123,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GetClusterStatus,
                     request_deserializer=kvrelay_dot_v1_dot_inference__pb2.GetClusterStatusRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_inference__pb2.GetClusterStatusResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvrelay_dot_v1_dot_inference__pb2.ExplainRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_inference__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +239,33 @@ class InferenceService(object):
             '/kvrelay.v1.InferenceService/GetClusterStatus',
             kvrelay_dot_v1_dot_inference__pb2.GetClusterStatusRequest.SerializeToString,
             kvrelay_dot_v1_dot_inference__pb2.GetClusterStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.InferenceService/Explain',
+            kvrelay_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
+            kvrelay_dot_v1_dot_inference__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,8 @@ class InferenceServiceStub:
     """Lists the served models."""
     GetClusterStatus: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetClusterStatusRequest, _inference_pb2.GetClusterStatusResponse]
     """Reports the state of the router and of every worker."""
+    Explain: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainResponse]
+    """Tells why requests went where they went: candidates, each term of the cost, and what came of it."""
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -55,6 +57,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Lists the served models."""
     GetClusterStatus: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetClusterStatusRequest, _inference_pb2.GetClusterStatusResponse]  # type: ignore[assignment]
     """Reports the state of the router and of every worker."""
+    Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainResponse]  # type: ignore[assignment]
+    """Tells why requests went where they went: candidates, each term of the cost, and what came of it."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """The front door of a kvrelay cluster."""
@@ -90,5 +94,13 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GetClusterStatusResponse, _abc.Awaitable[_inference_pb2.GetClusterStatusResponse]]:
         """Reports the state of the router and of every worker."""
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _inference_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ExplainResponse, _abc.Awaitable[_inference_pb2.ExplainResponse]]:
+        """Tells why requests went where they went: candidates, each term of the cost, and what came of it."""
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrelay.v1 import worker_pb2 as kvrelay_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvrelay/v1/kv_transfer.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/worker.proto\"\xb2\x01\n\tOpenFetch\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x1a\n\x12layout_fingerprint\x18\x04 \x01(\t\x12+\n\ntransports\x18\x05 \x03(\x0e\x32\x17.kvrelay.v1.KvTransport\x12\x0f\n\x07host_id\x18\x06 \x01(\t\x12\x13\n\x0b\x64\x65vice_uuid\x18\x07 \x01(\t\"\n\n\x08\x41\x63kFetch\"k\n\x12\x46\x65tchBlocksRequest\x12%\n\x04open\x18\x01 \x01(\x0b\x32\x15.kvrelay.v1.OpenFetchH\x00\x12#\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.AckFetchH\x00\x42\t\n\x07message\"^\n\x0cSharedMemory\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\n\n\x02\x66\x64\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\r\n\x05nonce\x18\x04 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\"\x80\x01\n\x0c\x44\x65viceMemory\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x13\n\x0b\x64\x65vice_uuid\x18\x04 \x01(\t\x12\r\n\x05nonce\x18\x05 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\"\x9b\x01\n\x0b\x46\x65tchOpened\x12*\n\ttransport\x18\x01 \x01(\x0e\x32\x17.kvrelay.v1.KvTransport\x12/\n\rshared_memory\x18\x02 \x01(\x0b\x32\x18.kvrelay.v1.SharedMemory\x12/\n\rdevice_memory\x18\x03 \x01(\x0b\x32\x18.kvrelay.v1.DeviceMemory\"I\n\x0cSealedBlocks\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x11\n\tchecksums\x18\x03 \x03(\x06\"Q\n\nBlockChunk\x12\x13\n\x0b\x62lock_index\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"I\n\rManifestToken\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\"\x8b\x01\n\x08Manifest\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x17\n\x0flast_block_hash\x18\x03 \x01(\x0c\x12/\n\x0c\x66irst_tokens\x18\x04 \x03(\x0b\x32\x19.kvrelay.v1.ManifestToken\x12\r\n\x05\x61ge_s\x18\x05 \x01(\x01\"\xca\x01\n\x13\x46\x65tchBlocksResponse\x12)\n\x06opened\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.FetchOpenedH\x00\x12*\n\x06sealed\x18\x02 \x01(\x0b\x32\x18.kvrelay.v1.SealedBlocksH\x00\x12\'\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x16.kvrelay.v1.BlockChunkH\x00\x12(\n\x08manifest\x18\x04 \x01(\x0b\x32\x14.kvrelay.v1.ManifestH\x00\x42\t\n\x07message2g\n\x11KvTransferService\x12R\n\x0b\x46\x65tchBlocks\x12\x1e.kvrelay.v1.FetchBlocksRequest\x1a\x1f.kvrelay.v1.FetchBlocksResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvrelay/v1/kv_transfer.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/worker.proto\"\xc8\x01\n\tOpenFetch\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x1a\n\x12layout_fingerprint\x18\x04 \x01(\t\x12+\n\ntransports\x18\x05 \x03(\x0e\x32\x17.kvrelay.v1.KvTransport\x12\x0f\n\x07host_id\x18\x06 \x01(\t\x12\x13\n\x0b\x64\x65vice_uuid\x18\x07 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x08 \x01(\x0c\"\n\n\x08\x41\x63kFetch\"k\n\x12\x46\x65tchBlocksRequest\x12%\n\x04open\x18\x01 \x01(\x0b\x32\x15.kvrelay.v1.OpenFetchH\x00\x12#\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.AckFetchH\x00\x42\t\n\x07message\"^\n\x0cSharedMemory\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\n\n\x02\x66\x64\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\r\n\x05nonce\x18\x04 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\"\x80\x01\n\x0c\x44\x65viceMemory\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x13\n\x0b\x64\x65vice_uuid\x18\x04 \x01(\t\x12\r\n\x05nonce\x18\x05 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\"\x9b\x01\n\x0b\x46\x65tchOpened\x12*\n\ttransport\x18\x01 \x01(\x0e\x32\x17.kvrelay.v1.KvTransport\x12/\n\rshared_memory\x18\x02 \x01(\x0b\x32\x18.kvrelay.v1.SharedMemory\x12/\n\rdevice_memory\x18\x03 \x01(\x0b\x32\x18.kvrelay.v1.DeviceMemory\"I\n\x0cSealedBlocks\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x11\n\tchecksums\x18\x03 \x03(\x06\"Q\n\nBlockChunk\x12\x13\n\x0b\x62lock_index\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"I\n\rManifestToken\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\"\x8b\x01\n\x08Manifest\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x17\n\x0flast_block_hash\x18\x03 \x01(\x0c\x12/\n\x0c\x66irst_tokens\x18\x04 \x03(\x0b\x32\x19.kvrelay.v1.ManifestToken\x12\r\n\x05\x61ge_s\x18\x05 \x01(\x01\"\xca\x01\n\x13\x46\x65tchBlocksResponse\x12)\n\x06opened\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.FetchOpenedH\x00\x12*\n\x06sealed\x18\x02 \x01(\x0b\x32\x18.kvrelay.v1.SealedBlocksH\x00\x12\'\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x16.kvrelay.v1.BlockChunkH\x00\x12(\n\x08manifest\x18\x04 \x01(\x0b\x32\x14.kvrelay.v1.ManifestH\x00\x42\t\n\x07message2g\n\x11KvTransferService\x12R\n\x0b\x46\x65tchBlocks\x12\x1e.kvrelay.v1.FetchBlocksRequest\x1a\x1f.kvrelay.v1.FetchBlocksResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,27 +33,27 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.v1.kv_transfer_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_OPENFETCH']._serialized_start=70
-  _globals['_OPENFETCH']._serialized_end=248
-  _globals['_ACKFETCH']._serialized_start=250
-  _globals['_ACKFETCH']._serialized_end=260
-  _globals['_FETCHBLOCKSREQUEST']._serialized_start=262
-  _globals['_FETCHBLOCKSREQUEST']._serialized_end=369
-  _globals['_SHAREDMEMORY']._serialized_start=371
-  _globals['_SHAREDMEMORY']._serialized_end=465
-  _globals['_DEVICEMEMORY']._serialized_start=468
-  _globals['_DEVICEMEMORY']._serialized_end=596
-  _globals['_FETCHOPENED']._serialized_start=599
-  _globals['_FETCHOPENED']._serialized_end=754
-  _globals['_SEALEDBLOCKS']._serialized_start=756
-  _globals['_SEALEDBLOCKS']._serialized_end=829
-  _globals['_BLOCKCHUNK']._serialized_start=831
-  _globals['_BLOCKCHUNK']._serialized_end=912
-  _globals['_MANIFESTTOKEN']._serialized_start=914
-  _globals['_MANIFESTTOKEN']._serialized_end=987
-  _globals['_MANIFEST']._serialized_start=990
-  _globals['_MANIFEST']._serialized_end=1129
-  _globals['_FETCHBLOCKSRESPONSE']._serialized_start=1132
-  _globals['_FETCHBLOCKSRESPONSE']._serialized_end=1334
-  _globals['_KVTRANSFERSERVICE']._serialized_start=1336
-  _globals['_KVTRANSFERSERVICE']._serialized_end=1439
+  _globals['_OPENFETCH']._serialized_end=270
+  _globals['_ACKFETCH']._serialized_start=272
+  _globals['_ACKFETCH']._serialized_end=282
+  _globals['_FETCHBLOCKSREQUEST']._serialized_start=284
+  _globals['_FETCHBLOCKSREQUEST']._serialized_end=391
+  _globals['_SHAREDMEMORY']._serialized_start=393
+  _globals['_SHAREDMEMORY']._serialized_end=487
+  _globals['_DEVICEMEMORY']._serialized_start=490
+  _globals['_DEVICEMEMORY']._serialized_end=618
+  _globals['_FETCHOPENED']._serialized_start=621
+  _globals['_FETCHOPENED']._serialized_end=776
+  _globals['_SEALEDBLOCKS']._serialized_start=778
+  _globals['_SEALEDBLOCKS']._serialized_end=851
+  _globals['_BLOCKCHUNK']._serialized_start=853
+  _globals['_BLOCKCHUNK']._serialized_end=934
+  _globals['_MANIFESTTOKEN']._serialized_start=936
+  _globals['_MANIFESTTOKEN']._serialized_end=1009
+  _globals['_MANIFEST']._serialized_start=1012
+  _globals['_MANIFEST']._serialized_end=1151
+  _globals['_FETCHBLOCKSRESPONSE']._serialized_start=1154
+  _globals['_FETCHBLOCKSRESPONSE']._serialized_end=1356
+  _globals['_KVTRANSFERSERVICE']._serialized_start=1358
+  _globals['_KVTRANSFERSERVICE']._serialized_end=1461
 # @@protoc_insertion_point(module_scope)

@@ -32,8 +32,9 @@ class OpenFetch(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
     DEVICE_UUID_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
-    """The handoff."""
+    """The handoff. Empty: blocks of the cache are wanted, those named by block_hashes."""
     epoch: _builtins.int
     """Epoch of the serving worker; another one is refused."""
     first_block: _builtins.int
@@ -44,6 +45,10 @@ class OpenFetch(_message.Message):
     """Host identity of the puller; shared memory needs an equal one."""
     device_uuid: _builtins.str
     """Card that holds the puller's pages, empty when they are in host memory; CUDA IPC needs an equal one."""
+    block_hashes: _builtins.bytes
+    """Without a handoff: chained hashes of consecutive blocks, 16 bytes each. The leading ones that are cached are pinned
+    and sent; the manifest says how many those are. Whoever knows a hash knows the tokens and the tenant's salt.
+    """
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_worker_pb2.KvTransport.ValueType]:
         """Transports that the puller can use, best first."""
@@ -58,10 +63,11 @@ class OpenFetch(_message.Message):
         transports: _abc.Iterable[_worker_pb2.KvTransport.ValueType] | None = ...,
         host_id: _builtins.str = ...,
         device_uuid: _builtins.str = ...,
+        block_hashes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_uuid", b"device_uuid", "epoch", b"epoch", "first_block", b"first_block", "handoff_id", b"handoff_id", "host_id", b"host_id", "layout_fingerprint", b"layout_fingerprint", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "device_uuid", b"device_uuid", "epoch", b"epoch", "first_block", b"first_block", "handoff_id", b"handoff_id", "host_id", b"host_id", "layout_fingerprint", b"layout_fingerprint", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -29,6 +29,7 @@ class PrefillRequest(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
     """The right to fetch its KV; the decode worker has the same id."""
     epoch: _builtins.int
@@ -37,16 +38,21 @@ class PrefillRequest(_message.Message):
     def sequence(self) -> _sequence_pb2.SequenceSpec:
         """The sequence."""
 
+    @_builtins.property
+    def source(self) -> _sequence_pb2.KvSource:
+        """Set: pull leading blocks from there first."""
+
     def __init__(
         self,
         *,
         sequence: _sequence_pb2.SequenceSpec | None = ...,
         handoff_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
+        source: _sequence_pb2.KvSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "handoff_id", b"handoff_id", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "handoff_id", b"handoff_id", "sequence", b"sequence", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -60,19 +66,23 @@ class PrefillStarted(_message.Message):
 
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
+    NUM_PULLED_TOKENS_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """Prompt tokens found in this worker's cache."""
     queue_s: _builtins.float
-    """Time in the worker's queue."""
+    """Time in the worker's queue, a pull included."""
+    num_pulled_tokens: _builtins.int
+    """Of the cached tokens: those that were pulled from the source for this request."""
     def __init__(
         self,
         *,
         num_cached_tokens: _builtins.int = ...,
         queue_s: _builtins.float = ...,
+        num_pulled_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "queue_s", b"queue_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_pulled_tokens", b"num_pulled_tokens", "queue_s", b"queue_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,10 +3,8 @@
 isort:skip_file
 """
 
-from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from google.protobuf.internal import containers as _containers
 from kvrelay.v1 import sampling_pb2 as _sampling_pb2
 import builtins as _builtins
 import sys
@@ -26,12 +24,12 @@ class SequenceSpec(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     HASH_ROOT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     FIRST_SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Minted by the router."""
     block_hashes: _builtins.bytes
@@ -40,14 +38,10 @@ class SequenceSpec(_message.Message):
     """First link of the chain, 16 bytes: model fingerprint and tenant salt."""
     first_sample_index: _builtins.int
     """Index of the first sample; n samples follow from there."""
-    @_builtins.property
-    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The prompt."""
-
-    @_builtins.property
-    def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens generated before, by a worker that was lost. Only with sampling.n = 1."""
-
+    prompt_tokens: _builtins.bytes
+    """The prompt: little-endian uint32, 4 bytes a token."""
+    output_tokens: _builtins.bytes
+    """Tokens generated before, by a worker that was lost; same form. Only with sampling.n = 1."""
     @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplingParams:
         """Validated, with every default filled in."""
@@ -56,17 +50,51 @@ class SequenceSpec(_message.Message):
         self,
         *,
         request_id: _builtins.str = ...,
-        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         block_hashes: _builtins.bytes = ...,
         hash_root: _builtins.bytes = ...,
         sampling: _sampling_pb2.SamplingParams | None = ...,
         first_sample_index: _builtins.int = ...,
+        prompt_tokens: _builtins.bytes = ...,
+        output_tokens: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "first_sample_index", b"first_sample_index", "hash_root", b"hash_root", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "first_sample_index", b"first_sample_index", "hash_root", b"hash_root", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
+
+@_typing.final
+class KvSource(_message.Message):
+    """A worker that holds leading blocks of a sequence, to be pulled before the rest is computed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker."""
+    address: _builtins.str
+    """Its address."""
+    epoch: _builtins.int
+    """Its epoch."""
+    num_blocks: _builtins.int
+    """Leading blocks that it is believed to hold; what it does not hold is computed."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "num_blocks", b"num_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvSource: _TypeAlias = KvSource  # noqa: Y015

@@ -83,6 +83,7 @@ class KvLayout(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     num_layers: _builtins.int
     """Layers."""
     num_kv_heads: _builtins.int
@@ -95,6 +96,8 @@ class KvLayout(_message.Message):
     """Element type, such as "bfloat16"."""
     fingerprint: _builtins.str
     """Hash of the weights and of everything above."""
+    block_bytes: _builtins.int
+    """Bytes of one block."""
     def __init__(
         self,
         *,
@@ -104,14 +107,135 @@ class KvLayout(_message.Message):
         block_size: _builtins.int = ...,
         dtype: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
+        block_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "fingerprint", b"fingerprint", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "dtype", b"dtype", "fingerprint", b"fingerprint", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvLayout: _TypeAlias = KvLayout  # noqa: Y015
+
+@_typing.final
+class StepModel(_message.Message):
+    """Seconds of one engine step: a weighted sum of what is in it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSTANT_S_FIELD_NUMBER: _builtins.int
+    PER_PREFILL_TOKEN_S_FIELD_NUMBER: _builtins.int
+    PER_PREFILL_PAIR_S_FIELD_NUMBER: _builtins.int
+    PER_DECODE_S_FIELD_NUMBER: _builtins.int
+    PER_CONTEXT_TOKEN_S_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    constant_s: _builtins.float
+    """Of any step."""
+    per_prefill_token_s: _builtins.float
+    """Per prompt token computed."""
+    per_prefill_pair_s: _builtins.float
+    """Per pair of a prompt token and a token that it attends to."""
+    per_decode_s: _builtins.float
+    """Per sequence that decodes."""
+    per_context_token_s: _builtins.float
+    """Per KV token that decoding sequences read."""
+    num_samples: _builtins.int
+    """Steps that it was fitted to; 0: a guess."""
+    def __init__(
+        self,
+        *,
+        constant_s: _builtins.float = ...,
+        per_prefill_token_s: _builtins.float = ...,
+        per_prefill_pair_s: _builtins.float = ...,
+        per_decode_s: _builtins.float = ...,
+        per_context_token_s: _builtins.float = ...,
+        num_samples: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["constant_s", b"constant_s", "num_samples", b"num_samples", "per_context_token_s", b"per_context_token_s", "per_decode_s", b"per_decode_s", "per_prefill_pair_s", b"per_prefill_pair_s", "per_prefill_token_s", b"per_prefill_token_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepModel: _TypeAlias = StepModel  # noqa: Y015
+
+@_typing.final
+class LinkModel(_message.Message):
+    """Seconds to pull KV from one peer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_WORKER_ID_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    LATENCY_S_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    peer_worker_id: _builtins.str
+    """The serving worker; empty: any other."""
+    transport: Global___KvTransport.ValueType
+    """How the bytes travel."""
+    latency_s: _builtins.float
+    """Of any pull."""
+    bytes_per_s: _builtins.float
+    """Beyond that."""
+    num_samples: _builtins.int
+    """Pulls that it was fitted to; 0: a guess."""
+    def __init__(
+        self,
+        *,
+        peer_worker_id: _builtins.str = ...,
+        transport: Global___KvTransport.ValueType = ...,
+        latency_s: _builtins.float = ...,
+        bytes_per_s: _builtins.float = ...,
+        num_samples: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "latency_s", b"latency_s", "num_samples", b"num_samples", "peer_worker_id", b"peer_worker_id", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkModel: _TypeAlias = LinkModel  # noqa: Y015
+
+@_typing.final
+class TimingReport(_message.Message):
+    """How long this worker's work takes, as it has measured by itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
+    MAX_STEP_TOKENS_FIELD_NUMBER: _builtins.int
+    max_step_tokens: _builtins.int
+    """Token budget of one step."""
+    @_builtins.property
+    def prefill(self) -> Global___StepModel:
+        """Steps with prompt tokens in them."""
+
+    @_builtins.property
+    def decode(self) -> Global___StepModel:
+        """Steps that only decode."""
+
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkModel]:
+        """Pulls by this worker."""
+
+    def __init__(
+        self,
+        *,
+        prefill: Global___StepModel | None = ...,
+        decode: Global___StepModel | None = ...,
+        links: _abc.Iterable[Global___LinkModel] | None = ...,
+        max_step_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "links", b"links", "max_step_tokens", b"max_step_tokens", "prefill", b"prefill"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TimingReport: _TypeAlias = TimingReport  # noqa: Y015
 
 @_typing.final
 class DescribeWorkerRequest(_message.Message):
@@ -148,6 +272,8 @@ class DescribeWorkerResponse(_message.Message):
     METRICS_PORT_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOKENIZER_PROBE_FIELD_NUMBER: _builtins.int
+    TEMPLATE_PROBE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name, stable over restarts."""
     epoch: _builtins.int
@@ -168,6 +294,10 @@ class DescribeWorkerResponse(_message.Message):
     """Port of its Prometheus metrics, 0 when off."""
     pid: _builtins.int
     """Operating-system process."""
+    tokenizer_probe: _builtins.bytes
+    """Token ids of a fixed text under this worker's tokenizer, hashed: must equal the router's. Empty: it has none."""
+    template_probe: _builtins.bytes
+    """A fixed conversation rendered and tokenized by this worker's chat template, hashed. Empty: it has none."""
     @_builtins.property
     def layout(self) -> Global___KvLayout:
         """Shape of its blocks."""
@@ -191,10 +321,12 @@ class DescribeWorkerResponse(_message.Message):
         metrics_port: _builtins.int = ...,
         pid: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        tokenizer_probe: _builtins.bytes = ...,
+        template_probe: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "hash_probe", b"hash_probe", "layout", b"layout", "max_model_len", b"max_model_len", "metrics_port", b"metrics_port", "model_name", b"model_name", "num_blocks", b"num_blocks", "pid", b"pid", "role", b"role", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "hash_probe", b"hash_probe", "layout", b"layout", "max_model_len", b"max_model_len", "metrics_port", b"metrics_port", "model_name", b"model_name", "num_blocks", b"num_blocks", "pid", b"pid", "role", b"role", "template_probe", b"template_probe", "tokenizer_probe", b"tokenizer_probe", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -229,6 +361,11 @@ class LoadReport(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_PENDING_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_RESERVED_FIELD_NUMBER: _builtins.int
+    NUM_DECODING_FIELD_NUMBER: _builtins.int
+    PREFILL_BACKLOG_S_FIELD_NUMBER: _builtins.int
+    NUM_COLD_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Sequences in the running batch."""
     num_waiting: _builtins.int
@@ -241,6 +378,16 @@ class LoadReport(_message.Message):
     """Prompt tokens accepted and not yet computed."""
     num_context_tokens: _builtins.int
     """KV tokens of running sequences."""
+    num_reserved: _builtins.int
+    """Sequences granted pages that a transfer fills; they decode next."""
+    num_decoding: _builtins.int
+    """Running sequences that decode."""
+    prefill_backlog_s: _builtins.float
+    """Predicted seconds until the prompts accepted so far are computed."""
+    num_cold_blocks: _builtins.int
+    """Free pages whose content nobody would miss: empty, or used once. Others hold prefixes that were reused."""
+    num_cached_blocks: _builtins.int
+    """Free pages that hold reusable KV."""
     def __init__(
         self,
         *,
@@ -250,10 +397,15 @@ class LoadReport(_message.Message):
         num_blocks: _builtins.int = ...,
         num_pending_prefill_tokens: _builtins.int = ...,
         num_context_tokens: _builtins.int = ...,
+        num_reserved: _builtins.int = ...,
+        num_decoding: _builtins.int = ...,
+        prefill_backlog_s: _builtins.float = ...,
+        num_cold_blocks: _builtins.int = ...,
+        num_cached_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_context_tokens", b"num_context_tokens", "num_free_blocks", b"num_free_blocks", "num_pending_prefill_tokens", b"num_pending_prefill_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_cold_blocks", b"num_cold_blocks", "num_context_tokens", b"num_context_tokens", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_pending_prefill_tokens", b"num_pending_prefill_tokens", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefill_backlog_s", b"prefill_backlog_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -269,6 +421,7 @@ class WatchWorkerResponse(_message.Message):
     SEQ_FIELD_NUMBER: _builtins.int
     KV_EVENTS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The worker's epoch."""
     seq: _builtins.int
@@ -279,6 +432,10 @@ class WatchWorkerResponse(_message.Message):
     def load(self) -> Global___LoadReport:
         """Load at this moment."""
 
+    @_builtins.property
+    def timing(self) -> Global___TimingReport:
+        """With the first update, and when it has changed noticeably."""
+
     def __init__(
         self,
         *,
@@ -286,10 +443,11 @@ class WatchWorkerResponse(_message.Message):
         seq: _builtins.int = ...,
         kv_events: _builtins.bytes = ...,
         load: Global___LoadReport | None = ...,
+        timing: Global___TimingReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "kv_events", b"kv_events", "load", b"load", "seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "kv_events", b"kv_events", "load", b"load", "seq", b"seq", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import numpy as np
 import xxhash
 
 from common.block_hash import hash_probe, hash_root
@@ -310,20 +311,29 @@ class _Servicer(
                 await context.write(decode_pb2.DecodeResponse(tokens=batch))
 
 
+def sent_prompt(sequence: sequence_pb2.SequenceSpec) -> list[int]:
+    """The prompt that a worker was sent."""
+    return list(map(int, np.frombuffer(sequence.prompt_tokens, dtype="<u4")))
+
+
+def sent_output(sequence: sequence_pb2.SequenceSpec) -> list[int]:
+    """The tokens that a worker was told to go on from."""
+    return list(map(int, np.frombuffer(sequence.output_tokens, dtype="<u4")))
+
+
 def _prompt_logprobs(sequence: sequence_pb2.SequenceSpec) -> list[sampling_pb2.PositionLogprobs]:
     if not sequence.sampling.HasField("prompt_logprobs"):
         return []
-    chosen = [sampling_pb2.TokenLogprob(token_id=token) for token in sequence.prompt_token_ids]
+    chosen = [sampling_pb2.TokenLogprob(token_id=token) for token in sent_prompt(sequence)]
     return [sampling_pb2.PositionLogprobs(chosen=token) for token in chosen]
 
 
 def _steps(sequence: sequence_pb2.SequenceSpec) -> Iterator[list[sampling_pb2.SampleToken]]:
     """Yield the tokens of each step: one for every sample that has not ended. Token ids of `stop_token_ids` end one."""
     sampling = sequence.sampling
-    first = len(sequence.output_token_ids)
+    first = len(sequence.output_tokens) // 4
     tokens = {
-        sequence.first_sample_index + i: [*sequence.prompt_token_ids, *sequence.output_token_ids]
-        for i in range(sampling.n)
+        sequence.first_sample_index + i: [*sent_prompt(sequence), *sent_output(sequence)] for i in range(sampling.n)
     }
     for token_index in range(first, sampling.max_tokens):
         step: list[sampling_pb2.SampleToken] = []

@@ -216,6 +216,6 @@ def make_member(*, num_blocks: int) -> Member:
 
 def book(member: Member, *, num_blocks: int, now_s: float) -> Hold:
     assert member.facts is not None
-    hold = Hold(member=member, epoch=member.facts.epoch, num_blocks=num_blocks, num_prefill_tokens=0, booked_s=now_s)
+    hold = Hold(member=member, epoch=member.facts.epoch, num_blocks=num_blocks, booked_s=now_s)
     member.add_hold(hold)
     return hold

@@ -24,6 +24,7 @@ from tests.router.fakes import (
     make_request,
     prompt_of,
     running_cluster,
+    sent_prompt,
 )
 
 
@@ -179,9 +180,9 @@ async def test_generate_text_and_chat_are_tokenized_as_tokenize_does() -> None:
         await cluster.generate(inference_pb2.GenerateRequest(chat=chat, sampling=sampling))
         await cluster.generate(inference_pb2.GenerateRequest(text="hi", sampling=sampling))
         tokenized = await cluster.inference.Tokenize(inference_pb2.TokenizeRequest(chat=chat))
-    assert list(decode.requests[0].sequence.prompt_token_ids) == list(tokenized.token_ids)
+    assert sent_prompt(decode.requests[0].sequence) == list(tokenized.token_ids)
     assert "".join(tokenized.pieces) == "user: hi\nassistant:"
-    assert bytes(decode.requests[1].sequence.prompt_token_ids) == b"hi"
+    assert bytes(sent_prompt(decode.requests[1].sequence)) == b"hi"
 
 
 async def test_list_models_tells_what_workers_told() -> None:
@@ -313,7 +314,7 @@ async def test_waiting_requests_are_served_in_order_of_arrival() -> None:
             await cluster.until_queued(position + 1)
         decode.set_load(num_free_blocks=64)
         await asyncio.gather(*waiting)
-        assert [len(request.sequence.prompt_token_ids) for request in decode.requests] == [10, 11, 12]
+        assert [len(sent_prompt(request.sequence)) for request in decode.requests] == [10, 11, 12]
 
 
 @pytest.mark.parametrize("gate", ["queue", "reserve", "prefill", "first_token", "token 2"])

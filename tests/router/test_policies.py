@@ -6,8 +6,8 @@ import pytest
 
 from common.errors import Refused
 from common.ids import RequestId, WorkerId
-from router.plans import FleetView, Plan, PlanKind, RouteRequest, WorkerLoad
-from router.policies import Policy, make_policy
+from router.placement.plans import FleetView, Plan, PlanKind, RouteRequest, WorkerLoad
+from router.placement.policies import Policy, make_policy
 
 NAMES = ["prefix_affinity", "round_robin", "least_load"]
 

@@ -28,6 +28,8 @@ from tests.router.fakes import (
     make_request,
     prompt_of,
     running_cluster,
+    sent_output,
+    sent_prompt,
 )
 
 
@@ -54,7 +56,7 @@ async def test_decode_dies_midstream_then_the_answer_goes_on_elsewhere(index: in
         assert reply.completed.num_attempts == 2
         # The new workers go on from the tokens that were delivered.
         resumed = second.requests[0].sequence
-        assert list(resumed.output_token_ids) == answer(prompt_of(10), index)
+        assert sent_output(resumed) == answer(prompt_of(10), index)
         assert len(resumed.block_hashes) == 16 * ((10 + index) // 4)
         assert (await cluster.until_idle()).num_replans == 1
 
@@ -90,7 +92,7 @@ async def test_request_that_lost_its_worker_is_served_before_those_that_wait() -
         await decode.restart()
         assert (await first).token_ids() == answer(prompt_of(10), 6)
         assert (await second).token_ids() == answer(prompt_of(9), 6)
-        assert [len(request.sequence.prompt_token_ids) for request in decode.requests] == [10, 10, 9]
+        assert [len(sent_prompt(request.sequence)) for request in decode.requests] == [10, 10, 9]
 
 
 async def test_decode_never_comes_back_then_the_request_fails_by_name() -> None:
@@ -193,7 +195,7 @@ async def test_two_samples_and_decode_dies_then_each_goes_on_by_itself() -> None
         reply = await generating
         assert [reply.token_ids(0), reply.token_ids(1)] == [answer(prompt_of(10), 6, i) for i in (0, 1)]
         resumed = sorted((r.sequence for r in second.requests), key=lambda s: s.first_sample_index)
-        assert [(s.first_sample_index, s.sampling.n, len(s.output_token_ids)) for s in resumed] == [
+        assert [(s.first_sample_index, s.sampling.n, len(sent_output(s))) for s in resumed] == [
             (0, 1, 3),
             (1, 1, 3),
         ]

@@ -9,19 +9,18 @@ from typing import Any
 import grpc
 
 from common.block_hash import pack_hashes
-from common.clock import SystemClock
 from common.config import parse_config
 from common.fake_tokenizer import byte_tokenizer
 from common.ids import WorkerId, mint_handoff_id
 from common.rpc import client_channel
-from common.wire import sampling_to_proto
+from common.wire import pack_tokens, sampling_to_proto
 from decode_worker.server import add_services as add_decode
 from engine.fake import FakeExecutor
 from engine.sequence import EngineRequest
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, sequence_pb2, worker_pb2
 from prefill_worker.server import add_services as add_prefill
 from tests.builders import BLOCK_SIZE
-from worker.runtime import WorkerRuntime
+from worker.runtime import REAL, WorkerRuntime
 from worker.shell import AddServices, RunningWorker, start_worker
 
 
@@ -29,8 +28,8 @@ def spec_of(request: EngineRequest) -> sequence_pb2.SequenceSpec:
     """Return the message for a request."""
     return sequence_pb2.SequenceSpec(
         request_id=request.request_id,
-        prompt_token_ids=request.prompt_token_ids,
-        output_token_ids=request.output_token_ids,
+        prompt_tokens=pack_tokens(request.prompt_token_ids),
+        output_tokens=pack_tokens(request.output_token_ids),
         block_hashes=pack_hashes(request.block_hashes),
         hash_root=request.hash_root,
         sampling=sampling_to_proto(request.sampling),
@@ -150,7 +149,7 @@ def make_runtime(role: Any, worker_id: str, *, transports: Sequence[str], **fake
         worker_id=WorkerId(worker_id),
         executor=executor,
         tokenizer=byte_tokenizer(),
-        clock=SystemClock(),
+        outside=REAL,
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from common.errors import EngineFault, HandoffGone, InvalidRequest, Overloaded, StaleEpoch, WorkerLost, from_rpc_error
 from common.ids import Epoch, mint_handoff_id
+from common.wire import pack_tokens
 from engine.core import EngineCore
 from engine.sequence import EngineRequest
 from kvrelay.v1 import decode_pb2, prefill_pb2, worker_pb2
@@ -174,8 +175,8 @@ async def test_spec_with_wrong_hashes_or_tokens_is_refused_by_field() -> None:
         epoch = pair.decode.runtime.epoch
         short_hashes, unknown_token = spec_of(make_request(range(20))), spec_of(make_request(range(20)))
         short_hashes.block_hashes = spec.block_hashes[:-1]
-        unknown_token.prompt_token_ids[3] = 10**6
-        cases = {"sequence.block_hashes": short_hashes, "sequence.prompt_token_ids": unknown_token}
+        unknown_token.prompt_tokens = pack_tokens([1, 2, 3, 10**6, *range(16)])
+        cases = {"sequence.block_hashes": short_hashes, "sequence.prompt_tokens": unknown_token}
         for field, bad in cases.items():
             error = from_rpc_error(
                 await error_of(pair.decode_stub.Decode(decode_pb2.DecodeRequest(sequence=bad, epoch=epoch)))

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from common.errors import Refused
 from common.ids import WorkerId
-from router.plans import FleetView, Plan, PlanKind, RouteRequest, WorkerLoad
+from router.placement.plans import FleetView, Plan, PlanKind, RouteRequest, WorkerLoad
 
 TRANSFER_PRICE = 0.05
 """Moving a token's KV, relative to computing it."""

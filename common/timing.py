@@ -1,0 +1,119 @@
+"""How long work takes: the small models that workers fit, routers decide by, and the simulator runs on.
+
+An engine step's time is a weighted sum of what is in it. Steps with prompt tokens in them are bound by arithmetic,
+those that only decode by memory, so each kind has weights of its own. A prompt is computed in chunks of the step budget.
+
+    step     = constant + a·prompt tokens + b·pairs of a prompt token and a token that it attends to
+             + c·decoding sequences + d·their KV tokens
+    transfer = latency + bytes / bandwidth
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from common.ids import WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """What is in one engine step."""
+
+    num_prefill_tokens: int = 0
+    num_prefill_pairs: int = 0
+    """Sum over the step's prompt tokens of the tokens that each attends to, itself included."""
+    num_decodes: int = 0
+    num_context_tokens: int = 0
+    """KV tokens that the decoding sequences read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepModel:
+    """Seconds of a step of one kind."""
+
+    constant_s: float
+    per_prefill_token_s: float = 0.0
+    per_prefill_pair_s: float = 0.0
+    per_decode_s: float = 0.0
+    per_context_token_s: float = 0.0
+    num_samples: int = 0
+    """Steps that it was fitted to; 0: a guess, or given."""
+
+    def seconds(self, shape: StepShape) -> float:
+        """Return the predicted time of one step."""
+        return (
+            self.constant_s
+            + self.per_prefill_token_s * shape.num_prefill_tokens
+            + self.per_prefill_pair_s * shape.num_prefill_pairs
+            + self.per_decode_s * shape.num_decodes
+            + self.per_context_token_s * shape.num_context_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkModel:
+    """Seconds of a pull from one peer."""
+
+    latency_s: float
+    bytes_per_s: float
+    num_samples: int = 0
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return the predicted time of a pull."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+GUESSED_LINK = LinkModel(latency_s=1e-3, bytes_per_s=1e9)
+"""Until a worker has pulled something: gRPC on one host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimingModel:
+    """How long one worker's work takes."""
+
+    prefill: StepModel
+    """Of steps with prompt tokens in them."""
+    decode: StepModel
+    """Of steps that only decode."""
+    max_step_tokens: int
+    """Token budget of one step: where prompts are cut."""
+    links: Mapping[WorkerId | None, LinkModel] = field(default_factory=dict)
+    """By the worker that is pulled from; None: any other."""
+
+    def step_s(self, shape: StepShape) -> float:
+        """Return the predicted time of one step."""
+        return (self.prefill if shape.num_prefill_tokens else self.decode).seconds(shape)
+
+    def prefill_s(
+        self, num_new_tokens: int, num_cached_tokens: int, *, num_decodes: int = 0, num_context_tokens: int = 0
+    ) -> float:
+        """Return the predicted time to compute a prompt's tokens behind `num_cached_tokens` present ones.
+
+        `num_decodes` sequences with `num_context_tokens` KV tokens decode in the same steps, and take their share of
+        the budget.
+        """
+        if num_new_tokens <= 0:
+            return 0.0
+        num_steps = -(-num_new_tokens // max(1, self.max_step_tokens - num_decodes))
+        pairs = num_new_tokens * num_cached_tokens + num_new_tokens * (num_new_tokens + 1) // 2
+        model = self.prefill
+        per_step = model.constant_s + model.per_decode_s * num_decodes + model.per_context_token_s * num_context_tokens
+        return num_steps * per_step + model.per_prefill_token_s * num_new_tokens + model.per_prefill_pair_s * pairs
+
+    def itl_s(self, num_decodes: int, num_context_tokens: int) -> float:
+        """Return the predicted gap between tokens of a batch that only decodes."""
+        return self.decode.seconds(StepShape(num_decodes=num_decodes, num_context_tokens=num_context_tokens))
+
+    def pull_s(self, peer: WorkerId | None, num_bytes: float) -> float:
+        """Return the predicted time to pull bytes from a peer."""
+        if num_bytes <= 0:
+            return 0.0
+        link = self.links.get(peer) or self.links.get(None) or GUESSED_LINK
+        return link.seconds(num_bytes)
+
+
+GUESSED_TIMING = TimingModel(
+    prefill=StepModel(constant_s=5e-3, per_prefill_token_s=1e-4, per_decode_s=1e-4),
+    decode=StepModel(constant_s=5e-3, per_decode_s=1e-4, per_context_token_s=1e-7),
+    max_step_tokens=512,
+)
+"""Until any worker of the pool has measured itself. Only its proportions matter then."""
