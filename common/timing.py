@@ -1,7 +1,7 @@
 """How long work takes: the small models that workers fit, routers decide by, and the simulator runs on.
 
 An engine step's time is a weighted sum of what is in it. Steps with prompt tokens in them are bound by arithmetic,
-those that only decode by memory, so each kind has weights of its own. A prompt is computed in chunks of the step budget.
+those that only decode by memory, so each kind has its own weights. Prompts are computed in chunks of the step budget.
 
     step     = constant + a·prompt tokens + b·pairs of a prompt token and a token that it attends to
              + c·decoding sequences + d·their KV tokens
