@@ -1,18 +1,30 @@
 """Which page holds what: reference counts, the prefix cache, and eviction order. Bookkeeping only, no bytes.
 
 A page is *held* (reference count > 0) or *free*. A free page may still be *cached*: its KV is reachable by block hash
-until the page is handed out again. Free pages are handed out uncached first, then cached ones in LRU order.
+until the page is handed out again. Free pages are handed out empty ones first, then those that were to be kept briefly,
+then the others; cached ones in LRU order.
 
-Leaf before parent: whoever holds a block holds its parents too, and `release` frees tails first, so in the free list
-a child always lies before its parent. For that to hold, a block is published only behind its published parent
-(`Scheduler` keeps this): the cached blocks always form prefix trees without holes.
+Leaf before parent: whoever holds a block holds its parents too, and `release` frees tails first, so in a list of free
+pages a child always lies before its parent. For that to hold, a block is published only behind its published parent
+(`Scheduler` keeps this): the cached blocks always form prefix trees without holes. Nor does a parent go briefly where
+a child of it is kept: whoever kept the child held the parent too, and a page that had two holders is always kept.
 """
 
+import enum
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from common.ids import BlockHash, BlockId
 from common.kv_events import KvEvents
+
+
+class Retention(enum.Enum):
+    """How long the pages of a sequence that is over stay cached."""
+
+    KEEP = "keep"
+    """Until they are the least recently used ones."""
+    BRIEF = "brief"
+    """They go before all that are kept, unless somebody used them again."""
 
 
 class BlockPool:
@@ -24,24 +36,31 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, BlockId] = {}
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._num_cached_free = 0
+        self._is_shared = bytearray(num_blocks)  # 1: had a second holder since it was handed out
+        self._empty = list(range(num_blocks - 1, -1, -1))
+        self._brief: OrderedDict[int, None] = OrderedDict()
+        self._kept: OrderedDict[int, None] = OrderedDict()
         self._changes: dict[BlockHash, bool] = {}  # True: stored, False: removed; the last change of a hash wins
 
     @property
     def num_free(self) -> int:
         """Pages that `allocate` can hand out, cached ones included."""
-        return len(self._free)
+        return len(self._empty) + len(self._brief) + len(self._kept)
 
     @property
     def num_used(self) -> int:
         """Pages held by somebody."""
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free
 
     @property
     def num_cached(self) -> int:
         """Free pages that still hold reusable KV."""
-        return self._num_cached_free
+        return len(self._brief) + len(self._kept)
+
+    @property
+    def num_cold(self) -> int:
+        """Free pages that are handed out before any that is to be kept."""
+        return len(self._empty) + len(self._brief)
 
     def ref_count(self, block_id: int) -> int:
         """Return the number of holders."""
@@ -73,33 +92,37 @@ class BlockPool:
         """Add a holder to each page."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
-                del self._free[block_id]
-                if self._hash_of[block_id] is not None:
-                    self._num_cached_free -= 1
+                del (self._brief if block_id in self._brief else self._kept)[block_id]
             self._ref_counts[block_id] += 1
+            self._is_shared[block_id] = 1
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
         """Return fresh pages with one holder each, evicting cached ones as needed. The caller checked `num_free`."""
-        assert num_blocks <= len(self._free), f"{num_blocks} blocks asked for, {len(self._free)} free"
+        assert num_blocks <= self.num_free, f"{num_blocks} blocks asked for, {self.num_free} free"
         taken: list[BlockId] = []
         for _ in range(num_blocks):
-            block_id, _none = self._free.popitem(last=False)
-            self._unpublish(block_id)
+            if self._empty:
+                block_id = self._empty.pop()
+            else:
+                block_id, _none = (self._brief or self._kept).popitem(last=False)
+                self._unpublish(block_id)
             self._ref_counts[block_id] = 1
+            self._is_shared[block_id] = 0
             taken.append(BlockId(block_id))
         return taken
 
-    def release(self, block_ids: Sequence[int]) -> None:
+    def release(self, block_ids: Sequence[int], retention: Retention = Retention.KEEP) -> None:
         """Remove a holder from each page of a block table (given in table order), tail first."""
         for block_id in reversed(block_ids):
             self._ref_counts[block_id] -= 1
             assert self._ref_counts[block_id] >= 0, f"block {block_id}: ref_cnt {self._ref_counts[block_id]}"
             if self._ref_counts[block_id] == 0:
-                self._free[block_id] = None
                 if self._hash_of[block_id] is None:
-                    self._free.move_to_end(block_id, last=False)
+                    self._empty.append(block_id)
+                elif retention is Retention.BRIEF and not self._is_shared[block_id]:
+                    self._brief[block_id] = None
                 else:
-                    self._num_cached_free += 1
+                    self._kept[block_id] = None
 
     def publish(self, block_id: BlockId, block_hash: BlockHash) -> BlockId:
         """Make a full, held page reachable by its hash. Returns the page that is: another one, if that came first."""
@@ -132,5 +155,4 @@ class BlockPool:
         if block_hash is not None:
             self._hash_of[block_id] = None
             del self._block_of[block_hash]
-            self._num_cached_free -= 1
             self._changes[block_hash] = False

@@ -69,7 +69,7 @@ class Pages:
 
     def release(self, sequence: Sequence) -> None:
         """Give everything back."""
-        self._pool.release(sequence.block_table)
+        self._pool.release(sequence.block_table, sequence.request.retention)
         self._pool.release(sequence.retired_blocks)
         sequence.block_table, sequence.retired_blocks = array("i"), []
         sequence.num_computed = sequence.num_ready = sequence.num_cached = sequence.num_published = 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from common.block_hash import extend_hash
 from common.ids import BlockHash, BlockId, RequestId
 from common.sampling import SamplingParams
+from engine.block_pool import Retention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,7 @@ class EngineRequest:
     """Of the full blocks of prompt + output tokens."""
     output_token_ids: tuple[int, ...] = ()
     first_sample_index: int = 0
+    retention: Retention = Retention.KEEP
 
 
 class SequenceState(enum.Enum):

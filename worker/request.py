@@ -4,6 +4,7 @@ from common.block_hash import HASH_BYTES, unpack_hashes
 from common.errors import InvalidRequest
 from common.ids import BlockHash, RequestId
 from common.wire import sampling_from_proto, unpack_tokens
+from engine.block_pool import Retention
 from engine.executor import Executor
 from engine.sequence import EngineRequest
 from kvrelay.v1 import sequence_pb2
@@ -35,4 +36,5 @@ def engine_request(spec: sequence_pb2.SequenceSpec, executor: Executor) -> Engin
         hash_root=BlockHash(spec.hash_root),
         block_hashes=unpack_hashes(spec.block_hashes),
         first_sample_index=spec.first_sample_index,
+        retention=Retention.BRIEF if spec.retention == sequence_pb2.RETENTION_BRIEF else Retention.KEEP,
     )

@@ -5,6 +5,7 @@ isort:skip_file
 
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from kvrelay.v1 import sampling_pb2 as _sampling_pb2
 import builtins as _builtins
 import sys
@@ -16,6 +17,26 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Retention:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RetentionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Retention.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RETENTION_UNSPECIFIED: _Retention.ValueType  # 0
+    """As long as there is room: until they are the least recently used ones."""
+    RETENTION_BRIEF: _Retention.ValueType  # 1
+    """They go first: another worker keeps them. Blocks that were used again meanwhile are kept all the same."""
+
+class Retention(_Retention, metaclass=_RetentionEnumTypeWrapper):
+    """How long blocks that nobody uses stay cached."""
+
+RETENTION_UNSPECIFIED: Retention.ValueType  # 0
+"""As long as there is room: until they are the least recently used ones."""
+RETENTION_BRIEF: Retention.ValueType  # 1
+"""They go first: another worker keeps them. Blocks that were used again meanwhile are kept all the same."""
+Global___Retention: _TypeAlias = Retention  # noqa: Y015
 
 @_typing.final
 class SequenceSpec(_message.Message):
@@ -30,6 +51,7 @@ class SequenceSpec(_message.Message):
     FIRST_SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Minted by the router."""
     block_hashes: _builtins.bytes
@@ -42,6 +64,8 @@ class SequenceSpec(_message.Message):
     """The prompt: little-endian uint32, 4 bytes a token."""
     output_tokens: _builtins.bytes
     """Tokens generated before, by a worker that was lost; same form. Only with sampling.n = 1."""
+    retention: Global___Retention.ValueType
+    """How long the worker keeps the sequence's blocks when it is over."""
     @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplingParams:
         """Validated, with every default filled in."""
@@ -56,10 +80,11 @@ class SequenceSpec(_message.Message):
         first_sample_index: _builtins.int = ...,
         prompt_tokens: _builtins.bytes = ...,
         output_tokens: _builtins.bytes = ...,
+        retention: Global___Retention.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "first_sample_index", b"first_sample_index", "hash_root", b"hash_root", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "first_sample_index", b"first_sample_index", "hash_root", b"hash_root", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "retention", b"retention", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from common.block_hash import hash_blocks, hash_root
 from common.ids import BlockHash, BlockId
-from engine.block_pool import BlockPool
+from engine.block_pool import BlockPool, Retention
 
 ROOT = hash_root(model_fingerprint="test")
 BLOCK_SIZE = 2
@@ -71,7 +71,7 @@ class PoolMachine(RuleBasedStateMachine):
     def free(self, data: st.DataObject) -> None:
         holder = data.draw(st.sampled_from(self.holders))
         self.holders.remove(holder)
-        self.pool.release(holder.table)
+        self.pool.release(holder.table, data.draw(st.sampled_from(Retention)))
 
     @invariant()
     def free_plus_used_is_total(self) -> None:
@@ -156,3 +156,22 @@ def test_release_below_zero_is_our_own_bug_and_says_so() -> None:
     pool.release(table)
     with pytest.raises(AssertionError, match="ref_cnt -1"):
         pool.release(table)
+
+
+def test_allocate_takes_brief_blocks_before_older_kept_ones() -> None:
+    pool = BlockPool(4)
+    kept, brief = _published(pool, [0, 0, 0, 1]), _published(pool, [1, 1, 1, 0])
+    pool.release(kept)
+    pool.release(brief, Retention.BRIEF)
+    assert pool.num_cold == 2
+    assert pool.allocate(3) == [brief[1], brief[0], kept[1]]
+
+
+def test_release_keeps_brief_blocks_that_were_used_again() -> None:
+    pool = BlockPool(4)
+    first, second = _published(pool, [0, 0, 0, 1]), _published(pool, [1, 1, 1, 0])
+    pool.release(first, Retention.BRIEF)
+    pool.acquire([first[0]])
+    pool.release([first[0]], Retention.BRIEF)
+    pool.release(second, Retention.BRIEF)
+    assert pool.allocate(4) == [first[1], second[1], second[0], first[0]]
