@@ -1,6 +1,8 @@
 """Identifiers. Those that cross a trust boundary are minted here, never taken from a client."""
 
-import secrets
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NewType
 
 RequestId = NewType("RequestId", str)
@@ -14,16 +16,30 @@ BlockId = NewType("BlockId", int)
 """Index of a page in one worker's pool."""
 
 
+_source: random.Random = random.SystemRandom()
+
+
+@contextmanager
+def seeded_ids(seed: int) -> Iterator[None]:
+    """Mint the same ids in every run of the block: for simulations, since they can be guessed. Not thread-safe."""
+    global _source
+    before, _source = _source, random.Random(seed)
+    try:
+        yield
+    finally:
+        _source = before
+
+
 def mint_request_id() -> RequestId:
     """Return a fresh request id."""
-    return RequestId("req-" + secrets.token_hex(8))
+    return RequestId(f"req-{_source.getrandbits(64):016x}")
 
 
 def mint_handoff_id() -> HandoffId:
     """Return a fresh, unguessable handoff id: holding it is the right to fetch the KV."""
-    return HandoffId("ho-" + secrets.token_hex(16))
+    return HandoffId(f"ho-{_source.getrandbits(128):032x}")
 
 
 def mint_epoch() -> Epoch:
     """Return a fresh epoch (63 bits, never 0)."""
-    return Epoch(secrets.randbits(63) | 1)
+    return Epoch(_source.getrandbits(63) | 1)

@@ -1,0 +1,149 @@
+"""An asyncio event loop whose time is virtual: nothing ever sleeps, and an hour passes as fast as it can be computed.
+
+While callbacks are ready they run, in the order in which they became so; when none is, time jumps to the next timer.
+Timers of equal time fire in the order in which they were set. So a run depends on nothing but what it is given.
+"""
+
+import asyncio
+import heapq
+from asyncio.events import Handle, TimerHandle
+from collections.abc import Callable
+from contextvars import Context
+from typing import Any, TypeVarTuple
+
+_Ts = TypeVarTuple("_Ts")
+
+_MIN_CANCELLED_TIMERS = 1000
+"""Cancelled timers are swept out of the heap when there are so many, and more than half of it."""
+
+
+class Deadlock(RuntimeError):
+    """Everybody waits for something that nothing can bring about any more."""
+
+
+class _Timer(TimerHandle):
+    """A timer that knows whether it is in the heap."""
+
+    is_set = True
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """Runs callbacks on one thread at virtual time, which starts at 0. Has no sockets, subprocesses or threads.
+
+    `run_in_executor` runs the function at once, on the loop's thread. Raises Deadlock from `run_forever` and
+    `run_until_complete` when no callback is ready and no timer is set.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now_s = 0.0
+        self._num_timers_set = 0
+        self._num_timers_cancelled = 0
+        self._timers: list[tuple[float, int, _Timer]] = []
+        self._ready: Any  # deque[Handle], made by the base class
+
+    @property
+    def num_timers(self) -> int:
+        """Timers in the heap, cancelled ones included."""
+        return len(self._timers)
+
+    def time(self) -> float:
+        """Return the virtual time, in seconds."""
+        return self._now_s
+
+    def call_soon(self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None) -> Handle:
+        """Run `callback` after everything that is ready now."""
+        handle = Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
+    ) -> Handle:
+        """Do the same: there is one thread."""
+        return self.call_soon(callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
+    ) -> TimerHandle:
+        """Run `callback` at time `when`, or as soon as possible when that has passed."""
+        timer = _Timer(when, callback, args, self, context)
+        self._num_timers_set += 1
+        heapq.heappush(self._timers, (when, self._num_timers_set, timer))
+        return timer
+
+    def call_later(
+        self,
+        delay: float,
+        callback: Callable[[*_Ts], object],
+        *args: *_Ts,
+        context: Context | None = None,
+    ) -> TimerHandle:
+        """Run `callback` after `delay` seconds."""
+        return self.call_at(self._now_s + delay, callback, *args, context=context)
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> "asyncio.Future[Any]":  # type: ignore[override]
+        """Run `func` now and return a future that is done."""
+        done = self.create_future()
+        try:
+            result = func(*args)
+        except Exception as error:  # noqa: BLE001 - handed to whoever awaits it
+            done.set_exception(error)
+        else:
+            done.set_result(result)
+        return done
+
+    def _timer_handle_cancelled(self, timer: TimerHandle) -> None:
+        if not (isinstance(timer, _Timer) and timer.is_set):
+            return  # it has left the heap
+        self._num_timers_cancelled += 1
+        if self._num_timers_cancelled > max(_MIN_CANCELLED_TIMERS, len(self._timers) // 2):
+            self._timers = [entry for entry in self._timers if not entry[2].cancelled()]
+            heapq.heapify(self._timers)
+            self._num_timers_cancelled = 0
+
+    def _run_once(self) -> None:
+        ready = self._ready
+        if not ready:
+            self._jump()
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle._cancelled:  # noqa: SLF001
+                handle._run()  # noqa: SLF001
+
+    def _jump(self) -> None:
+        """Go to the time of the next timer and make every timer of that time ready."""
+        timers = self._timers
+        while timers:
+            when = self._take_timer()
+            if when is None:
+                continue
+            self._now_s = max(self._now_s, when)
+            while timers and timers[0][0] <= when:
+                self._take_timer()
+            return
+        if not self._stopping:  # type: ignore[attr-defined]
+            raise Deadlock(f"at {self._now_s:.6f} s no task can go on and no timer is set")
+
+    def _take_timer(self) -> float | None:
+        """Move the first timer of the heap to the ready ones and return its time, or drop it and return None."""
+        when, _number, timer = heapq.heappop(self._timers)
+        timer.is_set = False
+        if timer._cancelled:  # noqa: SLF001
+            self._num_timers_cancelled -= 1
+            return None
+        self._ready.append(timer)
+        return when
+
+    def _write_to_self(self) -> None:
+        """Wake nobody: the loop never waits."""
+
+    def _process_events(self, _events: object) -> None:
+        """There are none."""
+
+
+class VirtualClock:
+    """A `common.clock.Clock` that reads a virtual loop."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self.monotonic = loop.time
