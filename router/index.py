@@ -71,6 +71,16 @@ class PrefixIndex:
             self._masks[key] = mask | bit
             self._expected[(slot, key)] = expires_s
 
+    def retract(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
+        """Forget those of the blocks that were expected of the worker and that no event has confirmed."""
+        slot = self._slots.get(worker_id)
+        if slot is None:
+            return
+        for block_hash in hashes:
+            key = _key(block_hash)
+            if (slot, key) in self._expected:
+                self._clear(slot, key)
+
     def expire(self, now_s: float) -> int:
         """Forget expectations whose time has passed; returns how many."""
         num_expired = 0

@@ -1,6 +1,6 @@
 """One request's life, from its admission to its one terminal message.
 
-1. QUEUED: the request waits in line for a plan (admission.py); the plan is booked in the same step.
+1. QUEUED: the request waits in line for a plan (admission/); the plan is booked in the same step.
 2. RESERVING, PREFILLING, HANDOFF, DECODING: an attempt runs the plan (attempt.py). Tokens go to the client as they
    come, each index of each sample once and in order (ledger.py).
 3. A worker refuses (Overloaded): the booking is released and the request goes back to its place in line.
@@ -33,12 +33,14 @@ from common.errors import (
 )
 from common.lifecycle import LifeCycle, State
 from kvrelay.v1 import inference_pb2
-from router.admission import Admission, Seeker, Sought, Ticket
+from router.admission.line import Admission, Seeker, Ticket
 from router.attempt import Attempt, AttemptFailed
 from router.booking import Booking
 from router.fleet import Fleet
 from router.metrics import RouterMetrics
 from router.outbox import Outbox
+from router.placement.chooser import Chooser
+from router.placement.search import Search, Sought
 from router.record import Job, RequestRecord
 from router.structured import TaskCensus, all_or_first_failure
 
@@ -70,10 +72,18 @@ class Orchestrator:
     """Runs requests. Event loop only."""
 
     def __init__(
-        self, *, fleet: Fleet, admission: Admission, metrics: RouterMetrics, clock: Clock, config: RouterConfig
+        self,
+        *,
+        fleet: Fleet,
+        admission: Admission,
+        chooser: Chooser,
+        metrics: RouterMetrics,
+        clock: Clock,
+        config: RouterConfig,
     ) -> None:
         self._fleet = fleet
         self._admission = admission
+        self._chooser = chooser
         self._metrics = metrics
         self._clock = clock
         self._config = config
@@ -206,6 +216,7 @@ class Orchestrator:
     async def _attempt(self, leg: _Leg) -> None:
         """Find a plan and run it; a worker's refusal leads back to the line. Raises AttemptFailed."""
         seeker = self._seeker(leg)
+        hashes = seeker.search.sought.hashes
         while True:
             with await self._admission.place(seeker) as booking:
                 self._check_model(leg)
@@ -217,10 +228,11 @@ class Orchestrator:
                     number=leg.num_attempts,
                     metrics=self._metrics,
                     census=self._census,
-                    on_transferred=partial(self._admission.expect, booking.plan.decode, seeker.sought.hashes),
+                    on_transferred=partial(self._chooser.expect, booking.plan.decode, hashes),
                 )
                 try:
-                    await attempt.run()
+                    with self._chooser.expecting(booking, hashes):
+                        await attempt.run()
                     return
                 except AttemptFailed as failure:
                     if not isinstance(failure.error, Overloaded):
@@ -229,7 +241,7 @@ class Orchestrator:
                     leg.life.advance(State.QUEUED)
                     refusing = failure.hold.member.endpoint.worker_id
                     self._metrics.count_refusal(failure.hold.member.endpoint.role)
-                    self._admission.exclude(seeker, refusing, retry_after_s=failure.error.retry_after_s)
+                    self._chooser.exclude(seeker.search, refusing, retry_after_s=failure.error.retry_after_s)
 
     def _check_model(self, leg: _Leg) -> None:
         """Raise WorkerLost when the workers now serve another model: it would go on with other tokens."""
@@ -244,15 +256,16 @@ class Orchestrator:
         wants_prompt = job.sampling.num_prompt_logprobs is not None and not leg.record.ledger.has_prompt_logprobs
         is_first = leg.num_attempts == 1
         patience_s = self._config.queue_timeout_s if is_first else self._config.recovery_timeout_s
+        sought = Sought(
+            request_id=job.request_id,
+            num_tokens=len(job.prompt_token_ids) + len(output),
+            num_samples=len(leg.samples),
+            block_size=job.model.block_size,
+            hashes=() if wants_prompt else job.hashes(output),
+        )
         return Seeker(
             ticket=leg.ticket,
-            sought=Sought(
-                request_id=job.request_id,
-                num_tokens=len(job.prompt_token_ids) + len(output),
-                num_samples=len(leg.samples),
-                block_size=job.model.block_size,
-                hashes=() if wants_prompt else job.hashes(output),
-            ),
+            search=Search(sought=sought),
             deadline_s=asyncio.get_running_loop().time() + patience_s,
         )
 

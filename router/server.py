@@ -13,13 +13,14 @@ from common.config import RouterConfig, ServingConfig
 from common.metrics_server import MetricsServer
 from common.rpc import Server, start_server
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc
-from router.admission import Admission
+from router.admission.line import Admission
 from router.codec import Codec
 from router.fake_codec import ByteCodec
 from router.fleet import Fleet
 from router.index import PrefixIndex
 from router.metrics import RouterMetrics
 from router.orchestrator import Orchestrator
+from router.placement.chooser import Chooser
 from router.placement.policies import make_policy
 from router.service import InferenceService, RouterAdminService, RouterParts
 from router.validation import RequestReader
@@ -72,8 +73,11 @@ async def serve_router(
     index, metrics = PrefixIndex(), RouterMetrics()
     fleet = Fleet(index=index, clock=clock)
     policy = make_policy(config.policy, local_prefill_max_tokens=config.local_prefill_max_tokens)
-    admission = Admission(fleet=fleet, index=index, policy=policy, clock=clock, max_queued=config.max_queued)
-    orchestrator = Orchestrator(fleet=fleet, admission=admission, metrics=metrics, clock=clock, config=config)
+    chooser = Chooser(fleet=fleet, index=index, policy=policy, clock=clock)
+    admission = Admission(fleet=fleet, chooser=chooser, clock=clock, max_queued=config.max_queued)
+    orchestrator = Orchestrator(
+        fleet=fleet, admission=admission, chooser=chooser, metrics=metrics, clock=clock, config=config
+    )
     metrics.watch("kvrelay_requests_queued", "Requests that wait for a plan", lambda: admission.num_queued)
     metrics.watch("kvrelay_requests_active", "Requests with a plan", lambda: admission.num_active)
     metrics.watch("kvrelay_bookings", "Bookings held on workers", lambda: fleet.num_bookings)

@@ -17,7 +17,7 @@ from common.rpc import error_boundary, time_left_s
 from common.wire import ROLE_NAMES
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc
-from router.admission import Admission, Ticket
+from router.admission.line import Admission, Ticket
 from router.facts import Endpoint
 from router.fleet import Fleet
 from router.index import PrefixIndex

@@ -85,6 +85,15 @@ def test_expecting_again_prolongs() -> None:
     assert (index.expire(15.0), index.match(blocks(0, 1))) == (1, {A: 1})
 
 
+def test_retracted_blocks_are_forgotten_unless_confirmed() -> None:
+    index = PrefixIndex()
+    index.expect(A, blocks(0, 1, 2), expires_s=10.0)
+    store(index, A, 0)
+    index.retract(A, blocks(0, 1, 2))
+    index.retract(B, blocks(0))
+    assert (index.num_expected, index.match(blocks(0, 1, 2))) == (0, {A: 1})
+
+
 def test_removed_expected_block_is_forgotten() -> None:
     index = PrefixIndex()
     index.expect(A, blocks(0), expires_s=10.0)
@@ -139,6 +148,12 @@ class AgainstNaive(RuleBasedStateMachine):
         for number in numbers:
             if number not in self.held.get(worker, set()):
                 self.expected[(worker, number)] = self.now_s + 5
+
+    @rule(worker=workers, numbers=numbers)
+    def retract(self, worker: WorkerId, numbers: list[int]) -> None:
+        self.index.retract(worker, blocks(*numbers))
+        for number in numbers:
+            self.expected.pop((worker, number), None)
 
     @rule(seconds=st.integers(1, 4))
     def pass_time(self, seconds: int) -> None:

@@ -61,6 +61,26 @@ async def test_decode_dies_midstream_then_the_answer_goes_on_elsewhere(index: in
         assert (await cluster.until_idle()).num_replans == 1
 
 
+async def test_prefill_fails_then_its_blocks_are_no_longer_expected() -> None:
+    prefill, decode = pair()
+    prefill.faults["first_token"] = EngineFault("a step failed")
+    async with running_cluster(prefill, decode, config=config_with(max_attempts=1)) as cluster:
+        with pytest.raises(EngineFault):
+            await cluster.generate(make_request(10))
+        assert (await cluster.until_idle()).num_index_blocks == 0
+
+
+async def test_client_cancels_during_prefill_then_its_blocks_are_no_longer_expected() -> None:
+    prefill, decode = pair()
+    prefill.gates.close("first_token")
+    async with running_cluster(prefill, decode) as cluster:
+        generating = await start(cluster, make_request(10))
+        await prefill.gates.reached("first_token")
+        assert (await cluster.status()).router.num_index_blocks == 2
+        generating.cancel()
+        assert (await cluster.until_idle()).num_index_blocks == 0
+
+
 async def test_only_decode_dies_then_the_answer_waits_for_its_restart() -> None:
     prefill, decode = pair()
     decode.gates.close("token 3")

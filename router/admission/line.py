@@ -8,21 +8,16 @@ it until its load has changed since, or the time that it named has passed.
 
 import asyncio
 import bisect
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 
 from common.clock import Clock
 from common.errors import Overloaded, Refused, WorkerLost
-from common.ids import BlockHash, RequestId, WorkerId
 from router.booking import Booking
 from router.fleet import Fleet
-from router.index import PrefixIndex
-from router.placement.plans import Plan, RouteRequest
-from router.placement.policies import Policy
+from router.placement.chooser import Chooser
+from router.placement.search import Search
 
-EXPECTED_TTL_S = 30.0
-"""How long blocks that a plan will produce count as cached without a word from the worker."""
 RETRY_AFTER_S = 1.0
 
 
@@ -42,41 +37,14 @@ class Ticket:
         self.admission.close(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sought:
-    """What a request needs a plan for."""
-
-    request_id: RequestId
-    num_tokens: int
-    """Known tokens: prompt and output so far."""
-    num_samples: int
-    block_size: int
-    hashes: tuple[BlockHash, ...]
-    """Of the full blocks of the known tokens; empty when cached KV cannot be used."""
-
-    @property
-    def num_decode_blocks(self) -> int:
-        """Pages to ask for: the full blocks are shared by the samples, the rest and the next token are not."""
-        full = self.num_tokens // self.block_size
-        return full + self.num_samples
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Exclusion:
-    load_version: int
-    until_s: float
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class Seeker:
-    """One search for a plan, over all the refusals that it meets."""
+    """Somebody in line."""
 
     ticket: Ticket
-    sought: Sought
+    search: Search
     deadline_s: float
     """Time of the event loop after which it gives up."""
-    exclusions: dict[WorkerId, _Exclusion] = field(default_factory=dict)
-    version_when_booked: dict[WorkerId, int] = field(default_factory=dict)
     granted: "asyncio.Future[Booking] | None" = None
     last_refusal: Refused | None = None
 
@@ -89,10 +57,9 @@ class Seeker:
 class Admission:
     """The line. Event loop only."""
 
-    def __init__(self, *, fleet: Fleet, index: PrefixIndex, policy: Policy, clock: Clock, max_queued: int) -> None:
+    def __init__(self, *, fleet: Fleet, chooser: Chooser, clock: Clock, max_queued: int) -> None:
         self._fleet = fleet
-        self._index = index
-        self._policy = policy
+        self._chooser = chooser
         self._clock = clock
         self._max_queued = max_queued
         self._next_number = 0
@@ -150,27 +117,15 @@ class Admission:
                 self._line.remove(seeker)
                 self._serve()
 
-    def expect(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
-        """Count blocks as cached on a worker ahead of its own word: the next request must not race its events."""
-        self._index.expect(worker_id, hashes, expires_s=self._clock.monotonic() + EXPECTED_TTL_S)
-
-    def exclude(self, seeker: Seeker, worker_id: WorkerId, *, retry_after_s: float | None) -> None:
-        """Do not offer a worker that refused the seeker before its load changed or the time has passed."""
-        seeker.exclusions[worker_id] = _Exclusion(
-            # As of the choice: a change between choice and refusal is a reason to ask again at once.
-            load_version=seeker.version_when_booked.get(worker_id, 0),
-            until_s=self._clock.monotonic() + (RETRY_AFTER_S if retry_after_s is None else retry_after_s),
-        )
-
     def _serve(self) -> None:
         """Give plans to the head of the line until there is none for it."""
         while self._line:
             seeker = self._line[0]
-            assert seeker.granted is not None, f"{seeker.sought.request_id} is in line without a future"
+            assert seeker.granted is not None, f"{seeker.search.sought.request_id} is in line without a future"
             if seeker.granted.done():  # cancelled: its task is about to leave the line
                 del self._line[0]
                 continue
-            booking = self._choose(seeker)
+            booking = self._chooser.choose(seeker.search)
             if isinstance(booking, Refused):
                 seeker.last_refusal = booking
                 self._wake_for(seeker)
@@ -180,58 +135,14 @@ class Admission:
             self._planned.add(seeker.ticket)
             seeker.granted.set_result(booking)
 
-    def _choose(self, seeker: Seeker) -> Booking | Refused:
-        """Choose and book in one step."""
-        now_s = self._clock.monotonic()
-        self._index.expire(now_s)
-        sought = seeker.sought
-        seeker.exclusions = {
-            worker_id: exclusion
-            for worker_id, exclusion in seeker.exclusions.items()
-            if exclusion.until_s > now_s and exclusion.load_version == self._fleet.load_version(worker_id)
-        }
-        view = self._fleet.view(excluded=seeker.exclusions.keys())
-        matches = self._index.match(sought.hashes)
-        request = RouteRequest(
-            request_id=sought.request_id,
-            num_tokens=sought.num_tokens,
-            block_size=sought.block_size,
-            num_samples=sought.num_samples,
-            num_decode_blocks=sought.num_decode_blocks,
-            cached_blocks=matches,
-        )
-        plan = self._policy.choose(request, view)
-        while isinstance(plan, Plan) and self._correct(matches, plan, sought.hashes):
-            plan = self._policy.choose(request, view)
-        if isinstance(plan, Refused):
-            return plan
-        booking = self._fleet.book(plan, request)
-        for worker_id in (plan.decode, plan.prefill):
-            if worker_id is not None:
-                seeker.version_when_booked[worker_id] = self._fleet.load_version(worker_id)
-        # Only where they are computed: a sibling may queue behind them there, but until the blocks have
-        # really arrived at the decode worker of a remote plan, a local plan there would compute them again.
-        self.expect(plan.decode if plan.prefill is None else plan.prefill, sought.hashes)
-        return booking
-
-    def _correct(self, matches: dict[WorkerId, int], plan: Plan, hashes: Sequence[BlockHash]) -> bool:
-        """Replace the chosen workers' matches by exact ones; returns whether that changed any."""
-        changed = False
-        for worker_id in (plan.decode, plan.prefill):
-            if worker_id is not None and worker_id in matches:
-                exact = self._index.count_leading(worker_id, hashes, at_most=matches[worker_id])
-                changed |= exact != matches[worker_id]
-                matches[worker_id] = exact
-        return changed
-
     def _wake_for(self, seeker: Seeker) -> None:
         """Serve the line again when the first of the seeker's exclusions ends, even if nothing changes until then."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if seeker.exclusions:
-            first_s = min(exclusion.until_s for exclusion in seeker.exclusions.values())
-            delay_s = max(first_s - self._clock.monotonic(), 0.001)
+        wakes_at_s = seeker.search.wakes_at_s
+        if wakes_at_s is not None:
+            delay_s = max(wakes_at_s - self._clock.monotonic(), 0.001)
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._serve)
 
     def _timeout_error(self, seeker: Seeker) -> Overloaded | WorkerLost:

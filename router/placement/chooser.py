@@ -1,0 +1,119 @@
+"""The one place where a plan is chosen and booked, in one step.
+
+1. Workers that refused this search sit out (`Search.exclusions`).
+2. The index tells who holds the prefix; the policy chooses; the chosen workers' matches are verified by one walk, and
+   where the index was too hopeful the policy chooses again.
+3. The plan is booked, and its blocks count as cached where they are computed, until events confirm them or time
+   passes (`EXPECTED_TTL_S`); an attempt that fails takes them back (`expecting`).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from common.clock import Clock
+from common.errors import Refused
+from common.ids import BlockHash, WorkerId
+from router.booking import Booking
+from router.fleet import Fleet
+from router.index import PrefixIndex
+from router.placement.plans import Plan, RouteRequest
+from router.placement.policies import Policy
+from router.placement.search import Exclusion, Search, Sought
+
+EXPECTED_TTL_S = 30.0
+"""How long blocks that a plan will produce count as cached without a word from the worker."""
+RETRY_AFTER_S = 1.0
+"""How long a worker that refused without naming a time is left alone."""
+
+
+class Chooser:
+    """Chooses and books. Event loop only."""
+
+    def __init__(self, *, fleet: Fleet, index: PrefixIndex, policy: Policy, clock: Clock) -> None:
+        self._fleet = fleet
+        self._index = index
+        self._policy = policy
+        self._clock = clock
+
+    def choose(self, search: Search) -> Booking | Refused:
+        """Return a booked plan, or why there is none now. The caller releases the booking."""
+        now_s = self._clock.monotonic()
+        self._index.expire(now_s)
+        sought = search.sought
+        search.exclusions = {
+            worker_id: exclusion
+            for worker_id, exclusion in search.exclusions.items()
+            if exclusion.until_s > now_s and exclusion.load_version == self._fleet.load_version(worker_id)
+        }
+        view = self._fleet.view(excluded=search.exclusions.keys())
+        matches = self._index.match(sought.hashes)
+        request = _route_request(sought, matches, now_s=now_s)
+        plan = self._policy.choose(request, view)
+        while isinstance(plan, Plan) and self._correct(matches, plan, sought.hashes):
+            plan = self._policy.choose(request, view)
+        if isinstance(plan, Refused):
+            return plan
+        return self._book(search, request, plan)
+
+    def exclude(self, search: Search, worker_id: WorkerId, *, retry_after_s: float | None) -> None:
+        """Do not offer a worker that refused the search before its load changed or the time has passed."""
+        search.exclusions[worker_id] = Exclusion(
+            # As of the choice: a change between choice and refusal is a reason to ask again at once.
+            load_version=search.version_when_booked.get(worker_id, 0),
+            until_s=self._clock.monotonic() + (RETRY_AFTER_S if retry_after_s is None else retry_after_s),
+        )
+
+    def expect(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
+        """Count blocks as cached on a worker ahead of its own word: the next request must not race its events."""
+        self._index.expect(worker_id, hashes, expires_s=self._clock.monotonic() + EXPECTED_TTL_S)
+
+    @contextmanager
+    def expecting(self, booking: Booking, hashes: Sequence[BlockHash]) -> Iterator[None]:
+        """Run the plan inside: when that fails, forget the blocks that it would have produced and no event confirmed.
+
+        A sibling that expects the same blocks there loses its expectation too: events bring them soon enough, and too
+        little promised costs less than too much.
+        """
+        try:
+            yield
+        except BaseException:
+            self._index.retract(booking.plan.computes, hashes)
+            raise
+
+    def _book(self, search: Search, request: RouteRequest, plan: Plan) -> Booking:
+        booking = self._fleet.book(plan, request)
+        for worker_id in (plan.decode, plan.prefill):
+            if worker_id is not None:
+                search.version_when_booked[worker_id] = self._fleet.load_version(worker_id)
+        # Only where they are computed: a sibling may queue behind them there, but until the blocks have
+        # really arrived at the decode worker of a remote plan, a local plan there would compute them again.
+        self.expect(plan.computes, search.sought.hashes)
+        return booking
+
+    def _correct(self, matches: dict[WorkerId, int], plan: Plan, hashes: Sequence[BlockHash]) -> bool:
+        """Replace the chosen workers' matches by exact ones; returns whether that changed any."""
+        changed = False
+        pulled_from = None if plan.pull is None else plan.pull.source
+        for worker_id in (plan.decode, plan.prefill, pulled_from):
+            if worker_id is not None and worker_id in matches:
+                exact = self._index.count_leading(worker_id, hashes, at_most=matches[worker_id])
+                changed |= exact != matches[worker_id]
+                matches[worker_id] = exact
+        return changed
+
+
+def _route_request(sought: Sought, matches: dict[WorkerId, int], *, now_s: float) -> RouteRequest:
+    return RouteRequest(
+        request_id=sought.request_id,
+        num_tokens=sought.num_tokens,
+        block_size=sought.block_size,
+        num_samples=sought.num_samples,
+        num_decode_blocks=sought.num_decode_blocks,
+        cached_blocks=matches,
+        now_s=now_s,
+        waited_s=now_s - sought.received_s,
+        ttft_slo_s=sought.ttft_slo_s,
+        itl_slo_s=sought.itl_slo_s,
+        time_left_s=sought.deadline_s - now_s,
+        num_output_tokens=sought.num_output_tokens,
+    )
