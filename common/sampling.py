@@ -1,7 +1,7 @@
 """How a request wants its tokens chosen: the validated record."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common.errors import InvalidRequest
 
@@ -33,7 +33,9 @@ class SamplingParams:
     ignore_eos: bool = False
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
-    include_special_tokens: bool = field(default=False)
+    include_special_tokens: bool = False
+    detokenize: bool = True
+    """Whether text is wanted; else tokens come as runs of ids, without log-probabilities."""
 
     @property
     def is_greedy(self) -> bool:
@@ -69,6 +71,8 @@ class SamplingParams:
                     f"a stop string has {len(stop)} characters; allowed are 1 to {MAX_STOP_CHARS}",
                     field="sampling.stop",
                 )
+        if not self.detokenize:
+            self._validate_without_text()
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequest(f"more than {MAX_LOGIT_BIAS} entries", field="sampling.logit_bias")
         for token_id, bias in self.logit_bias:
@@ -76,6 +80,14 @@ class SamplingParams:
             _in_range("logit_bias", bias, -100.0, 100.0)
         for token_id in self.stop_token_ids:
             _token("stop_token_ids", token_id, vocab_size)
+
+    def _validate_without_text(self) -> None:
+        if self.stop:
+            raise InvalidRequest("stop strings are found in text: detokenize must be true", field="sampling.stop")
+        if self.num_logprobs is not None:
+            raise InvalidRequest(
+                "runs of tokens carry no log-probabilities: detokenize must be true", field="sampling.logprobs"
+            )
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:

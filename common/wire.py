@@ -46,6 +46,7 @@ def sampling_from_proto(
         num_logprobs=message.logprobs if message.HasField("logprobs") else None,
         num_prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         include_special_tokens=message.include_special_tokens,
+        detokenize=value("detokenize", defaults.detokenize),
     )
 
 
@@ -68,6 +69,7 @@ def sampling_to_proto(sampling: SamplingParams) -> sampling_pb2.SamplingParams:
         min_tokens=sampling.min_tokens,
         ignore_eos=sampling.ignore_eos,
         include_special_tokens=sampling.include_special_tokens,
+        detokenize=sampling.detokenize,
     )
     if sampling.num_logprobs is not None:
         message.logprobs = sampling.num_logprobs

@@ -24,7 +24,7 @@ from engine.sequence import EngineRequest
 from kv_transfer.handoff import HandoffManifest
 from kv_transfer.pull import KvPuller, Pulled, PullPlan
 from kvrelay.v1 import decode_pb2 as pb
-from kvrelay.v1 import decode_pb2_grpc, worker_pb2
+from kvrelay.v1 import decode_pb2_grpc, sampling_pb2, worker_pb2
 from worker.output import OutputStreams, prompt_logprobs_to_proto
 from worker.request import engine_request
 from worker.runtime import WorkerRuntime
@@ -131,12 +131,18 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         return num_steps
 
     async def _send(self, group: Group, tokens: Tokens, streams: OutputStreams, context: Context) -> None:
-        messages, stopped = streams.take(tokens.tokens)
-        for sample_index in stopped:
-            self._runtime.engine.post(partial(EngineCore.finish_sample, group=group, sample_index=sample_index))
-        if messages:
+        messages: list[sampling_pb2.SampleToken] = []
+        runs: list[sampling_pb2.TokenRun] = []
+        if streams.has_text:
+            messages, stopped = streams.take(tokens.tokens)
+            for sample_index in stopped:
+                self._runtime.engine.post(partial(EngineCore.finish_sample, group=group, sample_index=sample_index))
+        else:
+            runs = streams.take_runs(tokens)
+        if messages or runs:
             batch = pb.TokenBatch(
                 tokens=messages,
+                runs=runs,
                 prompt_logprobs=prompt_logprobs_to_proto(tokens.prompt_logprobs),
                 prefill_s=tokens.prefill_s or 0.0,
             )

@@ -44,10 +44,23 @@ class TokenOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRun:
+    """Consecutive generated tokens of one sample, of several steps that were computed as one."""
+
+    sample_index: int
+    first_token_index: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    """How the sample ended with the last of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
     """Tokens of one step. With the first ones of a prompt computed here: how long that took."""
 
-    tokens: tuple[TokenOutput, ...]
+    tokens: tuple[TokenOutput, ...] = ()
+    runs: tuple[TokenRun, ...] = ()
+    """Of requests without text only, behind `tokens`."""
     prompt_logprobs: tuple[Logprobs, ...] = ()
     prefill_s: float | None = None
 

@@ -22,6 +22,7 @@ from common.ids import HandoffId, mint_handoff_id
 from common.lifecycle import LifeCycle, State
 from kvrelay.v1 import decode_pb2, inference_pb2, prefill_pb2
 from router.booking import Booking
+from router.ledger import as_runs
 from router.member import Hold
 from router.metrics import RouterMetrics
 from router.placement.plans import PlanKind
@@ -126,8 +127,13 @@ class Attempt:
         if not self.record.ledger.num_tokens:
             self.record.prefill_s = finished.prefill_s
         self.life.advance(State.HANDOFF)
+        batch = decode_pb2.TokenBatch(prompt_logprobs=finished.prompt_logprobs)
+        if self.record.job.sampling.detokenize:
+            batch.tokens.extend(finished.first_tokens)
+        else:
+            batch.runs.extend(as_runs(finished.first_tokens))
         with _blaming(prefill):
-            self.record.deliver(finished.first_tokens, finished.prompt_logprobs, expected=self.samples)
+            self.record.deliver(batch, expected=self.samples)
 
     async def _decode_after(self, has_first_tokens: asyncio.Event, answer: Incoming[decode_pb2.DecodeResponse]) -> None:
         """Follow the decode worker; what it sends waits until the first tokens are out, for it comes after them."""
@@ -157,7 +163,7 @@ class Attempt:
 
     async def _deliver(self, batch: decode_pb2.TokenBatch) -> None:
         with _blaming(self.booking.decode):
-            self.record.deliver(batch.tokens, batch.prompt_logprobs, expected=self.samples)
+            self.record.deliver(batch, expected=self.samples)
         await self.record.outbox.room()
 
     async def _receive_decode(self, answer: Incoming[decode_pb2.DecodeResponse]) -> decode_pb2.DecodeResponse | None:

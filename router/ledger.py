@@ -1,5 +1,6 @@
 """Which tokens of a request were delivered: each index of each sample at most once, in order."""
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -12,7 +13,7 @@ from kvrelay.v1 import sampling_pb2
 class Sample:
     """One of the n answers."""
 
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: "array[int]" = field(default_factory=lambda: array("I"))
     is_finished: bool = False
 
 
@@ -25,8 +26,11 @@ class TokenLedger:
         self.has_prompt_logprobs = False
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
-        self.gaps_s: list[float] = []
-        """Between the tokens of the first sample, recovery pauses included."""
+        self.gaps: list[tuple[float, int]] = []
+        """Seconds between consecutive tokens of the first sample, and how many such gaps follow each other.
+
+        Recovery pauses are included. The tokens of a run are taken as evenly spaced.
+        """
         self._previous_s: float | None = None
 
     @property
@@ -61,18 +65,69 @@ class TokenLedger:
                 num_known[index] += 1
                 new.append(token)
         for token in new:
-            self._take(token)
+            sample = self._samples[token.sample_index]
+            sample.token_ids.append(token.token_id)
+            sample.is_finished = token.finish_reason != sampling_pb2.FINISH_REASON_UNSPECIFIED
+            self._stamp(token.sample_index, 1)
         return new
 
-    def _take(self, token: sampling_pb2.SampleToken) -> None:
-        sample = self._samples[token.sample_index]
-        sample.token_ids.append(token.token_id)
-        sample.is_finished = token.finish_reason != sampling_pb2.FINISH_REASON_UNSPECIFIED
+    def accept_runs(self, runs: Sequence[sampling_pb2.TokenRun], *, expected: range) -> list[sampling_pb2.TokenRun]:
+        """Take runs of the samples `expected` and return what is new of them; duplicates are cut away.
+
+        Costs the same for every length but for copying bytes. Raises EngineFault, and takes nothing, when tokens are
+        missing before a run or it belongs to another sample.
+        """
+        lengths: dict[int, int] = {}
+        new: list[sampling_pb2.TokenRun] = []
+        for run in runs:
+            index, first, raw = run.sample_index, run.first_token_index, run.tokens
+            if index not in expected or len(raw) % 4:
+                raise EngineFault(
+                    f"a run of {len(raw)} bytes for sample {index}; expected are samples {list(expected)}"
+                )
+            length = lengths.setdefault(index, len(self._samples[index].token_ids))
+            if first > length:
+                raise EngineFault(f"sample {index} jumps from token {length - 1} to {first}")
+            end = first + len(raw) // 4
+            if self._samples[index].is_finished or end <= length:
+                continue
+            if first < length:
+                run = sampling_pb2.TokenRun(
+                    sample_index=index,
+                    first_token_index=length,
+                    tokens=raw[4 * (length - first) :],
+                    finish_reason=run.finish_reason,
+                )
+            lengths[index] = end
+            new.append(run)
+        for run in new:
+            sample = self._samples[run.sample_index]
+            sample.token_ids.frombytes(run.tokens)  # little-endian 32-bit, as every processor that we run on
+            sample.is_finished = run.finish_reason != sampling_pb2.FINISH_REASON_UNSPECIFIED
+            self._stamp(run.sample_index, len(run.tokens) // 4)
+        return new
+
+    def _stamp(self, sample_index: int, num_tokens: int) -> None:
         now_s = self._clock.monotonic()
         if self.first_token_s is None:
             self.first_token_s = now_s
         self.last_token_s = now_s
-        if token.sample_index == 0:
+        if sample_index == 0:
             if self._previous_s is not None:
-                self.gaps_s.append(now_s - self._previous_s)
+                self.gaps.append(((now_s - self._previous_s) / num_tokens, num_tokens))
+            elif num_tokens > 1:
+                self.gaps.append((0.0, num_tokens - 1))
             self._previous_s = now_s
+
+
+def as_runs(tokens: Iterable[sampling_pb2.SampleToken]) -> list[sampling_pb2.TokenRun]:
+    """Return each token as a run of its own, without its text."""
+    return [
+        sampling_pb2.TokenRun(
+            sample_index=token.sample_index,
+            first_token_index=token.token_index,
+            tokens=token.token_id.to_bytes(4, "little"),
+            finish_reason=token.finish_reason,
+        )
+        for token in tokens
+    ]

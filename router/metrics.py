@@ -51,17 +51,18 @@ class RouterMetrics:
 
     def observe(self, record: RequestRecord) -> None:
         """Take the durations of a completed request."""
-        timings, gaps_s = record.timings, record.ledger.gaps_s
+        timings, gaps = record.timings, record.ledger.gaps
         self._ttft.observe(timings.ttft_s)
         self._e2e.observe(timings.e2e_s)
         self._queue.observe(timings.queue_s)
         self._prefill.observe(timings.prefill_s)
         if record.transfer.num_blocks:
             self._transfer.observe(timings.transfer_s)
-        if gaps_s:
+        if gaps:
             self._tpot.observe(timings.mean_itl_s)
-        for gap_s in gaps_s:
-            self._itl.observe(gap_s)
+        for gap_s, count in gaps:
+            for _ in range(count):
+                self._itl.observe(gap_s)
 
     def count_request(self, outcome: str) -> None:
         """Count an ended request: "completed", "cancelled", or the name of its error class."""

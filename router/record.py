@@ -9,7 +9,7 @@ from common.ids import BlockHash, RequestId
 from common.lifecycle import LifeCycle, State
 from common.sampling import SamplingParams
 from common.wire import pack_tokens, sampling_to_proto
-from kvrelay.v1 import inference_pb2, sampling_pb2, sequence_pb2, worker_pb2
+from kvrelay.v1 import decode_pb2, inference_pb2, sequence_pb2, worker_pb2
 from router.facts import ModelFacts
 from router.ledger import TokenLedger
 from router.outbox import Outbox
@@ -73,20 +73,14 @@ class RequestRecord:
             first_sample_index=samples[0],
         )
 
-    def deliver(
-        self,
-        tokens: Sequence[sampling_pb2.SampleToken],
-        prompt_logprobs: Sequence[sampling_pb2.PositionLogprobs],
-        *,
-        expected: range,
-    ) -> None:
+    def deliver(self, batch: decode_pb2.TokenBatch, *, expected: range) -> None:
         """Send the new ones of the tokens to the client. Raises EngineFault for tokens that cannot follow."""
-        new = self.ledger.accept(tokens, expected=expected)
-        if self.ledger.has_prompt_logprobs:
-            prompt_logprobs = ()
+        tokens = self.ledger.accept(batch.tokens, expected=expected) if batch.tokens else ()
+        runs = self.ledger.accept_runs(batch.runs, expected=expected) if batch.runs else ()
+        prompt_logprobs = () if self.ledger.has_prompt_logprobs else batch.prompt_logprobs
         self.ledger.has_prompt_logprobs |= bool(prompt_logprobs)
-        if new:
-            delta = inference_pb2.TokenDelta(tokens=new, prompt_logprobs=prompt_logprobs)
+        if tokens or runs:
+            delta = inference_pb2.TokenDelta(tokens=tokens, prompt_logprobs=prompt_logprobs, runs=runs)
             self.outbox.put(inference_pb2.GenerateResponse(tokens=delta))
 
     def add_transfer(self, stats: worker_pb2.TransferStats) -> None:
@@ -112,15 +106,15 @@ class RequestRecord:
         """Durations, each a difference of stamps or a worker's report."""
         received_s = self.life.received_s
         started_s = self.life.first(State.PREFILLING)
-        gaps_s = self.ledger.gaps_s
+        gaps = self.ledger.gaps
         return inference_pb2.RequestTimings(
             queue_s=0.0 if started_s is None else started_s - received_s,
             prefill_s=self.prefill_s,
             transfer_s=self.transfer.transfer_s,
             transfer_exposed_s=self.transfer.exposed_s,
             ttft_s=0.0 if self.ledger.first_token_s is None else self.ledger.first_token_s - received_s,
-            mean_itl_s=sum(gaps_s) / len(gaps_s) if gaps_s else 0.0,
-            max_itl_s=max(gaps_s, default=0.0),
+            mean_itl_s=sum(gap_s * count for gap_s, count in gaps) / sum(count for _, count in gaps) if gaps else 0.0,
+            max_itl_s=max((gap_s for gap_s, _ in gaps), default=0.0),
             e2e_s=0.0 if self.ledger.last_token_s is None else self.ledger.last_token_s - received_s,
         )
 

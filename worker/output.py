@@ -1,10 +1,11 @@
-"""From engine tokens to what a client reads: text deltas, stop strings, finish reasons."""
+"""From engine tokens to what a client reads: text deltas, stop strings, finish reasons; or bare runs of token ids."""
 
 from collections.abc import Iterable, Sequence
 
 import tokenizers
 
-from engine.events import FinishReason, TokenOutput
+from common.wire import pack_tokens
+from engine.events import FinishReason, TokenOutput, Tokens
 from engine.executor import Logprobs
 from engine.sequence import EngineRequest
 from engine.text import TextStream
@@ -21,14 +22,15 @@ class OutputStreams:
     """The text of all samples of one request. A text delta is a pure function of the tokens before it.
 
     So a worker that takes a request over primes its streams with the tokens so far and goes on exactly where the other
-    one stopped. Event loop only.
+    one stopped. A request that wants no text has no streams, and costs no work for it. Event loop only.
     """
 
     def __init__(self, request: EngineRequest, tokenizer: tokenizers.Tokenizer) -> None:
+        self._samples = range(request.first_sample_index, request.first_sample_index + request.sampling.n)
         self._streams: dict[int, TextStream] = {}
         self._over: set[int] = set()
-        for i in range(request.sampling.n):
-            sample_index = request.first_sample_index + i
+        self.has_text = request.sampling.detokenize
+        for sample_index in self._samples if self.has_text else ():
             stream = TextStream(
                 tokenizer,
                 stop=request.sampling.stop,
@@ -40,11 +42,12 @@ class OutputStreams:
     @property
     def is_over(self) -> bool:
         """Whether every sample has ended."""
-        return len(self._over) == len(self._streams)
+        return len(self._over) == len(self._samples)
 
     def skip(self, sample_index: int, token_id: int) -> None:
         """Take a sample's first token from here, which another worker has delivered already."""
-        self._streams[sample_index].prime([token_id])
+        if self.has_text:
+            self._streams[sample_index].prime([token_id])
 
     def end(self, sample_index: int) -> None:
         """A sample ended at another worker."""
@@ -74,7 +77,37 @@ class OutputStreams:
             )
         return messages, stopped_here
 
+    def take_runs(self, event: Tokens) -> list[pb.TokenRun]:
+        """Return the messages for an event's tokens. Only of a request without text."""
+        assert not self.has_text, "a run of tokens has no text"
+        messages: list[pb.TokenRun] = []
+        for output in event.tokens:
+            if output.finish_reason is not None:
+                self._over.add(output.sample_index)
+            messages.append(
+                pb.TokenRun(
+                    sample_index=output.sample_index,
+                    first_token_index=output.token_index,
+                    tokens=output.token_id.to_bytes(4, "little"),
+                    finish_reason=FINISH_REASONS[output.finish_reason],
+                )
+            )
+        for run in event.runs:
+            if run.finish_reason is not None:
+                self._over.add(run.sample_index)
+            messages.append(
+                pb.TokenRun(
+                    sample_index=run.sample_index,
+                    first_token_index=run.first_token_index,
+                    tokens=pack_tokens(run.token_ids),
+                    finish_reason=FINISH_REASONS[run.finish_reason],
+                )
+            )
+        return messages
+
     def _text(self, output: TokenOutput) -> tuple[str, FinishReason | None]:
+        if not self.has_text:
+            return "", output.finish_reason
         stream = self._streams[output.sample_index]
         if output.finish_reason is FinishReason.STOP:  # the token is the stop: it has no text of its own
             return stream.flush(), FinishReason.STOP

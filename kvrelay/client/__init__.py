@@ -40,6 +40,7 @@ from kvrelay.client.records import (
     Token,
     Tokenization,
     TokenLogprob,
+    TokenRun,
     TransferStats,
     Usage,
 )
@@ -81,6 +82,7 @@ __all__ = [
     "SamplingOptions",
     "Token",
     "TokenLogprob",
+    "TokenRun",
     "Tokenization",
     "TransferStats",
     "UnknownModel",

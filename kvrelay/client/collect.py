@@ -16,6 +16,7 @@ from kvrelay.client.records import (
     PromptLogprobs,
     Sample,
     Token,
+    TokenRun,
 )
 from kvrelay.v1 import inference_pb2
 
@@ -28,16 +29,24 @@ class _SampleBuilder:
     finish_reason: FinishReason | None = None
 
     def add(self, token: Token) -> None:
-        if self.finish_reason is not None or token.token_index != len(self.token_ids):
-            raise EngineFault(
-                f"sample {token.sample_index}: token {token.token_index} arrived after {len(self.token_ids)} tokens"
-                + (", when the sample had ended" if self.finish_reason else "")
-            )
+        self._check_follows(token.sample_index, token.token_index)
         self.texts.append(token.text)
         self.token_ids.append(token.token_id)
         if token.logprobs is not None:
             self.logprobs.append(token.logprobs)
         self.finish_reason = token.finish_reason
+
+    def add_run(self, run: TokenRun) -> None:
+        self._check_follows(run.sample_index, run.first_token_index)
+        self.token_ids.extend(run.token_ids)
+        self.finish_reason = run.finish_reason
+
+    def _check_follows(self, sample_index: int, token_index: int) -> None:
+        if self.finish_reason is not None or token_index != len(self.token_ids):
+            raise EngineFault(
+                f"sample {sample_index}: token {token_index} arrived after {len(self.token_ids)} tokens"
+                + (", when the sample had ended" if self.finish_reason else "")
+            )
 
     def build(self, sample_index: int) -> Sample:
         if self.finish_reason is None:
@@ -70,6 +79,8 @@ class GenerationBuilder:
         match event:
             case Token():
                 self._samples.setdefault(event.sample_index, _SampleBuilder()).add(event)
+            case TokenRun():
+                self._samples.setdefault(event.sample_index, _SampleBuilder()).add_run(event)
             case Accepted():
                 self._accepted = event
             case PlanChosen():

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import grpc
+import numpy as np
 
 from common.errors import EngineFault, InvalidRequest, KvrelayError, Unreachable, from_rpc_error
 from common.wire import ROLE_NAMES, TRANSPORT_NAMES
@@ -22,6 +23,7 @@ from kvrelay.client.records import (
     Token,
     Tokenization,
     TokenLogprob,
+    TokenRun,
     TransferStats,
     Usage,
 )
@@ -64,6 +66,8 @@ def events_from_proto(message: inference_pb2.GenerateResponse) -> Iterator[Event
                 yield PromptLogprobs(positions=positions)
             for token in message.tokens.tokens:
                 yield _token(token)
+            for run in message.tokens.runs:
+                yield _run(run)
         case "completed":
             yield _completed(message.completed)
         case _:
@@ -116,6 +120,16 @@ def _token(message: sampling_pb2.SampleToken) -> Token:
         Token,
         message,
         logprobs=_position_logprobs(message.logprobs) if message.HasField("logprobs") else None,
+        finish_reason=_enum(_FINISH_REASONS, reason, "finish reason") if reason else None,
+    )
+
+
+def _run(message: sampling_pb2.TokenRun) -> TokenRun:
+    reason = message.finish_reason
+    return TokenRun(
+        sample_index=message.sample_index,
+        first_token_index=message.first_token_index,
+        token_ids=tuple(np.frombuffer(message.tokens, dtype="<u4").tolist()),
         finish_reason=_enum(_FINISH_REASONS, reason, "finish reason") if reason else None,
     )
 

@@ -106,6 +106,18 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRun:
+    """Consecutive generated tokens of one sample, of a request with `detokenize=False`. Like `Token` once, in order."""
+
+    sample_index: int
+    first_token_index: int
+    """Position of the first one in that sample's output, from 0."""
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    """Set on a sample's last run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Token counts of a finished request."""
 
@@ -165,8 +177,8 @@ class Completed:
     """The seed that was used; sending it again repeats the answer."""
 
 
-Event: TypeAlias = Accepted | PlanChosen | PromptLogprobs | Token | Completed
-"""What a stream yields, in this order: Accepted, PlanChosen, …, Token, …, Completed."""
+Event: TypeAlias = Accepted | PlanChosen | PromptLogprobs | Token | TokenRun | Completed
+"""What a stream yields, in this order: Accepted, PlanChosen, …, Token or TokenRun, …, Completed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,8 @@ class SamplingOptions(TypedDict, total=False):
     """The same for every prompt token. [off]"""
     include_special_tokens: bool
     """Keep special tokens in the text. [False]"""
+    detokenize: bool
+    """Return text. Without it tokens come as `TokenRun`: no text, no stop strings, no log-probabilities. [True]"""
 
 
 def generate_request(

@@ -3,21 +3,25 @@ import dataclasses
 import pytest
 
 from common.errors import EngineFault
+from common.wire import pack_tokens
+from kvrelay.client.collect import EventBuffer
 from kvrelay.client.convert import events_from_proto
 from kvrelay.client.records import (
     Accepted,
     Completed,
+    FinishReason,
     ModelInfo,
     PlanChosen,
     PromptLogprobs,
     RequestTimings,
     Token,
+    TokenRun,
     TransferStats,
     Usage,
 )
 from kvrelay.client.status import ClusterStatus, RouterStatus, WorkerLoad, WorkerStatus, WorkerView
 from kvrelay.v1 import inference_pb2, sampling_pb2, worker_pb2
-from tests.client.fake_server import completed
+from tests.client.fake_server import accepted, completed, local_plan
 
 
 @pytest.mark.parametrize(
@@ -41,6 +45,32 @@ from tests.client.fake_server import completed
 def test_record_has_exactly_the_fields_of_its_message(record: type, message: type) -> None:
     wire = {field.name for field in message.DESCRIPTOR.fields}  # type: ignore[attr-defined]
     assert {field.name for field in dataclasses.fields(record)} == wire
+
+
+def test_runs_become_events_of_token_ids_that_an_answer_is_built_from() -> None:
+    buffer = EventBuffer()
+    buffer.feed(accepted())
+    buffer.feed(local_plan())
+    first = sampling_pb2.TokenRun(tokens=pack_tokens([7, 300_000]))
+    last = sampling_pb2.TokenRun(
+        first_token_index=2, tokens=pack_tokens([9]), finish_reason=sampling_pb2.FINISH_REASON_LENGTH
+    )
+    buffer.feed(inference_pb2.GenerateResponse(tokens=inference_pb2.TokenDelta(runs=[first])))
+    with pytest.raises(EngineFault, match="token 3 arrived after 2"):
+        buffer.feed(
+            inference_pb2.GenerateResponse(
+                tokens=inference_pb2.TokenDelta(runs=[sampling_pb2.TokenRun(first_token_index=3, tokens=b"1234")])
+            )
+        )
+    buffer.feed(inference_pb2.GenerateResponse(tokens=inference_pb2.TokenDelta(runs=[last])))
+    buffer.feed(completed())
+    events = [buffer.take() for _ in range(4)]
+    assert events[2:] == [
+        TokenRun(sample_index=0, first_token_index=0, token_ids=(7, 300_000), finish_reason=None),
+        TokenRun(sample_index=0, first_token_index=2, token_ids=(9,), finish_reason=FinishReason.LENGTH),
+    ]
+    sample = buffer.build().samples[0]
+    assert (sample.text, sample.token_ids, sample.finish_reason) == ("", (7, 300_000, 9), FinishReason.LENGTH)
 
 
 def test_prompt_logprobs_come_before_the_first_token() -> None:

@@ -33,6 +33,7 @@ from kvrelay.v1 import (
     worker_pb2_grpc,
 )
 from router.fake_codec import ByteCodec
+from router.ledger import as_runs
 from router.server import RunningRouter, serve_router
 
 PREFILL, DECODE = worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE
@@ -307,7 +308,11 @@ class _Servicer(
         for tokens in itertools.islice(steps, worker.num_skipped_steps, None):
             await worker.reach(f"token {tokens[0].token_index}")
             for _ in range(1 + worker.num_duplicates):
-                batch = decode_pb2.TokenBatch(tokens=tokens, prompt_logprobs=prompt_logprobs, prefill_s=0.25)
+                batch = decode_pb2.TokenBatch(prompt_logprobs=prompt_logprobs, prefill_s=0.25)
+                if sequence.sampling.detokenize:
+                    batch.tokens.extend(tokens)
+                else:
+                    batch.runs.extend(as_runs(tokens))
                 await context.write(decode_pb2.DecodeResponse(tokens=batch))
 
 

@@ -9,6 +9,7 @@ import pytest
 from common.block_hash import hash_blocks
 from common.errors import DeadlineExceeded, KvrelayError, Overloaded, WorkerLost
 from common.ids import BlockHash
+from common.wire import unpack_tokens
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from tests.router.fakes import (
     BLOCK_SIZE,
@@ -16,6 +17,7 @@ from tests.router.fakes import (
     PREFILL,
     ROOT,
     TIMEOUT_S,
+    VOCAB_SIZE,
     FakeWorker,
     Reply,
     Shape,
@@ -379,3 +381,19 @@ async def test_generate_when_a_storm_of_clients_cancels_frees_everything() -> No
         assert status.num_failed == 0
         assert status.num_completed + status.num_cancelled == 60
         assert status.num_completed >= 30
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+async def test_generate_without_text_delivers_runs_only(is_local: bool) -> None:
+    prefill, decode = pair()
+    async with running_cluster(*([decode] if is_local else [prefill, decode])) as cluster:
+        request = make_request(10, max_tokens=6, n=2)
+        request.sampling.detokenize = False
+        reply = await cluster.generate(request)
+        assert not reply.tokens
+        for sample_index in range(2):
+            runs = [run for m in reply.messages for run in m.tokens.runs if run.sample_index == sample_index]
+            assert [run.first_token_index for run in runs] == list(range(6))
+            ids = unpack_tokens(b"".join(run.tokens for run in runs), vocab_size=VOCAB_SIZE, field="")
+            assert list(ids) == answer(prompt_of(10), 6, sample_index)
+        assert reply.completed.usage.num_output_tokens == 12

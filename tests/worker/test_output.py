@@ -1,0 +1,52 @@
+"""What a worker makes of an engine's tokens."""
+
+import pytest
+
+from common.errors import InvalidRequest
+from common.fake_tokenizer import byte_tokenizer
+from common.sampling import SamplingParams
+from common.wire import sampling_from_proto, sampling_to_proto
+from engine.events import FinishReason, TokenOutput, TokenRun, Tokens
+from kvrelay.v1 import sampling_pb2 as pb
+from tests.builders import expected_tokens, make_request
+from tests.worker.cluster import running_pair
+from worker.output import OutputStreams
+
+
+def test_take_runs_packs_tokens_and_runs_in_order_and_ends_with_the_last_sample() -> None:
+    streams = OutputStreams(make_request([1], n=2, detokenize=False), byte_tokenizer())
+    token = TokenOutput(sample_index=0, token_index=0, token_id=7, logprobs=None, finish_reason=FinishReason.STOP)
+    run = TokenRun(sample_index=1, first_token_index=1, token_ids=(8, 9), finish_reason=None)
+    assert streams.take_runs(Tokens(tokens=(token,), runs=(run,))) == [
+        pb.TokenRun(tokens=b"\7\0\0\0", finish_reason=pb.FINISH_REASON_STOP),
+        pb.TokenRun(sample_index=1, first_token_index=1, tokens=b"\x08\0\0\0\x09\0\0\0"),
+    ]
+    assert not streams.is_over
+    end = TokenRun(sample_index=1, first_token_index=3, token_ids=(1,), finish_reason=FinishReason.LENGTH)
+    assert [run.finish_reason for run in streams.take_runs(Tokens(runs=(end,)))] == [pb.FINISH_REASON_LENGTH]
+    assert streams.is_over
+
+
+@pytest.mark.parametrize("what", [{"stop": ("x",)}, {"num_logprobs": 0}])
+def test_validate_without_text_refuses_what_needs_text_and_names_it(what: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest, match="detokenize") as caught:
+        SamplingParams(detokenize=False, **what).validate(vocab_size=9)  # type: ignore[arg-type]
+    assert caught.value.field == f"sampling.{next(iter(what)).removeprefix('num_')}"
+
+
+@pytest.mark.parametrize("detokenize", [True, False])
+def test_detokenize_survives_the_wire_and_is_on_by_default(detokenize: bool) -> None:
+    message = sampling_to_proto(SamplingParams(detokenize=detokenize))
+    assert sampling_from_proto(message, default_max_tokens=1, default_seed=0).detokenize is detokenize
+    assert sampling_from_proto(pb.SamplingParams(), default_max_tokens=1, default_seed=0).detokenize
+
+
+async def test_decode_without_text_streams_runs_of_the_same_tokens() -> None:
+    request = make_request(range(9), max_tokens=12, detokenize=False)
+    async with running_pair() as pair:
+        messages = [message async for message in pair.open_decode(request, None)]
+        runs = [run for message in messages for run in message.tokens.runs]
+        assert not any(message.tokens.tokens for message in messages)
+        assert [run.first_token_index for run in runs] == list(range(len(runs)))
+        assert [int.from_bytes(run.tokens, "little") for run in runs] == expected_tokens(request)
+        assert runs[-1].finish_reason
