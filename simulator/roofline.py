@@ -1,0 +1,235 @@
+"""How long an engine's step takes on hardware that is not here: arithmetic, memory and the links between devices.
+
+A step is three kinds of work, one after the other: products with weights, attention of prompt tokens, attention of
+decoding sequences. Each takes the longer of what its arithmetic and what its memory traffic need (Williams et al.,
+"Roofline", CACM 2009). To these come the all-reduces of tensor parallelism and a fixed overhead. Rates are data sheets'
+peaks times stated efficiencies, so absolute numbers are estimates; how they grow with prompts, batches and contexts is
+what a placement policy is judged by.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+
+from common.timing import LinkModel, StepModel, StepShape, TimingModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A decoder with grouped-query attention and a gated MLP."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    bytes_per_value: int = 2
+    """Of weights, KV and activations; 2: bf16."""
+
+    @property
+    def num_layer_weights(self) -> int:
+        """Weights that every token is multiplied with: all layers, without embedding and output head."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    @property
+    def num_head_weights(self) -> int:
+        """Weights of the output head."""
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token, all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.bytes_per_value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A worker's hardware: one device, or a tensor-parallel group of equal ones."""
+
+    peak_flops_per_s: float
+    """Of one device, dense, at the model's precision."""
+    memory_bytes_per_s: float
+    """Of one device."""
+    peer_bytes_per_s: float
+    """Between the devices of a group, one direction, per device."""
+    nic_bytes_per_s: float
+    """To other workers, per device."""
+    tensor_parallel: int = 1
+    flops_efficiency: float = 0.5
+    """What large prefills reach end to end (model FLOP utilization)."""
+    bandwidth_efficiency: float = 0.75
+    """What streaming reads, all-reduces and transfers reach."""
+    overhead_s: float = 2e-3
+    """Per step: host, launches, sampling, latency of all-reduces."""
+    transfer_latency_s: float = 2e-3
+    """Per pull: one round trip and the set-up of its reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """Step times of a model on a device."""
+
+    model: ModelShape
+    device: Device
+
+    def step_s(self, shape: StepShape) -> float:
+        """Return the time of one step."""
+        return (
+            self.device.overhead_s
+            + self._products_s(shape)
+            + self._prefill_attention_s(shape)
+            + self._decode_attention_s(shape)
+            + self._all_reduce_s(shape)
+        )
+
+    def decode_line(self, num_decodes: int) -> tuple[float, float]:
+        """Return (seconds of a step that decodes so many sequences of no context, seconds more per context token)."""
+        per_token_s = self._longer_s(flops=0, num_bytes=self.model.kv_bytes_per_token)
+        return self.step_s(StepShape(num_decodes=num_decodes)), per_token_s
+
+    @property
+    def link(self) -> LinkModel:
+        """Pulls between two workers: every device of the group moves its part through a NIC of its own."""
+        device = self.device
+        return LinkModel(
+            latency_s=device.transfer_latency_s,
+            bytes_per_s=device.nic_bytes_per_s * device.tensor_parallel * device.bandwidth_efficiency,
+        )
+
+    def linearized(self, *, max_step_tokens: int) -> TimingModel:
+        """Return the linear model that is nearest in relative error over the shapes that workers see.
+
+        That is what workers would have fitted and reported: policies know no more than this.
+        """
+        return TimingModel(
+            prefill=self._fit(_prefill_shapes(max_step_tokens)),
+            decode=self._fit(_decode_shapes()),
+            max_step_tokens=max_step_tokens,
+            links={None: self.link},
+        )
+
+    def _products_s(self, shape: StepShape) -> float:
+        model = self.model
+        num_tokens = shape.num_prefill_tokens + shape.num_decodes
+        num_logits = shape.num_decodes + (1 if shape.num_prefill_tokens else 0)
+        flops = 2 * (model.num_layer_weights * num_tokens + model.num_head_weights * num_logits)
+        weights = model.num_layer_weights + model.num_head_weights
+        return self._longer_s(flops=flops, num_bytes=weights * model.bytes_per_value)
+
+    def _prefill_attention_s(self, shape: StepShape) -> float:
+        # One read of keys and values serves a whole tile of queries: what counts is what is written.
+        flops = shape.num_prefill_pairs * self._flops_per_pair
+        return self._longer_s(flops=flops, num_bytes=shape.num_prefill_tokens * self.model.kv_bytes_per_token)
+
+    def _decode_attention_s(self, shape: StepShape) -> float:
+        # Bound by memory as long as fewer than a hundred heads share keys and values.
+        num_tokens = shape.num_context_tokens + shape.num_decodes
+        return self._longer_s(flops=0, num_bytes=num_tokens * self.model.kv_bytes_per_token)
+
+    @property
+    def _flops_per_pair(self) -> int:
+        """Of a token and one that it attends to: a product of query and key, and one of weight and value."""
+        return 4 * self.model.num_layers * self.model.num_heads * self.model.head_dim
+
+    def _longer_s(self, *, flops: float, num_bytes: float) -> float:
+        device = self.device
+        return max(
+            flops / (device.peak_flops_per_s * device.tensor_parallel * device.flops_efficiency),
+            num_bytes / (device.memory_bytes_per_s * device.tensor_parallel * device.bandwidth_efficiency),
+        )
+
+    def _all_reduce_s(self, shape: StepShape) -> float:
+        """Two sums of activations per layer; a ring moves 2 (n - 1) / n of them through each device."""
+        model, device = self.model, self.device
+        num_devices = device.tensor_parallel
+        num_bytes = (shape.num_prefill_tokens + shape.num_decodes) * model.hidden_size * model.bytes_per_value
+        moved = 2 * model.num_layers * num_bytes * 2 * (num_devices - 1) / num_devices
+        return moved / (device.peer_bytes_per_s * device.bandwidth_efficiency)
+
+    def _fit(self, shapes: list[StepShape]) -> StepModel:
+        """Fit non-negative weights: what would be negative is left out, and the others are fitted again."""
+        seconds = np.array([self.step_s(shape) for shape in shapes])
+        columns = np.array(
+            [(1, s.num_prefill_tokens, s.num_prefill_pairs, s.num_decodes, s.num_context_tokens) for s in shapes],
+            dtype=np.float64,
+        )
+        scale = columns.max(axis=0)
+        scale[scale == 0] = 1  # a column without a value gets no weight
+        rows = columns / scale / seconds[:, None]
+        used = columns.any(axis=0)
+        while True:
+            weights = np.zeros(columns.shape[1])
+            weights[used] = np.linalg.lstsq(rows[:, used], np.ones(len(shapes)), rcond=None)[0]
+            if (weights >= 0).all():
+                break
+            used &= weights > 0
+        constant, per_token, per_pair, per_decode, per_context = (float(weight) for weight in weights / scale)
+        return StepModel(
+            constant_s=constant,
+            per_prefill_token_s=per_token,
+            per_prefill_pair_s=per_pair,
+            per_decode_s=per_decode,
+            per_context_token_s=per_context,
+        )
+
+    @classmethod
+    def preset(cls, model: str, device: str) -> Self:
+        """Return the roofline of a known model on a known device. Raises KeyError."""
+        return cls(model=MODELS[model], device=DEVICES[device])
+
+
+def _prefill_shapes(max_step_tokens: int) -> list[StepShape]:
+    """Chunks of prompts at several depths, alone and beside decoding sequences."""
+    return [
+        StepShape(
+            num_prefill_tokens=num_tokens,
+            num_prefill_pairs=num_tokens * depth + num_tokens * (num_tokens + 1) // 2,
+            num_decodes=num_decodes,
+            num_context_tokens=num_decodes * context,
+        )
+        for num_tokens in sorted({max(1, max_step_tokens * part // 8) for part in (1, 2, 4, 6, 8)})
+        for depth in (0, 4_096, 16_384, 65_536)
+        for num_decodes, context in ((0, 0), (8, 4_096), (32, 4_096), (32, 16_384))
+    ]
+
+
+def _decode_shapes() -> list[StepShape]:
+    return [
+        StepShape(num_decodes=num_decodes, num_context_tokens=num_decodes * context)
+        for num_decodes in (1, 2, 4, 8, 16, 32, 64, 128)
+        for context in (256, 2_048, 8_192, 32_768)
+    ]
+
+
+MODELS = {
+    # Llama 3.1 70B and Qwen3 8B as in their config.json.
+    "llama-70b": ModelShape(
+        num_layers=80,
+        hidden_size=8192,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=28_672,
+        vocab_size=128_256,
+    ),
+    "qwen3-8b": ModelShape(
+        num_layers=36,
+        hidden_size=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=12_288,
+        vocab_size=151_936,
+    ),
+}
+
+# H100 SXM and H200 data sheets: 989 TFLOP/s bf16 dense (1979 with sparsity), 3.35 and 4.8 TB/s HBM, NVLink 900 GB/s in
+# both directions together. One ConnectX-7 per device: 400 Gb/s.
+_H100 = Device(peak_flops_per_s=989e12, memory_bytes_per_s=3.35e12, peer_bytes_per_s=450e9, nic_bytes_per_s=50e9)
+_H100_TP4 = replace(_H100, tensor_parallel=4, overhead_s=3e-3)
+_H200_TP4 = replace(_H100_TP4, memory_bytes_per_s=4.8e12)
+DEVICES = {"h100": _H100, "h100-tp4": _H100_TP4, "h200-tp4": _H200_TP4}
