@@ -277,8 +277,9 @@ class Orchestrator:
         """
         if not isinstance(failure.error, WorkerError | TransferError | Cancelled):
             return
-        suspects = {failure.hold}
-        if booking.prefill is not None and leg.life.state is not State.DECODING:
-            suspects.add(booking.prefill)
+        suspects = [failure.hold]
+        prefill = booking.prefill
+        if prefill is not None and prefill is not failure.hold and leg.life.state is not State.DECODING:
+            suspects.append(prefill)
         for hold in suspects:
             self._fleet.suspect(hold, str(failure))

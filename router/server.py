@@ -13,16 +13,11 @@ from common.config import RouterConfig, ServingConfig
 from common.metrics_server import MetricsServer
 from common.rpc import Server, start_server
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc
-from router.admission.line import Admission
 from router.codec import Codec
 from router.fake_codec import ByteCodec
 from router.fleet import Fleet
-from router.index import PrefixIndex
-from router.metrics import RouterMetrics
-from router.orchestrator import Orchestrator
-from router.placement.chooser import Chooser
-from router.placement.policies import make_policy
-from router.service import InferenceService, RouterAdminService, RouterParts
+from router.parts import build_router
+from router.service import InferenceService, RouterAdminService
 from router.validation import RequestReader
 
 logger = logging.getLogger(__name__)
@@ -70,31 +65,12 @@ async def serve_router(
 ) -> RunningRouter:
     """Start a router with a given codec and clock. Raises OSError when a port is taken."""
     clock = SystemClock() if clock is None else clock
-    index, metrics = PrefixIndex(), RouterMetrics()
-    fleet = Fleet(index=index, clock=clock)
-    policy = make_policy(config.policy, local_prefill_max_tokens=config.local_prefill_max_tokens)
-    chooser = Chooser(fleet=fleet, index=index, policy=policy, clock=clock)
-    admission = Admission(fleet=fleet, chooser=chooser, clock=clock, max_queued=config.max_queued)
-    orchestrator = Orchestrator(
-        fleet=fleet, admission=admission, chooser=chooser, metrics=metrics, clock=clock, config=config
-    )
-    metrics.watch("kvrelay_requests_queued", "Requests that wait for a plan", lambda: admission.num_queued)
-    metrics.watch("kvrelay_requests_active", "Requests with a plan", lambda: admission.num_active)
-    metrics.watch("kvrelay_bookings", "Bookings held on workers", lambda: fleet.num_bookings)
-    metrics.watch("kvrelay_index_blocks", "Blocks known to the prefix index", lambda: index.num_blocks)
-    metrics.watch("kvrelay_workers_ready", "Workers in use", fleet.count_ready)
-    parts = RouterParts(
-        reader=RequestReader(codec, default_max_tokens=config.default_max_tokens),
-        fleet=fleet,
-        index=index,
-        admission=admission,
-        orchestrator=orchestrator,
-        clock=clock,
-        config=config,
-    )
+    parts = build_router(config, clock=clock)
+    metrics, fleet = parts.metrics, parts.fleet
+    reader = RequestReader(codec, default_max_tokens=config.default_max_tokens)
 
     def add_services(server: grpc.aio.Server) -> list[str]:
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(parts), server)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(parts, reader), server)
         router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(RouterAdminService(fleet), server)
         return [
             inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,

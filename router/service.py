@@ -3,13 +3,10 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from common.clock import Clock
-from common.config import RouterConfig
 from common.errors import InvalidRequest, KvrelayError, Overloaded, Refused
 from common.ids import RequestId, WorkerId, mint_request_id
 from common.lifecycle import LifeCycle
@@ -17,12 +14,11 @@ from common.rpc import error_boundary, time_left_s
 from common.wire import ROLE_NAMES
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc
-from router.admission.line import Admission, Ticket
+from router.admission.line import Ticket
 from router.facts import Endpoint
 from router.fleet import Fleet
-from router.index import PrefixIndex
 from router.member import Member, WorkerState
-from router.orchestrator import Orchestrator
+from router.parts import RouterParts
 from router.record import Job
 from router.validation import RequestReader
 
@@ -34,24 +30,12 @@ MAX_WORKERS = 4096
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterParts:
-    """What a router is made of."""
-
-    reader: RequestReader
-    fleet: Fleet
-    index: PrefixIndex
-    admission: Admission
-    orchestrator: Orchestrator
-    clock: Clock
-    config: RouterConfig
-
-
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Serves clients."""
 
-    def __init__(self, parts: RouterParts) -> None:
+    def __init__(self, parts: RouterParts, reader: RequestReader) -> None:
         self._parts = parts
+        self._reader = reader
 
     # A coroutine that writes, not a generator: a generator that is cancelled while gRPC sends is closed only later.
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
@@ -78,18 +62,18 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Return the checked request; waits for the first worker to tell what the model is. Raises KvrelayError."""
         patience_s = time_left_s(context, at_most_s=self._parts.config.queue_timeout_s)
         model = await self._parts.fleet.wait_for_model(timeout_s=patience_s)
-        return await self._parts.reader.read(request, request_id=request_id, model=model)
+        return await self._reader.read(request, request_id=request_id, model=model)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: D102
         async with error_boundary(context, "Tokenize"):
             match request.WhichOneof("input"):
                 case "text":
-                    tokens = await self._parts.reader.encode_text(request.text, self._parts.fleet.model)
+                    tokens = await self._reader.encode_text(request.text, self._parts.fleet.model)
                 case "chat":
-                    tokens = await self._parts.reader.encode_chat(request.chat, self._parts.fleet.model)
+                    tokens = await self._reader.encode_chat(request.chat, self._parts.fleet.model)
                 case _:
                     raise InvalidRequest("one of text and chat must be set", field="input")
-            return pb.TokenizeResponse(token_ids=tokens, pieces=self._parts.reader.pieces(tokens))
+            return pb.TokenizeResponse(token_ids=tokens, pieces=self._reader.pieces(tokens))
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: D102
         model = self._parts.fleet.model

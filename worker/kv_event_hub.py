@@ -65,7 +65,7 @@ class KvEventHub:
     """
 
     def __init__(self) -> None:
-        self._watchers: set[Watcher] = set()
+        self._watchers: dict[Watcher, None] = {}  # in order, so that a simulation can be repeated
 
     def close(self) -> None:
         """End every subscription: the worker is stopping, and an open stream would hold up its server."""
@@ -76,11 +76,11 @@ class KvEventHub:
     def watch(self) -> Iterator[Watcher]:
         """Subscribe for the duration of the block."""
         watcher = Watcher()
-        self._watchers.add(watcher)
+        self._watchers[watcher] = None
         try:
             yield watcher
         finally:
-            self._watchers.discard(watcher)
+            self._watchers.pop(watcher, None)
 
     def publish(self, events: KvEvents) -> None:
         """Hand events (possibly none) to every watcher and wake it."""

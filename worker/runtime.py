@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -80,7 +79,7 @@ class WorkerRuntime:
         self.load: Load = core.load()
         self.engine: EngineDriver = outside.drive(core, self._on_report, _end_process)
         self.num_request_tasks = 0
-        self._started_s = time.monotonic()
+        self._started_s = clock.monotonic()
         self.handoffs = HandoffTable(
             block_size=executor.kv.shape.block_size, lease_ttl_s=config.transfer.lease_ttl_s, clock=clock
         )
@@ -117,7 +116,7 @@ class WorkerRuntime:
     @property
     def uptime_s(self) -> float:
         """Seconds since this runtime was made."""
-        return time.monotonic() - self._started_s
+        return self.clock.monotonic() - self._started_s
 
     def start(self) -> None:
         """Start stepping and sweeping."""

@@ -1,0 +1,58 @@
+"""What a router is made of, put together: for `router.server`, and for whoever runs one without a server."""
+
+from dataclasses import dataclass
+
+from common.clock import Clock
+from common.config import RouterConfig
+from common.rpc import Connect, client_channel
+from router.admission.line import Admission
+from router.fleet import Fleet
+from router.index import PrefixIndex
+from router.metrics import RouterMetrics
+from router.orchestrator import Orchestrator
+from router.placement.chooser import Chooser
+from router.placement.policies import Policy, make_policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterParts:
+    """A router behind its doors."""
+
+    fleet: Fleet
+    index: PrefixIndex
+    chooser: Chooser
+    admission: Admission
+    orchestrator: Orchestrator
+    metrics: RouterMetrics
+    clock: Clock
+    config: RouterConfig
+
+
+def build_router(
+    config: RouterConfig, *, clock: Clock, connect: Connect = client_channel, policy: Policy | None = None
+) -> RouterParts:
+    """Return a router that knows no workers yet. Without a policy it has the one that the configuration names."""
+    index, metrics = PrefixIndex(), RouterMetrics()
+    fleet = Fleet(index=index, clock=clock, connect=connect)
+    if policy is None:
+        policy = make_policy(config.policy, local_prefill_max_tokens=config.local_prefill_max_tokens)
+    chooser = Chooser(fleet=fleet, index=index, policy=policy, clock=clock)
+    admission = Admission(fleet=fleet, chooser=chooser, clock=clock, max_queued=config.max_queued)
+    orchestrator = Orchestrator(
+        fleet=fleet, admission=admission, chooser=chooser, metrics=metrics, clock=clock, config=config
+    )
+    metrics.watch("kvrelay_requests_queued", "Requests that wait for a plan", lambda: admission.num_queued)
+    metrics.watch("kvrelay_requests_active", "Requests with a plan", lambda: admission.num_active)
+    metrics.watch("kvrelay_bookings", "Bookings held on workers", lambda: fleet.num_bookings)
+    metrics.watch("kvrelay_index_blocks", "Blocks known to the prefix index", lambda: index.num_blocks)
+    metrics.watch("kvrelay_workers_ready", "Workers in use", fleet.count_ready)
+    return RouterParts(
+        fleet=fleet,
+        index=index,
+        chooser=chooser,
+        admission=admission,
+        orchestrator=orchestrator,
+        metrics=metrics,
+        clock=clock,
+        config=config,
+    )

@@ -1,0 +1,80 @@
+"""What may happen to a message on its way."""
+
+import enum
+import random
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Fate(enum.Enum):
+    """What becomes of a message."""
+
+    ARRIVE = "arrive"
+    LOSE = "lose"
+    """A message inside a stream vanishes; without a call's first or last one, its connection counts as broken."""
+    REPEAT = "repeat"
+    """It arrives twice."""
+
+
+class FaultInjector(Protocol):
+    """Decides over every message, in the order in which they are sent."""
+
+    def fate(self, source: str, target: str) -> tuple[Fate, float]:
+        """Return what becomes of a message between two hosts, and by how many seconds it is late."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultRates:
+    """Probabilities per message."""
+
+    lose: float = 0.0
+    repeat: float = 0.0
+    delay: float = 0.0
+    max_delay_s: float = 0.0
+    """A late message is late by a uniform part of this."""
+    stall: float = 0.0
+    """The sending host falls silent: whatever it sends waits."""
+    stall_s: float = 0.0
+
+
+class SeededFaults:
+    """Faults drawn from a seed."""
+
+    def __init__(self, rates: FaultRates, *, seed: int, now_s: "NowS") -> None:
+        self._rates = rates
+        self._random = random.Random(seed)
+        self._now_s = now_s
+        self._silent_until_s: dict[str, float] = {}
+        self.num_lost = 0
+        self.num_repeated = 0
+        self.num_late = 0
+        self.num_stalls = 0
+
+    def fate(self, source: str, target: str) -> tuple[Fate, float]:
+        """See `FaultInjector`."""
+        rates, draw, now_s = self._rates, self._random.random, self._now_s()
+        late_s = 0.0
+        if draw() < rates.stall:
+            self.num_stalls += 1
+            self._silent_until_s[source] = now_s + rates.stall_s
+        if draw() < rates.delay:
+            self.num_late += 1
+            late_s = draw() * rates.max_delay_s
+        late_s = max(late_s, self._silent_until_s.get(source, 0.0) - now_s)
+        which = draw()
+        if which < rates.lose:
+            self.num_lost += 1
+            return Fate.LOSE, late_s
+        if which < rates.lose + rates.repeat:
+            self.num_repeated += 1
+            return Fate.REPEAT, late_s
+        return Fate.ARRIVE, late_s
+
+
+class NowS(Protocol):
+    """Reads a clock."""
+
+    def __call__(self) -> float:
+        """Return seconds."""
+        ...
