@@ -17,6 +17,14 @@ class PlanKind(enum.Enum):
     """The decode worker computes the uncached suffix itself."""
 
 
+class Keeper(enum.Enum):
+    """Which worker of a remote plan keeps the prompt's blocks for later requests; the other lets them go first."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pull:
     """Leading blocks to fetch from another worker before the rest is computed."""
@@ -53,6 +61,7 @@ class Plan:
     reason: str
     pull: Pull | None = None
     """By the worker that computes the prompt."""
+    keeper: Keeper = Keeper.BOTH
     predicted_prefill_s: float | None = None
     """Computation alone; None when the policy does not predict: the fleet's books then use the worker's own model."""
     predicted_ttft_s: float | None = None
