@@ -20,12 +20,12 @@ from typing import TypeVar
 from common.errors import EngineFault, KvrelayError
 from common.ids import HandoffId, mint_handoff_id
 from common.lifecycle import LifeCycle, State
-from kvrelay.v1 import decode_pb2, inference_pb2, prefill_pb2
+from kvrelay.v1 import decode_pb2, inference_pb2, prefill_pb2, sequence_pb2
 from router.booking import Booking
 from router.ledger import as_runs
 from router.member import Hold
 from router.metrics import RouterMetrics
-from router.placement.plans import PlanKind
+from router.placement.plans import Keeper, Plan, PlanKind
 from router.record import RequestRecord
 from router.structured import TaskCensus
 from router.worker_client import Incoming
@@ -66,7 +66,7 @@ class Attempt:
         self.life.advance(State.RESERVING)
         handoff_id = mint_handoff_id()
         request = decode_pb2.DecodeRequest(
-            sequence=self.record.sequence(self.samples),
+            sequence=self.record.sequence(self.samples, _retention(self.booking.plan, Keeper.DECODE)),
             handoff=None if prefill is None else _handoff(prefill, handoff_id),
             epoch=decode.epoch,
         )
@@ -110,7 +110,9 @@ class Attempt:
 
     async def _prefill(self, prefill: Hold, handoff_id: HandoffId, has_first_tokens: asyncio.Event) -> None:
         request = prefill_pb2.PrefillRequest(
-            sequence=self.record.sequence(self.samples), handoff_id=handoff_id, epoch=prefill.epoch
+            sequence=self.record.sequence(self.samples, _retention(self.booking.plan, Keeper.PREFILL)),
+            handoff_id=handoff_id,
+            epoch=prefill.epoch,
         )
         with prefill.member.client.prefill(request, timeout_s=self._time_left_s()) as answer:
             while (response := await _receive(answer, prefill)) is not None:
@@ -220,6 +222,12 @@ def _handoff(prefill: Hold, handoff_id: HandoffId) -> decode_pb2.Handoff:
         prefill_address=endpoint.address,
         prefill_epoch=prefill.epoch,
     )
+
+
+def _retention(plan: Plan, side: Keeper) -> "sequence_pb2.Retention.ValueType":
+    """Return how long the worker on this side of a remote plan keeps the blocks."""
+    is_keeper = plan.kind is PlanKind.LOCAL or plan.keeper in (Keeper.BOTH, side)
+    return sequence_pb2.RETENTION_UNSPECIFIED if is_keeper else sequence_pb2.RETENTION_BRIEF
 
 
 @contextmanager

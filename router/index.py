@@ -134,6 +134,17 @@ class PrefixIndex:
                 return position
         return min(at_most, len(hashes))
 
+    def count_present(self, worker_id: WorkerId, hashes: Sequence[BlockHash], *, at_most: int) -> int:
+        """Like `count_leading`, but ends before the first block that no event has confirmed."""
+        num_leading = self.count_leading(worker_id, hashes, at_most=at_most)
+        if not self._expected or not num_leading:
+            return num_leading
+        slot = self._slots[worker_id]
+        for position in range(num_leading):
+            if (slot, _key(hashes[position])) in self._expected:
+                return position
+        return num_leading
+
     def _bisect(
         self, hashes: Sequence[BlockHash], workers: int, low: int, high: int, found: dict[WorkerId, int]
     ) -> None:

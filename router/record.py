@@ -57,7 +57,9 @@ class RequestRecord:
         """Return the tokens that a worker must go on from; several samples begin together, from nothing."""
         return self.ledger.output(samples[0]) if len(samples) == 1 else ()
 
-    def sequence(self, samples: range) -> sequence_pb2.SequenceSpec:
+    def sequence(
+        self, samples: range, retention: "sequence_pb2.Retention.ValueType" = sequence_pb2.RETENTION_UNSPECIFIED
+    ) -> sequence_pb2.SequenceSpec:
         """Return what a worker needs in order to begin the samples, or to go on with a single one."""
         output = self.output_of(samples)
         sampling = replace(self.job.sampling, n=len(samples))
@@ -71,6 +73,7 @@ class RequestRecord:
             hash_root=self.job.model.root,
             sampling=sampling_to_proto(sampling),
             first_sample_index=samples[0],
+            retention=retention,
         )
 
     def deliver(self, batch: decode_pb2.TokenBatch, *, expected: range) -> None:

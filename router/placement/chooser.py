@@ -7,7 +7,7 @@
    passes (`EXPECTED_TTL_S`); an attempt that fails takes them back (`expecting`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from common.clock import Clock
@@ -47,7 +47,14 @@ class Chooser:
         }
         view = self._fleet.view(excluded=search.exclusions.keys())
         matches = self._index.match(sought.hashes)
-        request = _route_request(sought, matches, now_s=now_s)
+        request = _route_request(
+            sought,
+            matches,
+            now_s=now_s,
+            count_present=lambda worker_id: self._index.count_present(
+                worker_id, sought.hashes, at_most=matches.get(worker_id, 0)
+            ),
+        )
         plan = self._policy.choose(request, view)
         while isinstance(plan, Plan) and self._correct(matches, plan, sought.hashes):
             plan = self._policy.choose(request, view)
@@ -93,8 +100,7 @@ class Chooser:
     def _correct(self, matches: dict[WorkerId, int], plan: Plan, hashes: Sequence[BlockHash]) -> bool:
         """Replace the chosen workers' matches by exact ones; returns whether that changed any."""
         changed = False
-        pulled_from = None if plan.pull is None else plan.pull.source
-        for worker_id in (plan.decode, plan.prefill, pulled_from):
+        for worker_id in (plan.decode, plan.prefill):
             if worker_id is not None and worker_id in matches:
                 exact = self._index.count_leading(worker_id, hashes, at_most=matches[worker_id])
                 changed |= exact != matches[worker_id]
@@ -102,7 +108,9 @@ class Chooser:
         return changed
 
 
-def _route_request(sought: Sought, matches: dict[WorkerId, int], *, now_s: float) -> RouteRequest:
+def _route_request(
+    sought: Sought, matches: dict[WorkerId, int], *, now_s: float, count_present: Callable[[WorkerId], int]
+) -> RouteRequest:
     return RouteRequest(
         request_id=sought.request_id,
         num_tokens=sought.num_tokens,
@@ -110,6 +118,7 @@ def _route_request(sought: Sought, matches: dict[WorkerId, int], *, now_s: float
         num_samples=sought.num_samples,
         num_decode_blocks=sought.num_decode_blocks,
         cached_blocks=matches,
+        count_present=count_present,
         now_s=now_s,
         waited_s=now_s - sought.received_s,
         ttft_slo_s=sought.ttft_slo_s,

@@ -91,6 +91,9 @@ class RouteRequest:
     num_samples: int = 1
     cached_blocks: Mapping[WorkerId, int]
     """Leading blocks that each worker holds; a worker that holds none is absent."""
+    count_present: Callable[[WorkerId], int] | None = None
+    """Returns how many leading blocks a worker has really stored; `cached_blocks` also counts those that it was sent to
+    compute. None: all are present."""
     now_s: float = 0.0
     """On the router's clock, as all absolute times here."""
     waited_s: float = 0.0
@@ -113,6 +116,12 @@ class RouteRequest:
     def num_usable_blocks(self) -> int:
         """Leading blocks that a cache can save. The last token is always computed, for its logits."""
         return (self.num_tokens - 1) // self.block_size
+
+    def pullable_blocks(self, worker_id: WorkerId) -> int:
+        """Return how many leading blocks can be fetched from the worker now."""
+        if self.count_present is None:
+            return self.cached_blocks.get(worker_id, 0)
+        return self.count_present(worker_id)
 
     def cached_tokens(self, worker_id: WorkerId) -> int:
         """Return how many tokens the worker needs not compute."""

@@ -6,8 +6,8 @@ For a prefill worker P and a decode worker D, and for a decode worker that compu
     local(D)     = first token on D + work(D)                           + tokens(D) + missed(D)
 
 - *First token*: max(wait, pull) + compute. The wait is for prompts accepted before, as the worker's own model and the
-  bookings since its last report predict. A pull fetches leading blocks from the worker that holds most of them, and goes
-  on during the wait; it is planned when computing them would take longer.
+  bookings since its last report predict. A pull fetches leading blocks from the worker that holds most of them, and
+  goes on during the wait; it is planned when computing them would take longer.
 - *Work*: what the computation takes from others: half of it on a prefill worker, all of it from every sequence that
   decodes on a worker which does both.
 - *Exposed transfer*: the part of the handoff that the computation cannot hide.
@@ -19,27 +19,32 @@ For a prefill worker P and a decode worker D, and for a decode worker that compu
 A plan whose wait is longer than `max_wait_s` is not made yet: the request stays in the router's line, where the order
 can still change and where the next worker that is free, whichever that will be, takes the one that needs it most.
 
-One copy is enough: after a handoff the same blocks lie on both workers. One of them keeps them for later, the other lets
-them go first, so that both pools together hold twice as many different blocks; a pull brings them to where they
+One copy is enough: after a handoff the same blocks lie on both workers. One of them keeps them for later, the other
+lets them go first, so that both pools together hold twice as many different blocks; a pull brings them to where they
 are needed. The worker that had them keeps them; new ones are dealt out by the sizes of the pools (cf. singlets in
 cooperative caching: Dahlin et al., OSDI 1994).
 """
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from common.errors import Refused
 from common.ids import WorkerId
-from router.placement.plans import Candidate, FleetView, Keeper, Plan, PlanKind, Pull, RouteRequest, WorkerLoad
+from router.placement.plans import Candidate, FleetView, Keeper, Plan, PlanKind, RouteRequest, WorkerLoad
+from router.placement.prices import (
+    MIN_PULLED_BLOCKS,
+    PREFILL_WORK_PRICE,
+    Compute,
+    Option,
+    compute_on,
+    local_option,
+    remote_option,
+    token_price,
+)
 
 SHORTLIST = 4
 """Workers of each pool that are compared in pairs, after each was ranked by itself."""
-MISS_PRICE = 10.0
-"""Price of a missed objective, in multiples of the time to first token that was promised."""
-PREFILL_WORK_PRICE = 0.5
-MIN_PULLED_BLOCKS = 2
-"""One block alone is what every chat template begins with."""
 NETWORK_S = 1e-3
 """What calls add to a first token."""
 
@@ -52,38 +57,6 @@ class PredictiveSettings:
     """Uncached tokens that a decode worker computes itself although there are prefill workers."""
     max_wait_s: float
     """Longest wait at a worker; whoever would wait longer waits in the router's line."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Compute:
-    """How one worker would compute the prompt."""
-
-    worker: WorkerLoad
-    cost: float
-    wait_s: float
-    pull_s: float
-    compute_s: float
-    num_cached_tokens: int
-    pull: Pull | None
-
-    @property
-    def ready_s(self) -> float:
-        return max(self.wait_s, self.pull_s) + self.compute_s
-
-
-@dataclass(frozen=True, slots=True)
-class _Option:
-    """A plan and its price."""
-
-    compute: _Compute
-    decode: WorkerLoad
-    is_local: bool
-    terms: dict[str, float]
-    itl_s: float
-
-    @property
-    def cost(self) -> float:
-        return sum(self.terms.values())
 
 
 class Predictive:
@@ -124,18 +97,18 @@ class Predictive:
         sources: Sequence[tuple[int, WorkerId]],
         prefills: Sequence[WorkerLoad],
         decodes: Sequence[WorkerLoad],
-    ) -> Iterator[_Option]:
+    ) -> Iterator[Option]:
         if not prefills:
             return
-        computes = (_compute(request, fleet, sources, prefill, work_price=PREFILL_WORK_PRICE) for prefill in prefills)
+        computes = (compute_on(request, fleet, sources, prefill, work_price=PREFILL_WORK_PRICE) for prefill in prefills)
         best_prefills = heapq.nsmallest(SHORTLIST, computes, key=lambda compute: compute.cost)
         priced = (
-            (_token_price(request, decode), -request.cached_tokens(decode.worker_id), decode) for decode in decodes
+            (token_price(request, decode), -request.cached_tokens(decode.worker_id), decode) for decode in decodes
         )
         best_decodes = heapq.nsmallest(SHORTLIST, priced, key=lambda entry: entry[:2])
         for compute in best_prefills:
             for price, _cached, decode in best_decodes:
-                yield _remote_option(request, fleet, compute, decode, price)
+                yield remote_option(request, fleet, compute, decode, price)
 
     def _local(
         self,
@@ -145,21 +118,21 @@ class Predictive:
         decodes: Sequence[WorkerLoad],
         *,
         has_prefill: bool,
-    ) -> Iterator[_Option]:
-        computes: list[_Compute] = []
+    ) -> Iterator[Option]:
+        computes: list[Compute] = []
         for decode in decodes:
             if has_prefill and request.missing_tokens(decode.worker_id) > self._settings.local_prefill_max_tokens:
                 continue
-            computes.append(_compute(request, fleet, sources, decode, work_price=1.0 + decode.num_decodes))
+            computes.append(compute_on(request, fleet, sources, decode, work_price=1.0 + decode.num_decodes))
         for compute in heapq.nsmallest(SHORTLIST, computes, key=lambda compute: compute.cost):
-            yield _local_option(request, compute, compute.worker)
+            yield local_option(request, compute, compute.worker)
 
-    def _plan(self, request: RouteRequest, fleet: FleetView, options: Sequence[_Option]) -> Plan:
+    def _plan(self, request: RouteRequest, fleet: FleetView, options: Sequence[Option]) -> Plan:
         best = options[0]
         compute, decode = best.compute, best.decode
-        prefill = None if best.is_local else compute.worker.worker_id
+        prefill = None if best.kind is PlanKind.LOCAL else compute.worker.worker_id
         return Plan(
-            kind=PlanKind.LOCAL if best.is_local else PlanKind.REMOTE,
+            kind=best.kind,
             decode=decode.worker_id,
             prefill=prefill,
             pull=compute.pull,
@@ -173,7 +146,7 @@ class Predictive:
             num_candidates=len(options),
         )
 
-    def _keeper(self, request: RouteRequest, fleet: FleetView, compute: _Compute, decode: WorkerLoad) -> Keeper:
+    def _keeper(self, request: RouteRequest, fleet: FleetView, compute: Compute, decode: WorkerLoad) -> Keeper:
         """Return which side keeps the prompt's blocks."""
         held_by_decode = request.cached_blocks.get(decode.worker_id, 0)
         held_by_prefill = request.cached_blocks.get(compute.worker.worker_id, 0)
@@ -194,112 +167,16 @@ class Predictive:
 def _sources(request: RouteRequest, fleet: FleetView) -> list[tuple[int, WorkerId]]:
     """Return the (blocks, worker) that hold most of the prompt, best first."""
     held = ((blocks, worker_id) for worker_id, blocks in request.cached_blocks.items() if worker_id in fleet.sources)
-    return heapq.nlargest(SHORTLIST, held)
+    most = heapq.nlargest(SHORTLIST, held)
+    # What a worker was only sent to compute may be waited for there, but cannot be fetched from there yet.
+    return [(request.pullable_blocks(worker_id), worker_id) for _blocks, worker_id in most]
 
 
-def _compute(
-    request: RouteRequest,
-    fleet: FleetView,
-    sources: Iterable[tuple[int, WorkerId]],
-    worker: WorkerLoad,
-    *,
-    work_price: float,
-) -> _Compute:
-    """Return the best way for one worker: by itself, or with a pull first."""
-    timing, num_tokens = worker.timing, request.num_tokens
-    wait_s = worker.prefill_wait_s(request.now_s)
-    own_blocks = min(request.cached_blocks.get(worker.worker_id, 0), request.num_usable_blocks)
-    cached = own_blocks * request.block_size
-    decodes = {"num_decodes": worker.num_decodes, "num_context_tokens": worker.num_context_tokens}
-    compute_s = timing.prefill_s(num_tokens - cached, cached, **decodes)
-    best = _Compute(worker, wait_s + (1 + work_price) * compute_s, wait_s, 0.0, compute_s, cached, None)
-    for num_blocks, source in sources:
-        usable = min(num_blocks, request.num_usable_blocks)
-        if source == worker.worker_id or usable < own_blocks + MIN_PULLED_BLOCKS:
-            continue
-        pull_s = timing.pull_s(source, (usable - own_blocks) * fleet.block_bytes)
-        cached = usable * request.block_size
-        compute_s = timing.prefill_s(num_tokens - cached, cached, **decodes)
-        cost = max(wait_s, pull_s) + (1 + work_price) * compute_s
-        if cost < best.cost:
-            pull = Pull(source=source, num_blocks=usable)
-            best = _Compute(worker, cost, wait_s, pull_s, compute_s, cached, pull)
-    return best
-
-
-def _token_price(request: RouteRequest, decode: WorkerLoad) -> float:
-    """Return what the answer costs on a decode worker: its own tokens, and the delay of everybody else's."""
-    before, after = _gaps(request, decode)
-    others = (after - before) * decode.num_decodes / 2  # half of their answers is still to come
-    return (after + others) * request.num_output_tokens + _missed_gaps(request, decode, before, after)
-
-
-def _gaps(request: RouteRequest, decode: WorkerLoad) -> tuple[float, float]:
-    """Return the gap between tokens without and with the newcomer."""
-    timing, num, context = decode.timing, decode.num_decodes, decode.num_context_tokens
-    before = timing.itl_s(num, context) if num else 0.0
-    after = timing.itl_s(num + request.num_samples, context + request.num_samples * request.num_tokens)
-    return before, after
-
-
-def _missed_gaps(request: RouteRequest, decode: WorkerLoad, before: float, after: float) -> float:
-    newly_missed = _probably(after, request.itl_slo_s) - _probably(before, request.itl_slo_s)
-    num_missed = _probably(after, request.itl_slo_s) + max(0.0, newly_missed) * decode.num_decodes
-    return MISS_PRICE * _miss_unit(request) * num_missed
-
-
-def _missed_first_token(request: RouteRequest, ready_s: float) -> float:
-    return MISS_PRICE * _miss_unit(request) * _probably(request.waited_s + ready_s, request.ttft_slo_s)
-
-
-def _miss_unit(request: RouteRequest) -> float:
-    return request.ttft_slo_s if request.ttft_slo_s != float("inf") else 1.0
-
-
-def _probably(predicted_s: float, objective_s: float) -> float:
-    """Return how probably the objective is missed: predictions err by a tenth or two."""
-    if objective_s == float("inf"):
-        return 0.0
-    return min(1.0, max(0.0, (predicted_s / objective_s - 0.8) / 0.4))
-
-
-def _remote_option(
-    request: RouteRequest, fleet: FleetView, compute: _Compute, decode: WorkerLoad, token_price: float
-) -> _Option:
-    present = request.cached_blocks.get(decode.worker_id, 0)
-    num_bytes = max(0, request.num_prefill_blocks - present) * fleet.block_bytes
-    transfer_s = decode.timing.pull_s(compute.worker.worker_id, num_bytes)
-    last_chunk = min(request.num_tokens - compute.num_cached_tokens, compute.worker.timing.max_step_tokens)
-    last_s = transfer_s * min(1.0, last_chunk / max(1, request.num_tokens))
-    terms = {
-        "wait": compute.wait_s,
-        "pull": max(0.0, compute.pull_s - compute.wait_s),
-        "compute": compute.compute_s,
-        "work": PREFILL_WORK_PRICE * compute.compute_s,
-        "transfer": max(last_s, transfer_s - compute.compute_s),
-        "tokens": token_price,
-        "missed": _missed_first_token(request, compute.ready_s),
-    }
-    return _Option(compute, decode, False, terms, _gaps(request, decode)[1])
-
-
-def _local_option(request: RouteRequest, compute: _Compute, decode: WorkerLoad) -> _Option:
-    terms = {
-        "wait": compute.wait_s,
-        "pull": max(0.0, compute.pull_s - compute.wait_s),
-        "compute": compute.compute_s,
-        "work": (1.0 + decode.num_decodes) * compute.compute_s,
-        "tokens": _token_price(request, decode),
-        "missed": _missed_first_token(request, compute.ready_s),
-    }
-    return _Option(compute, decode, True, terms, _gaps(request, decode)[1])
-
-
-def _candidate(option: _Option) -> Candidate:
+def _candidate(option: Option) -> Candidate:
     pull = option.compute.pull
     return Candidate(
-        kind=PlanKind.LOCAL if option.is_local else PlanKind.REMOTE,
-        prefill=None if option.is_local else option.compute.worker.worker_id,
+        kind=option.kind,
+        prefill=None if option.kind is PlanKind.LOCAL else option.compute.worker.worker_id,
         decode=option.decode.worker_id,
         source=None if pull is None else pull.source,
         cost=option.cost,
@@ -307,7 +184,7 @@ def _candidate(option: _Option) -> Candidate:
     )
 
 
-def _reason(request: RouteRequest, option: _Option) -> str:
+def _reason(request: RouteRequest, option: Option) -> str:
     compute = option.compute
     pulled = "" if compute.pull is None else f", {compute.pull.num_blocks} blocks from {compute.pull.source}"
     return (

@@ -1,0 +1,208 @@
+"""The predictive policy against costs computed by hand.
+
+The fleet's timing: 10 ms a step and 1 ms a prompt token, steps of 1000 tokens; decode steps of 20 ms, 1 ms a sequence.
+"""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import Refused
+from common.ids import RequestId, WorkerId
+from common.timing import LinkModel, StepModel, TimingModel
+from router.placement.plans import FleetView, Keeper, Plan, PlanKind, RouteRequest, WorkerLoad
+from router.placement.predictive import Predictive, PredictiveSettings
+
+BLOCK = 100
+TIMING = TimingModel(
+    prefill=StepModel(constant_s=0.010, per_prefill_token_s=0.001),
+    decode=StepModel(constant_s=0.020, per_decode_s=0.001),
+    max_step_tokens=1000,
+    links={None: LinkModel(latency_s=0.001, bytes_per_s=1e9)},
+)
+BLOCK_BYTES = 1_000_000  # 1 ms to move, 100 ms to compute
+
+
+def load(name: str, **changes: object) -> WorkerLoad:
+    idle = WorkerLoad(worker_id=WorkerId(name), num_blocks=1000, num_free_blocks=1000, timing=TIMING)
+    return replace(idle, **changes)  # type: ignore[arg-type]
+
+
+def fleet(*workers: WorkerLoad) -> FleetView:
+    prefill = tuple(worker for worker in workers if worker.worker_id.startswith("p"))
+    return FleetView(
+        prefill=prefill,
+        decode=tuple(worker for worker in workers if worker.worker_id.startswith("d")),
+        num_prefill=len(prefill),
+        block_bytes=BLOCK_BYTES,
+        sources=frozenset(worker.worker_id for worker in workers),
+    )
+
+
+def request(num_tokens: int, cached: dict[str, int] | None = None, **changes: object) -> RouteRequest:
+    plain = RouteRequest(
+        request_id=RequestId("r"),
+        num_tokens=num_tokens,
+        block_size=BLOCK,
+        num_decode_blocks=num_tokens // BLOCK + 1,
+        cached_blocks={WorkerId(name): blocks for name, blocks in (cached or {}).items()},
+    )
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def policy(*, local_prefill_max_tokens: int = 0, max_wait_s: float = 10.0) -> Predictive:
+    return Predictive(PredictiveSettings(local_prefill_max_tokens=local_prefill_max_tokens, max_wait_s=max_wait_s))
+
+
+def choose(asked: RouteRequest, view: FleetView, **settings: float) -> Plan:
+    plan = policy(**settings).choose(asked, view)  # type: ignore[arg-type]
+    assert isinstance(plan, Plan)
+    return plan
+
+
+def test_prompt_goes_where_the_wait_costs_less_than_computing_elsewhere() -> None:
+    # Warm p0: 0.01 + 0.2 s, and half of that for others: 0.315. Cold p1: 1.02 + 0.51 (two steps): 1.53.
+    cached = {"p0": 8}
+    no_pull = LinkModel(latency_s=100.0, bytes_per_s=1e9)
+    slow = replace(TIMING, links={None: no_pull})
+    waits = {1.0: "p0", 1.5: "p1"}
+    for wait_s, expected in waits.items():
+        view = fleet(
+            load("p0", prefill_free_at_s=wait_s, timing=slow), load("p1", timing=slow), load("d0", timing=slow)
+        )
+        assert choose(request(1001, cached), view).prefill == expected, wait_s
+
+
+def test_prefix_is_pulled_when_moving_it_is_faster_than_computing_it() -> None:
+    view = fleet(load("p0", prefill_free_at_s=3.0), load("p1"), load("d0"))
+    plan = choose(request(1001, {"p0": 8}), view)
+    assert plan.prefill == "p1"
+    assert plan.pull is not None
+    assert (plan.pull.source, plan.pull.num_blocks) == ("p0", 8)
+    assert plan.predicted_cached_tokens == 800
+    # 9 ms for 8 blocks, then one step of 201 tokens; 1 ms for the calls.
+    assert plan.predicted_ttft_s is not None
+    assert abs(plan.predicted_ttft_s - (0.009 + 0.211 + 0.001)) < 1e-9
+
+
+def test_decode_worker_that_wrote_the_last_answer_is_a_source_for_the_next_turn() -> None:
+    plan = choose(request(1001, {"d0": 9, "p0": 4}), fleet(load("p0"), load("d0"), load("d1", num_decodes=0)))
+    assert plan.pull is not None
+    assert plan.pull.source == "d0"
+
+
+def test_blocks_that_nobody_has_stored_yet_are_not_pulled() -> None:
+    asked = request(1001, {"p0": 8}, count_present=lambda _worker: 0)
+    assert choose(asked, fleet(load("p0", prefill_free_at_s=3.0), load("p1"), load("d0"))).pull is None
+
+
+def test_one_cached_block_is_not_worth_a_pull() -> None:
+    plan = choose(request(1001, {"p0": 1}), fleet(load("p0", prefill_free_at_s=3.0), load("p1"), load("d0")))
+    assert plan.prefill == "p1"
+    assert plan.pull is None
+
+
+def test_decode_worker_with_fewer_sequences_is_chosen() -> None:
+    plan = choose(request(500), fleet(load("p0"), load("d0", num_decodes=5), load("d1", num_decodes=4)))
+    assert plan.decode == "d1"
+    assert plan.predicted_itl_s is not None
+    assert abs(plan.predicted_itl_s - 0.025) < 1e-9
+
+
+def test_newcomer_avoids_the_batch_whose_gap_objective_it_would_break() -> None:
+    # d0 would go from 29 to 30 ms with an objective of 30: all its sequences would be at risk.
+    crowded, remote = load("d0", num_decodes=9), load("d1", num_decodes=4, prefill_free_at_s=0.3)
+    view = fleet(crowded, remote)
+    assert choose(request(50, itl_slo_s=0.030, ttft_slo_s=1.0), view).decode == "d1"
+
+
+def test_short_suffix_stays_on_the_decode_worker_that_has_the_rest() -> None:
+    view = fleet(load("p0", prefill_free_at_s=2.0), load("d0"))
+    plan = choose(request(1001, {"d0": 10, "p0": 10}), view, local_prefill_max_tokens=32)
+    assert plan.kind is PlanKind.LOCAL
+
+
+def test_long_prompt_is_not_computed_on_a_decode_worker_while_there_are_prefill_workers() -> None:
+    view = fleet(load("p0", prefill_free_at_s=2.0), load("d0"))
+    assert choose(request(1001), view, local_prefill_max_tokens=32).kind is PlanKind.REMOTE
+
+
+def test_fleet_without_prefill_workers_decodes_where_it_computes() -> None:
+    plan = choose(request(1001, {"d1": 9}), fleet(load("d0"), load("d1")))
+    assert (plan.kind, plan.decode, plan.prefill) == (PlanKind.LOCAL, "d1", None)
+
+
+def test_prompt_that_would_wait_too_long_stays_in_line_and_says_when_to_ask_again() -> None:
+    view = fleet(load("p0", prefill_free_at_s=3.0), load("p1", prefill_free_at_s=2.0), load("d0"))
+    refused = policy(max_wait_s=0.5).choose(request(1001), view)
+    assert isinstance(refused, Refused)
+    assert abs(refused.retry_after_s - 1.5) < 1e-9
+
+
+def test_prompt_is_refused_for_now_when_no_decode_worker_has_its_pages() -> None:
+    refused = policy().choose(request(1001), fleet(load("p0"), load("d0", num_free_blocks=10)))
+    assert isinstance(refused, Refused)
+    assert "11 free pages" in refused.reason
+
+
+def test_new_prompts_are_kept_on_both_sides_in_turn_and_old_ones_where_they_are() -> None:
+    view = fleet(load("p0"), load("d0"))
+    ours = policy()
+    keepers = []
+    for _ in range(4):
+        plan = ours.choose(request(1001), view)
+        assert isinstance(plan, Plan)
+        keepers.append(plan.keeper)
+    assert sorted(keeper.value for keeper in keepers) == ["decode", "decode", "prefill", "prefill"]
+    assert choose(request(1001, {"d0": 9}), view).keeper is Keeper.DECODE
+    assert choose(request(1001, {"p0": 9}), view).keeper is Keeper.PREFILL
+
+
+def test_candidates_tell_every_term_and_the_chosen_one_first() -> None:
+    plan = choose(request(1001, {"p0": 8}), fleet(load("p0"), load("p1"), load("d0"), load("d1", num_decodes=3)))
+    candidates = plan.candidates()
+    assert len(candidates) == plan.num_candidates == 4
+    assert (candidates[0].prefill, candidates[0].decode) == (plan.prefill, plan.decode)
+    for candidate in candidates:
+        assert abs(sum(candidate.terms.values()) - candidate.cost) < 1e-9
+    assert [c.cost for c in candidates] == sorted(c.cost for c in candidates)
+
+
+@st.composite
+def views(draw: st.DrawFn) -> FleetView:
+    def worker(name: str) -> WorkerLoad:
+        return load(
+            name,
+            num_free_blocks=draw(st.integers(0, 1000)),
+            num_decodes=draw(st.integers(0, 50)),
+            num_context_tokens=draw(st.integers(0, 10**6)),
+            prefill_free_at_s=draw(st.floats(0, 100)),
+        )
+
+    prefill = [worker(f"p{i}") for i in range(draw(st.integers(0, 3)))]
+    return fleet(*prefill, *[worker(f"d{i}") for i in range(draw(st.integers(0, 3)))])
+
+
+@given(
+    view=views(),
+    num_tokens=st.integers(1, 5000),
+    cached=st.dictionaries(st.sampled_from(["p0", "p1", "d0", "d2"]), st.integers(1, 60)),
+    slo_s=st.sampled_from([0.01, 1.0, float("inf")]),
+)
+def test_choice_is_among_the_workers_with_room_whatever_the_fleet_looks_like(
+    view: FleetView, num_tokens: int, cached: dict[str, int], slo_s: float
+) -> None:
+    asked = request(num_tokens, cached, ttft_slo_s=slo_s, itl_slo_s=slo_s)
+    plan = policy(local_prefill_max_tokens=64).choose(asked, view)
+    if isinstance(plan, Refused):
+        assert plan.retry_after_s > 0
+        return
+    decode = {worker.worker_id: worker for worker in view.decode}[plan.decode]
+    assert decode.num_free_blocks >= asked.num_decode_blocks
+    assert plan.prefill is None or plan.prefill in {worker.worker_id for worker in view.prefill}
+    assert (plan.kind is PlanKind.REMOTE) == (plan.prefill is not None)
+    assert 0 <= plan.predicted_cached_tokens < num_tokens
+    if plan.pull is not None:
+        assert plan.pull.source in view.sources
+        assert plan.pull.source != plan.computes
