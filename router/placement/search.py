@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from common.ids import BlockHash, RequestId, WorkerId
+from router.placement.feasibility import Shed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,7 @@ class Search:
     """A search over all the refusals that it meets. Event loop only."""
 
     sought: Sought
+    shed: Shed = Shed.NONE
     exclusions: dict[WorkerId, Exclusion] = field(default_factory=dict)
     version_when_booked: dict[WorkerId, int] = field(default_factory=dict)
 
