@@ -43,6 +43,7 @@ from common.errors import Refused
 from common.fake_tokenizer import byte_tokenizer
 from common.ids import RequestId
 from common.sampling import SamplingParams
+from common.tokens import as_tokens
 from engine.core import EngineCore
 from engine.events import EngineEvent, StepReport, Tokens
 from engine.executor import Sampled, ScheduledSequence, StepResult
@@ -125,7 +126,7 @@ class _Bench:
             prompt = [i, *range(100, 99 + context + i % BLOCK_SIZE)]
             request = EngineRequest(
                 request_id=RequestId(f"req-{i}"),
-                prompt_token_ids=tuple(prompt),
+                prompt_token_ids=as_tokens(prompt),
                 sampling=SamplingParams(temperature=0.0, max_tokens=WARM_STEPS + STEPS + 32, ignore_eos=True),
                 hash_root=root,
                 block_hashes=hash_blocks(prompt, root=root, block_size=BLOCK_SIZE),

@@ -32,6 +32,7 @@ from common.config import ServingConfig, parse_config
 from common.errors import Refused
 from common.ids import mint_request_id
 from common.sampling import SamplingParams
+from common.tokens import as_tokens
 from engine.core import EngineCore
 from engine.events import Failed, Tokens
 from engine.executor import Executor
@@ -142,7 +143,7 @@ class Load:
         block_size = self._core.executor.kv.shape.block_size
         return EngineRequest(
             request_id=mint_request_id(),
-            prompt_token_ids=prompt,
+            prompt_token_ids=as_tokens(prompt),
             sampling=self._sampling(),
             hash_root=self._root,
             block_hashes=hash_blocks(prompt, root=self._root, block_size=block_size),

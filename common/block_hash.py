@@ -7,14 +7,85 @@ root, made with blake2b, not the strength of the chain.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import overload
 
 import numpy as np
 import xxhash
 
 from common.ids import BlockHash
+from common.tokens import TOKEN_BYTES
 
 HASH_BYTES = 16
+
+
+class BlockHashes(Sequence[BlockHash]):
+    """Hashes of consecutive blocks in one byte string, 16 bytes each. Immutable."""
+
+    __slots__ = ("_keys", "packed")
+
+    def __init__(self, packed: bytes = b"") -> None:
+        """Raises ValueError when the length is no multiple of 16."""
+        if len(packed) % HASH_BYTES:
+            raise ValueError(f"{len(packed)} bytes are no whole number of {HASH_BYTES}-byte block hashes")
+        self.packed = packed
+        self._keys: list[int] | None = None
+
+    @classmethod
+    def of(cls, hashes: Iterable[BlockHash]) -> "BlockHashes":
+        """Pack hashes."""
+        return cls(b"".join(hashes))
+
+    @property
+    def keys(self) -> list[int]:
+        """The first 64 bits of each hash, as integers; made once, not to be changed."""
+        if self._keys is None:
+            self._keys = np.frombuffer(self.packed, dtype="<u8")[::2].tolist()
+        return self._keys
+
+    def digests(self) -> list[BlockHash]:
+        """Return the hashes one by one, in a new list; 15 ns each."""
+        found: list[BlockHash] = np.frombuffer(self.packed, dtype=f"V{HASH_BYTES}").tolist()
+        return found
+
+    def __len__(self) -> int:
+        return len(self.packed) // HASH_BYTES
+
+    @overload
+    def __getitem__(self, index: int) -> BlockHash: ...
+    @overload
+    def __getitem__(self, index: slice) -> "BlockHashes": ...
+    def __getitem__(self, index: int | slice) -> "BlockHash | BlockHashes":
+        """Return a hash, or a part without gaps."""
+        if isinstance(index, slice):
+            begin, end, step = index.indices(len(self))
+            if step != 1:
+                raise ValueError(f"step is {step}: only consecutive hashes")
+            return BlockHashes(self.packed[begin * HASH_BYTES : end * HASH_BYTES])
+        position = range(len(self))[index] * HASH_BYTES
+        return BlockHash(self.packed[position : position + HASH_BYTES])
+
+    def __iter__(self) -> Iterator[BlockHash]:
+        return iter(self.digests())
+
+    def __add__(self, other: "BlockHashes") -> "BlockHashes":
+        """Return both in a row; keys that are made already are not made again."""
+        both = BlockHashes(self.packed + other.packed)
+        if self._keys is not None:
+            both._keys = self._keys + other.keys
+        return both
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockHashes) and self.packed == other.packed
+
+    def __hash__(self) -> int:
+        return hash(self.packed)
+
+    def __repr__(self) -> str:
+        return f"BlockHashes({[digest.hex()[:8] for digest in self.digests()]})"
+
+
+NO_HASHES = BlockHashes()
 
 
 def hash_root(*, model_fingerprint: str, cache_salt: str = "") -> BlockHash:
@@ -28,29 +99,20 @@ def extend_hash(parent: BlockHash, block_token_ids: Sequence[int]) -> BlockHash:
     return BlockHash(xxhash.xxh3_128_digest(parent + np.asarray(block_token_ids, dtype="<u4").tobytes()))
 
 
-def hash_blocks(token_ids: Sequence[int], *, root: BlockHash, block_size: int) -> tuple[BlockHash, ...]:
-    """Return the hashes of all full blocks of `token_ids` (ints below 2**32), in order."""
+def hash_blocks(token_ids: Sequence[int], *, root: BlockHash, block_size: int) -> BlockHashes:
+    """Return the hashes of all full blocks of `token_ids` (ints below 2**32), in order.
+
+    `root` may be the hash of the block before them. Packed tokens are read in place: 0.2 ms for 16k in blocks of 16.
+    """
     raw = np.asarray(token_ids, dtype="<u4").tobytes()
-    stride = 4 * block_size
+    stride = TOKEN_BYTES * block_size
     digest = xxhash.xxh3_128_digest
-    hashes: list[BlockHash] = []
+    hashes: list[bytes] = []
     parent: bytes = root
     for start in range(0, len(raw) - stride + 1, stride):
         parent = digest(parent + raw[start : start + stride])
-        hashes.append(BlockHash(parent))
-    return tuple(hashes)
-
-
-def pack_hashes(hashes: Sequence[BlockHash]) -> bytes:
-    """Return the hashes as one byte string, 16 bytes each."""
-    return b"".join(hashes)
-
-
-def unpack_hashes(raw: bytes) -> tuple[BlockHash, ...]:
-    """Invert `pack_hashes`. Raises ValueError when the length is no multiple of 16."""
-    if len(raw) % HASH_BYTES:
-        raise ValueError(f"{len(raw)} bytes are no whole number of {HASH_BYTES}-byte block hashes")
-    return tuple(BlockHash(raw[i : i + HASH_BYTES]) for i in range(0, len(raw), HASH_BYTES))
+        hashes.append(parent)
+    return BlockHashes(b"".join(hashes))
 
 
 def hash_probe(root: BlockHash, block_size: int) -> BlockHash:

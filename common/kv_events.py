@@ -8,16 +8,15 @@ from dataclasses import dataclass
 
 import msgpack
 
-from common.block_hash import pack_hashes, unpack_hashes
-from common.ids import BlockHash
+from common.block_hash import NO_HASHES, BlockHashes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvEvents:
     """Changes of one worker's reusable blocks, to be applied as a whole: removed first, then stored."""
 
-    stored: tuple[BlockHash, ...] = ()
-    removed: tuple[BlockHash, ...] = ()
+    stored: BlockHashes = NO_HASHES
+    removed: BlockHashes = NO_HASHES
     is_snapshot: bool = False
 
     def __bool__(self) -> bool:
@@ -27,9 +26,7 @@ class KvEvents:
 def encode_events(events: KvEvents) -> bytes:
     """Return the msgpack form: {"v": 1, "snap": bool, "add": bytes, "del": bytes}."""
     return bytes(
-        msgpack.packb(
-            {"v": 1, "snap": events.is_snapshot, "add": pack_hashes(events.stored), "del": pack_hashes(events.removed)}
-        )
+        msgpack.packb({"v": 1, "snap": events.is_snapshot, "add": events.stored.packed, "del": events.removed.packed})
     )
 
 
@@ -40,7 +37,7 @@ def decode_events(raw: bytes) -> KvEvents:
         if batch["v"] != 1:
             raise ValueError(f"KV event version {batch['v']}; this build reads 1")
         return KvEvents(
-            stored=unpack_hashes(batch["add"]), removed=unpack_hashes(batch["del"]), is_snapshot=bool(batch["snap"])
+            stored=BlockHashes(batch["add"]), removed=BlockHashes(batch["del"]), is_snapshot=bool(batch["snap"])
         )
     except (KeyError, TypeError, msgpack.UnpackException) as error:
         raise ValueError(f"not a KV event batch: {error}") from error

@@ -7,6 +7,7 @@ import numpy as np
 
 from common.errors import InvalidRequest
 from common.sampling import SamplingParams
+from common.tokens import TOKEN_BYTES, TokenArray, as_tokens, token_view, tokens_from_bytes
 from kvrelay.v1 import sampling_pb2, worker_pb2
 
 ROLE_NAMES = {worker_pb2.WORKER_ROLE_PREFILL: "prefill", worker_pb2.WORKER_ROLE_DECODE: "decode"}
@@ -78,15 +79,9 @@ def sampling_to_proto(sampling: SamplingParams) -> sampling_pb2.SamplingParams:
     return message
 
 
-def token_ids_from_proto(ids: Sequence[int], *, vocab_size: int, field: str) -> tuple[int, ...]:
-    """Return the ids as a tuple. Raises InvalidRequest for one that is not in the vocabulary."""
-    tokens = tuple(ids)
-    if tokens and max(tokens) >= vocab_size:
-        bad = next(i for i, token in enumerate(tokens) if token >= vocab_size)
-        raise InvalidRequest(
-            f"token {tokens[bad]} at position {bad} is not in the vocabulary of {vocab_size}", field=field
-        )
-    return tokens
+def token_ids_from_proto(ids: Sequence[int], *, vocab_size: int, field: str) -> TokenArray:
+    """Return the ids (a repeated uint32, say) packed. Raises InvalidRequest for one that is not in the vocabulary."""
+    return _check_vocabulary(as_tokens(np.array(ids, dtype="<u4")), vocab_size=vocab_size, field=field)
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
@@ -94,8 +89,18 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
     return np.asarray(token_ids, dtype="<u4").tobytes()
 
 
-def unpack_tokens(raw: bytes, *, vocab_size: int, field: str) -> tuple[int, ...]:
+def unpack_tokens(raw: bytes, *, vocab_size: int, field: str) -> TokenArray:
     """Invert `pack_tokens`. Raises InvalidRequest for half a token, and for one that is not in the vocabulary."""
-    if len(raw) % 4:
-        raise InvalidRequest(f"{len(raw)} bytes are no whole number of 4-byte tokens", field=field)
-    return token_ids_from_proto(np.frombuffer(raw, dtype="<u4").tolist(), vocab_size=vocab_size, field=field)
+    if len(raw) % TOKEN_BYTES:
+        raise InvalidRequest(f"{len(raw)} bytes are no whole number of {TOKEN_BYTES}-byte tokens", field=field)
+    return _check_vocabulary(tokens_from_bytes(raw), vocab_size=vocab_size, field=field)
+
+
+def _check_vocabulary(tokens: TokenArray, *, vocab_size: int, field: str) -> TokenArray:
+    view = token_view(tokens)
+    if len(view) and view.max() >= vocab_size:
+        bad = int(np.argmax(view >= vocab_size))
+        raise InvalidRequest(
+            f"token {tokens[bad]} at position {bad} is not in the vocabulary of {vocab_size}", field=field
+        )
+    return tokens

@@ -14,6 +14,7 @@ import enum
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from common.block_hash import BlockHashes
 from common.ids import BlockHash, BlockId
 from common.kv_events import KvEvents
 
@@ -142,13 +143,13 @@ class BlockPool:
             return KvEvents()
         changes, self._changes = self._changes, {}
         return KvEvents(
-            stored=tuple(h for h, stored in changes.items() if stored),
-            removed=tuple(h for h, stored in changes.items() if not stored),
+            stored=BlockHashes.of(h for h, stored in changes.items() if stored),
+            removed=BlockHashes.of(h for h, stored in changes.items() if not stored),
         )
 
     def snapshot(self) -> KvEvents:
         """Return all published blocks."""
-        return KvEvents(stored=tuple(self._block_of), is_snapshot=True)
+        return KvEvents(stored=BlockHashes.of(self._block_of), is_snapshot=True)
 
     def _unpublish(self, block_id: int) -> None:
         block_hash = self._hash_of[block_id]

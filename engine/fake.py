@@ -21,6 +21,7 @@ import numpy.typing as npt
 from common.fake_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE
 from common.ids import BlockId
 from common.sampling import SamplingParams
+from common.tokens import TokenArray
 from engine.executor import DeviceSharing, KvShape, KvStore, Logprobs, Sampled, ScheduledSequence, StepResult
 from engine.noise import noise_key
 from engine.shared_memory import NONCE_BYTES, allocate_region
@@ -107,7 +108,7 @@ class _Chunk:
     """What a launched step knows of one sequence."""
 
     start: int
-    token_ids: tuple[int, ...]
+    token_ids: TokenArray
     """Those of the chunk, and the one behind it where that is known; empty when the input is pending."""
     input_row: int | None
     num_new_tokens: int
@@ -124,7 +125,7 @@ class _Chunk:
         start = sequence.num_computed
         return cls(
             start=start,
-            token_ids=tuple(sequence.token_ids[start : start + item.num_new_tokens + 1]),
+            token_ids=sequence.token_ids[start : start + item.num_new_tokens + 1],
             input_row=item.input_row,
             num_new_tokens=item.num_new_tokens,
             block_table=sequence.block_table[:],
@@ -167,7 +168,7 @@ class FakeStep:
 
     def _one(self, chunk: _Chunk, previous_token_ids: list[int]) -> StepResult:
         end = chunk.start + chunk.num_new_tokens
-        token_ids = chunk.token_ids if chunk.input_row is None else (previous_token_ids[chunk.input_row],)
+        token_ids = chunk.token_ids if chunk.input_row is None else [previous_token_ids[chunk.input_row]]
         for position in range(chunk.start, end):
             value = token_kv(token_ids[position - chunk.start], position)
             self._store.write_token(chunk.block_table, position, value)

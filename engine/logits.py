@@ -11,6 +11,7 @@ from typing import overload
 import torch
 
 from common.sampling import SamplingParams
+from common.tokens import TokenArray
 from engine.cuda.columns import Column, Columns
 from engine.cuda.device import Fetch, device_for
 from engine.executor import Logprobs
@@ -29,8 +30,8 @@ class OutputTokens(Sequence[int]):
     @overload
     def __getitem__(self, index: int) -> int: ...
     @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
+    def __getitem__(self, index: slice) -> TokenArray: ...
+    def __getitem__(self, index: int | slice) -> "int | TokenArray":
         """Return a token, or some."""
         first = self._sequence.num_prompt_tokens
         if isinstance(index, slice):

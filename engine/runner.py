@@ -1,8 +1,10 @@
 """Computes the engine's steps with torch: flattens a batch, runs the decoder, asks the sampler."""
 
+from array import array
 from collections.abc import Sequence as Seq
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,13 +71,11 @@ class ModelExecutor(Generic[StepT]):
         spans = [_span(item) for item in batch]
         block_size = self._store.shape.block_size
         metadata = AttentionMetadata.from_spans(spans, block_size=block_size)
-        token_ids = [
-            token_id
-            for item, span in zip(batch, spans, strict=True)
-            for token_id in item.sequence.token_ids[span.num_computed : span.context_len]
-        ]
+        token_ids = array("I")
+        for item, span in zip(batch, spans, strict=True):
+            token_ids += item.sequence.token_ids[span.num_computed : span.context_len]
         hidden = self._model.forward(
-            torch.tensor(token_ids, dtype=torch.int64, device=self._device),
+            torch.from_numpy(np.asarray(token_ids, dtype=np.int64)).to(self._device),
             self._ops.plan(metadata),
         )
         starts = metadata.query_start_loc.tolist()

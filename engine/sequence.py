@@ -2,12 +2,12 @@
 
 import enum
 from array import array
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from common.block_hash import extend_hash
+from common.block_hash import BlockHashes, extend_hash
 from common.ids import BlockHash, BlockId, RequestId
 from common.sampling import SamplingParams
+from common.tokens import TokenArray, as_tokens
 from engine.block_pool import Retention
 
 
@@ -16,12 +16,12 @@ class EngineRequest:
     """A request as a worker receives it. With `output_token_ids` it is taken over in the middle (then n is 1)."""
 
     request_id: RequestId
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: TokenArray
     sampling: SamplingParams
     hash_root: BlockHash
-    block_hashes: tuple[BlockHash, ...]
+    block_hashes: BlockHashes
     """Of the full blocks of prompt + output tokens."""
-    output_token_ids: tuple[int, ...] = ()
+    output_token_ids: TokenArray = field(default_factory=lambda: as_tokens(()))
     first_sample_index: int = 0
     retention: Retention = Retention.KEEP
 
@@ -57,7 +57,8 @@ class Sequence:
     """Place in line: arrival number of the request, kept through preemption."""
     sample_index: int
     block_size: int
-    token_ids: list[int]
+    token_ids: TokenArray
+    """It grows at its end: no NumPy view of it may outlive the call that made it."""
     num_prompt_tokens: int
     block_hashes: list[BlockHash]
     max_num_tokens: int
@@ -91,9 +92,9 @@ class Sequence:
             order=order,
             sample_index=request.first_sample_index,
             block_size=block_size,
-            token_ids=[*request.prompt_token_ids, *request.output_token_ids],
+            token_ids=request.prompt_token_ids + request.output_token_ids,
             num_prompt_tokens=len(request.prompt_token_ids),
-            block_hashes=list(request.block_hashes),
+            block_hashes=request.block_hashes.digests(),
             max_num_tokens=len(request.prompt_token_ids) + request.sampling.max_tokens,
         )
 
@@ -128,7 +129,7 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def output_token_ids(self) -> Seq[int]:
+    def output_token_ids(self) -> TokenArray:
         """The generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]
 
@@ -151,7 +152,7 @@ class Sequence:
             order=self.order,
             sample_index=sample_index,
             block_size=self.block_size,
-            token_ids=list(self.token_ids),
+            token_ids=self.token_ids[:],
             num_prompt_tokens=self.num_prompt_tokens,
             block_hashes=list(self.block_hashes),
             max_num_tokens=self.max_num_tokens,

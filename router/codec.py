@@ -3,15 +3,17 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from common.tokens import TokenArray
+
 
 class Codec(Protocol):
     """Turns text into token ids. Encoding runs off the event loop."""
 
-    async def encode(self, text: str) -> tuple[int, ...]:
+    async def encode(self, text: str) -> TokenArray:
         """Return the ids of plain text."""
         ...
 
-    async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
+    async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> TokenArray:
         """Return the ids of a conversation of (role, content), rendered by the model's chat template.
 
         Raises InvalidRequest when the template refuses it.

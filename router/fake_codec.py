@@ -2,19 +2,21 @@
 
 from collections.abc import Sequence
 
+from common.tokens import TokenArray, as_tokens
+
 NUM_BYTES = 256
 
 
 class ByteCodec:
     """Token id = byte value of the UTF-8 text."""
 
-    async def encode(self, text: str) -> tuple[int, ...]:
+    async def encode(self, text: str) -> TokenArray:
         """Return the bytes of `text`."""
-        return tuple(text.encode())
+        return as_tokens(text.encode())
 
-    async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
+    async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> TokenArray:
         """Return the bytes of one `role: content` line per message, and of the line that the answer continues."""
-        return tuple("".join([*(f"{role}: {content}\n" for role, content in messages), "assistant:"]).encode())
+        return as_tokens("".join([*(f"{role}: {content}\n" for role, content in messages), "assistant:"]).encode())
 
     def decode_pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
         """Return each byte as a character, where it is one; ids beyond bytes have no text."""

@@ -7,9 +7,9 @@ in slices, a slice with every later change, and only then used again.
 """
 
 from collections import deque
-from collections.abc import Sequence
 
-from common.ids import BlockHash, WorkerId
+from common.block_hash import BlockHashes
+from common.ids import WorkerId
 from common.kv_events import KvEvents
 
 SCRUB_KEYS_PER_CHANGE = 4096
@@ -46,24 +46,22 @@ class PrefixIndex:
         if events.is_snapshot:
             self.drop(worker_id)
         slot = self._slot(worker_id)
-        for block_hash in events.removed:
-            self._clear(slot, _key(block_hash))
+        for key in events.removed.keys:
+            self._clear(slot, key)
         bit = 1 << slot
-        for block_hash in events.stored:
-            key = _key(block_hash)
+        for key in events.stored.keys:
             self._masks[key] = self._masks.get(key, 0) | bit
             self._expected.pop((slot, key), None)
         self._scrub()
 
-    def expect(self, worker_id: WorkerId, hashes: Sequence[BlockHash], *, expires_s: float) -> None:
+    def expect(self, worker_id: WorkerId, hashes: BlockHashes, *, expires_s: float) -> None:
         """Count blocks as held that a plan just sent to the worker, until an event confirms them or time passes.
 
         `expires_s` must not decrease from call to call.
         """
         slot = self._slot(worker_id)
         bit = 1 << slot
-        for block_hash in hashes:
-            key = _key(block_hash)
+        for key in hashes.keys:
             mask = self._masks.get(key, 0)
             is_expected = self._expected.pop((slot, key), None) is not None
             if mask & bit and not is_expected:
@@ -71,13 +69,12 @@ class PrefixIndex:
             self._masks[key] = mask | bit
             self._expected[(slot, key)] = expires_s
 
-    def retract(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
+    def retract(self, worker_id: WorkerId, hashes: BlockHashes) -> None:
         """Forget those of the blocks that were expected of the worker and that no event has confirmed."""
         slot = self._slots.get(worker_id)
         if slot is None:
             return
-        for block_hash in hashes:
-            key = _key(block_hash)
+        for key in hashes.keys:
             if (slot, key) in self._expected:
                 self._clear(slot, key)
 
@@ -104,58 +101,57 @@ class PrefixIndex:
             del self._expected[entry]
         self._scrub()
 
-    def match(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
+    def match(self, hashes: BlockHashes) -> dict[WorkerId, int]:
         """Return, for each worker that holds the first block, how many leading blocks it holds.
 
         Found by galloping search over all workers at once, which reads a few dozen of the keys. Where a worker's
         blocks have holes the number may be too high, never too low: confirm a choice with `count_leading`.
         """
-        if not hashes:
+        keys = hashes.keys
+        if not keys:
             return {}
-        alive = self._masks.get(_key(hashes[0]), 0) & self._live_mask
+        alive = self._masks.get(keys[0], 0) & self._live_mask
         found: dict[WorkerId, int] = {}
-        low, step, last = 0, 1, len(hashes) - 1
+        low, step, last = 0, 1, len(keys) - 1
         while alive and low < last:
             high = min(low + step, last)
-            still = alive & self._masks.get(_key(hashes[high]), 0)
-            self._bisect(hashes, alive & ~still, low, high, found)
+            still = alive & self._masks.get(keys[high], 0)
+            self._bisect(keys, alive & ~still, low, high, found)
             alive, low, step = still, high, step * 2
-        self._record(alive, len(hashes), found)
+        self._record(alive, len(keys), found)
         return found
 
-    def count_leading(self, worker_id: WorkerId, hashes: Sequence[BlockHash], *, at_most: int) -> int:
+    def count_leading(self, worker_id: WorkerId, hashes: BlockHashes, *, at_most: int) -> int:
         """Return exactly how many leading blocks the worker holds, looking at `at_most` of them."""
         slot = self._slots.get(worker_id)
         if slot is None:
             return 0
         bit = 1 << slot
-        for position, block_hash in enumerate(hashes[:at_most]):
-            if not self._masks.get(_key(block_hash), 0) & bit:
+        for position, key in enumerate(hashes.keys[:at_most]):
+            if not self._masks.get(key, 0) & bit:
                 return position
         return min(at_most, len(hashes))
 
-    def count_present(self, worker_id: WorkerId, hashes: Sequence[BlockHash], *, at_most: int) -> int:
+    def count_present(self, worker_id: WorkerId, hashes: BlockHashes, *, at_most: int) -> int:
         """Like `count_leading`, but ends before the first block that no event has confirmed."""
         num_leading = self.count_leading(worker_id, hashes, at_most=at_most)
         if not self._expected or not num_leading:
             return num_leading
         slot = self._slots[worker_id]
-        for position in range(num_leading):
-            if (slot, _key(hashes[position])) in self._expected:
+        for position, key in enumerate(hashes.keys[:num_leading]):
+            if (slot, key) in self._expected:
                 return position
         return num_leading
 
-    def _bisect(
-        self, hashes: Sequence[BlockHash], workers: int, low: int, high: int, found: dict[WorkerId, int]
-    ) -> None:
+    def _bisect(self, keys: list[int], workers: int, low: int, high: int, found: dict[WorkerId, int]) -> None:
         # Every worker of the mask holds block `low` and lacks block `high`.
         while workers:
             if high - low == 1:
                 self._record(workers, high, found)
                 return
             middle = (low + high) // 2
-            holders = workers & self._masks.get(_key(hashes[middle]), 0)
-            self._bisect(hashes, workers & ~holders, low, middle, found)
+            holders = workers & self._masks.get(keys[middle], 0)
+            self._bisect(keys, workers & ~holders, low, middle, found)
             workers, low = holders, middle
 
     def _record(self, workers: int, num_blocks: int, found: dict[WorkerId, int]) -> None:
@@ -202,7 +198,3 @@ class PrefixIndex:
         if not self._scrubbing:
             self._free_slots.extend(self._scrub_slots)
             self._scrub_slots = set()
-
-
-def _key(block_hash: BlockHash) -> int:
-    return int.from_bytes(block_hash[:8], "little")

@@ -1,11 +1,11 @@
 """Which tokens of a request were delivered: each index of each sample at most once, in order."""
 
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from common.clock import Clock
 from common.errors import EngineFault
+from common.tokens import TokenArray, as_tokens
 from kvrelay.v1 import sampling_pb2
 
 
@@ -13,7 +13,7 @@ from kvrelay.v1 import sampling_pb2
 class Sample:
     """One of the n answers."""
 
-    token_ids: "array[int]" = field(default_factory=lambda: array("I"))
+    token_ids: TokenArray = field(default_factory=lambda: as_tokens(()))
     is_finished: bool = False
 
 
@@ -38,9 +38,9 @@ class TokenLedger:
         """Delivered tokens of all samples."""
         return sum(len(sample.token_ids) for sample in self._samples)
 
-    def output(self, sample_index: int) -> tuple[int, ...]:
-        """Return the delivered tokens of a sample."""
-        return tuple(self._samples[sample_index].token_ids)
+    def output(self, sample_index: int) -> TokenArray:
+        """Return a copy of the delivered tokens of a sample."""
+        return self._samples[sample_index].token_ids[:]
 
     def unfinished(self, sample_indices: Iterable[int]) -> list[int]:
         """Return those of the samples that have not ended."""

@@ -1,13 +1,13 @@
 """One request as the router keeps it: what was asked, what was delivered, what the workers reported."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from common.block_hash import hash_blocks, pack_hashes
+from common.block_hash import BlockHashes, hash_blocks
 from common.clock import Clock
-from common.ids import BlockHash, RequestId
+from common.ids import RequestId
 from common.lifecycle import LifeCycle, State
 from common.sampling import SamplingParams
+from common.tokens import TokenArray, as_tokens
 from common.wire import pack_tokens, sampling_to_proto
 from kvrelay.v1 import decode_pb2, inference_pb2, sequence_pb2, worker_pb2
 from router.facts import ModelFacts
@@ -20,17 +20,20 @@ class Job:
     """A request that passed every check."""
 
     request_id: RequestId
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: TokenArray
+    prompt_hashes: BlockHashes
+    """Of the prompt's full blocks."""
     sampling: SamplingParams
     model: ModelFacts
 
-    def known_tokens(self, output: Sequence[int]) -> tuple[int, ...]:
-        """Return prompt and output so far."""
-        return (*self.prompt_token_ids, *output)
-
-    def hashes(self, output: Sequence[int]) -> tuple[BlockHash, ...]:
-        """Return the hashes of the full blocks of prompt and output."""
-        return hash_blocks(self.known_tokens(output), root=self.model.root, block_size=self.model.block_size)
+    def hashes(self, output: TokenArray) -> BlockHashes:
+        """Return the hashes of the full blocks of prompt and output. The prompt is not hashed again."""
+        if not output:
+            return self.prompt_hashes
+        num_hashed = len(self.prompt_hashes)
+        parent = self.prompt_hashes[-1] if num_hashed else self.model.root
+        rest = self.prompt_token_ids[num_hashed * self.model.block_size :] + output
+        return self.prompt_hashes + hash_blocks(rest, root=parent, block_size=self.model.block_size)
 
 
 @dataclass(slots=True, eq=False)
@@ -53,9 +56,9 @@ class RequestRecord:
     def __post_init__(self) -> None:
         self.ledger = TokenLedger(num_samples=self.job.sampling.n, clock=self.clock)
 
-    def output_of(self, samples: range) -> tuple[int, ...]:
+    def output_of(self, samples: range) -> TokenArray:
         """Return the tokens that a worker must go on from; several samples begin together, from nothing."""
-        return self.ledger.output(samples[0]) if len(samples) == 1 else ()
+        return self.ledger.output(samples[0]) if len(samples) == 1 else as_tokens(())
 
     def sequence(
         self, samples: range, retention: "sequence_pb2.Retention.ValueType" = sequence_pb2.RETENTION_UNSPECIFIED
@@ -69,7 +72,7 @@ class RequestRecord:
             request_id=self.job.request_id,
             prompt_tokens=pack_tokens(self.job.prompt_token_ids),
             output_tokens=pack_tokens(output),
-            block_hashes=pack_hashes(self.job.hashes(output)),
+            block_hashes=self.job.hashes(output).packed,
             hash_root=self.job.model.root,
             sampling=sampling_to_proto(sampling),
             first_sample_index=samples[0],

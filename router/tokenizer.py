@@ -16,6 +16,7 @@ import tokenizers
 
 from common.errors import InvalidRequest
 from common.model_files import ModelNotFound
+from common.tokens import TokenArray, as_tokens
 from router.chat_template import ChatTemplate, check_unicode
 
 _NUM_THREADS = 2
@@ -59,12 +60,12 @@ class TextCodec:
         """Whether conversations can be encoded."""
         return self._chat_template is not None
 
-    async def encode(self, text: str) -> tuple[int, ...]:
+    async def encode(self, text: str) -> TokenArray:
         """Return the ids of plain text, with the special tokens that the model expects. Raises InvalidRequest."""
         check_unicode(text, field="text")
         return await self._off_loop(lambda: self._encode(text, add_special_tokens=True))
 
-    async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
+    async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> TokenArray:
         """Return the ids of a conversation of (role, content), up to where the assistant's answer begins.
 
         Special tokens are those that the template writes. Raises InvalidRequest that names the field.
@@ -82,12 +83,12 @@ class TextCodec:
         """Stop the threads; nothing can be encoded any more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _off_loop(self, work: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+    async def _off_loop(self, work: Callable[[], TokenArray]) -> TokenArray:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+    def _encode(self, text: str, *, add_special_tokens: bool) -> TokenArray:
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return tuple(encoding.ids)
+        return as_tokens(encoding.ids)
 
     def _piece(self, token_id: int) -> str:
         if token_id not in self._pieces:

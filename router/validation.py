@@ -4,9 +4,11 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
+from common.block_hash import hash_blocks
 from common.errors import InvalidRequest, PromptTooLong, UnknownModel
 from common.ids import RequestId
 from common.sampling import SamplingParams
+from common.tokens import TokenArray
 from common.wire import sampling_from_proto, token_ids_from_proto
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from router.codec import Codec
@@ -36,14 +38,20 @@ class RequestReader:
             raise InvalidRequest("the prompt is empty", field="prompt")
         sampling = self._sampling(message.sampling, len(prompt), model)
         _check_pages(len(prompt), sampling, model)
-        return Job(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, model=model)
+        return Job(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            prompt_hashes=hash_blocks(prompt, root=model.root, block_size=model.block_size),
+            sampling=sampling,
+            model=model,
+        )
 
-    async def encode_text(self, text: str, model: ModelFacts | None) -> tuple[int, ...]:
+    async def encode_text(self, text: str, model: ModelFacts | None) -> TokenArray:
         """Tokenize plain text. Raises PromptTooLong for text that no context could hold."""
         _check_chars(len(text), model, field="text")
         return await self._codec.encode(text)
 
-    async def encode_chat(self, chat: inference_pb2.ChatPrompt, model: ModelFacts | None) -> tuple[int, ...]:
+    async def encode_chat(self, chat: inference_pb2.ChatPrompt, model: ModelFacts | None) -> TokenArray:
         """Render and tokenize a conversation. Raises RequestError."""
         if not chat.messages:
             raise InvalidRequest("the conversation has no message", field="chat.messages")
@@ -62,7 +70,7 @@ class RequestReader:
         """Return the text of each token by itself."""
         return self._codec.decode_pieces(token_ids)
 
-    async def _prompt(self, message: inference_pb2.GenerateRequest, model: ModelFacts) -> tuple[int, ...]:
+    async def _prompt(self, message: inference_pb2.GenerateRequest, model: ModelFacts) -> TokenArray:
         match message.WhichOneof("prompt"):
             case "text":
                 tokens = await self.encode_text(message.text, model)

@@ -10,6 +10,7 @@ from common.errors import Refused
 from common.fake_tokenizer import EOS_TOKEN_ID
 from common.ids import RequestId
 from common.sampling import SamplingParams
+from common.tokens import as_tokens
 from engine.core import EngineCore
 from engine.events import EngineEvent, Failed, TokenOutput, Tokens
 from engine.executor import ScheduledSequence
@@ -31,8 +32,8 @@ def make_request(
     root = hash_root(model_fingerprint=f"fake-v1-{block_size}", cache_salt=salt)
     return EngineRequest(
         request_id=RequestId("req-test"),
-        prompt_token_ids=tuple(prompt),
-        output_token_ids=tuple(output),
+        prompt_token_ids=as_tokens(prompt),
+        output_token_ids=as_tokens(output),
         sampling=SamplingParams(**params),
         hash_root=root,
         block_hashes=hash_blocks([*prompt, *output], root=root, block_size=block_size),
@@ -119,7 +120,7 @@ def expected_tokens(request: EngineRequest, *, sample: int = 0) -> list[int]:
     while len(request.output_token_ids) + len(generated) < request.sampling.max_tokens:
         sequence = EngineSequence.from_request(make_request(request.prompt_token_ids), block_size=BLOCK_SIZE, order=0)
         sequence.request = request
-        sequence.token_ids = [*tokens, *generated]
+        sequence.token_ids = as_tokens([*tokens, *generated])
         sequence.sample_index = request.first_sample_index + sample
         sequence.block_table = executor_blocks(len(sequence.token_ids))
         (result,) = executor.launch([ScheduledSequence(sequence, len(sequence.token_ids), 1)]).results()

@@ -15,6 +15,7 @@ from common.config import ServingConfig
 from common.errors import InvalidRequest, Overloaded, Refused
 from common.ids import mint_request_id
 from common.sampling import SamplingParams
+from common.tokens import as_tokens
 from engine.core import EngineCore
 from engine.events import EngineEvent, Failed, Tokens
 from engine.executor import Executor
@@ -110,7 +111,7 @@ class LocalEngine:
         block_size = self.executor.kv.shape.block_size
         return EngineRequest(
             request_id=mint_request_id(),
-            prompt_token_ids=tuple(prompt),
+            prompt_token_ids=as_tokens(prompt),
             sampling=sampling,
             hash_root=self._root,
             block_hashes=hash_blocks(prompt, root=self._root, block_size=block_size),

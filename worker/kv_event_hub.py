@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from common.block_hash import BlockHashes
 from common.errors import KvrelayError, Overloaded, WorkerLost
 from common.ids import BlockHash
 from common.kv_events import KvEvents
@@ -52,8 +53,8 @@ class Watcher:
         self._woken.clear()
         changes, self._changes = self._changes, {}
         return KvEvents(
-            stored=tuple(h for h, stored in changes.items() if stored),
-            removed=tuple(h for h, stored in changes.items() if not stored),
+            stored=BlockHashes.of(h for h, stored in changes.items() if stored),
+            removed=BlockHashes.of(h for h, stored in changes.items() if not stored),
         )
 
 

@@ -1,6 +1,6 @@
 """Reads a SequenceSpec. Routers are ours, but a worker checks what would corrupt it all the same."""
 
-from common.block_hash import HASH_BYTES, unpack_hashes
+from common.block_hash import HASH_BYTES, BlockHashes
 from common.errors import InvalidRequest
 from common.ids import BlockHash, RequestId
 from common.wire import sampling_from_proto, unpack_tokens
@@ -34,7 +34,7 @@ def engine_request(spec: sequence_pb2.SequenceSpec, executor: Executor) -> Engin
         output_token_ids=output,
         sampling=sampling,
         hash_root=BlockHash(spec.hash_root),
-        block_hashes=unpack_hashes(spec.block_hashes),
+        block_hashes=BlockHashes(spec.block_hashes),
         first_sample_index=spec.first_sample_index,
         retention=Retention.BRIEF if spec.retention == sequence_pb2.RETENTION_BRIEF else Retention.KEEP,
     )

@@ -17,6 +17,7 @@ from common.errors import Refused
 from common.ids import mint_request_id
 from common.random_models import CONFIGS
 from common.sampling import SamplingParams
+from common.tokens import as_tokens
 from engine.core import EngineCore
 from engine.events import Failed, Tokens
 from engine.executor import Executor
@@ -173,7 +174,7 @@ class EngineArm:
     def _request(self, prompt: Sequence[int], max_tokens: int) -> EngineRequest:
         return EngineRequest(
             request_id=mint_request_id(),
-            prompt_token_ids=tuple(prompt),
+            prompt_token_ids=as_tokens(prompt),
             sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
             hash_root=self._root,
             block_hashes=hash_blocks(prompt, root=self._root, block_size=BLOCK_SIZE),

@@ -9,15 +9,16 @@ copied. Its head holds the tokens that the last step sampled, so that an input t
 found there.
 """
 
+from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from common.tokens import TokenArray
 from engine.cuda.columns import Column, Columns
 from engine.executor import ScheduledSequence
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
@@ -218,7 +219,7 @@ class RaggedColumns:
         has_chunks = not is_decode.all()
         unknown = [i for i, item in enumerate(batch) if item.input_row is not None]
         return cls(
-            token_ids=columns.ints(list(chain.from_iterable(map(_known_token_ids, batch)))),
+            token_ids=columns.ints(_known_token_ids(batch)),
             unknown=columns.add(metadata.query_start_loc[unknown]) if unknown else None,
             unknown_rows=columns.ints([batch[i].input_row or 0 for i in unknown]) if unknown else None,
             table_rows=columns.ints(rows),
@@ -255,11 +256,16 @@ class RaggedColumns:
         return token_ids
 
 
-def _known_token_ids(item: ScheduledSequence) -> list[int]:
-    if item.input_row is not None:
-        return [0]
-    begin = item.sequence.num_computed
-    return item.sequence.token_ids[begin : begin + item.num_new_tokens]
+def _known_token_ids(batch: Seq[ScheduledSequence]) -> TokenArray:
+    """Return the tokens of a step, 0 for each that is not known."""
+    token_ids = array("I")
+    for item in batch:
+        if item.input_row is not None:
+            token_ids.append(0)
+        else:
+            begin = item.sequence.num_computed
+            token_ids += item.sequence.token_ids[begin : begin + item.num_new_tokens]
+    return token_ids
 
 
 def _int32(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:

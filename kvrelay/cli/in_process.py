@@ -103,7 +103,7 @@ def _load_codec(config: "ServingConfig") -> "Codec":
     return TextCodec.load(model_dir)
 
 
-async def _encode(codec: "Codec", source: str | Sequence[ChatMessage]) -> tuple[int, ...]:
+async def _encode(codec: "Codec", source: str | Sequence[ChatMessage]) -> Sequence[int]:
     if isinstance(source, str):
         return await codec.encode(source)
     return await codec.encode_chat([(message.role, message.content) for message in source])

@@ -3,21 +3,20 @@
 1. Workers that refused this search sit out (`Search.exclusions`).
 2. The index tells who holds the prefix; the policy chooses; the chosen workers' matches are verified by one walk, and
    where the index was too hopeful the policy chooses again.
-3. A request that cannot be served in time anywhere is refused for good (feasibility.py).
-4. The plan is booked, and its blocks count as cached where they are computed, until events confirm them or time
+3. The plan is booked, and its blocks count as cached where they are computed, until events confirm them or time
    passes (`EXPECTED_TTL_S`); an attempt that fails takes them back (`expecting`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from common.block_hash import BlockHashes
 from common.clock import Clock
 from common.errors import Refused
-from common.ids import BlockHash, WorkerId
+from common.ids import WorkerId
 from router.booking import Booking
 from router.fleet import Fleet
 from router.index import PrefixIndex
-from router.placement.feasibility import find_hopeless
 from router.placement.plans import Plan, RouteRequest
 from router.placement.policies import Policy
 from router.placement.search import Exclusion, Search, Sought
@@ -60,18 +59,9 @@ class Chooser:
         plan = self._policy.choose(request, view)
         while isinstance(plan, Plan) and self._correct(matches, plan, sought.hashes):
             plan = self._policy.choose(request, view)
-        if not search.exclusions and (hopeless := find_hopeless(request, plan, view, shed=search.shed)) is not None:
-            return hopeless
         if isinstance(plan, Refused):
             return plan
         return self._book(search, request, plan)
-
-    def work_s(self, sought: Sought) -> float:
-        """Return how long the least work takes that is left of the prompt, at the pace of a typical worker."""
-        matches = self._index.match(sought.hashes)
-        num_blocks = min(max(matches.values(), default=0), (sought.num_tokens - 1) // sought.block_size)
-        num_cached = num_blocks * sought.block_size
-        return self._fleet.typical_timing.prefill_s(sought.num_tokens - num_cached, num_cached)
 
     def exclude(self, search: Search, worker_id: WorkerId, *, retry_after_s: float | None) -> None:
         """Do not offer a worker that refused the search before its load changed or the time has passed."""
@@ -81,12 +71,12 @@ class Chooser:
             until_s=self._clock.monotonic() + (RETRY_AFTER_S if retry_after_s is None else retry_after_s),
         )
 
-    def expect(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
+    def expect(self, worker_id: WorkerId, hashes: BlockHashes) -> None:
         """Count blocks as cached on a worker ahead of its own word: the next request must not race its events."""
         self._index.expect(worker_id, hashes, expires_s=self._clock.monotonic() + EXPECTED_TTL_S)
 
     @contextmanager
-    def expecting(self, booking: Booking, hashes: Sequence[BlockHash]) -> Iterator[None]:
+    def expecting(self, booking: Booking, hashes: BlockHashes) -> Iterator[None]:
         """Run the plan inside: when that fails, forget the blocks that it would have produced and no event confirmed.
 
         A sibling that expects the same blocks there loses its expectation too: events bring them soon enough, and too
@@ -108,7 +98,7 @@ class Chooser:
         self.expect(plan.computes, search.sought.hashes)
         return booking
 
-    def _correct(self, matches: dict[WorkerId, int], plan: Plan, hashes: Sequence[BlockHash]) -> bool:
+    def _correct(self, matches: dict[WorkerId, int], plan: Plan, hashes: BlockHashes) -> bool:
         """Replace the chosen workers' matches by exact ones; returns whether that changed any."""
         changed = False
         for worker_id in (plan.decode, plan.prefill):

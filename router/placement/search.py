@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from common.ids import BlockHash, RequestId, WorkerId
-from router.placement.feasibility import Shed
+from common.block_hash import BlockHashes
+from common.ids import RequestId, WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +15,7 @@ class Sought:
     """Known tokens: prompt and output so far."""
     num_samples: int
     block_size: int
-    hashes: tuple[BlockHash, ...]
+    hashes: BlockHashes
     """Of the full blocks of the known tokens; empty when cached KV cannot be used."""
     num_output_tokens: int = 256
     """Expected length of each answer; never more than max_tokens."""
@@ -45,7 +45,6 @@ class Search:
     """A search over all the refusals that it meets. Event loop only."""
 
     sought: Sought
-    shed: Shed = Shed.NONE
     exclusions: dict[WorkerId, Exclusion] = field(default_factory=dict)
     version_when_booked: dict[WorkerId, int] = field(default_factory=dict)
 

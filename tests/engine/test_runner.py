@@ -120,7 +120,7 @@ def test_execute_when_called_leaves_the_sequence_alone(qwen3: Path) -> None:
     sequence = make_sequence(make_prompt(9))
     driver = Driver(load(qwen3))
     driver.step([(sequence, 5)])
-    before = (sequence.num_computed, list(sequence.token_ids), list(sequence.block_table))
+    before = (sequence.num_computed, sequence.token_ids[:], list(sequence.block_table))
     driver.step([(make_sequence(make_prompt(3)), 3)])
     assert (sequence.num_computed, sequence.token_ids, list(sequence.block_table)) == before
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 from scipy import stats
 
+from common.block_hash import NO_HASHES
 from common.errors import EngineFault
 from common.ids import BlockHash, RequestId
 from common.sampling import SamplingParams
+from common.tokens import as_tokens
 from engine.cuda.columns import Columns
 from engine.cuda.device import HostDevice
 from engine.draw import waiting_times
@@ -345,10 +347,10 @@ def test_greedy_over_a_large_vocabulary_takes_the_smallest_token_id_of_the_best(
 def make_sequence(prompt: list[int], output: list[int]) -> EngineSequence:
     request = EngineRequest(
         request_id=RequestId("req-test"),
-        prompt_token_ids=tuple(prompt),
+        prompt_token_ids=as_tokens(prompt),
         sampling=SamplingParams(),
         hash_root=BlockHash(bytes(16)),
-        block_hashes=(),
+        block_hashes=NO_HASHES,
     )
     sequence = EngineSequence.from_request(request, block_size=4, order=0)
     for token_id in output:
@@ -404,15 +406,10 @@ def test_penalties_in_later_steps_bring_only_new_tokens_to_the_device() -> None:
 def test_output_tokens_are_a_view_of_what_a_sequence_has_generated() -> None:
     sequence = make_sequence([1, 2, 3], [4, 5, 6, 7])
     tokens = OutputTokens(sequence)
-    assert list(tokens) == tokens[:] == [4, 5, 6, 7]
-    assert (tokens[0], tokens[-1], tokens[2:], tokens[1:3], tokens[-2:], tokens[5:]) == (
-        4,
-        7,
-        [6, 7],
-        [5, 6],
-        [6, 7],
-        [],
-    )
+    assert list(tokens) == list(tokens[:]) == [4, 5, 6, 7]
+    assert (tokens[0], tokens[-1]) == (4, 7)
+    parts = [list(part) for part in (tokens[2:], tokens[1:3], tokens[-2:], tokens[5:])]
+    assert parts == [[6, 7], [5, 6], [6, 7], []]
     sequence.append_token(8)
     assert (len(tokens), tokens[-1]) == (5, 8)
     with pytest.raises(IndexError):

@@ -16,6 +16,7 @@ from common.block_hash import hash_blocks, hash_root
 from common.clock import ManualClock
 from common.ids import BlockId, RequestId
 from common.sampling import SamplingParams
+from common.tokens import as_tokens
 from engine.core import EngineCore
 from engine.events import Started
 from engine.executor import KvShape
@@ -150,7 +151,7 @@ def test_engine_when_prompt_is_cached_answers_as_transformers(name: str, tmp_pat
     root = hash_root(model_fingerprint="test", cache_salt="")
     request = EngineRequest(
         request_id=RequestId("req-test"),
-        prompt_token_ids=prompt,
+        prompt_token_ids=as_tokens(prompt),
         sampling=SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS),
         hash_root=root,
         block_hashes=hash_blocks(prompt, root=root, block_size=BLOCK_SIZE),

@@ -20,8 +20,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from common.block_hash import NO_HASHES
 from common.ids import BlockHash, BlockId, RequestId
 from common.sampling import SamplingParams
+from common.tokens import as_tokens
 from engine.executor import ScheduledSequence, StepResult
 from engine.loading import load_executor
 from engine.options import EngineOptions
@@ -271,10 +273,10 @@ def make_sequence(prompt: Seq[int], *, sampling: SamplingParams = GREEDY, block_
     """Return a fresh sequence without pages."""
     request = EngineRequest(
         request_id=RequestId("req-test"),
-        prompt_token_ids=tuple(prompt),
+        prompt_token_ids=as_tokens(prompt),
         sampling=sampling,
         hash_root=BlockHash(bytes(16)),
-        block_hashes=(),
+        block_hashes=NO_HASHES,
     )
     return Sequence.from_request(request, block_size=block_size, order=0)
 

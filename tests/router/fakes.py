@@ -12,8 +12,8 @@ import grpc
 import numpy as np
 import xxhash
 
-from common.block_hash import hash_probe, hash_root
-from common.config import RouterConfig, ServingConfig
+from common.block_hash import BlockHashes, hash_probe, hash_root
+from common.config import RouterConfig
 from common.errors import KvrelayError, Overloaded, StaleEpoch, from_rpc_error
 from common.ids import BlockHash, mint_epoch
 from common.kv_events import KvEvents, encode_events
@@ -176,7 +176,7 @@ class FakeWorker:
         self.blocks |= set(stored)
         self.blocks -= set(removed)
         for watcher in self.watchers:
-            watcher.put_nowait((lost, KvEvents(stored=tuple(stored), removed=tuple(removed))))
+            watcher.put_nowait((lost, KvEvents(stored=BlockHashes.of(stored), removed=BlockHashes.of(removed))))
 
     def set_load(self, **fields: int) -> None:
         """Change the reported load."""
@@ -241,7 +241,7 @@ class _Servicer(
         worker = self._worker
         worker.num_watches += 1
         updates: asyncio.Queue[tuple[int, KvEvents]] = asyncio.Queue()
-        updates.put_nowait((0, KvEvents(stored=tuple(worker.blocks), is_snapshot=True)))
+        updates.put_nowait((0, KvEvents(stored=BlockHashes.of(worker.blocks), is_snapshot=True)))
         worker.watchers.append(updates)
         seq = 0
         try:
@@ -455,7 +455,7 @@ class TestCluster:
 async def running_cluster(*workers: FakeWorker, config: RouterConfig | None = None) -> AsyncIterator[TestCluster]:
     """Start workers and a router that uses them; all that are started are ready."""
     config = RouterConfig(local_prefill_max_tokens=0) if config is None else config
-    router = await serve_router(ServingConfig(router=config), codec=ByteCodec(), host="127.0.0.1", port=0)
+    router = await serve_router(config, codec=ByteCodec(), host="127.0.0.1", port=0)
     channel = client_channel(router.address)
     cluster = TestCluster(
         router=router,

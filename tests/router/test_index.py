@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from common.block_hash import BlockHashes
 from common.ids import BlockHash, WorkerId
 from common.kv_events import KvEvents
 from router.index import SCRUB_KEYS_PER_CHANGE, PrefixIndex
@@ -17,8 +18,8 @@ def block(number: int) -> BlockHash:
     return BlockHash(number.to_bytes(8, "little") * 2)
 
 
-def blocks(*numbers: int) -> tuple[BlockHash, ...]:
-    return tuple(block(number) for number in numbers)
+def blocks(*numbers: int) -> BlockHashes:
+    return BlockHashes.of(block(number) for number in numbers)
 
 
 def store(index: PrefixIndex, worker_id: WorkerId, *numbers: int) -> None:

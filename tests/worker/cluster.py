@@ -8,7 +8,6 @@ from typing import Any
 
 import grpc
 
-from common.block_hash import pack_hashes
 from common.config import parse_config
 from common.fake_tokenizer import byte_tokenizer
 from common.ids import WorkerId, mint_handoff_id
@@ -30,7 +29,7 @@ def spec_of(request: EngineRequest) -> sequence_pb2.SequenceSpec:
         request_id=request.request_id,
         prompt_tokens=pack_tokens(request.prompt_token_ids),
         output_tokens=pack_tokens(request.output_token_ids),
-        block_hashes=pack_hashes(request.block_hashes),
+        block_hashes=request.block_hashes.packed,
         hash_root=request.hash_root,
         sampling=sampling_to_proto(request.sampling),
         first_sample_index=request.first_sample_index,

@@ -2,6 +2,7 @@
 
 import pytest
 
+from common.block_hash import BlockHashes
 from common.errors import Overloaded
 from common.ids import BlockHash
 from common.kv_events import KvEvents
@@ -13,9 +14,9 @@ A, B = BlockHash(b"a" * 16), BlockHash(b"b" * 16)
 async def test_watcher_merges_changes_to_the_last_one_of_each_hash() -> None:
     hub = KvEventHub()
     with hub.watch() as watcher:
-        hub.publish(KvEvents(stored=(A, B)))
-        hub.publish(KvEvents(removed=(A,)))
-        assert await watcher.next_changes() == KvEvents(stored=(B,), removed=(A,))
+        hub.publish(KvEvents(stored=BlockHashes.of((A, B))))
+        hub.publish(KvEvents(removed=BlockHashes.of((A,))))
+        assert await watcher.next_changes() == KvEvents(stored=BlockHashes.of((B,)), removed=BlockHashes.of((A,)))
         hub.publish(KvEvents())
         assert await watcher.next_changes() == KvEvents()
 
@@ -24,9 +25,9 @@ async def test_watcher_that_is_too_slow_is_given_up(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("worker.kv_event_hub.MAX_PENDING_CHANGES", 1)
     hub = KvEventHub()
     with hub.watch() as slow, hub.watch() as fast:
-        hub.publish(KvEvents(stored=(A,)))
-        assert await fast.next_changes() == KvEvents(stored=(A,))
-        hub.publish(KvEvents(stored=(B,), removed=(A,)))
-        hub.publish(KvEvents(stored=(A,)))
+        hub.publish(KvEvents(stored=BlockHashes.of((A,))))
+        assert await fast.next_changes() == KvEvents(stored=BlockHashes.of((A,)))
+        hub.publish(KvEvents(stored=BlockHashes.of((B,)), removed=BlockHashes.of((A,))))
+        hub.publish(KvEvents(stored=BlockHashes.of((A,))))
         with pytest.raises(Overloaded):
             await slow.next_changes()

@@ -1,0 +1,86 @@
+"""Packed tokens and hashes: equal to what lists of objects say, at every block boundary."""
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.block_hash import NO_HASHES, BlockHashes, hash_blocks, hash_root
+from common.errors import InvalidRequest
+from common.ids import BlockHash
+from common.tokens import as_tokens, token_view
+from common.wire import pack_tokens, token_ids_from_proto, unpack_tokens
+from kvrelay.v1 import inference_pb2
+
+ROOT = hash_root(model_fingerprint="model")
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=20)
+DIGESTS = st.lists(st.binary(min_size=16, max_size=16).map(BlockHash), max_size=6)
+
+
+@given(TOKENS)
+def test_tokens_through_the_wire_come_back_equal(ids: list[int]) -> None:
+    packed = pack_tokens(as_tokens(ids))
+    assert packed == b"".join(token.to_bytes(4, "little") for token in ids)
+    assert unpack_tokens(packed, vocab_size=2**32, field="f") == as_tokens(ids) == as_tokens(np.array(ids, np.uint32))
+    message = inference_pb2.TokenIds(ids=ids)
+    assert token_ids_from_proto(message.ids, vocab_size=2**32, field="f").tolist() == ids
+    assert token_view(as_tokens(ids)).tolist() == token_view(ids).tolist() == ids
+
+
+def test_as_tokens_of_bytes_takes_each_byte_for_an_id() -> None:
+    assert as_tokens(b"\1\2\3\4").tolist() == [1, 2, 3, 4]
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=20))
+def test_unpack_tokens_beyond_the_vocabulary_names_the_first_bad_position(ids: list[int]) -> None:
+    bad = next((i for i, token in enumerate(ids) if token >= 10), None)
+    if bad is None:
+        assert unpack_tokens(pack_tokens(ids), vocab_size=10, field="f").tolist() == ids
+        return
+    with pytest.raises(InvalidRequest, match=f"token {ids[bad]} at position {bad} is not in") as caught:
+        unpack_tokens(pack_tokens(ids), vocab_size=10, field="f")
+    assert caught.value.field == "f"
+
+
+@pytest.mark.parametrize("num_bytes", [1, 3, 5])
+def test_unpack_tokens_of_half_a_token_names_the_field(num_bytes: int) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        unpack_tokens(bytes(num_bytes), vocab_size=10, field="f")
+    assert caught.value.field == "f"
+
+
+@given(TOKENS, st.integers(1, 5))
+def test_hash_blocks_is_the_chain_of_its_definition(ids: list[int], block_size: int) -> None:
+    expected: list[bytes] = []
+    parent: bytes = ROOT
+    for start in range(0, len(ids) - block_size + 1, block_size):
+        parent = xxhash.xxh3_128_digest(parent + pack_tokens(ids[start : start + block_size]))
+        expected.append(parent)
+    hashes = hash_blocks(as_tokens(ids), root=ROOT, block_size=block_size)
+    assert list(hashes) == expected
+    for num_known in range(len(hashes) + 1):  # the chain goes on from any of its links
+        known = hashes[:num_known]
+        rest = as_tokens(ids[num_known * block_size :])
+        assert known + hash_blocks(rest, root=known[-1] if known else ROOT, block_size=block_size) == hashes
+
+
+@given(DIGESTS, DIGESTS)
+def test_block_hashes_behave_as_the_sequence_of_their_digests(left: list[BlockHash], right: list[BlockHash]) -> None:
+    hashes = BlockHashes.of(left)
+    assert (list(hashes), len(hashes), hashes.digests()) == (left, len(left), left)
+    assert hashes.keys == [int.from_bytes(digest[:8], "little") for digest in left]
+    assert [hashes[i] for i in range(-len(left), len(left))] == left + left
+    assert list(hashes[1:3]) == left[1:3]
+    both = hashes + BlockHashes.of(right)
+    assert (both.keys, both) == (BlockHashes.of(left + right).keys, BlockHashes.of(left + right))
+    assert (both == hashes) is (not right)
+
+
+def test_block_hashes_refuse_what_they_cannot_hold() -> None:
+    with pytest.raises(ValueError, match="17 bytes are no whole number of 16-byte block hashes"):
+        BlockHashes(bytes(17))
+    with pytest.raises(ValueError, match="only consecutive hashes"):
+        BlockHashes(bytes(64))[::2]
+    with pytest.raises(IndexError):
+        NO_HASHES[0]
