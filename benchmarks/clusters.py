@@ -15,18 +15,27 @@ from common.config import ServingConfig, load_config
 
 @contextmanager
 def running_cluster(
-    *, launcher: str, model: dict[str, Any] | None = None, console: Console
+    *,
+    launcher: str,
+    console: Console,
+    model: dict[str, Any] | None = None,
+    pools: dict[str, dict[str, Any]] | None = None,
+    router: dict[str, Any] | None = None,
 ) -> Iterator[tuple[str, ServingConfig]]:
-    """Run 1P+1D of the default model on a free port; yields address and configuration, stops everything at the end."""
+    """Run a cluster on a free port; yields address and configuration, stops everything at the end.
+
+    1P+1D of the default model; `pools` (by name) and `router` add to serving.yaml.
+    """
     with tempfile.TemporaryDirectory() as folder:
         config_path = Path(folder) / "serving.yaml"
         pool = {"kv_memory_gib": 0.5}
+        named = pools or {}
         raw = {
             "name": "benchmark",
             "launcher": launcher,
             "model": model or {},
-            "pools": {"prefill": pool, "decode": pool},
-            "router": {"port": 0},
+            "pools": {name: pool | named.get(name, {}) for name in ("prefill", "decode")},
+            "router": {"port": 0, **(router or {})},
         }
         config_path.write_text(yaml.safe_dump(raw), encoding="utf-8")
         config = load_config(config_path)

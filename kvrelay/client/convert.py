@@ -87,7 +87,7 @@ def models_from_proto(message: inference_pb2.ListModelsResponse) -> tuple[ModelI
 def status_from_proto(message: inference_pb2.GetClusterStatusResponse) -> ClusterStatus:
     """Return the record."""
     return ClusterStatus(
-        router=_same_fields(RouterStatus, message.router),
+        router=_same_fields(RouterStatus, message.router, alarms=tuple(message.router.alarms)),
         workers=tuple(_worker(worker) for worker in message.workers),
     )
 
@@ -111,6 +111,7 @@ def _plan(message: inference_pb2.PlanChosen) -> PlanChosen:
         message,
         kind=_enum(_PLAN_KINDS, message.kind, "plan kind"),
         prefill_worker_id=message.prefill_worker_id or None,
+        source_worker_id=message.source_worker_id or None,
     )
 
 

@@ -81,6 +81,13 @@ class PlanChosen:
     reason: str
     attempt: int
     """1 for the first plan of the request."""
+    source_worker_id: str | None = None
+    """Worker that leading blocks are pulled from; None without a pull."""
+    num_source_blocks: int = 0
+    predicted_ttft_s: float = 0.0
+    """From the choice to the first token; 0 when the policy predicts none."""
+    predicted_itl_s: float = 0.0
+    """Gap between tokens; 0 when the policy predicts none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +135,8 @@ class Usage:
     """Prompt tokens whose KV the worker that prefilled found in its cache."""
     num_decode_cached_tokens: int
     """Prompt tokens whose KV the decode worker already held, so that they were not transferred."""
+    num_pulled_tokens: int = 0
+    """Of the cached tokens: those that were pulled from another worker for this request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

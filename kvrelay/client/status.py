@@ -20,6 +20,10 @@ class RouterStatus:
     num_cancelled: int
     num_failed: int
     num_replans: int
+    alarms: tuple[str, ...] = ()
+    """What is wrong with the routing itself, in words."""
+    num_refused: int = 0
+    """Refused at the door."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,11 @@ class WorkerLoad:
     num_blocks: int
     num_pending_prefill_tokens: int
     num_context_tokens: int
+    num_reserved: int = 0
+    num_decoding: int = 0
+    prefill_backlog_s: float = 0.0
+    num_cold_blocks: int = 0
+    num_cached_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
