@@ -58,6 +58,11 @@ class EngineCore:
         return self._pipeline.num_steps > 0 or (self.scheduler.has_work and not self._is_stalled)
 
     @property
+    def plan(self) -> StepPlan:
+        """The step that `begin_step` has planned and `finish_step` will launch."""
+        return self._plan
+
+    @property
     def num_steps_in_flight(self) -> int:
         """Steps launched whose results have not been taken."""
         return self._pipeline.num_steps

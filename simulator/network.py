@@ -36,7 +36,7 @@ class _Link:
 class SimServer:
     """What the generated `add_…Servicer_to_server` functions and a call need of a server."""
 
-    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = field(default_factory=dict)
+    handlers: "dict[str, grpc.RpcMethodHandler[Any, Any]]" = field(default_factory=dict)
 
     def add_generic_rpc_handlers(self, handlers: Sequence[object]) -> None:
         """Do nothing: the same handlers come by `add_registered_method_handlers`."""

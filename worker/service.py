@@ -14,7 +14,8 @@ from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from worker.runtime import WorkerRuntime
 
-_MIN_UPDATE_GAP_S = 0.02  # load changes with each step; routers need not hear of each
+UPDATE_GAP_S = 0.02
+"""Load changes with each step; routers need not hear of each."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -22,8 +23,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     """Answers questions about one runtime."""
 
-    def __init__(self, runtime: WorkerRuntime) -> None:
+    def __init__(self, runtime: WorkerRuntime, *, update_gap_s: float = UPDATE_GAP_S) -> None:
+        """`update_gap_s`: the least time between two updates of one watcher."""
         self._runtime = runtime
+        self._update_gap_s = update_gap_s
         self.metrics_port = 0
 
     async def DescribeWorker(  # noqa: D102
@@ -70,7 +73,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                         )
                     )
                     seq += 1
-                    await asyncio.sleep(_MIN_UPDATE_GAP_S)
+                    await asyncio.sleep(self._update_gap_s)
                     events = await watcher.next_changes()
 
     async def GetWorkerStatus(  # noqa: D102

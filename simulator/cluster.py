@@ -1,0 +1,337 @@
+"""A whole cluster in one process under a virtual clock, and one workload on it.
+
+Real are the router (fleet, index, policy, admission, orchestration), the workers' services, the engines' bookkeeping
+and the transfer protocol. Simulated are the network (`network.py`), the passing of time in engines (`engine.py`) and
+what a model says (`executor.py`). Requests enter behind the router's front door: already tokenized.
+
+Everything happens on one virtual loop, ids are minted from the seed, and time begins at the first arrival: a run is a
+function of shape, settings and arrivals.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from common.config import PoolConfig, PoolsConfig, ServingConfig, TransferConfig
+from common.errors import KvrelayError, Overloaded, Refused
+from common.ids import RequestId, WorkerId, mint_request_id, seeded_ids
+from common.lifecycle import LifeCycle
+from common.sampling import SamplingParams
+from engine.block_pool import BlockPool
+from engine.events import Load
+from kvrelay.v1 import inference_pb2, worker_pb2
+from router.admission.line import Ticket
+from router.booking import Booking
+from router.facts import Endpoint
+from router.parts import RouterParts, build_router
+from router.placement.search import Search
+from router.record import Job
+from simulator.executor import Answer, SimExecutor, sim_shape
+from simulator.loop import VirtualClock, VirtualLoop
+from simulator.network import SimNetwork
+from simulator.records import Arrival, ClusterShape, RequestResult, SimRun, SimSettings, WorkerResult
+from simulator.token_log import TokenLog
+from simulator.worker import SimWorker, Surroundings, endpoints
+
+_WARM_UP_S = 10.0
+"""Before the first arrival: routers get to know the workers. Taken off every reported time."""
+_WATCH = "/kvrelay.v1.WorkerService/WatchWorker"
+
+Progress = Callable[[int], None]
+"""Hears how many requests have ended."""
+
+
+def run(
+    shape: ClusterShape, settings: SimSettings, arrivals: Iterable[Arrival], *, progress: Progress | None = None
+) -> SimRun:
+    """Serve a workload to its end and return what became of it. Blocks; needs a thread without a running loop.
+
+    Raises what a bug in any part raises.
+    """
+    started_s = time.perf_counter()
+    with seeded_ids(settings.seed), asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        finished = runner.run(_serve_all(shape, settings, arrivals, progress))
+    finished.wall_s = time.perf_counter() - started_s
+    return finished
+
+
+async def _serve_all(
+    shape: ClusterShape, settings: SimSettings, arrivals: Iterable[Arrival], progress: Progress | None
+) -> SimRun:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    cluster = SimCluster(loop, shape, settings)
+    with _ending_on_faults(loop) as fault:
+        await cluster.start()
+        results = await cluster.serve_all(arrivals, progress)
+        finished = cluster.finished(results)
+        await cluster.aclose()
+    if fault:
+        raise fault[0]
+    return finished
+
+
+@contextmanager
+def _ending_on_faults(loop: VirtualLoop) -> Iterator[list[BaseException]]:
+    """Cancel the running task when a callback, such as an engine's step, raises: asyncio would only log it."""
+    fault: list[BaseException] = []
+    task = asyncio.current_task()
+    assert task is not None
+
+    def take(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        fault.append(context.get("exception") or RuntimeError(context["message"]))
+        task.cancel()
+
+    loop.set_exception_handler(take)
+    try:
+        yield fault
+    except asyncio.CancelledError:
+        if not fault:
+            raise
+        raise fault[0] from None
+
+
+class SimCluster:
+    """Routers and workers on one virtual loop. Event loop only."""
+
+    def __init__(self, loop: VirtualLoop, shape: ClusterShape, settings: SimSettings) -> None:
+        self.shape = shape
+        self.settings = settings
+        self.log = TokenLog()
+        self.network = SimNetwork(
+            loop, settings.network, block_bytes=shape.block_bytes, extra_latency_s={_WATCH: settings.event_lag_s}
+        )
+        self.choice_s: list[float] = []
+        self._loop = loop
+        self._answers: dict[RequestId, Answer] = {}
+        self._surroundings = Surroundings(
+            loop=loop,
+            network=self.network,
+            config=_config(shape, settings),
+            log=self.log,
+            report_interval_s=settings.report_interval_s,
+        )
+        self.workers = {
+            endpoint.worker_id: self._worker(endpoint) for endpoint in endpoints(shape.num_prefill, shape.num_decode)
+        }
+        self.routers = [self._router(number) for number in range(shape.num_routers)]
+        self._begin_s = 0.0
+        self._num_ended = 0
+
+    # What an oracle may look at: `records.Truth`.
+
+    def pool(self, worker_id: WorkerId) -> BlockPool:
+        """Return a worker's pages."""
+        return self.workers[worker_id].engine.core.pool
+
+    def load(self, worker_id: WorkerId) -> Load:
+        """Return a worker's load."""
+        return self.workers[worker_id].engine.core.load()
+
+    # A run.
+
+    async def start(self) -> None:
+        """Start workers and routers and wait until these know each other."""
+        for worker in self.workers.values():
+            worker.start()
+        members = [worker.endpoint for worker in self.workers.values()]
+        for router in self.routers:
+            router.fleet.set_workers(members)
+        await asyncio.sleep(_WARM_UP_S)
+        for router in self.routers:
+            num_ready = router.fleet.count_ready()
+            assert num_ready == len(members), f"{num_ready} of {len(members)} workers are ready"
+        self._begin_s = self._loop.time()
+
+    async def serve_all(self, arrivals: Iterable[Arrival], progress: Progress | None = None) -> list[RequestResult]:
+        """Serve a workload; returns when its last request has ended."""
+        results: list[RequestResult] = []
+        running: dict[asyncio.Task[None], None] = {}
+
+        def ended(task: "asyncio.Task[None]") -> None:
+            del running[task]
+            self._num_ended += 1
+            if progress is not None:
+                progress(self._num_ended)
+            if not task.cancelled():
+                task.result()
+
+        for index, arrival in enumerate(arrivals):
+            wait_s = self._begin_s + arrival.at_s - self._loop.time()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            result = RequestResult(
+                index=index,
+                arrival_s=arrival.at_s,
+                num_prompt_tokens=len(arrival.prompt),
+                tenant=arrival.tenant,
+            )
+            results.append(result)
+            task = self._loop.create_task(self.serve(arrival, result, self.routers[index % len(self.routers)]))
+            running[task] = None
+            task.add_done_callback(ended)
+        while running:
+            await asyncio.wait(running)
+        return results
+
+    async def serve(self, arrival: Arrival, result: RequestResult, router: RouterParts) -> None:
+        """Serve one request and note what becomes of it."""
+        life = LifeCycle(mint_request_id(), router.clock)
+        request_id = life.request_id
+        self._answers[request_id] = Answer(arrival.num_output_tokens, arrival.answer)
+        deadline_s = self._loop.time() + self.settings.timeout_s
+        try:
+            with (
+                router.orchestrator.account(life, time_left_s=lambda: deadline_s - self._loop.time()),
+                _admit(router) as ticket,
+            ):
+                job = self._job(arrival, request_id, router)
+                running = router.orchestrator.running(job, ticket, life, timeout_s=self.settings.timeout_s)
+                async with running as outbox:
+                    while (message := await outbox.get()) is not None:
+                        self._take(result, message)
+                if outbox.error is not None:
+                    raise outbox.error
+        except KvrelayError as error:
+            result.refusal = f"{type(error).__name__}: {error.message}"
+        result.end_s = self._now_s()
+        times = self.log.times(request_id)
+        if times is not None:
+            result.gap_sum_s = times.last_s - times.first_s
+            result.gap_max_s = times.gap_max_s
+        self.log.forget(request_id)
+        del self._answers[request_id]
+
+    def finished(self, results: list[RequestResult]) -> SimRun:
+        """Return the run's record."""
+        return SimRun(
+            results=results,
+            workers=[_worker_result(worker) for worker in self.workers.values()],
+            gaps=self.log.gaps(),
+            end_s=self._now_s(),
+            wall_s=0.0,
+            choice_s=self.choice_s,
+        )
+
+    async def aclose(self) -> None:
+        """End routers and workers."""
+        for router in self.routers:
+            await router.fleet.aclose()
+        for worker in self.workers.values():
+            await worker.aclose()
+
+    # Inside.
+
+    def _now_s(self) -> float:
+        return self._loop.time() - self._begin_s
+
+    def _worker(self, endpoint: Endpoint) -> SimWorker:
+        shape, settings = self.shape, self.settings
+        is_prefill = endpoint.role == worker_pb2.WORKER_ROLE_PREFILL
+        executor = SimExecutor(
+            shape=sim_shape(block_size=shape.block_size, block_bytes=shape.block_bytes),
+            num_blocks=shape.num_blocks,
+            max_model_len=shape.max_model_len,
+            answers=self._answers,
+        )
+        times = settings.prefill_times if is_prefill else settings.decode_times
+        return SimWorker(endpoint, self._surroundings, executor, times)
+
+    def _router(self, number: int) -> RouterParts:
+        make_policy = self.settings.make_policy
+        router = build_router(
+            self.settings.router,
+            clock=VirtualClock(self._loop),
+            connect=self.network.connect_from(f"router-{number}:1"),
+            policy=None if make_policy is None else make_policy(self),
+        )
+        router.chooser.choose = _timed(router.chooser.choose, self.choice_s)  # type: ignore[method-assign, assignment]
+        return router
+
+    def _job(self, arrival: Arrival, request_id: RequestId, router: RouterParts) -> Job:
+        model = router.fleet.model
+        assert model is not None, "the routers have met the workers"
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=arrival.max_tokens or arrival.num_output_tokens, detokenize=False
+        )
+        return Job(request_id=request_id, prompt_token_ids=tuple(arrival.prompt), sampling=sampling, model=model)
+
+    def _take(self, result: RequestResult, message: inference_pb2.GenerateResponse) -> None:
+        """Note what a message to the client tells."""
+        match message.WhichOneof("event"):
+            case "tokens":
+                if result.first_token_s is None:
+                    result.first_token_s = self._now_s()
+            case "plan":
+                plan = message.plan
+                result.prefill_worker, result.decode_worker = plan.prefill_worker_id, plan.decode_worker_id
+                if plan.attempt == 1:
+                    result.predicted_cached_tokens = plan.predicted_cached_tokens
+                    result.predicted_ttft_s = plan.predicted_ttft_s or None
+                    result.predicted_itl_s = plan.predicted_itl_s or None
+            case "completed":
+                usage, transfer = message.completed.usage, message.completed.transfer
+                result.num_output_tokens = usage.num_output_tokens
+                result.num_cached_tokens = usage.num_cached_tokens
+                result.num_pulled_tokens = usage.num_pulled_tokens
+                result.num_decode_cached_tokens = usage.num_decode_cached_tokens
+                result.transfer_bytes, result.transfer_exposed_s = transfer.kv_bytes, transfer.exposed_s
+                result.num_attempts = message.completed.num_attempts
+
+
+def _config(shape: ClusterShape, settings: SimSettings) -> ServingConfig:
+    pool = PoolConfig(
+        block_size=shape.block_size,
+        num_blocks=shape.num_blocks,
+        max_step_tokens=shape.max_step_tokens,
+        max_running=shape.max_running,
+        max_waiting=shape.max_waiting,
+        metrics=False,
+    )
+    return ServingConfig(
+        pools=PoolsConfig(prefill=pool, decode=pool),
+        transfer=TransferConfig(transports=("cuda_ipc", "grpc")),
+        router=settings.router,
+    )
+
+
+def _admit(router: RouterParts) -> Ticket:
+    """Return a place in line. Raises Overloaded."""
+    admitted = router.admission.admit()
+    if isinstance(admitted, Refused):
+        raise Overloaded(admitted.reason, retry_after_s=admitted.retry_after_s)
+    return admitted
+
+
+_Choose = Callable[[Search], Booking | Refused]
+
+
+def _timed(choose: _Choose, seconds: list[float]) -> _Choose:
+    """Return a function that chooses and notes the real time that it took."""
+
+    def timed(search: Search) -> Booking | Refused:
+        started_s = time.perf_counter()
+        try:
+            return choose(search)
+        finally:
+            seconds.append(time.perf_counter() - started_s)
+
+    return timed
+
+
+def _worker_result(worker: SimWorker) -> WorkerResult:
+    runtime, engine = worker.runtime, worker.engine
+    load = engine.core.load()
+    return WorkerResult(
+        worker_id=worker.endpoint.worker_id,
+        num_steps=engine.num_steps,
+        busy_s=engine.busy_s,
+        num_cached_tokens=load.num_cached_tokens,
+        num_computed_tokens=load.num_computed_tokens,
+        num_preemptions=load.num_preemptions,
+        num_requests=runtime.counters.num_requests,
+        kv_bytes_sent=runtime.bytes_sent.total(),
+        kv_bytes_received=runtime.bytes_received.total(),
+    )

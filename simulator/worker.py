@@ -1,0 +1,108 @@
+"""One simulated worker process: the real runtime and services on a simulated engine and network."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import grpc
+
+from common.config import ServingConfig
+from common.fake_tokenizer import byte_tokenizer
+from common.ids import WorkerId
+from decode_worker.server import add_services as add_decode
+from engine.core import EngineCore
+from engine.events import StepReport
+from engine.executor import Executor
+from engine.thread import EngineDriver
+from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from prefill_worker.server import add_services as add_prefill
+from router.facts import Endpoint
+from simulator.engine import SimEngine
+from simulator.loop import VirtualClock, VirtualLoop
+from simulator.network import SimNetwork, SimServer
+from simulator.timing import StepTimes
+from simulator.token_log import TokenLog
+from worker.runtime import Outside, WorkerRuntime
+from worker.service import WorkerService
+
+_PORT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What all simulated workers share."""
+
+    loop: VirtualLoop
+    network: SimNetwork
+    config: ServingConfig
+    log: TokenLog
+    report_interval_s: float
+
+
+class SimWorker:
+    """One life of a worker process. Event loop only."""
+
+    def __init__(self, endpoint: Endpoint, surroundings: Surroundings, executor: Executor, times: StepTimes) -> None:
+        self.endpoint = endpoint
+        self._surroundings = surroundings
+        self._times = times
+        self.runtime = WorkerRuntime(
+            config=surroundings.config,
+            role=endpoint.role,
+            worker_id=endpoint.worker_id,
+            executor=executor,
+            tokenizer=byte_tokenizer(),
+            outside=Outside(
+                clock=VirtualClock(surroundings.loop),
+                connect=surroundings.network.connect_from(endpoint.address),
+                drive=self._drive,
+            ),
+        )
+
+    @property
+    def engine(self) -> SimEngine:
+        """Its engine."""
+        engine = self.runtime.engine
+        assert isinstance(engine, SimEngine)
+        return engine
+
+    def start(self) -> None:
+        """Serve."""
+        runtime, server = self.runtime, SimServer()
+        grpc_server = cast("grpc.aio.Server", server)
+        service = WorkerService(runtime, update_gap_s=self._surroundings.report_interval_s)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, grpc_server)
+        kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(runtime.transfer_service(), grpc_server)
+        add_services: Any = add_prefill if self.endpoint.role == worker_pb2.WORKER_ROLE_PREFILL else add_decode
+        add_services(grpc_server, runtime)
+        runtime.start()
+        self._surroundings.network.listen(self.endpoint.address, server)
+
+    async def crash(self) -> None:
+        """Die without a word."""
+        self.engine.stop()
+        self._surroundings.network.crash(self.endpoint.address)
+        await self.runtime.aclose()
+
+    async def aclose(self) -> None:
+        """End in good order."""
+        self.runtime.hub.close()
+        await self.runtime.aclose()
+
+    def _drive(
+        self, core: EngineCore, on_report: Callable[[StepReport], None], _on_fault: Callable[[Exception], None]
+    ) -> EngineDriver:
+        around = self._surroundings
+        return SimEngine(core, on_report, loop=around.loop, times=self._times, log=around.log)
+
+
+def endpoints(num_prefill: int, num_decode: int) -> list[Endpoint]:
+    """Return the membership of a cluster."""
+    return [
+        Endpoint(worker_id=WorkerId(f"{name}-{i}"), role=role, address=f"{name}-{i}:{_PORT}")
+        for name, role, count in (
+            ("prefill", worker_pb2.WORKER_ROLE_PREFILL, num_prefill),
+            ("decode", worker_pb2.WORKER_ROLE_DECODE, num_decode),
+        )
+        for i in range(count)
+    ]
