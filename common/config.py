@@ -98,6 +98,9 @@ class RouterConfig(_Section):
     """A prompt with at most this many uncached tokens on the decode worker is prefilled there."""
     max_queued: Annotated[int, Field(ge=1)] = 512
     """Requests that wait for a plan; more are refused."""
+    shed: Literal["none", "deadline", "slo"] = "deadline"
+    """deadline: refuse at once what cannot bring its first token before the caller's deadline on any worker; slo: also
+    what cannot meet its objective for the time to first token."""
     queue_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Longest wait for a plan."""
     recovery_timeout_s: Annotated[float, Field(gt=0)] = 60.0

@@ -5,6 +5,7 @@ KvrelayError
 │   ├── InvalidRequest        a field has a bad value               INVALID_ARGUMENT + BadRequest(field)
 │   ├── PromptTooLong         prompt does not fit                   INVALID_ARGUMENT + BadRequest(field)
 │   └── UnknownModel          no such model is served               NOT_FOUND
+├── Unauthenticated           no identity, or an unknown one        UNAUTHENTICATED
 ├── Overloaded                refused for now, retry later          RESOURCE_EXHAUSTED + RetryInfo
 ├── DeadlineExceeded          the caller's deadline passed          DEADLINE_EXCEEDED
 ├── Cancelled                 the caller went away                  CANCELLED
@@ -22,6 +23,7 @@ The status carries ErrorInfo(reason=<class name>, domain="kvrelay"), so a client
 Inside a process a refusal is a value (`Refused`); it becomes `Overloaded` only at the edge.
 """
 
+import enum
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -64,6 +66,12 @@ class UnknownModel(RequestError):
     """The model is not served here."""
 
     code = grpc.StatusCode.NOT_FOUND
+
+
+class Unauthenticated(KvrelayError):
+    """The caller did not show who it is. The message never repeats what was shown."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
 
 
 class Overloaded(KvrelayError):
@@ -134,12 +142,34 @@ class EngineFault(WorkerError):
     code = grpc.StatusCode.INTERNAL
 
 
+class RefusalCause(enum.Enum):
+    """Why something was refused; a metric's label."""
+
+    NO_ROOM = "no_room"
+    """No worker can take it now; the only cause for which waiting in line helps."""
+    QUEUE_FULL = "queue_full"
+    """Too many requests of all tenants wait."""
+    TENANT_QUEUE_FULL = "tenant_queue_full"
+    REQUEST_RATE = "request_rate"
+    TOKEN_RATE = "token_rate"
+    DEADLINE = "deadline"
+    """The first token would come after the caller's own deadline, on every worker."""
+    SLO = "slo"
+    """The first token would come later than the request's objective, on every worker."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """A refusal as a value: no room now."""
+    """A refusal as a value."""
 
     reason: str
     retry_after_s: float
+    cause: RefusalCause = RefusalCause.NO_ROOM
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the caller is told at once, because waiting in line cannot help it."""
+        return self.cause is not RefusalCause.NO_ROOM
 
 
 def error_classes() -> list[type[KvrelayError]]:
@@ -190,6 +220,7 @@ def from_rpc_error(error: grpc.RpcError, *, unavailable: type[KvrelayError] = Wo
 _BARE: dict[grpc.StatusCode, type[KvrelayError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: UnknownModel,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,

@@ -13,6 +13,7 @@ from common.errors import WorkerLost
 from common.ids import WorkerId
 from common.kv_events import KvEvents, decode_events
 from common.rpc import Connect, client_channel
+from common.timing import GUESSED_TIMING, TimingModel
 from kvrelay.v1 import worker_pb2
 from router.booking import Booking
 from router.facts import Endpoint, ModelFacts, WorkerFacts, find_mismatch, summarize
@@ -198,6 +199,13 @@ class Fleet:
             decode=tuple(m.load() for m in usable if m.endpoint.role == worker_pb2.WORKER_ROLE_DECODE),
             num_prefill=sum(m.is_accepted and m.endpoint.role == worker_pb2.WORKER_ROLE_PREFILL for m in members),
         )
+
+    @property
+    def typical_timing(self) -> TimingModel:
+        """The timing model of any worker that computes prompts; a guess without one."""
+        ready = [m for m in self._members.values() if m.state is WorkerState.READY]
+        prefill = (m.timing for m in ready if m.endpoint.role == worker_pb2.WORKER_ROLE_PREFILL)
+        return next(prefill, None) or next((m.timing for m in ready), GUESSED_TIMING)
 
     def load_version(self, worker_id: WorkerId) -> int:
         """Return a number that changes with the worker's reported load."""

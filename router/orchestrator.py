@@ -34,13 +34,16 @@ from common.errors import (
 )
 from common.lifecycle import LifeCycle, State
 from kvrelay.v1 import inference_pb2
-from router.admission.line import Admission, Seeker, Ticket
+from router.admission.account import Service
+from router.admission.line import Admission
+from router.admission.ticket import Seeker, Ticket
 from router.attempt import Attempt, AttemptFailed
 from router.booking import Booking
 from router.fleet import Fleet
 from router.metrics import RouterMetrics
 from router.outbox import Outbox
 from router.placement.chooser import Chooser
+from router.placement.feasibility import Shed
 from router.placement.search import Search, Sought
 from router.record import Job, RequestRecord
 from router.structured import TaskCensus, all_or_first_failure
@@ -159,6 +162,8 @@ class Orchestrator:
         except Exception as caught:  # the top of a task: the client gets a terminal status, whatever happened
             logger.exception("request failed", extra={"request_id": record.job.request_id})
             error = EngineFault(f"the router failed: {type(caught).__name__}: {caught}")
+        finally:
+            self._admission.settle(ticket, _service(record))
         record.outbox.close(error)
 
     async def _serve(self, leg: _Leg) -> None:
@@ -257,17 +262,24 @@ class Orchestrator:
         wants_prompt = job.sampling.num_prompt_logprobs is not None and not leg.record.ledger.has_prompt_logprobs
         is_first = leg.num_attempts == 1
         patience_s = self._config.queue_timeout_s if is_first else self._config.recovery_timeout_s
+        now_s, loop_s = self._clock.monotonic(), asyncio.get_running_loop().time()
+        terms = leg.ticket.terms
         sought = Sought(
             request_id=job.request_id,
             num_tokens=len(job.prompt_token_ids) + len(output),
             num_samples=len(leg.samples),
             block_size=job.model.block_size,
             hashes=NO_HASHES if wants_prompt else job.hashes(output),
+            num_output_tokens=leg.ticket.account.expected_output_tokens(at_most=job.sampling.max_tokens),
+            received_s=leg.record.life.received_s,
+            deadline_s=now_s + leg.record.deadline_s - loop_s,
+            ttft_slo_s=terms.ttft_slo_s,
+            itl_slo_s=terms.itl_slo_s,
         )
         return Seeker(
             ticket=leg.ticket,
-            search=Search(sought=sought),
-            deadline_s=asyncio.get_running_loop().time() + patience_s,
+            search=Search(sought=sought, shed=Shed(self._config.shed) if is_first else Shed.NONE),
+            deadline_s=loop_s + patience_s,
         )
 
     def _suspect(self, leg: _Leg, booking: Booking, failure: AttemptFailed) -> None:
@@ -284,3 +296,14 @@ class Orchestrator:
             suspects.append(prefill)
         for hold in suspects:
             self._fleet.suspect(hold, str(failure))
+
+
+def _service(record: RequestRecord) -> Service:
+    """Return what the request got so far; a prompt counts from the moment when its computation began."""
+    has_begun = record.life.first(State.PREFILLING) is not None
+    return Service(
+        num_prompt_tokens=len(record.job.prompt_token_ids) if has_begun else 0,
+        num_cached_tokens=record.num_cached_tokens if has_begun else 0,
+        num_output_tokens=record.ledger.num_tokens,
+        num_samples=record.job.sampling.n,
+    )

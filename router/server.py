@@ -9,10 +9,11 @@ from pathlib import Path
 import grpc
 
 from common.clock import Clock, SystemClock
-from common.config import RouterConfig, ServingConfig
+from common.config import ServingConfig
 from common.metrics_server import MetricsServer
 from common.rpc import Server, start_server
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc
+from router.admission.terms import Terms
 from router.codec import Codec
 from router.fake_codec import ByteCodec
 from router.fleet import Fleet
@@ -57,20 +58,24 @@ async def start_router(config: ServingConfig, *, model_dir: Path | None, host: s
     """
     if model_dir is None and config.model.engine != "fake":
         raise ValueError("a real model needs its folder, for the tokenizer")
-    return await serve_router(config.router, codec=await _load_codec(model_dir), host=host, port=port)
+    return await serve_router(config, codec=await _load_codec(model_dir), host=host, port=port)
 
 
 async def serve_router(
-    config: RouterConfig, *, codec: Codec, host: str, port: int, clock: Clock | None = None
+    serving: ServingConfig, *, codec: Codec, host: str, port: int, clock: Clock | None = None
 ) -> RunningRouter:
     """Start a router with a given codec and clock. Raises OSError when a port is taken."""
+    config = serving.router
     clock = SystemClock() if clock is None else clock
     parts = build_router(config, clock=clock)
     metrics, fleet = parts.metrics, parts.fleet
     reader = RequestReader(codec, default_max_tokens=config.default_max_tokens)
+    default_terms = Terms(ttft_slo_s=serving.slo.ttft_s, itl_slo_s=serving.slo.itl_s)
 
     def add_services(server: grpc.aio.Server) -> list[str]:
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(parts, reader), server)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+            InferenceService(parts, reader, default_terms), server
+        )
         router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(RouterAdminService(fleet), server)
         return [
             inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,

@@ -14,12 +14,15 @@ from common.rpc import error_boundary, time_left_s
 from common.wire import ROLE_NAMES
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc
-from router.admission.line import Ticket
+from router.admission.account import Service
+from router.admission.terms import Terms, read_terms
+from router.admission.ticket import Ticket
 from router.facts import Endpoint
 from router.fleet import Fleet
 from router.member import Member, WorkerState
 from router.parts import RouterParts
 from router.record import Job
+from router.tenants import ANYBODY
 from router.validation import RequestReader
 
 MAX_REQUEST_S = 3600.0
@@ -33,8 +36,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Serves clients."""
 
-    def __init__(self, parts: RouterParts, reader: RequestReader) -> None:
+    def __init__(self, parts: RouterParts, reader: RequestReader, default_terms: Terms) -> None:
         self._parts = parts
+        self._default_terms = default_terms
         self._reader = reader
 
     # A coroutine that writes, not a generator: a generator that is cancelled while gRPC sends is closed only later.
@@ -42,8 +46,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         life = LifeCycle(mint_request_id(), self._parts.clock)
         orchestrator = self._parts.orchestrator
         async with error_boundary(context, "Generate"):
-            with orchestrator.account(life, time_left_s=context.time_remaining), self._admit() as ticket:
+            with orchestrator.account(life, time_left_s=context.time_remaining), self._admit(request) as ticket:
                 job = await self._read(request, context, life.request_id)
+                self._take_tokens(ticket, job)
                 timeout_s = time_left_s(context, at_most_s=MAX_REQUEST_S)
                 async with orchestrator.running(job, ticket, life, timeout_s=timeout_s) as outbox:
                     while (message := await outbox.get()) is not None:
@@ -51,12 +56,22 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 if outbox.error is not None:
                     raise outbox.error
 
-    def _admit(self) -> Ticket:
+    def _admit(self, request: pb.GenerateRequest) -> Ticket:
         """Return a place in line. Raises Overloaded."""
-        admitted = self._parts.admission.admit()
+        tenant = ANYBODY
+        terms = read_terms(request, tenant=tenant, default=self._default_terms)
+        admitted = self._parts.admission.admit(tenant, terms)
         if isinstance(admitted, Refused):
             raise Overloaded(admitted.reason, retry_after_s=admitted.retry_after_s)
         return admitted
+
+    def _take_tokens(self, ticket: Ticket, job: Job) -> None:
+        """Count the request's size against its tenant's rate. Raises Overloaded."""
+        output = ticket.account.expected_output_tokens(at_most=job.sampling.max_tokens) * job.sampling.n
+        expected = Service(num_prompt_tokens=len(job.prompt_token_ids), num_output_tokens=output)
+        refused = self._parts.admission.take_tokens(ticket, expected)
+        if refused is not None:
+            raise Overloaded(refused.reason, retry_after_s=refused.retry_after_s)
 
     async def _read(self, request: pb.GenerateRequest, context: Context, request_id: RequestId) -> Job:
         """Return the checked request; waits for the first worker to tell what the model is. Raises KvrelayError."""

@@ -1,57 +1,37 @@
-"""Who gets a plan, and when: one bounded line, first come first served.
+"""Who gets a plan, and when.
 
-A request takes a *ticket* when it arrives; the tickets without a plan are bounded, and a full line refuses. Requests
-wait in ticket order for a plan, so one that lost its worker stands before those that came later. The line is served
-from its head whenever the fleet changes: there is no polling. A worker that refuses a request is not asked again for
-it until its load has changed since, or the time that it named has passed.
+1. `admit`: a request gets a *ticket*, or a refusal: the line or its tenant's part of it is full, or a rate is used up.
+   This costs nothing, and comes before anything is tokenized. `take_tokens` follows when its size is known.
+2. `place`: it stands in line (fair_queue.py) until the chooser books a plan for it. Those that had a plan before and
+   lost it stand before all newcomers, in order of arrival.
+3. The line is served whenever the fleet changes, a request ends or an exclusion expires; there is no polling. When
+   whoever is next finds no plan, those behind may go ahead, a few of each tenant being asked. Who was overtaken
+   MAX_OVERTAKEN times is waited for.
+4. `settle`: what a request really got corrects what its tenant was charged when the plan was made.
+
+A worker that refuses a request is not asked again for it until its load has changed since, or the time that it named
+has passed (chooser.py). A refusal is final when waiting cannot help (placement/feasibility.py).
 """
 
 import asyncio
-import bisect
-from dataclasses import dataclass
-from types import TracebackType
+from collections import Counter
 
 from common.clock import Clock
-from common.errors import Overloaded, Refused, WorkerLost
+from common.errors import Overloaded, RefusalCause, Refused, WorkerLost
+from router.admission.account import Account, Service, open_account
+from router.admission.fair_queue import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, FairQueue, Place, rank
+from router.admission.limits import Pace
+from router.admission.terms import NO_TERMS, Terms
+from router.admission.ticket import Seeker, Ticket
 from router.booking import Booking
 from router.fleet import Fleet
 from router.placement.chooser import Chooser
-from router.placement.search import Search
+from router.tenants import ANYBODY, Tenant
 
-RETRY_AFTER_S = 1.0
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Ticket:
-    """A request's place in line, kept until it ends. Leaving its `with` block gives it up."""
-
-    number: int
-    admission: "Admission"
-
-    def __enter__(self) -> "Ticket":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.admission.close(self)
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Seeker:
-    """Somebody in line."""
-
-    ticket: Ticket
-    search: Search
-    deadline_s: float
-    """Time of the event loop after which it gives up."""
-    granted: "asyncio.Future[Booking] | None" = None
-    last_refusal: Refused | None = None
-
-    @property
-    def number(self) -> int:
-        """Place in line."""
-        return self.ticket.number
+MAX_CANDIDATES = 4
+"""Of each tenant that are asked when nobody before them found a plan."""
+MAX_OVERTAKEN = 32
+"""Plans that may be given to others past one that waits for its own."""
 
 
 class Admission:
@@ -63,86 +43,205 @@ class Admission:
         self._clock = clock
         self._max_queued = max_queued
         self._next_number = 0
-        self._unplanned: set[Ticket] = set()
-        self._planned: set[Ticket] = set()
-        self._line: list[Seeker] = []
+        self._num_unplanned = 0
+        self._num_changes = 0
+        self._accounts: dict[str, Account] = {}
+        self._queue: FairQueue[Seeker] = FairQueue()
+        self._pace = Pace()
         self._timer: asyncio.TimerHandle | None = None
-        fleet.subscribe(self._serve)
+        fleet.subscribe(self._on_change)
+
+    @property
+    def accounts(self) -> tuple[Account, ...]:
+        """The books of every tenant that ever came. Any thread."""
+        return tuple(self._accounts.values())
 
     @property
     def num_queued(self) -> int:
         """Requests that wait for a plan, those that lost theirs included."""
-        return len(self._unplanned) + sum(seeker.ticket in self._planned for seeker in self._line)
+        return self._num_unplanned + self._queue.num_first
 
     @property
     def num_active(self) -> int:
         """Requests that have had a plan and have not ended."""
-        return len(self._planned)
+        return sum(account.num_active for account in self.accounts)
 
-    def admit(self) -> Ticket | Refused:
-        """Return a place in line, or a refusal when the line is full."""
-        if len(self._unplanned) >= self._max_queued:
-            reason = f"{len(self._unplanned)} requests are waiting; the limit is {self._max_queued}"
-            return Refused(reason=reason, retry_after_s=RETRY_AFTER_S)
-        ticket = Ticket(number=self._next_number, admission=self)
+    # At the door.
+
+    def admit(self, tenant: Tenant = ANYBODY, terms: Terms = NO_TERMS) -> Ticket | Refused:
+        """Return a place in line, or why there is none."""
+        now_s = self._clock.monotonic()
+        if self._num_unplanned >= self._max_queued:
+            reason = f"{self._num_unplanned} requests are waiting; the limit is {self._max_queued}"
+            return Refused(reason=reason, retry_after_s=self._pace.promise_s(now_s), cause=RefusalCause.QUEUE_FULL)
+        account = self._account(tenant, now_s)
+        refused = account.take_request(now_s)
+        if refused is not None:
+            return refused
+        ticket = Ticket(number=self._next_number, account=account, terms=terms, received_s=now_s, on_close=self._close)
         self._next_number += 1
-        self._unplanned.add(ticket)
+        if not self._num_unplanned:
+            self._pace.begin(now_s)
+        if not account.num_queued:
+            account.pace.begin(now_s)
+        self._num_unplanned += 1
+        account.num_queued += 1
         return ticket
 
-    def close(self, ticket: Ticket) -> None:
-        """Give up a ticket; called by the ticket itself."""
-        self._unplanned.discard(ticket)
-        self._planned.discard(ticket)
+    def take_tokens(self, ticket: Ticket, expected: Service) -> Refused | None:
+        """Count a request's tokens against its tenant's rate, once its size is known; or return why not."""
+        refused = ticket.account.take_tokens(expected.num_tokens, self._clock.monotonic())
+        if refused is None:
+            ticket.expected = expected
+        return refused
+
+    def settle(self, ticket: Ticket, actual: Service) -> None:
+        """Replace what was expected of a request by what it got. Call once, before its ticket is given up."""
+        account = ticket.account
+        account.correct_tokens(actual.num_tokens - ticket.expected.num_tokens, self._clock.monotonic())
+        ticket.expected = actual
+        self._charge(ticket, _cost(actual))
+
+    def _close(self, ticket: Ticket) -> None:
+        if ticket.is_closed:
+            return
+        ticket.is_closed = True
+        account = ticket.account
+        if not ticket.has_plan:
+            self._num_unplanned -= 1
+            account.num_queued -= 1
+            return
+        account.num_active -= 1
+        if not account.is_full:
+            self._queue.release(account.tenant.name)
+            self._serve()
+
+    def _account(self, tenant: Tenant, now_s: float) -> Account:
+        account = self._accounts.get(tenant.name)
+        if account is None:
+            account = self._accounts[tenant.name] = open_account(tenant, now_s=now_s)
+            self._queue.add_tenant(tenant.name, weight=tenant.weight)
+        return account
+
+    # In line.
 
     async def place(self, seeker: Seeker) -> Booking:
         """Wait in line for a plan; returns it booked. The caller releases the booking.
 
-        Raises Overloaded, or WorkerLost when a pool is empty, after the seeker's deadline.
+        Raises Overloaded when no worker can serve it in time, and, after the seeker's deadline, Overloaded, or
+        WorkerLost when a pool is empty.
         """
-        granted: asyncio.Future[Booking] = asyncio.get_running_loop().create_future()
-        seeker.granted = granted
-        bisect.insort(self._line, seeker, key=lambda other: other.number)
+        granted: asyncio.Future[Booking | Refused] = asyncio.get_running_loop().create_future()
+        seeker.granted, seeker.refused_at = granted, -1
+        place = self._stand(seeker)
         try:
             self._serve()
             async with asyncio.timeout_at(seeker.deadline_s):
-                return await granted
+                outcome = await granted
         except BaseException as error:
-            if granted.done() and not granted.cancelled():
-                granted.result().release()
+            if granted.done() and not granted.cancelled() and isinstance(booking := granted.result(), Booking):
+                booking.release()
             if isinstance(error, TimeoutError):
                 raise self._timeout_error(seeker) from None
             raise
         finally:
-            if seeker in self._line:
-                self._line.remove(seeker)
-                self._serve()
+            if place.is_waiting:
+                self._queue.discard(place)
+                self._serve()  # others may have waited for it
+        if isinstance(outcome, Refused):
+            raise Overloaded(outcome.reason, retry_after_s=outcome.retry_after_s)
+        return outcome
+
+    def _stand(self, seeker: Seeker) -> Place[Seeker]:
+        ticket = seeker.ticket
+        if ticket.has_plan:
+            return self._queue.push_first(seeker, number=ticket.number)
+        key = rank(
+            priority=ticket.terms.priority,
+            work_s=self._chooser.work_s(seeker.search.sought),
+            arrived_s=ticket.received_s,
+            number=ticket.number,
+        )
+        return self._queue.push(seeker, tenant=ticket.account.tenant.name, rank=key)
+
+    def _on_change(self) -> None:
+        self._num_changes += 1
+        self._serve()
 
     def _serve(self) -> None:
-        """Give plans to the head of the line until there is none for it."""
-        while self._line:
-            seeker = self._line[0]
+        """Give plans in order of the line, past those for whom there is none now."""
+        passed: list[Place[Seeker]] = []
+        num_passed: Counter[str] = Counter()
+        skipping: set[str] = set()
+        while (place := self._queue.pop(skipping=skipping)) is not None:
+            seeker = place.item
             assert seeker.granted is not None, f"{seeker.search.sought.request_id} is in line without a future"
             if seeker.granted.done():  # cancelled: its task is about to leave the line
-                del self._line[0]
                 continue
-            booking = self._chooser.choose(seeker.search)
-            if isinstance(booking, Refused):
-                seeker.last_refusal = booking
-                self._wake_for(seeker)
-                return
-            del self._line[0]
-            self._unplanned.discard(seeker.ticket)
-            self._planned.add(seeker.ticket)
-            seeker.granted.set_result(booking)
+            outcome = self._ask(seeker)
+            if isinstance(outcome, Booking):
+                self._grant(seeker, outcome)
+                for other in passed:
+                    other.item.num_overtaken += 1
+            elif outcome.is_final:
+                seeker.granted.set_result(outcome)
+            else:
+                passed.append(place)
+                num_passed[place.tenant] += 1
+                if seeker.num_overtaken >= MAX_OVERTAKEN:
+                    break
+                if num_passed[place.tenant] >= MAX_CANDIDATES:
+                    skipping.add(place.tenant)
+        for place in passed:
+            self._queue.restore(place)
+        self._wake_for(passed)
 
-    def _wake_for(self, seeker: Seeker) -> None:
-        """Serve the line again when the first of the seeker's exclusions ends, even if nothing changes until then."""
+    def _ask(self, seeker: Seeker) -> Booking | Refused:
+        wakes_at_s = seeker.search.wakes_at_s
+        is_due = wakes_at_s is not None and wakes_at_s <= self._clock.monotonic()
+        if seeker.last_refusal is not None and seeker.refused_at == self._num_changes and not is_due:
+            return seeker.last_refusal
+        outcome = self._chooser.choose(seeker.search)
+        if isinstance(outcome, Refused):
+            seeker.last_refusal, seeker.refused_at = outcome, self._num_changes
+        return outcome
+
+    def _grant(self, seeker: Seeker, booking: Booking) -> None:
+        assert seeker.granted is not None, "only those in line are granted a plan"
+        ticket, account = seeker.ticket, seeker.ticket.account
+        if not ticket.has_plan:
+            now_s = self._clock.monotonic()
+            ticket.has_plan = True
+            self._num_unplanned -= 1
+            account.num_queued -= 1
+            account.num_active += 1
+            self._pace.depart(now_s)
+            account.pace.depart(now_s)
+            sought = seeker.search.sought
+            expected = Service(
+                num_prompt_tokens=sought.num_tokens,
+                num_cached_tokens=booking.plan.predicted_cached_tokens,
+                num_output_tokens=sought.num_output_tokens * sought.num_samples,
+                num_samples=sought.num_samples,
+            )
+            self._charge(ticket, _cost(expected))
+            if account.is_full:
+                self._queue.hold(account.tenant.name)
+        seeker.granted.set_result(booking)
+
+    def _charge(self, ticket: Ticket, cost: float) -> None:
+        """Make `cost` the whole charge for a request."""
+        self._queue.charge(ticket.account.tenant.name, cost - ticket.charged)
+        ticket.charged = cost
+
+    def _wake_for(self, passed: list[Place[Seeker]]) -> None:
+        """Serve the line again when the first exclusion ends, even if nothing changes until then."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        wakes_at_s = seeker.search.wakes_at_s
-        if wakes_at_s is not None:
-            delay_s = max(wakes_at_s - self._clock.monotonic(), 0.001)
+        times = [wakes_at_s for place in passed if (wakes_at_s := place.item.search.wakes_at_s) is not None]
+        if times:
+            delay_s = max(min(times) - self._clock.monotonic(), 0.001)
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._serve)
 
     def _timeout_error(self, seeker: Seeker) -> Overloaded | WorkerLost:
@@ -150,4 +249,9 @@ class Admission:
         message = f"no plan in time: {reason}"
         if not self._fleet.has_ready_decode:
             return WorkerLost(message)
-        return Overloaded(message, retry_after_s=RETRY_AFTER_S)
+        return Overloaded(message, retry_after_s=self._pace.promise_s(self._clock.monotonic()))
+
+
+def _cost(service: Service) -> float:
+    computed = service.num_prompt_tokens - service.num_cached_tokens
+    return PROMPT_TOKEN_COST * computed + OUTPUT_TOKEN_COST * service.num_output_tokens

@@ -3,7 +3,8 @@
 1. Workers that refused this search sit out (`Search.exclusions`).
 2. The index tells who holds the prefix; the policy chooses; the chosen workers' matches are verified by one walk, and
    where the index was too hopeful the policy chooses again.
-3. The plan is booked, and its blocks count as cached where they are computed, until events confirm them or time
+3. A request that cannot be served in time anywhere is refused for good (feasibility.py).
+4. The plan is booked, and its blocks count as cached where they are computed, until events confirm them or time
    passes (`EXPECTED_TTL_S`); an attempt that fails takes them back (`expecting`).
 """
 
@@ -17,6 +18,7 @@ from common.ids import WorkerId
 from router.booking import Booking
 from router.fleet import Fleet
 from router.index import PrefixIndex
+from router.placement.feasibility import find_hopeless
 from router.placement.plans import Plan, RouteRequest
 from router.placement.policies import Policy
 from router.placement.search import Exclusion, Search, Sought
@@ -59,9 +61,18 @@ class Chooser:
         plan = self._policy.choose(request, view)
         while isinstance(plan, Plan) and self._correct(matches, plan, sought.hashes):
             plan = self._policy.choose(request, view)
+        if not search.exclusions and (hopeless := find_hopeless(request, plan, view, shed=search.shed)) is not None:
+            return hopeless
         if isinstance(plan, Refused):
             return plan
         return self._book(search, request, plan)
+
+    def work_s(self, sought: Sought) -> float:
+        """Return how long the least work takes that is left of the prompt, at the pace of a typical worker."""
+        matches = self._index.match(sought.hashes)
+        num_blocks = min(max(matches.values(), default=0), (sought.num_tokens - 1) // sought.block_size)
+        num_cached = num_blocks * sought.block_size
+        return self._fleet.typical_timing.prefill_s(sought.num_tokens - num_cached, num_cached)
 
     def exclude(self, search: Search, worker_id: WorkerId, *, retry_after_s: float | None) -> None:
         """Do not offer a worker that refused the search before its load changed or the time has passed."""

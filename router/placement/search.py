@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from common.block_hash import BlockHashes
 from common.ids import RequestId, WorkerId
+from router.placement.feasibility import Shed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ class Search:
     """A search over all the refusals that it meets. Event loop only."""
 
     sought: Sought
+    shed: Shed = Shed.NONE
     exclusions: dict[WorkerId, Exclusion] = field(default_factory=dict)
     version_when_booked: dict[WorkerId, int] = field(default_factory=dict)
 

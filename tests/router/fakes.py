@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from common.block_hash import BlockHashes, hash_probe, hash_root
-from common.config import RouterConfig
+from common.config import RouterConfig, ServingConfig
 from common.errors import KvrelayError, Overloaded, StaleEpoch, from_rpc_error
 from common.ids import BlockHash, mint_epoch
 from common.kv_events import KvEvents, encode_events
@@ -455,7 +455,7 @@ class TestCluster:
 async def running_cluster(*workers: FakeWorker, config: RouterConfig | None = None) -> AsyncIterator[TestCluster]:
     """Start workers and a router that uses them; all that are started are ready."""
     config = RouterConfig(local_prefill_max_tokens=0) if config is None else config
-    router = await serve_router(config, codec=ByteCodec(), host="127.0.0.1", port=0)
+    router = await serve_router(ServingConfig(router=config), codec=ByteCodec(), host="127.0.0.1", port=0)
     channel = client_channel(router.address)
     cluster = TestCluster(
         router=router,

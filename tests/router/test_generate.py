@@ -268,7 +268,8 @@ async def test_generate_when_refused_for_too_long_is_overloaded_with_retry_info(
     async with running_cluster(prefill, decode, config=config_with(queue_timeout_s=0.2)) as cluster:
         with pytest.raises(Overloaded) as caught:
             await cluster.generate(make_request())
-        assert caught.value.retry_after_s == 1.0
+        assert caught.value.retry_after_s is not None
+        assert 0.1 < caught.value.retry_after_s < 5.0  # the line has stood still for 0.2 s
         await cluster.until_idle()
 
 

@@ -1,0 +1,75 @@
+"""Rates: what a tenant may use, and how fast the line moves. Time is handed in, in seconds of one monotonic clock."""
+
+MIN_RETRY_S = 0.05
+MAX_RETRY_S = 60.0
+UNKNOWN_RETRY_S = 1.0
+"""Advice as long as nothing was measured."""
+_GAP_WEIGHT = 0.1
+
+
+def retry_after(seconds: float) -> float:
+    """Return a wait that is worth telling a client."""
+    return min(max(seconds, MIN_RETRY_S), MAX_RETRY_S)
+
+
+class TokenBucket:
+    """A rate limit that holds one minute's worth and lets a single request overdraw it.
+
+    A request is let in while the bucket holds its cost, or is full: one that is larger than the bucket has to wait
+    until everything before it is paid for, but is not locked out for ever.
+    """
+
+    def __init__(self, *, per_min: float, now_s: float) -> None:
+        self._per_s = per_min / 60.0
+        self._capacity = per_min
+        self._level = per_min
+        self._filled_s = now_s
+
+    def wait_s(self, cost: float, now_s: float) -> float:
+        """Return after how long `cost` may be taken; 0: now."""
+        self._fill(now_s)
+        return max(0.0, (min(cost, self._capacity) - self._level) / self._per_s)
+
+    def take(self, cost: float, now_s: float) -> None:
+        """Take the cost, below zero if need be; a negative one gives back."""
+        self._fill(now_s)
+        self._level = min(self._level - cost, self._capacity)
+
+    def _fill(self, now_s: float) -> None:
+        self._level = min(self._level + (now_s - self._filled_s) * self._per_s, self._capacity)
+        self._filled_s = now_s
+
+
+class Pace:
+    """Measures how fast a line moves, and promises its coming free places, one to each of those that find it full.
+
+    The pace is the moving average of the gaps between departures while somebody waits; a line that has stood still
+    for longer than that is as slow as that.
+    """
+
+    def __init__(self) -> None:
+        self._mean_gap_s: float | None = None
+        self._last_s = 0.0
+        self._promised_s = 0.0
+
+    def begin(self, now_s: float) -> None:
+        """Somebody waits in a line that was empty."""
+        self._last_s = now_s
+
+    def depart(self, now_s: float) -> None:
+        """Somebody has left the line for a worker."""
+        gap_s = now_s - self._last_s
+        self._last_s = now_s
+        mean = gap_s if self._mean_gap_s is None else self._mean_gap_s
+        self._mean_gap_s = mean + _GAP_WEIGHT * (gap_s - mean)
+
+    def gap_s(self, now_s: float) -> float:
+        """Return the expected time from one departure to the next."""
+        if self._mean_gap_s is None:
+            return UNKNOWN_RETRY_S
+        return max(self._mean_gap_s, now_s - self._last_s)
+
+    def promise_s(self, now_s: float) -> float:
+        """Return when to come back: the k-th that asks is sent to the k-th place that comes free."""
+        self._promised_s = min(max(self._promised_s, now_s) + self.gap_s(now_s), now_s + MAX_RETRY_S)
+        return retry_after(self._promised_s - now_s)

@@ -1,0 +1,36 @@
+"""What a client claims for one request: priority and objectives, checked and within what its tenant may."""
+
+import math
+from dataclasses import dataclass
+
+from common.errors import InvalidRequest
+from kvrelay.v1 import inference_pb2
+from router.tenants import Tenant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """How a request wants to be served."""
+
+    priority: int = 0
+    ttft_slo_s: float = math.inf
+    itl_slo_s: float = math.inf
+
+
+NO_TERMS = Terms()
+
+
+def read_terms(message: inference_pb2.GenerateRequest, *, tenant: Tenant, default: Terms) -> Terms:
+    """Return the request's terms; what it leaves open is the default's. Raises InvalidRequest."""
+    objective = message.objective
+    return Terms(
+        priority=min(message.priority, tenant.max_priority),
+        ttft_slo_s=_seconds(objective.ttft_s, "ttft_s") if objective.HasField("ttft_s") else default.ttft_slo_s,
+        itl_slo_s=_seconds(objective.itl_s, "itl_s") if objective.HasField("itl_s") else default.itl_slo_s,
+    )
+
+
+def _seconds(value: float, name: str) -> float:
+    if not value > 0:
+        raise InvalidRequest(f"{value} is no positive number of seconds", field=f"objective.{name}")
+    return value

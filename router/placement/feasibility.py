@@ -1,0 +1,61 @@
+"""Whether a request can still be served in time anywhere; if not, nobody should compute its prompt."""
+
+import enum
+
+from common.errors import RefusalCause, Refused
+from common.timing import GUESSED_TIMING
+from router.placement.plans import FleetView, Plan, RouteRequest, WorkerLoad
+
+MIN_RETRY_S = 0.05
+MAX_RETRY_S = 60.0
+
+
+class Shed(enum.Enum):
+    """What is refused because it cannot be served in time."""
+
+    NONE = "none"
+    DEADLINE = "deadline"
+    """Requests whose first token would come after the caller's own deadline."""
+    SLO = "slo"
+    """Those, and requests that would miss their objective for the time to first token."""
+
+
+def find_hopeless(request: RouteRequest, plan: Plan | Refused, view: FleetView, *, shed: Shed) -> Refused | None:
+    """Return a final refusal when no worker of the view can bring the first token in time.
+
+    The policy's own prediction counts; where it makes none, the least that any worker would need: its queue and the
+    computation. Predictions of workers that have not measured themselves count for nothing.
+    """
+    if shed is Shed.NONE:
+        return None
+    ttft_s = _predicted_ttft_s(request, plan, view)
+    if ttft_s is None:
+        return None
+    if ttft_s > request.time_left_s:
+        return _refusal(ttft_s, request.time_left_s, RefusalCause.DEADLINE, "the caller's deadline")
+    left_s = request.ttft_slo_s - request.waited_s
+    if shed is Shed.SLO and ttft_s > left_s:
+        return _refusal(ttft_s, left_s, RefusalCause.SLO, f"the objective of {request.ttft_slo_s:g} s")
+    return None
+
+
+def _predicted_ttft_s(request: RouteRequest, plan: Plan | Refused, view: FleetView) -> float | None:
+    workers = (*view.prefill, *view.decode)
+    if isinstance(plan, Plan) and plan.predicted_ttft_s is not None:
+        computes = next(worker for worker in workers if worker.worker_id == plan.computes)
+        return plan.predicted_ttft_s if computes.timing is not GUESSED_TIMING else None
+    if not workers or any(worker.timing is GUESSED_TIMING for worker in workers):
+        return None
+    return min(_least_ttft_s(request, worker) for worker in workers)
+
+
+def _least_ttft_s(request: RouteRequest, worker: WorkerLoad) -> float:
+    cached = request.cached_tokens(worker.worker_id)
+    return worker.prefill_wait_s(request.now_s) + worker.timing.prefill_s(request.num_tokens - cached, cached)
+
+
+def _refusal(ttft_s: float, left_s: float, cause: RefusalCause, what: str) -> Refused:
+    reason = f"the first token is predicted in {ttft_s:.2f} s; {what} leaves {max(left_s, 0.0):.2f} s"
+    # The excess is what has to be worked off first.
+    retry_after_s = min(max(ttft_s - left_s, MIN_RETRY_S), MAX_RETRY_S)
+    return Refused(reason=reason, retry_after_s=retry_after_s, cause=cause)

@@ -1,0 +1,252 @@
+"""The order of the line, by itself."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from router.admission.fair_queue import AGEING, FairQueue, Place, rank
+
+TENANTS = {"a": 1.0, "b": 1.0, "heavy": 3.0}
+
+
+def make_queue(**weights: float) -> FairQueue[int]:
+    queue: FairQueue[int] = FairQueue()
+    for name, weight in weights.items():
+        queue.add_tenant(name, weight=weight)
+    return queue
+
+
+def push(
+    queue: FairQueue[int], number: int, *, tenant: str = "a", priority: int = 0, work_s: float = 0.0
+) -> Place[int]:
+    """Let a request come at second `number`."""
+    key = rank(priority=priority, work_s=work_s, arrived_s=number, number=number)
+    return queue.push(number, tenant=tenant, rank=key)
+
+
+def drain(queue: FairQueue[int]) -> list[int]:
+    places = iter(queue.pop, None)
+    return [place.item for place in places]
+
+
+def test_requests_of_one_tenant_and_size_go_in_order_of_arrival() -> None:
+    queue = make_queue(a=1)
+    for number in range(5):
+        push(queue, number)
+    assert drain(queue) == [0, 1, 2, 3, 4]
+
+
+def test_higher_priority_goes_first_inside_its_tenant_only() -> None:
+    queue = make_queue(a=1, b=1)
+    push(queue, 0, tenant="b")
+    push(queue, 1, tenant="a", priority=0)
+    push(queue, 2, tenant="a", priority=5)
+    queue.charge("a", 1)  # so that b goes next whatever a's requests claim
+    assert drain(queue) == [0, 2, 1]
+
+
+def test_long_prompt_gives_way_only_to_those_that_come_within_its_own_work() -> None:
+    queue = make_queue(a=1)
+    push(queue, 0, work_s=10.0)
+    push(queue, 9, work_s=0.5)
+    push(queue, 11, work_s=0.5)
+    assert AGEING == 1.0
+    assert drain(queue) == [9, 0, 11]
+
+
+def test_those_who_were_on_already_go_before_all_newcomers_in_order_of_arrival() -> None:
+    queue = make_queue(a=1)
+    push(queue, 3, priority=9)
+    queue.push_first(2, number=2)
+    queue.push_first(1, number=1)
+    assert (queue.num_first, drain(queue)) == (2, [1, 2, 3])
+
+
+def test_tenant_with_three_times_the_weight_is_served_three_times_as_much() -> None:
+    queue = make_queue(a=1, heavy=3)
+    for number in range(80):
+        push(queue, number, tenant="a")
+        push(queue, number, tenant="heavy")
+    served = {"a": 0, "heavy": 0}
+    for _ in range(80):
+        place = queue.pop()
+        assert place is not None
+        served[place.tenant] += 1
+        queue.charge(place.tenant, 100)
+    assert served == {"a": 20, "heavy": 60}
+
+
+def test_tenant_that_comes_back_has_not_saved_up_its_share() -> None:
+    queue = make_queue(a=1, b=1)
+    for number in range(40):
+        push(queue, number, tenant="a")
+    for _ in range(20):
+        place = queue.pop()
+        assert place is not None
+        queue.charge("a", 100)
+    for number in range(40, 60):
+        push(queue, number, tenant="b")
+    assert queue.counter("b") == 2000
+    served = []
+    for _ in range(10):
+        place = queue.pop()
+        assert place is not None
+        served.append(place.tenant)
+        queue.charge(place.tenant, 100)
+    assert served.count("a") == 5
+
+
+def test_newcomer_to_an_empty_line_is_lifted_to_who_left_it_last() -> None:
+    queue = make_queue(a=1, b=1)
+    push(queue, 0, tenant="a")
+    assert drain(queue) == [0]
+    queue.charge("a", 700)
+    push(queue, 1, tenant="b")
+    assert queue.counter("b") == 700
+
+
+def test_held_tenant_does_not_go_and_comes_back_as_after_a_pause() -> None:
+    queue = make_queue(a=1, b=1)
+    push(queue, 0, tenant="a")
+    push(queue, 1, tenant="b")
+    queue.hold("a")
+    assert drain(queue) == [1]
+    queue.charge("b", 500)
+    push(queue, 2, tenant="b")
+    queue.release("a")
+    assert queue.counter("a") == 500
+    assert sorted(drain(queue)) == [0, 2]
+
+
+def test_skipped_tenant_keeps_its_place() -> None:
+    queue = make_queue(a=1, b=1)
+    push(queue, 0, tenant="a")
+    push(queue, 1, tenant="b")
+    place = queue.pop(skipping={"a"})
+    assert place is not None
+    assert place.item == 1
+    queue.restore(place)
+    assert drain(queue) == [0, 1]
+
+
+def test_restored_place_is_the_same_place_and_lifts_nobody() -> None:
+    queue = make_queue(a=1, b=1)
+    queue.charge("b", 50)
+    push(queue, 0, tenant="b")
+    before = push(queue, 1, tenant="a")
+    for _ in range(3):
+        place = queue.pop()
+        assert place is before
+        queue.restore(place)
+    assert (queue.counter("a"), drain(queue)) == (50, [1, 0])
+
+
+@pytest.mark.parametrize("num_leaving", [1, 63, 64, 200])
+def test_those_who_leave_are_never_returned(num_leaving: int) -> None:
+    queue = make_queue(a=1)
+    places = [push(queue, number) for number in range(num_leaving + 3)]
+    for place in places[:num_leaving]:
+        queue.discard(place)
+        queue.discard(place)
+    assert (len(queue), drain(queue)) == (3, [place.item for place in places[num_leaving:]])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(TENANTS)), st.integers(1, 1000)), min_size=60, max_size=200),
+    st.integers(10, 60),
+)
+def test_weighted_service_of_tenants_that_keep_waiting_differs_by_one_request_at_most(
+    requests: list[tuple[str, int]], num_served: int
+) -> None:
+    queue = make_queue(**TENANTS)
+    costs = dict(enumerate(cost for _, cost in requests))
+    waiting = dict.fromkeys(TENANTS, 0)
+    for number, (tenant, _) in enumerate(requests):
+        push(queue, number, tenant=tenant)
+        waiting[tenant] += 1
+    started = {tenant: queue.counter(tenant) for tenant in TENANTS}
+    for _ in range(num_served):
+        place = queue.pop()
+        assert place is not None
+        queue.charge(place.tenant, costs[place.item])
+        waiting[place.tenant] -= 1
+        if not all(waiting.values()):
+            return
+        service = [queue.counter(tenant) - started[tenant] for tenant in TENANTS]
+        assert max(service) - min(service) <= max(costs[n] / TENANTS[t] for n, (t, _) in enumerate(requests))
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Any order of coming, going, looking, holding and charging: nobody is lost or returned twice."""
+
+    tenants = st.sampled_from(sorted(TENANTS))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = make_queue(**TENANTS)
+        self.places: dict[int, Place[int]] = {}
+        self.held: set[str] = set()
+        self.number = 0
+
+    @rule(tenant=tenants, priority=st.integers(0, 2), work_s=st.floats(0, 5))
+    def push(self, tenant: str, priority: int, work_s: float) -> None:
+        self.number += 1
+        self.places[self.number] = push(self.queue, self.number, tenant=tenant, priority=priority, work_s=work_s)
+
+    @rule()
+    def push_first(self) -> None:
+        self.number += 1
+        self.places[self.number] = self.queue.push_first(self.number, number=self.number)
+
+    @rule(skipping=st.sets(tenants), cost=st.integers(0, 100))
+    def serve(self, skipping: set[str], cost: int) -> None:
+        place = self.queue.pop(skipping=skipping)
+        eligible = [p for p in self.places.values() if p.tenant not in skipping | self.held]
+        assert (place is None) == (not eligible)
+        if place is None:
+            return
+        assert place in eligible
+        mates = [other for other in eligible if other.tenant == place.tenant]
+        assert place.rank == min(mate.rank for mate in mates)
+        contenders = {other.tenant for other in eligible}
+        if "" in contenders:
+            assert place.tenant == ""
+        else:
+            assert self.queue.counter(place.tenant) == min(self.queue.counter(tenant) for tenant in contenders)
+            self.queue.charge(place.tenant, cost)
+        del self.places[place.item]
+
+    @rule(count=st.integers(1, 5))
+    def look(self, count: int) -> None:
+        taken = [place for _ in range(count) if (place := self.queue.pop()) is not None]
+        for place in taken:
+            self.queue.restore(place)
+
+    @precondition(lambda self: self.places)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        self.queue.discard(self.places.pop(data.draw(st.sampled_from(sorted(self.places)))))
+
+    @rule(tenant=tenants, cost=st.integers(-50, 50))
+    def correct(self, tenant: str, cost: int) -> None:
+        self.queue.charge(tenant, cost)
+
+    @rule(tenant=tenants)
+    def hold(self, tenant: str) -> None:
+        self.queue.hold(tenant)
+        self.held.add(tenant)
+
+    @rule(tenant=tenants)
+    def release(self, tenant: str) -> None:
+        self.queue.release(tenant)
+        self.held.discard(tenant)
+
+    @invariant()
+    def nobody_is_lost(self) -> None:
+        assert len(self.queue) == len(self.places)
+
+
+TestQueueMachine = QueueMachine.TestCase
+TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
