@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from common.block_hash import hash_blocks
 from common.config import PoolConfig, PoolsConfig, ServingConfig, TransferConfig
 from common.errors import KvrelayError, Overloaded, Refused
 from common.ids import RequestId, WorkerId, mint_request_id, seeded_ids
@@ -22,12 +23,15 @@ from common.sampling import SamplingParams
 from engine.block_pool import BlockPool
 from engine.events import Load
 from kvrelay.v1 import inference_pb2, worker_pb2
-from router.admission.line import Ticket
+from router.admission.account import Service
+from router.admission.terms import Terms
+from router.admission.ticket import Ticket
 from router.booking import Booking
 from router.facts import Endpoint
 from router.parts import RouterParts, build_router
 from router.placement.search import Search
 from router.record import Job
+from router.tenants import ANYBODY
 from simulator.executor import Answer, SimExecutor, sim_shape
 from simulator.loop import VirtualClock, VirtualLoop
 from simulator.network import SimNetwork
@@ -185,9 +189,10 @@ class SimCluster:
         try:
             with (
                 router.orchestrator.account(life, time_left_s=lambda: deadline_s - self._loop.time()),
-                _admit(router) as ticket,
+                self._admit(arrival, router) as ticket,
             ):
                 job = self._job(arrival, request_id, router)
+                _take_tokens(router, ticket, job)
                 running = router.orchestrator.running(job, ticket, life, timeout_s=self.settings.timeout_s)
                 async with running as outbox:
                     while (message := await outbox.get()) is not None:
@@ -250,13 +255,28 @@ class SimCluster:
         router.chooser.choose = _timed(router.chooser.choose, self.choice_s)  # type: ignore[method-assign, assignment]
         return router
 
+    def _admit(self, arrival: Arrival, router: RouterParts) -> Ticket:
+        """Return a place in line. Raises Overloaded."""
+        settings = self.settings
+        terms = Terms(priority=arrival.priority, ttft_slo_s=settings.ttft_slo_s, itl_slo_s=settings.itl_slo_s)
+        admitted = router.admission.admit(settings.tenants.get(arrival.tenant, ANYBODY), terms)
+        if isinstance(admitted, Refused):
+            raise Overloaded(admitted.reason, retry_after_s=admitted.retry_after_s)
+        return admitted
+
     def _job(self, arrival: Arrival, request_id: RequestId, router: RouterParts) -> Job:
         model = router.fleet.model
         assert model is not None, "the routers have met the workers"
         sampling = SamplingParams(
             temperature=0.0, max_tokens=arrival.max_tokens or arrival.num_output_tokens, detokenize=False
         )
-        return Job(request_id=request_id, prompt_token_ids=tuple(arrival.prompt), sampling=sampling, model=model)
+        return Job(
+            request_id=request_id,
+            prompt_token_ids=arrival.prompt,
+            prompt_hashes=hash_blocks(arrival.prompt, root=model.root, block_size=model.block_size),
+            sampling=sampling,
+            model=model,
+        )
 
     def _take(self, result: RequestResult, message: inference_pb2.GenerateResponse) -> None:
         """Note what a message to the client tells."""
@@ -297,12 +317,13 @@ def _config(shape: ClusterShape, settings: SimSettings) -> ServingConfig:
     )
 
 
-def _admit(router: RouterParts) -> Ticket:
-    """Return a place in line. Raises Overloaded."""
-    admitted = router.admission.admit()
-    if isinstance(admitted, Refused):
-        raise Overloaded(admitted.reason, retry_after_s=admitted.retry_after_s)
-    return admitted
+def _take_tokens(router: RouterParts, ticket: Ticket, job: Job) -> None:
+    """Count the request's size against its tenant's rate. Raises Overloaded."""
+    output = ticket.account.expected_output_tokens(at_most=job.sampling.max_tokens)
+    expected = Service(num_prompt_tokens=len(job.prompt_token_ids), num_output_tokens=output)
+    refused = router.admission.take_tokens(ticket, expected)
+    if refused is not None:
+        raise Overloaded(refused.reason, retry_after_s=refused.retry_after_s)
 
 
 _Choose = Callable[[Search], Booking | Refused]

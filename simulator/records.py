@@ -2,7 +2,7 @@
 
 import re
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from common.timing import TimingModel
 from engine.block_pool import BlockPool
 from engine.events import Load
 from router.placement.policies import Policy
+from router.tenants import Tenant
 from simulator.timing import StepTimes
 
 
@@ -94,6 +95,8 @@ class SimSettings:
     """Reports take so much longer than other messages."""
     ttft_slo_s: float = float("inf")
     itl_slo_s: float = float("inf")
+    tenants: Mapping[str, Tenant] = field(default_factory=dict)
+    """By the name that arrivals give; any other one is anybody."""
     timeout_s: float = 3600.0
     """Deadline of each request."""
     seed: int = 0
