@@ -1,10 +1,12 @@
 """Rates: what a tenant may use, and how fast the line moves. Time is handed in, in seconds of one monotonic clock."""
 
+import math
+
 MIN_RETRY_S = 0.05
 MAX_RETRY_S = 60.0
 UNKNOWN_RETRY_S = 1.0
 """Advice as long as nothing was measured."""
-_GAP_WEIGHT = 0.1
+_MEMORY_S = 10.0
 
 
 def retry_after(seconds: float) -> float:
@@ -43,33 +45,40 @@ class TokenBucket:
 class Pace:
     """Measures how fast a line moves, and promises its coming free places, one to each of those that find it full.
 
-    The pace is the moving average of the gaps between departures while somebody waits; a line that has stood still
-    for longer than that is as slow as that.
+    The pace is departures per second while somebody waits, both forgotten with the time constant `_MEMORY_S`; a line
+    that has stood still for longer than its usual gap is as slow as that.
     """
 
     def __init__(self) -> None:
-        self._mean_gap_s: float | None = None
+        self._num_departed = 0.0
+        self._waited_s = 0.0
         self._last_s = 0.0
         self._promised_s = 0.0
 
     def begin(self, now_s: float) -> None:
         """Somebody waits in a line that was empty."""
-        self._last_s = now_s
+        self._forget(now_s)
 
     def depart(self, now_s: float) -> None:
         """Somebody has left the line for a worker."""
         gap_s = now_s - self._last_s
-        self._last_s = now_s
-        mean = gap_s if self._mean_gap_s is None else self._mean_gap_s
-        self._mean_gap_s = mean + _GAP_WEIGHT * (gap_s - mean)
+        self._forget(now_s)
+        self._waited_s += gap_s
+        self._num_departed += 1.0
 
     def gap_s(self, now_s: float) -> float:
         """Return the expected time from one departure to the next."""
-        if self._mean_gap_s is None:
+        if not self._waited_s or not self._num_departed:
             return UNKNOWN_RETRY_S
-        return max(self._mean_gap_s, now_s - self._last_s)
+        return max(self._waited_s / self._num_departed, now_s - self._last_s)
 
     def promise_s(self, now_s: float) -> float:
         """Return when to come back: the k-th that asks is sent to the k-th place that comes free."""
         self._promised_s = min(max(self._promised_s, now_s) + self.gap_s(now_s), now_s + MAX_RETRY_S)
         return retry_after(self._promised_s - now_s)
+
+    def _forget(self, now_s: float) -> None:
+        kept = math.exp((self._last_s - now_s) / _MEMORY_S)
+        self._num_departed *= kept
+        self._waited_s *= kept
+        self._last_s = now_s

@@ -38,8 +38,8 @@ def test_pace_before_the_first_departure_is_a_guess() -> None:
 def test_pace_promises_each_coming_place_once() -> None:
     pace = Pace()
     pace.begin(0.0)
-    for second in range(1, 5):
-        pace.depart(second * 2.0)
+    for number in range(1, 5):
+        pace.depart(number * 2.0)
     assert [pace.promise_s(8.0) for _ in range(3)] == pytest.approx([2.0, 4.0, 6.0])
     assert pace.promise_s(14.0) == pytest.approx(6.0)  # as slow as it has stood still; earlier promises are over
 
@@ -59,6 +59,16 @@ def test_pace_does_not_count_the_time_when_nobody_waited() -> None:
     pace.begin(500.0)
     pace.depart(501.0)
     assert pace.gap_s(501.0) == pytest.approx(1.0)
+
+
+def test_pace_forgets_how_it_once_was() -> None:
+    pace = Pace()
+    pace.begin(0.0)
+    for _ in range(1000):
+        pace.depart(0.01)
+    for number in range(1, 61):
+        pace.depart(float(number))
+    assert pace.gap_s(60.0) == pytest.approx(1.0, rel=0.3)
 
 
 def test_account_refuses_by_queue_then_request_rate_then_token_rate_and_says_when() -> None:

@@ -1,0 +1,391 @@
+"""The line: who gets a plan when, with a chooser that only counts pages."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from common.clock import ManualClock
+from common.errors import Overloaded, RefusalCause, Refused, WorkerLost
+from common.ids import RequestId, WorkerId
+from kvrelay.v1 import worker_pb2
+from router.admission.account import Service
+from router.admission.line import MAX_CANDIDATES, MAX_OVERTAKEN, Admission
+from router.admission.terms import Terms
+from router.admission.ticket import Seeker, Ticket
+from router.booking import Booking
+from router.facts import Endpoint
+from router.fleet import Fleet
+from router.index import PrefixIndex
+from router.member import Hold, Member
+from router.placement.chooser import Chooser
+from router.placement.plans import Plan, PlanKind
+from router.placement.policies import make_policy
+from router.placement.search import Search, Sought
+from router.tenants import Tenant
+
+A, B = Tenant(name="a"), Tenant(name="b")
+WORKER = WorkerId("d0")
+PATIENCE_S = 10.0
+
+
+class PageChooser(Chooser):
+    """Books when enough pages are free, and remembers whom it was asked about."""
+
+    def __init__(self, fleet: Fleet, clock: ManualClock, *, num_pages: int) -> None:
+        policy = make_policy("round_robin", local_prefill_max_tokens=0)
+        super().__init__(fleet=fleet, index=PrefixIndex(), policy=policy, clock=clock)
+        self.num_free = num_pages
+        self.asked: list[str] = []
+        self.hopeless: set[str] = set()
+        self._fleet = fleet
+        endpoint = Endpoint(worker_id=WORKER, role=worker_pb2.WORKER_ROLE_DECODE, address="nowhere:1")
+        self._member = Member(endpoint=endpoint, client=cast(Any, None))
+
+    def choose(self, search: Search) -> Booking | Refused:
+        sought = search.sought
+        self.asked.append(sought.request_id)
+        if sought.request_id in self.hopeless:
+            return Refused(reason="too late", retry_after_s=3.0, cause=RefusalCause.DEADLINE)
+        if sought.num_tokens > self.num_free:
+            return Refused(reason=f"{self.num_free} pages are free", retry_after_s=1.0)
+        self.num_free -= sought.num_tokens
+        plan = Plan(kind=PlanKind.LOCAL, decode=WORKER, prefill=None, predicted_cached_tokens=0, reason="")
+        hold = Hold(member=self._member, epoch=cast(Any, 1), booked_s=0.0, num_blocks=sought.num_tokens)
+
+        def free(booking: Booking) -> None:
+            self.num_free += booking.decode.num_blocks
+            booking.decode.num_blocks = 0
+            self.change()
+
+        return Booking(plan=plan, decode=hold, prefill=None, on_release=free)
+
+    def work_s(self, sought: Sought) -> float:
+        return float(sought.num_tokens)
+
+    def change(self) -> None:
+        """Let the fleet change."""
+        self._fleet.set_workers([])
+
+
+class Line:
+    """An admission with everything around it."""
+
+    def __init__(self, *, num_pages: int = 8, max_queued: int = 100) -> None:
+        self.clock = ManualClock(100.0)
+        self.fleet = Fleet(index=PrefixIndex(), clock=self.clock)
+        self.chooser = PageChooser(self.fleet, self.clock, num_pages=num_pages)
+        self.admission = Admission(fleet=self.fleet, chooser=self.chooser, clock=self.clock, max_queued=max_queued)
+        self.tickets: dict[str, Ticket] = {}
+        self.waiting: dict[str, asyncio.Task[Booking]] = {}
+
+    def admit(self, tenant: Tenant = A, *, priority: int = 0) -> Ticket:
+        ticket = self.admission.admit(tenant, Terms(priority=priority))
+        assert isinstance(ticket, Ticket), ticket
+        return ticket
+
+    def refusal(self, tenant: Tenant = A) -> Refused:
+        refused = self.admission.admit(tenant, Terms())
+        assert isinstance(refused, Refused)
+        return refused
+
+    async def come(self, name: str, num_pages: int, tenant: Tenant = A, *, priority: int = 0) -> None:
+        """Let a request come and look for a plan."""
+        self.tickets[name] = self.admit(tenant, priority=priority)
+        await self.place(name, num_pages)
+
+    async def place(self, name: str, num_pages: int, *, patience_s: float = PATIENCE_S) -> None:
+        sought = Sought(
+            request_id=RequestId(name),
+            num_tokens=num_pages,
+            num_samples=1,
+            block_size=1,
+            hashes=(),
+            num_output_tokens=0,
+        )
+        deadline_s = asyncio.get_running_loop().time() + patience_s
+        seeker = Seeker(ticket=self.tickets[name], search=Search(sought=sought), deadline_s=deadline_s)
+        self.waiting[name] = asyncio.create_task(self.admission.place(seeker))
+        await turns()
+
+    async def end(self, name: str) -> None:
+        """Let a request that has a plan end."""
+        self.waiting.pop(name).result().release()
+        self.tickets.pop(name).__exit__(None, None, None)
+        await turns()
+
+    async def leave(self, name: str) -> None:
+        """Let the client of a request that waits go away."""
+        task = self.waiting.pop(name)
+        task.cancel()
+        await turns()
+        assert task.cancelled()
+        self.tickets.pop(name).__exit__(None, None, None)
+        await turns()
+
+    @property
+    def served(self) -> set[str]:
+        return {name for name, task in self.waiting.items() if task.done()}
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return self.admission.num_queued, self.admission.num_active
+
+
+async def turns() -> None:
+    """Let everything happen that can."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_full_line_refuses_and_says_when_by_the_pace_it_measured() -> None:
+    line = Line(num_pages=1, max_queued=2)
+    await line.come("x", 1)
+    for name in "yz":
+        await line.come(name, 1)
+    guessed = line.refusal(B)
+    for _ in range(20):
+        line.clock.advance(0.5)
+        await line.end(min(line.served))
+        await line.come(f"z{line.clock.monotonic()}", 1)
+    refused = [line.refusal(B) for _ in range(2)]
+    assert {refusal.cause for refusal in (guessed, *refused)} == {RefusalCause.QUEUE_FULL}
+    assert "2 requests are waiting; the limit is 2" in refused[0].reason
+    assert [refusal.retry_after_s for refusal in refused] == pytest.approx([0.5, 1.0], rel=0.1)
+    assert line.counts == (2, 1)
+
+
+async def test_tenant_with_a_full_line_of_its_own_does_not_fill_that_of_others() -> None:
+    line = Line(num_pages=0)
+    small = Tenant(name="small", max_queued=1)
+    await line.come("x", 1, small)
+    assert line.refusal(small).cause is RefusalCause.TENANT_QUEUE_FULL
+    await line.come("y", 1, B)
+    assert line.counts == (2, 0)
+
+
+async def test_tenants_are_served_in_turn_however_many_requests_one_of_them_has() -> None:
+    line = Line(num_pages=1)
+    await line.come("first", 1)
+    for number in range(6):
+        await line.come(f"a{number}", 1, A)
+    for number in range(2):
+        await line.come(f"b{number}", 1, B)
+    order = ["first"]
+    for _ in range(5):
+        await line.end(order[-1])
+        order += [name for name in line.served if name not in order]
+    assert [name[0] for name in order[1:]] == ["a", "b", "a", "b", "a"]
+
+
+async def test_request_that_lost_its_worker_goes_before_newcomers_and_no_limit_refuses_it() -> None:
+    line = Line(num_pages=1)
+    tight = Tenant(name="tight", max_queued=2, max_concurrent=1)
+    await line.come("x", 1, tight)
+    await line.come("y", 1, tight, priority=9)
+    line.waiting.pop("x").result().decode.num_blocks = 0  # its worker died: its pages do not come back
+    await line.place("x", 1)
+    assert line.counts == (2, 1)
+    line.chooser.num_free = 1
+    line.chooser.change()
+    await turns()
+    assert line.served == {"x"}
+    await line.end("x")
+    assert line.served == {"y"}
+
+
+async def test_concurrency_cap_makes_its_tenant_wait_and_nobody_else() -> None:
+    line = Line()
+    capped = Tenant(name="capped", max_concurrent=2)
+    for name in "xyz":
+        await line.come(name, 1, capped)
+    await line.come("b", 1, B)
+    assert (line.served, line.counts) == ({"x", "y", "b"}, (1, 3))
+    await line.end("x")
+    assert line.served == {"y", "z", "b"}
+
+
+async def test_large_request_without_a_plan_lets_small_ones_pass_but_not_for_ever() -> None:
+    line = Line(num_pages=4)
+    await line.come("running", 1)
+    await line.come("large", 4, B)
+    num_passed = 0
+    while True:
+        line.clock.advance(0.1)
+        await line.come("small", 1)
+        if "small" not in line.served:
+            break
+        await line.end("small")
+        num_passed += 1
+    # The first of them has the same claim as the large one: it does not overtake.
+    assert num_passed == MAX_OVERTAKEN + 1
+    await line.end("running")
+    assert line.served == {"large"}
+    await line.end("large")
+    assert line.served == {"small"}
+
+
+async def test_line_is_not_asked_again_before_something_changes_and_then_only_its_head() -> None:
+    line = Line(num_pages=0, max_queued=1000)
+    for number in range(200):
+        await line.come(f"a{number}", 1)
+    line.chooser.asked.clear()
+    await line.come("another", 1)
+    assert line.chooser.asked == []
+    line.chooser.change()
+    assert line.chooser.asked == [f"a{number}" for number in range(MAX_CANDIDATES)]
+
+
+async def test_request_that_no_worker_can_serve_in_time_is_refused_at_once() -> None:
+    line = Line()
+    line.chooser.hopeless.add("x")
+    await line.come("x", 1)
+    with pytest.raises(Overloaded, match="too late") as caught:
+        line.waiting["x"].result()
+    assert caught.value.retry_after_s == 3.0
+    assert line.counts == (1, 0)
+    line.tickets["x"].__exit__(None, None, None)
+    assert line.counts == (0, 0)
+
+
+async def test_place_after_its_patience_tells_what_was_missing() -> None:
+    line = Line(num_pages=0)
+    line.tickets["x"] = line.admit()
+    await line.place("x", 1, patience_s=0.0)
+    with pytest.raises(WorkerLost, match="0 pages are free"):
+        await line.waiting["x"]
+    assert line.counts == (1, 0)
+
+
+async def test_cancelled_head_of_the_line_lets_the_next_one_go() -> None:
+    line = Line(num_pages=1)
+    await line.come("x", 1)
+    await line.come("head", 1)
+    await line.come("next", 1)
+    await line.leave("head")
+    await line.end("x")
+    assert line.served == {"next"}
+    assert line.counts == (0, 1)
+
+
+async def test_booking_granted_to_a_request_that_is_cancelled_at_that_moment_is_released() -> None:
+    line = Line(num_pages=1)
+    await line.come("x", 1)
+    await line.come("y", 1)
+    line.waiting.pop("x").result().release()  # grants y in the same turn
+    line.waiting["y"].cancel()
+    await turns()
+    assert line.waiting["y"].cancelled()
+    assert line.chooser.num_free == 1
+
+
+async def test_settle_charges_what_a_request_got_instead_of_what_was_expected() -> None:
+    line = Line(num_pages=100)
+    await line.come("x", 40)
+    await line.come("y", 40, B)
+    line.admission.settle(line.tickets["x"], Service(num_prompt_tokens=40, num_cached_tokens=39, num_output_tokens=2))
+    await line.come("full", 20)  # a was charged 1 + 2 * 2 tokens in all, b 40
+    await line.come("b", 5, B)
+    await line.come("a", 5, A)
+    await line.end("full")
+    assert {"a", "b"} <= line.served
+    assert line.chooser.asked.index("a") > line.chooser.asked.index("b")
+    assert line.chooser.asked[-2:] == ["a", "b"]
+
+
+class LineMachine(RuleBasedStateMachine):
+    """Any order of coming, ending, losing a worker, going away: counts balance, and nobody is forgotten."""
+
+    TENANTS = (A, B, Tenant(name="capped", max_concurrent=1, weight=2.0), Tenant(name="short", max_queued=2))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.line = self.run(self.make)
+        self.number = 0
+        self.sizes: dict[str, int] = {}
+
+    async def make(self) -> Line:
+        return Line(num_pages=6, max_queued=10)
+
+    def run(self, function: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
+        async def call() -> Any:
+            return await function(*args, **kwargs)
+
+        return self.loop.run_until_complete(call())
+
+    @rule(tenant=st.sampled_from(TENANTS), num_pages=st.integers(1, 6), priority=st.integers(0, 2))
+    def come(self, tenant: Tenant, num_pages: int, priority: int) -> None:
+        account = next((a for a in self.line.admission.accounts if a.tenant is tenant), None)
+        unplanned = sum(not ticket.has_plan for ticket in self.line.tickets.values())
+        is_full = unplanned >= 10 or (
+            account is not None and tenant.max_queued is not None and account.num_queued >= tenant.max_queued
+        )
+        if is_full:
+            assert self.line.refusal(tenant).retry_after_s > 0
+            return
+        self.number += 1
+        name = f"{self.number}"
+        self.sizes[name] = num_pages
+        self.run(self.line.come, name, num_pages, tenant, priority=priority)
+
+    @precondition(lambda self: self.line.served)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        self.run(self.line.end, data.draw(st.sampled_from(sorted(self.line.served))))
+
+    @precondition(lambda self: self.line.served)
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.line.served)))
+
+        async def lose() -> None:
+            self.line.waiting.pop(name).result().release()
+            await self.line.place(name, self.sizes[name])
+
+        self.run(lose)
+
+    @precondition(lambda self: set(self.line.waiting) - self.line.served)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        self.run(self.line.leave, data.draw(st.sampled_from(sorted(set(self.line.waiting) - self.line.served))))
+
+    @rule(seconds=st.floats(0.1, 5))
+    def pass_time(self, seconds: float) -> None:
+        self.line.clock.advance(seconds)
+
+    @invariant()
+    def counts_balance(self) -> None:
+        line = self.line
+        waiting = set(line.waiting) - line.served
+        unplanned = {name for name, ticket in line.tickets.items() if not ticket.has_plan}
+        assert line.admission.num_queued == len(waiting)
+        assert line.admission.num_active == len(line.tickets) - len(unplanned)
+        assert line.chooser.num_free == 6 - sum(self.sizes[name] for name in line.served)
+        for account in line.admission.accounts:
+            assert account.num_queued == sum(line.tickets[name].account is account for name in unplanned)
+            cap = account.tenant.max_concurrent
+            assert cap is None or account.num_active <= cap
+
+    @invariant()
+    def nobody_waits_for_nothing(self) -> None:
+        line = self.line
+        waiting = [line.tickets[name] for name in set(line.waiting) - line.served]
+        if not line.served and waiting:  # all pages are free, so somebody must be on
+            assert all(not ticket.has_plan and ticket.account.is_full for ticket in waiting)
+
+    def teardown(self) -> None:
+        while self.line.waiting:
+            assert self.line.served, "requests wait and nobody is served"
+            self.run(self.line.end, min(self.line.served))
+        assert self.line.counts == (0, 0)
+        assert self.line.chooser.num_free == 6
+        self.loop.close()
+
+
+TestLineMachine = LineMachine.TestCase
+TestLineMachine.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)

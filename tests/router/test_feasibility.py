@@ -1,0 +1,103 @@
+"""Requests that cannot be served in time anywhere."""
+
+from dataclasses import replace
+
+import pytest
+
+from common.errors import RefusalCause, Refused
+from common.ids import RequestId, WorkerId
+from common.timing import GUESSED_TIMING, StepModel, TimingModel
+from router.placement.feasibility import Shed, find_hopeless
+from router.placement.plans import FleetView, Plan, PlanKind, RouteRequest, WorkerLoad
+
+TIMING = TimingModel(
+    prefill=StepModel(constant_s=0.0, per_prefill_token_s=0.001, num_samples=1),
+    decode=StepModel(constant_s=0.01),
+    max_step_tokens=512,
+)
+NO_PLAN = Refused(reason="full", retry_after_s=1.0)
+P, D = WorkerId("p0"), WorkerId("d0")
+
+
+def worker(worker_id: WorkerId, *, queue_s: float = 0.0, timing: TimingModel = TIMING) -> WorkerLoad:
+    return WorkerLoad(
+        worker_id=worker_id, num_blocks=1000, num_free_blocks=1000, prefill_free_at_s=50.0 + queue_s, timing=timing
+    )
+
+
+def view(*prefill: WorkerLoad) -> FleetView:
+    return FleetView(prefill=prefill, decode=(worker(D, queue_s=100.0),), num_prefill=len(prefill))
+
+
+def request(
+    *, time_left_s: float = 1e9, ttft_slo_s: float = 1e9, waited_s: float = 0.0, cached: int = 0
+) -> RouteRequest:
+    """1000 tokens: a second of prefill on an idle worker."""
+    return RouteRequest(
+        request_id=RequestId("r"),
+        num_tokens=1000,
+        block_size=10,
+        num_decode_blocks=100,
+        cached_blocks={P: cached},
+        now_s=50.0,
+        waited_s=waited_s,
+        ttft_slo_s=ttft_slo_s,
+        time_left_s=time_left_s,
+    )
+
+
+def plan(predicted_ttft_s: float | None) -> Plan:
+    return Plan(
+        kind=PlanKind.REMOTE,
+        prefill=P,
+        decode=D,
+        predicted_cached_tokens=0,
+        reason="",
+        predicted_ttft_s=predicted_ttft_s,
+    )
+
+
+@pytest.mark.parametrize(
+    ("queue_s", "cached", "time_left_s", "is_hopeless"),
+    [(0.0, 0, 1.1, False), (0.0, 0, 0.9, True), (1.0, 0, 1.9, True), (1.0, 50, 1.6, False), (1.0, 50, 1.4, True)],
+)
+@pytest.mark.parametrize("outcome", [plan(None), NO_PLAN], ids=["silent policy", "no plan"])
+def test_deadline_is_held_against_the_least_that_any_worker_needs(
+    queue_s: float, cached: int, time_left_s: float, is_hopeless: bool, outcome: Plan | Refused
+) -> None:
+    asked = request(time_left_s=time_left_s, cached=cached)
+    refused = find_hopeless(asked, outcome, view(worker(P, queue_s=queue_s)), shed=Shed.DEADLINE)
+    assert (refused is not None) is is_hopeless
+
+
+def test_prediction_of_the_policy_goes_before_our_own() -> None:
+    asked = request(time_left_s=2.0)
+    assert find_hopeless(asked, plan(1.9), view(worker(P, queue_s=9.0)), shed=Shed.DEADLINE) is None
+    refused = find_hopeless(asked, plan(5.0), view(worker(P)), shed=Shed.DEADLINE)
+    assert refused is not None
+    assert (refused.cause, refused.retry_after_s, refused.is_final) == (RefusalCause.DEADLINE, pytest.approx(3.0), True)
+    assert "predicted in 5.00 s; the caller's deadline leaves 2.00 s" in refused.reason
+
+
+def test_time_waited_counts_against_the_objective_and_only_slo_sheds_for_it() -> None:
+    asked = request(ttft_slo_s=2.0, waited_s=1.5)
+    refused = find_hopeless(asked, plan(1.0), view(worker(P)), shed=Shed.SLO)
+    assert refused is not None
+    assert (refused.cause, refused.retry_after_s) == (RefusalCause.SLO, pytest.approx(0.5))
+    assert find_hopeless(asked, plan(1.0), view(worker(P)), shed=Shed.DEADLINE) is None
+    assert find_hopeless(replace(asked, waited_s=0.9), plan(1.0), view(worker(P)), shed=Shed.SLO) is None
+
+
+@pytest.mark.parametrize("outcome", [plan(None), plan(1e6), NO_PLAN], ids=["silent policy", "prediction", "no plan"])
+def test_guessed_times_refuse_nobody(outcome: Plan | Refused) -> None:
+    asked = request(time_left_s=0.001, ttft_slo_s=0.001)
+    assert find_hopeless(asked, outcome, view(worker(P, timing=GUESSED_TIMING)), shed=Shed.SLO) is None
+
+
+def test_shedding_that_is_off_refuses_nobody() -> None:
+    assert find_hopeless(request(time_left_s=0.1), plan(9.0), view(worker(P)), shed=Shed.NONE) is None
+
+
+def test_empty_fleet_is_no_reason_to_give_up() -> None:
+    empty = FleetView(prefill=(), decode=(), num_prefill=0)
+    assert find_hopeless(request(time_left_s=0.1), NO_PLAN, empty, shed=Shed.SLO) is None
