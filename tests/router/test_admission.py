@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from common.block_hash import NO_HASHES
 from common.clock import ManualClock
 from common.errors import Overloaded, RefusalCause, Refused, WorkerLost
 from common.ids import RequestId, WorkerId
@@ -104,7 +105,7 @@ class Line:
             num_tokens=num_pages,
             num_samples=1,
             block_size=1,
-            hashes=(),
+            hashes=NO_HASHES,
             num_output_tokens=0,
         )
         deadline_s = asyncio.get_running_loop().time() + patience_s

@@ -94,7 +94,8 @@ def test_account_in_debt_refuses_before_the_size_is_known() -> None:
     assert account.take_tokens(100, 0.0) is None
     refused = account.take_request(0.0)
     assert refused is not None
-    assert (refused.cause, refused.retry_after_s) == (RefusalCause.TOKEN_RATE, pytest.approx(41.0))
+    assert refused.cause is RefusalCause.TOKEN_RATE
+    assert refused.retry_after_s == pytest.approx(41.0)
 
 
 def test_request_refused_for_its_tokens_does_not_count_against_the_request_rate() -> None:
