@@ -91,13 +91,25 @@ class TimingModel:
         `num_decodes` sequences with `num_context_tokens` KV tokens decode in the same steps, and take their share of
         the budget.
         """
+        pairs = num_new_tokens * num_cached_tokens + num_new_tokens * (num_new_tokens + 1) // 2
+        return self.prompts_s(
+            num_new_tokens, pairs, num_decodes=num_decodes, num_context_tokens=num_context_tokens
+        )
+
+    def prompts_s(
+        self, num_new_tokens: int, num_pairs: int, *, num_decodes: int = 0, num_context_tokens: int = 0
+    ) -> float:
+        """Like `prefill_s`, of any number of prompts; `num_pairs` of a new token and one that it attends to."""
         if num_new_tokens <= 0:
             return 0.0
-        num_steps = -(-num_new_tokens // max(1, self.max_step_tokens - num_decodes))
-        pairs = num_new_tokens * num_cached_tokens + num_new_tokens * (num_new_tokens + 1) // 2
+        num_steps = self.num_prefill_steps(num_new_tokens, num_decodes=num_decodes)
         model = self.prefill
         per_step = model.constant_s + model.per_decode_s * num_decodes + model.per_context_token_s * num_context_tokens
-        return num_steps * per_step + model.per_prefill_token_s * num_new_tokens + model.per_prefill_pair_s * pairs
+        return num_steps * per_step + model.per_prefill_token_s * num_new_tokens + model.per_prefill_pair_s * num_pairs
+
+    def num_prefill_steps(self, num_new_tokens: int, *, num_decodes: int = 0) -> int:
+        """Return the steps that prompt tokens take beside `num_decodes` sequences that decode."""
+        return -(-num_new_tokens // max(1, self.max_step_tokens - num_decodes))
 
     def itl_s(self, num_decodes: int, num_context_tokens: int) -> float:
         """Return the predicted gap between tokens of a batch that only decodes."""

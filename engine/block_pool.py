@@ -11,6 +11,7 @@ a child of it is kept: whoever kept the child held the parent too, and a page th
 """
 
 import enum
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -84,6 +85,10 @@ class BlockPool:
                 break
             matched.append(block_id)
         return matched
+
+    def num_matching(self, hashes: Sequence[BlockHash], num_at_most: int) -> int:
+        """Return the length of the longest cached prefix of the first hashes. O(log blocks): there are no holes."""
+        return bisect_left(hashes, 1, hi=num_at_most, key=lambda block_hash: block_hash not in self._block_of)
 
     def num_matched_free(self, block_ids: Iterable[BlockId]) -> int:
         """Return how many of these pages are free now: holding them would shrink `num_free` by that."""

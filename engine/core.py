@@ -26,12 +26,14 @@ from collections.abc import Sequence as Seq
 from common.clock import Clock
 from common.errors import EngineFault, PromptTooLong, Refused
 from engine.block_pool import BlockPool
-from engine.events import EngineEvent, Failed, FinishReason, Load, Progress, TokenOutput
+from engine.events import EngineEvent, Failed, FinishReason, Load, Progress, StepSample, TokenOutput
 from engine.executor import Executor, Sampled, ScheduledSequence, StepResult
 from engine.group import Group, Sink
+from engine.load import measure_load
 from engine.pipeline import Pipeline
 from engine.scheduler import Scheduler, SchedulerLimits, StepPlan
 from engine.sequence import EngineRequest, Sequence, SequenceState
+from engine.step_timer import StepTimer
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class EngineCore:
         self.scheduler = Scheduler(self.pool, limits)
         self._pipeline = Pipeline(executor)
         self._clock = clock
+        self._timer = StepTimer(clock)
         self._groups: dict[Sequence, Group] = {}
         self._next_order = 0
         self._is_stalled = False
@@ -129,6 +132,7 @@ class EngineCore:
 
     def begin_step(self) -> Emitted:
         """Plan the next step; the events of requests that it starts can go out before it is computed."""
+        self._timer.begin()
         self._plan = self.scheduler.schedule()
         self._is_stalled = not self._plan.batch and self._pipeline.num_steps == 0
         emitted: Emitted = []
@@ -158,31 +162,17 @@ class EngineCore:
         num_kept = 0 if must_know_all else self.executor.max_steps_in_flight - 1
         while self._pipeline.num_steps > num_kept:
             self._take_oldest(emitted)
+        if not self.has_work:
+            self._timer.pause()
         return emitted
 
     def load(self) -> Load:
         """Return the load at this moment."""
-        scheduler, pool = self.scheduler, self.pool
-        num_context_tokens = num_pending_prefill_tokens = 0
-        for sequence in scheduler.running:
-            num_context_tokens += sequence.num_computed
-            if sequence.num_output_tokens == 0:
-                num_pending_prefill_tokens += sequence.num_tokens - sequence.num_computed
-        return Load(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_reserved=len(scheduler.reserved),
-            num_held=len(scheduler.held),
-            num_free_blocks=pool.num_free,
-            num_used_blocks=pool.num_used,
-            num_cached_blocks=pool.num_cached,
-            num_blocks=pool.num_blocks,
-            num_pending_prefill_tokens=num_pending_prefill_tokens + scheduler.num_waiting_prefill_tokens,
-            num_context_tokens=num_context_tokens,
-            num_preemptions=scheduler.num_preemptions,
-            num_cached_tokens=scheduler.num_cached_tokens,
-            num_computed_tokens=scheduler.num_computed_tokens,
-        )
+        return measure_load(self.scheduler, now_s=self._clock.monotonic())
+
+    def drain_samples(self) -> tuple[StepSample, ...]:
+        """Return how long the steps took that ended since the last call."""
+        return self._timer.drain()
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -227,6 +217,7 @@ class EngineCore:
             for failed in plans:
                 self.scheduler.fail(failed)
             return
+        self._timer.end(plan.shape)
         self.scheduler.complete(plan)
         tokens: dict[Group, list[TokenOutput]] = {}
         for item, result in zip(plan.batch.values(), results, strict=True):
@@ -294,6 +285,7 @@ class EngineCore:
 
     def _fail(self, plans: Seq[StepPlan], error: Exception) -> Emitted:
         """End every request of these steps."""
+        self._timer.pause()
         groups = {self._groups[sequence]: None for plan in plans for sequence in plan.batch if sequence in self._groups}
         logger.error(
             "engine step failed", exc_info=error, extra={"requests": [group.request.request_id for group in groups]}

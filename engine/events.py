@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from common.errors import KvrelayError
 from common.ids import BlockId
 from common.kv_events import KvEvents
+from common.timing import StepShape
 from engine.executor import Logprobs
 
 
@@ -87,13 +88,31 @@ class Load:
     num_used_blocks: int
     num_cached_blocks: int
     num_blocks: int
-    num_pending_prefill_tokens: int
+    num_cold_blocks: int
+    """Free pages that are handed out before any that is to be kept."""
+    num_decoding: int
+    """Running sequences that decode."""
     num_context_tokens: int
+    """Tokens of all sequences that decode here, now or when their KV is there."""
+    num_pending_prefill_tokens: int
+    """Accepted, without KV, and not expected to be found in the cache; those of the steps in flight included."""
+    num_pending_prefill_pairs: int
+    """Pairs of one of these and a token that it attends to."""
     num_preemptions: int
     num_cached_tokens: int
     """Prompt tokens found in the cache, since start."""
     num_computed_tokens: int
     """Prompt tokens computed, since start."""
+    measured_s: float
+    """When, on the engine's clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSample:
+    """How long a step took."""
+
+    shape: StepShape
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,3 +121,5 @@ class StepReport:
 
     kv_events: KvEvents
     load: Load
+    samples: tuple[StepSample, ...] = ()
+    """Of the steps that have ended."""

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 
 from common.errors import Refused
 from common.ids import BlockId
+from common.timing import StepShape
+from engine.backlog import Backlog, num_pairs
 from engine.block_pool import BlockPool
 from engine.executor import ScheduledSequence
 from engine.pages import Pages
@@ -46,8 +48,21 @@ class StepPlan:
     copies: list[tuple[BlockId, BlockId]] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     num_tokens: int = 0
+    num_decodes: int = 0
+    num_context_tokens: int = 0
+    num_prefill_pairs: int = 0
     is_short: bool = False
     """A running sequence lacks pages that only preemption, or the end of what is in flight, can give it."""
+
+    @property
+    def shape(self) -> StepShape:
+        """What its time depends on."""
+        return StepShape(
+            num_prefill_tokens=self.num_tokens - self.num_decodes,
+            num_prefill_pairs=self.num_prefill_pairs,
+            num_decodes=self.num_decodes,
+            num_context_tokens=self.num_context_tokens,
+        )
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:
@@ -67,8 +82,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
-        self.num_waiting_prefill_tokens = 0
-        """Of the prompts in line that have no answer yet."""
+        self.backlog = Backlog(pool, limits.block_size)
+        """Work of those in line."""
         self._pages = Pages(pool, limits.block_size)
         self._num_steps_in_flight = 0
         self._watermark_blocks = max(1, round(limits.watermark * pool.num_blocks))
@@ -180,6 +195,7 @@ class Scheduler:
                 self._plan(sequence, num_new, num_to_run, plan)
         if self.num_preemptions == preemptions_before and not plan.is_short:
             self._admit(plan)
+        self.backlog.look_again(self.waiting)
         return plan
 
     def launched(self, plan: StepPlan) -> None:
@@ -229,10 +245,7 @@ class Scheduler:
             num_spared = self._num_spared(0)
             if self.pool.num_free <= num_spared:
                 return  # it needs a page of its own at least; not worth looking for the others in the cache
-            # The last token is always computed: its logits choose the next one.
-            reusable = sequence.block_hashes[: (sequence.num_tokens - 1) // self.limits.block_size]
-            if sequence.request.sampling.num_prompt_logprobs is not None and sequence.num_output_tokens == 0:
-                reusable = []  # logits of every prompt position are needed
+            reusable = sequence.block_hashes[: sequence.num_reusable_blocks]
             if not self._pages.take(sequence, self.pool.match_prefix(reusable), num_spared=num_spared):
                 return
             self._dequeue(sequence)
@@ -251,6 +264,12 @@ class Scheduler:
             input_row=sequence.pending_row if sequence.num_pending else None,
         )
         plan.num_tokens += num_new
+        num_before = sequence.num_computed
+        if num_to_run == 1:  # the end of a prompt, too: it is computed as if it decoded
+            plan.num_decodes += 1
+            plan.num_context_tokens += num_before + 1
+        else:
+            plan.num_prefill_pairs += num_pairs(num_new, num_before)
 
     def _make_room(self, sequence: Sequence, num_new: int, plan: StepPlan) -> bool:
         """Make [num_computed, num_computed + num_new) writable, preempting later arrivals. False: it cannot run now."""
@@ -282,13 +301,11 @@ class Scheduler:
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.state = SequenceState.WAITING
         insort(self.waiting, sequence, key=_order)
-        if sequence.num_output_tokens == 0:
-            self.num_waiting_prefill_tokens += sequence.num_tokens
+        self.backlog.enter(sequence)
 
     def _dequeue(self, sequence: Sequence) -> None:
         self.waiting.remove(sequence)
-        if sequence.num_output_tokens == 0:
-            self.num_waiting_prefill_tokens -= sequence.num_tokens
+        self.backlog.leave(sequence)
 
     def _num_spared(self, headroom: int) -> int:
         """Return the pages to leave free: for others to grow into, and `headroom`. A lone sequence may take all."""

@@ -76,6 +76,8 @@ class Sequence:
     """Where the latest pending token lies among its step's tokens; None when the next step must not run without
     knowing it."""
     num_cached: int = 0
+    num_expected: int = 0
+    """In line: leading tokens that the cache held when it was last asked."""
     num_published: int = 0
     block_table: "array[int]" = field(default_factory=lambda: array("i"))
     """Page of each block, int32: kernels read it without a copy. It grows at its end. An entry changes when the block
@@ -122,6 +124,13 @@ class Sequence:
     def num_samples(self) -> int:
         """Samples that the next token yields: n at the end of a fresh prompt, else 1."""
         return self.request.sampling.n if self.num_output_tokens == 0 else 1
+
+    @property
+    def num_reusable_blocks(self) -> int:
+        """Leading blocks that a cache may save. The last token is always computed: its logits choose the next one."""
+        if self.request.sampling.num_prompt_logprobs is not None and self.num_output_tokens == 0:
+            return 0  # logits of every prompt position are needed
+        return (len(self.token_ids) - 1) // self.block_size
 
     @property
     def num_output_tokens(self) -> int:

@@ -127,27 +127,29 @@ class EngineThread:
 
     def _step_until_stopped(self) -> None:
         core = self._core
-        while self._drain(core):
-            if core.has_work and (started := core.begin_step()):
-                self._send(core, started)
+        while (num_commands := self._drain(core)) is not None:
+            if core.has_work and ((started := core.begin_step()) or num_commands):
+                self._send(core, started)  # before a step that may take long: who asked for it is a load already
             self._send(core, core.finish_step())
 
-    def _drain(self, core: EngineCore) -> bool:
-        """Run all queued commands; block for one when there is nothing to compute. Returns False to stop."""
+    def _drain(self, core: EngineCore) -> int | None:
+        """Run all queued commands; block for one when there is nothing to compute. Returns their number; None: stop."""
+        num_commands = 0
         block = not core.has_work
         while True:
             try:
                 command = self._commands.get(block=block)
             except queue.Empty:
-                return True
+                return num_commands
             if command is None:
-                return False
+                return None
             command(core)
             core.wake()
+            num_commands += 1
             block = False
 
     def _send(self, core: EngineCore, emitted: Emitted) -> None:
-        report = StepReport(kv_events=core.pool.drain_events(), load=core.load())
+        report = StepReport(kv_events=core.pool.drain_events(), load=core.load(), samples=core.drain_samples())
         try:
             self._loop.call_soon_threadsafe(self._dispatch, report, emitted)
         except RuntimeError:

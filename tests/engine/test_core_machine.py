@@ -268,10 +268,23 @@ class CoreMachine(RuleBasedStateMachine):
     @invariant()
     def load_counts_what_is_there(self) -> None:
         load, scheduler = self.core.load(), self.core.scheduler
-        active = [*scheduler.running, *scheduler.waiting]
-        fresh = [s for s in active if s.num_output_tokens == 0]
-        assert load.num_pending_prefill_tokens == sum(s.num_tokens - s.num_computed for s in fresh)
-        assert load.num_context_tokens == sum(s.num_computed for s in scheduler.running)
+        running = scheduler.running
+        decoding = [s for s in running if not s.is_pinned and s.num_tokens - s.num_ready == 1]
+        starts = [(s, s.num_ready) for s in running if s not in decoding]
+        starts += [(s, s.num_expected) for s in scheduler.waiting]
+        assert load.num_decoding == len(decoding)
+        assert load.num_pending_prefill_tokens == sum(s.num_tokens - start for s, start in starts)
+        pairs = sum(position + 1 for s, start in starts for position in range(start, s.num_tokens))
+        assert load.num_pending_prefill_pairs == pairs
+        active = [*running, *scheduler.waiting, *scheduler.reserved]
+        assert load.num_context_tokens == sum(s.num_tokens for s in active if not s.is_pinned)
+
+    @invariant()
+    def expected_prefixes_are_what_a_walk_would_find(self) -> None:
+        pool = self.core.pool
+        for sequence in (s for work in self.works for s in work.group.sequences):
+            reusable = sequence.block_hashes[: sequence.num_reusable_blocks]
+            assert pool.num_matching(sequence.block_hashes, len(reusable)) == len(pool.match_prefix(reusable))
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):

@@ -1,0 +1,43 @@
+"""Measures what an engine is busy with."""
+
+from engine.backlog import num_pairs
+from engine.events import Load
+from engine.scheduler import Scheduler
+
+
+def measure_load(scheduler: Scheduler, *, now_s: float) -> Load:
+    """Return the load at this moment. Engine thread only; O(running and reserved sequences)."""
+    pool, backlog = scheduler.pool, scheduler.backlog
+    num_tokens, pairs, context = backlog.num_tokens, backlog.num_pairs, backlog.num_context_tokens
+    num_decoding = 0
+    for sequence in scheduler.running:
+        num_known = len(sequence.token_ids)
+        num_left = num_known - sequence.num_ready
+        if not sequence.is_pinned:
+            context += num_known
+        if num_left == 1 and not sequence.is_pinned:
+            num_decoding += 1
+        else:
+            num_tokens += num_left
+            pairs += num_pairs(num_left, sequence.num_ready)
+    for sequence in scheduler.reserved:
+        context += sequence.num_tokens
+    return Load(
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting),
+        num_reserved=len(scheduler.reserved),
+        num_held=len(scheduler.held),
+        num_free_blocks=pool.num_free,
+        num_used_blocks=pool.num_used,
+        num_cached_blocks=pool.num_cached,
+        num_blocks=pool.num_blocks,
+        num_cold_blocks=pool.num_cold,
+        num_decoding=num_decoding,
+        num_context_tokens=context,
+        num_pending_prefill_tokens=num_tokens,
+        num_pending_prefill_pairs=pairs,
+        num_preemptions=scheduler.num_preemptions,
+        num_cached_tokens=scheduler.num_cached_tokens,
+        num_computed_tokens=scheduler.num_computed_tokens,
+        measured_s=now_s,
+    )

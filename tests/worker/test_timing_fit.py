@@ -1,0 +1,210 @@
+"""RobustFit and WorkerTiming: what they learn from clean, noisy, spoilt and degenerate measurements."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.clock import ManualClock
+from common.ids import WorkerId
+from common.timing import GUESSED_TIMING, StepModel, StepShape, TimingModel
+from engine.events import StepSample
+from tests.builders import make_core, make_request, submit
+from worker.timing import MIN_CHANGE, NUM_WARM_UP_STEPS, WorkerTiming, reference_shapes
+from worker.timing_fit import BUCKET_SAMPLES, MAX_BUCKETS, RobustFit, solve_non_negative
+
+MAX_STEP_TOKENS = 2048
+TRUTH = TimingModel(
+    prefill=StepModel(
+        constant_s=8e-3,
+        per_prefill_token_s=4e-5,
+        per_prefill_pair_s=3e-9,
+        per_decode_s=5e-5,
+        per_context_token_s=2e-8,
+    ),
+    decode=StepModel(constant_s=6e-3, per_decode_s=3e-5, per_context_token_s=4e-8),
+    max_step_tokens=MAX_STEP_TOKENS,
+)
+PEER = WorkerId("p0")
+SHM, GRPC = 2, 1
+
+
+def prefill_shape(num_tokens: int, depth: int = 0, *, num_decodes: int = 0, context: int = 0) -> StepShape:
+    return StepShape(
+        num_prefill_tokens=num_tokens,
+        num_prefill_pairs=num_tokens * depth + num_tokens * (num_tokens + 1) // 2,
+        num_decodes=num_decodes,
+        num_context_tokens=context,
+    )
+
+
+def random_shape(rng: random.Random) -> StepShape:
+    num_decodes = rng.choice([0, 0, 5, 20, 40])
+    context = sum(rng.randint(100, 4000) for _ in range(num_decodes))
+    if num_decodes and rng.random() < 0.6:
+        return StepShape(num_decodes=num_decodes, num_context_tokens=context)
+    num_tokens = rng.choice([MAX_STEP_TOKENS - num_decodes, rng.randint(2, MAX_STEP_TOKENS - num_decodes)])
+    return prefill_shape(num_tokens, rng.choice([0, 2048, 10_000, 30_000]), num_decodes=num_decodes, context=context)
+
+
+def measured(num_steps: int, *, noise: float = 0.0, share_of_outliers: float = 0.0, seed: int = 0) -> list[StepSample]:
+    rng = random.Random(seed)
+    samples = []
+    for _ in range(num_steps):
+        shape = random_shape(rng)
+        seconds = TRUTH.step_s(shape) * rng.lognormvariate(0, noise)
+        if rng.random() < share_of_outliers:
+            seconds *= rng.uniform(2, 20)
+        samples.append(StepSample(shape=shape, seconds=seconds))
+    return samples
+
+
+def worst_error(model: TimingModel) -> float:
+    shapes = reference_shapes(MAX_STEP_TOKENS)
+    return max(abs(math.log(model.step_s(shape) / TRUTH.step_s(shape))) for shape in shapes)
+
+
+def learnt_from(samples: list[StepSample]) -> WorkerTiming:
+    timing = WorkerTiming(max_step_tokens=MAX_STEP_TOKENS)
+    timing.observe(samples)
+    return timing
+
+
+def test_timing_before_any_step_is_the_guess() -> None:
+    timing = learnt_from([])
+    assert (timing.model.prefill, timing.model.decode) == (GUESSED_TIMING.prefill, GUESSED_TIMING.decode)
+    assert timing.version == 0
+
+
+def test_timing_of_clean_steps_is_the_truth() -> None:
+    assert worst_error(learnt_from(measured(1500)).model) < 0.05
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_timing_of_noisy_steps_with_outliers_stays_near_the_truth(seed: int) -> None:
+    samples = measured(3000, noise=0.05, share_of_outliers=0.1, seed=seed)
+    assert worst_error(learnt_from(samples).model) < 0.15
+
+
+def test_timing_leaves_warm_up_steps_out() -> None:
+    shape = prefill_shape(512)
+    slow = [StepSample(shape=shape, seconds=60.0)] * NUM_WARM_UP_STEPS
+    timing = learnt_from(slow + [StepSample(shape=shape, seconds=0.1)] * 8)
+    assert timing.model.prefill.num_samples == 8
+    assert timing.model.step_s(shape) == pytest.approx(0.1, rel=1e-3)
+
+
+def test_timing_of_steps_that_are_all_alike_scales_the_guess() -> None:
+    shape = prefill_shape(512)
+    timing = learnt_from([StepSample(shape=shape, seconds=0.5)] * 40)
+    ratio = 0.5 / GUESSED_TIMING.prefill.seconds(shape)
+    for other in (shape, prefill_shape(64), prefill_shape(2048, num_decodes=4, context=4000)):
+        assert timing.model.step_s(other) == pytest.approx(ratio * GUESSED_TIMING.step_s(other), rel=0.01)
+
+
+def test_timing_after_the_machine_became_slower_follows() -> None:
+    timing = learnt_from(measured(2000, noise=0.03))
+    shape = StepShape(num_decodes=20, num_context_tokens=40_000)
+    timing.observe([StepSample(shape=shape, seconds=3 * TRUTH.step_s(shape))] * 300)
+    assert timing.model.step_s(shape) == pytest.approx(3 * TRUTH.step_s(shape), rel=0.1)
+
+
+def test_timing_after_long_steady_decoding_still_knows_other_batches() -> None:
+    timing = learnt_from(measured(1500, noise=0.02))
+    steady = StepShape(num_decodes=20, num_context_tokens=40_000)
+    timing.observe([StepSample(shape=steady, seconds=TRUTH.step_s(steady))] * 20_000)
+    assert worst_error(timing.model) < 0.15
+
+
+def test_timing_version_moves_only_with_predictions() -> None:
+    timing = learnt_from(measured(4000, noise=0.01))
+    version = timing.version
+    timing.observe(measured(4000, noise=0.01, seed=1))
+    assert version > 0
+    assert timing.version - version <= 1
+    factor = 1 + 4 * MIN_CHANGE
+    timing.observe([StepSample(shape=s.shape, seconds=factor * s.seconds) for s in measured(8000, seed=2)])
+    assert timing.version > version
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 10_000),
+            st.integers(0, 10**9),
+            st.integers(0, 300),
+            st.integers(0, 10**7),
+            st.floats(0, 1e4, allow_nan=False),
+        ),
+        min_size=1,
+        max_size=60,
+    )
+)
+def test_fit_of_anything_is_finite_and_not_negative(rows: list[tuple[int, int, int, int, float]]) -> None:
+    fit = RobustFit((5e-3, 1e-4, 0.0, 1e-4, 0.0))
+    for *features, seconds in rows:
+        fit.add((1, *features), seconds)  # type: ignore[arg-type]
+    weights = fit.fit()
+    assert all(math.isfinite(weight) and weight >= 0 for weight in weights)
+
+
+@given(st.integers(1, 5), st.integers(0, 10**6))
+def test_solve_non_negative_satisfies_the_optimality_conditions(size: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    factor = rng.normal(size=(size + 2, size))
+    products, moments = factor.T @ factor + 1e-3 * np.eye(size), rng.normal(size=size)
+    solution = solve_non_negative(products, moments)
+    slope = moments - products @ solution
+    assert (solution >= 0).all()
+    assert (slope <= 1e-6).all()
+    assert np.abs(slope * solution).max() <= 1e-6
+
+
+def test_fit_remembers_a_bounded_number_of_samples() -> None:
+    fit = RobustFit((1.0, 1.0, 1.0))
+    rng = random.Random(0)
+    for _ in range(20_000):
+        fit.add((1, rng.getrandbits(rng.randint(1, 30)), rng.getrandbits(rng.randint(1, 30))), 1.0)
+    assert fit.num_samples == 20_000
+    assert fit.num_remembered <= MAX_BUCKETS * BUCKET_SAMPLES
+
+
+def test_link_learns_latency_and_bandwidth_of_a_peer_and_of_all() -> None:
+    timing = WorkerTiming(max_step_tokens=512)
+    rng = random.Random(0)
+    for _ in range(200):
+        num_bytes = rng.randint(1 << 16, 1 << 28)
+        outlier = 10.0 if rng.random() < 0.1 else 1.0
+        timing.observe_pull(PEER, SHM, num_bytes=num_bytes, seconds=outlier * (2e-3 + num_bytes / 3e9))
+    for peer in (PEER, WorkerId("never seen")):
+        assert timing.model.pull_s(peer, 1 << 28) == pytest.approx(2e-3 + (1 << 28) / 3e9, rel=0.05)
+        assert timing.model.pull_s(peer, 1 << 16) == pytest.approx(2e-3 + (1 << 16) / 3e9, rel=0.1)
+
+
+def test_link_when_the_transport_changes_begins_anew() -> None:
+    timing = WorkerTiming(max_step_tokens=512)
+    for _ in range(50):
+        timing.observe_pull(PEER, SHM, num_bytes=1 << 24, seconds=0.001)
+    timing.observe_pull(PEER, GRPC, num_bytes=1 << 24, seconds=0.1)
+    assert timing.transports == {PEER: GRPC}
+    assert timing.model.pull_s(PEER, 1 << 24) == pytest.approx(0.1, rel=0.01)
+
+
+def test_backlog_is_what_the_model_says_less_what_has_run() -> None:
+    clock = ManualClock(100.0)
+    core = make_core(max_step_tokens=64, num_blocks=128, clock=clock)
+    timing = WorkerTiming(max_step_tokens=64)
+    assert timing.backlog_s(core.load(), now_s=100.0) == 0.0
+    for first in (0, 100):
+        submit(core, make_request(range(first, first + 100)))
+    whole_s = timing.model.prompts_s(200, 2 * 100 * 101 // 2)
+    assert timing.backlog_s(core.load(), now_s=100.0) == pytest.approx(whole_s)
+    assert timing.backlog_s(core.load(), now_s=100.001) == pytest.approx(whole_s - 0.001)
+    # A load is as of a step's end: no more than the running step can be over since.
+    assert timing.backlog_s(core.load(), now_s=900.0) == pytest.approx(whole_s * 3 / 4)
+    core.step()  # launched
+    core.step()  # its results taken
+    assert timing.backlog_s(core.load(), now_s=100.0) < whole_s * 0.8

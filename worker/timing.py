@@ -1,0 +1,214 @@
+"""A worker's picture of itself: how long its steps and its pulls take, and how long the prompts in line will."""
+
+from collections.abc import Iterable, Mapping
+
+from common.ids import WorkerId
+from common.timing import GUESSED_LINK, GUESSED_TIMING, LinkModel, StepModel, StepShape, TimingModel
+from engine.events import Load, StepSample
+from worker.timing_fit import RobustFit
+
+NUM_WARM_UP_STEPS = 2
+"""First steps of a kind that are not counted: caches are cold, kernels may be compiled."""
+MIN_CHANGE = 0.05
+"""Share by which a prediction must move before routers are told."""
+MAX_PEERS = 256
+_FIRST_FIT = 8
+_FIT_INTERVAL = 1024
+_DRIFT_INTERVAL = 64
+_DRIFT_RATE = 1 / 32
+_MAX_DRIFT = 0.1
+_MAX_BYTES_PER_S = 1e12
+_REFERENCE_BYTES = (1 << 20, 1 << 28)
+
+
+class FitSchedule:
+    """When to fit again: at 8, 16, … 1024 samples, then every 1024; sooner when predictions are off on the average."""
+
+    def __init__(self) -> None:
+        self._num_new = 0
+        self._num_fits = 0
+        self._drift = 0.0
+
+    def is_due(self, relative_error: float) -> bool:
+        """Count a sample and the error of its prediction; returns whether a fit pays now."""
+        self._num_new += 1
+        self._drift += _DRIFT_RATE * (max(-1.0, min(1.0, relative_error)) - self._drift)
+        interval = min(_FIRST_FIT << max(0, self._num_fits - 1), _FIT_INTERVAL)
+        is_off = self._num_new >= _DRIFT_INTERVAL and abs(self._drift) > _MAX_DRIFT
+        if self._num_new < interval and not is_off:
+            return False
+        self._num_new, self._drift = 0, 0.0
+        self._num_fits += 1
+        return True
+
+
+class StepFit:
+    """The model of one kind of steps."""
+
+    def __init__(self, guess: StepModel) -> None:
+        self.model = guess
+        self._fit = RobustFit(
+            (
+                guess.constant_s,
+                guess.per_prefill_token_s,
+                guess.per_prefill_pair_s,
+                guess.per_decode_s,
+                guess.per_context_token_s,
+            )
+        )
+        self._schedule = FitSchedule()
+        self._num_warm_up = NUM_WARM_UP_STEPS
+
+    def add(self, sample: StepSample) -> bool:
+        """Take a step into account; returns whether the model is a new one."""
+        if self._num_warm_up:
+            self._num_warm_up -= 1
+            return False
+        shape = sample.shape
+        features = (
+            1,
+            shape.num_prefill_tokens,
+            shape.num_prefill_pairs,
+            shape.num_decodes,
+            shape.num_context_tokens,
+        )
+        self._fit.add(features, sample.seconds)
+        if not self._schedule.is_due(sample.seconds / max(self.model.seconds(shape), 1e-9) - 1):
+            return False
+        constant, token, pair, decode, context = self._fit.fit()
+        self.model = StepModel(
+            constant_s=constant,
+            per_prefill_token_s=token,
+            per_prefill_pair_s=pair,
+            per_decode_s=decode,
+            per_context_token_s=context,
+            num_samples=self._fit.num_samples,
+        )
+        return True
+
+
+class LinkFit:
+    """The model of pulls over one link."""
+
+    def __init__(self, transport: int) -> None:
+        self.transport = transport
+        self.model = GUESSED_LINK
+        self._fit = RobustFit((GUESSED_LINK.latency_s, 1 / GUESSED_LINK.bytes_per_s))
+        self._schedule = FitSchedule()
+
+    def add(self, num_bytes: int, seconds: float) -> bool:
+        """Take a pull into account; returns whether the model is a new one."""
+        self._fit.add((1, num_bytes), seconds)
+        error = seconds / max(self.model.seconds(num_bytes), 1e-9) - 1
+        if self.model.num_samples and not self._schedule.is_due(error):
+            return False
+        latency_s, per_byte_s = self._fit.fit()
+        bytes_per_s = 1 / max(per_byte_s, 1 / _MAX_BYTES_PER_S)
+        self.model = LinkModel(latency_s=latency_s, bytes_per_s=bytes_per_s, num_samples=self._fit.num_samples)
+        return True
+
+
+class WorkerTiming:
+    """Learns from steps and pulls. Event loop only; O(1) a step, but for a fit now and then (about 1 ms)."""
+
+    def __init__(self, *, max_step_tokens: int) -> None:
+        self._prefill = StepFit(GUESSED_TIMING.prefill)
+        self._decode = StepFit(GUESSED_TIMING.decode)
+        self._links: dict[WorkerId, LinkFit] = {}
+        self._any_link = LinkFit(0)
+        self._max_step_tokens = max_step_tokens
+        self.model = self._latest()
+        self.version = 0
+        """Counts the models that differ noticeably from the one before."""
+        self._told = self._predictions()
+
+    @property
+    def transports(self) -> Mapping[WorkerId, int]:
+        """How each peer was reached last, as a worker_pb2.KvTransport number."""
+        return {peer: link.transport for peer, link in self._links.items()}
+
+    def observe(self, samples: Iterable[StepSample]) -> None:
+        """Learn from steps that have ended."""
+        for sample in samples:
+            if (self._prefill if sample.shape.num_prefill_tokens else self._decode).add(sample):
+                self._renew()
+
+    def observe_pull(self, peer: WorkerId, transport: int, *, num_bytes: int, seconds: float) -> None:
+        """Learn from a pull whose bytes were all there when it began."""
+        link = self._links.get(peer)
+        if link is None or link.transport != transport:
+            self._links.pop(peer, None)
+            if len(self._links) >= MAX_PEERS:
+                del self._links[next(iter(self._links))]
+            link = self._links[peer] = LinkFit(transport)
+        is_new = link.add(num_bytes, seconds)
+        if self._any_link.add(num_bytes, seconds) or is_new:
+            self._renew()
+
+    def backlog_s(self, load: Load, *, now_s: float) -> float:
+        """Return the predicted seconds until the prompts in `load` are computed; of the running step, what is left."""
+        if not load.num_pending_prefill_tokens:
+            return 0.0
+        whole_s = self.model.prompts_s(
+            load.num_pending_prefill_tokens,
+            load.num_pending_prefill_pairs,
+            num_decodes=load.num_decoding,
+            num_context_tokens=load.num_context_tokens if load.num_decoding else 0,
+        )
+        num_steps = self.model.num_prefill_steps(load.num_pending_prefill_tokens, num_decodes=load.num_decoding)
+        # Each step brings a new load: more than one cannot have passed since, however long ago that was.
+        return whole_s - min(max(now_s - load.measured_s, 0.0), whole_s / num_steps)
+
+    def _latest(self) -> TimingModel:
+        links: dict[WorkerId | None, LinkModel] = {peer: link.model for peer, link in self._links.items()}
+        if links:
+            links[None] = self._any_link.model
+        return TimingModel(
+            prefill=self._prefill.model,
+            decode=self._decode.model,
+            max_step_tokens=self._max_step_tokens,
+            links=links,
+        )
+
+    def _renew(self) -> None:
+        self.model = self._latest()
+        predictions = self._predictions()
+        if predictions.keys() != self._told.keys() or any(
+            abs(seconds - self._told[what]) > MIN_CHANGE * self._told[what] for what, seconds in predictions.items()
+        ):
+            self._told = predictions
+            self.version += 1
+
+    def _predictions(self) -> dict[object, float]:
+        """Return the seconds of the steps and pulls by which models are compared, by what they are of."""
+        predictions: dict[object, float] = {}
+        for shape in reference_shapes(self._max_step_tokens):
+            predictions[shape] = self.model.step_s(shape)
+        for peer, link in self.model.links.items():
+            for num_bytes in _REFERENCE_BYTES:
+                predictions[peer, num_bytes] = link.seconds(num_bytes)
+        # A first measurement is news, whatever it says.
+        predictions["prefill"] = float(self.model.prefill.num_samples > 0)
+        predictions["decode"] = float(self.model.decode.num_samples > 0)
+        return predictions
+
+
+def reference_shapes(max_step_tokens: int) -> list[StepShape]:
+    """Return steps from light to heavy: chunks of prompts at several depths, with and without decodes, and decodes."""
+    chunks = [
+        StepShape(
+            num_prefill_tokens=num_tokens,
+            num_prefill_pairs=num_tokens * depth + num_tokens * (num_tokens + 1) // 2,
+            num_decodes=num_decodes,
+            num_context_tokens=1024 * num_decodes,
+        )
+        for num_tokens in (max(1, max_step_tokens // 8), max_step_tokens)
+        for depth in (0, 8192)
+        for num_decodes in (0, 16)
+    ]
+    decodes = [
+        StepShape(num_decodes=num_decodes, num_context_tokens=num_decodes * depth)
+        for num_decodes in (1, 16, 64)
+        for depth in (256, 4096)
+    ]
+    return chunks + decodes
