@@ -92,9 +92,7 @@ class TimingModel:
         the budget.
         """
         pairs = num_new_tokens * num_cached_tokens + num_new_tokens * (num_new_tokens + 1) // 2
-        return self.prompts_s(
-            num_new_tokens, pairs, num_decodes=num_decodes, num_context_tokens=num_context_tokens
-        )
+        return self.prompts_s(num_new_tokens, pairs, num_decodes=num_decodes, num_context_tokens=num_context_tokens)
 
     def prompts_s(
         self, num_new_tokens: int, num_pairs: int, *, num_decodes: int = 0, num_context_tokens: int = 0

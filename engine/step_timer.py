@@ -6,7 +6,6 @@ from common.clock import Clock
 from common.timing import StepShape
 from engine.events import StepSample
 
-
 _MAX_SAMPLES = 64  # nobody may ask for them
 
 

@@ -4,6 +4,7 @@ KV blocks are exchanged, and hashes are compared, only between processes that ag
 A worker that disagrees is not used, and its state says why.
 """
 
+import math
 from dataclasses import dataclass
 
 from common.block_hash import hash_probe, hash_root
@@ -37,6 +38,8 @@ class WorkerFacts:
     vocab_size: int
     max_model_len: int
     hash_probe: bytes
+    block_bytes: int = 0
+    """KV bytes of one block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,8 @@ class ModelFacts:
     """Pages of the largest decode worker."""
     root: BlockHash
     """First link of the block hashes."""
+    block_bytes: int = 0
+    """KV bytes of one block."""
 
 
 def facts_from_proto(described: worker_pb2.DescribeWorkerResponse) -> WorkerFacts:
@@ -68,7 +73,14 @@ def facts_from_proto(described: worker_pb2.DescribeWorkerResponse) -> WorkerFact
         vocab_size=described.vocab_size,
         max_model_len=described.max_model_len,
         hash_probe=described.hash_probe,
+        block_bytes=described.layout.block_bytes,
     )
+
+
+def check_report(report: worker_pb2.LoadReport) -> None:
+    """Raise ValueError for a load with which one could not reckon."""
+    if not (math.isfinite(report.prefill_backlog_s) and report.prefill_backlog_s >= 0):
+        raise ValueError(f"load.prefill_backlog_s is {report.prefill_backlog_s}")
 
 
 def find_mismatch(facts: WorkerFacts, *, endpoint: Endpoint, reference: WorkerFacts | None) -> str | None:
@@ -83,7 +95,7 @@ def find_mismatch(facts: WorkerFacts, *, endpoint: Endpoint, reference: WorkerFa
         return "hash_probe differs: worker and router hash blocks differently"
     if reference is None:
         return None
-    for name in ("block_size", "fingerprint", "vocab_size", "model_name"):
+    for name in ("block_size", "block_bytes", "fingerprint", "vocab_size", "model_name"):
         mine, theirs = getattr(facts, name), getattr(reference, name)
         if mine != theirs:
             return f"{name} is {mine!r}, but worker {reference.worker_id} has {theirs!r}"
@@ -104,6 +116,7 @@ def summarize(workers: list[WorkerFacts]) -> ModelFacts | None:
         max_model_len=min(facts.max_model_len for facts in workers),
         max_decode_blocks=max(decode_blocks),
         root=hash_root(model_fingerprint=first.fingerprint),
+        block_bytes=first.block_bytes,
     )
 
 

@@ -14,13 +14,15 @@ from common.ids import WorkerId
 from common.kv_events import KvEvents, decode_events
 from common.rpc import Connect, client_channel
 from common.timing import GUESSED_TIMING, TimingModel
+from common.timing_wire import timing_from_proto
 from kvrelay.v1 import worker_pb2
 from router.booking import Booking
-from router.facts import Endpoint, ModelFacts, WorkerFacts, find_mismatch, summarize
+from router.facts import Endpoint, ModelFacts, WorkerFacts, check_report, find_mismatch, summarize
 from router.index import PrefixIndex
 from router.link import WorkerLink
 from router.member import Hold, Member, WorkerState
 from router.placement.plans import FleetView, Plan, RouteRequest
+from router.pool_timing import PoolTiming
 from router.worker_client import WorkerClient
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ class Fleet:
         self._clock = clock
         self._members: dict[WorkerId, Member] = {}
         self._links: dict[WorkerId, WorkerLink] = {}
+        self._timing = PoolTiming()
         self._bookings: set[Booking] = set()
         # Left the membership, but requests still run there.
         self._retired: dict[Member, WorkerLink] = {}
@@ -150,17 +153,22 @@ class Fleet:
         return True
 
     def on_update(self, member: Member, update: worker_pb2.WatchWorkerResponse) -> None:
-        """Take over load and events; the first update of a stream makes the worker ready."""
+        """Take over load, events and timing; the first update of a stream makes the worker ready. Raises ValueError."""
         worker_id = member.endpoint.worker_id
         events = decode_events(update.kv_events) if update.kv_events else KvEvents()
+        timing = timing_from_proto(update.timing) if update.HasField("timing") else None
+        check_report(update.load)
         if update.seq == 0 and not events.is_snapshot:
             self._index.drop(worker_id)
         if events:
             self._index.apply(worker_id, events)
         member.take_report(update.load, now_s=self._clock.monotonic())
+        if timing is not None:
+            self._timing.take(member, timing, self._members.values())
         if member.state is not WorkerState.READY:
             logger.info("worker ready", extra={"worker_id": worker_id, "address": member.endpoint.address})
             member.state = WorkerState.READY
+            self._timing.complete([member])
             accepted = [m.facts for m in self._members.values() if m.facts is not None and m.is_accepted]
             self._model = summarize(accepted) or self._model
         self._notify()
@@ -198,6 +206,8 @@ class Fleet:
             prefill=tuple(m.load() for m in usable if m.endpoint.role == worker_pb2.WORKER_ROLE_PREFILL),
             decode=tuple(m.load() for m in usable if m.endpoint.role == worker_pb2.WORKER_ROLE_DECODE),
             num_prefill=sum(m.is_accepted and m.endpoint.role == worker_pb2.WORKER_ROLE_PREFILL for m in members),
+            block_bytes=0 if self._model is None else self._model.block_bytes,
+            sources=frozenset(m.endpoint.worker_id for m in members if m.state is WorkerState.READY),
         )
 
     @property
@@ -225,7 +235,11 @@ class Fleet:
         computes = decode if prefill is None else prefill
         computes.num_prompt_tokens = request.num_tokens
         computes.num_missing_tokens = request.num_tokens - plan.predicted_cached_tokens
-        computes.prefill_s = computes.member.timing.prefill_s(computes.num_missing_tokens, plan.predicted_cached_tokens)
+        computes.prefill_s = (
+            computes.member.timing.prefill_s(computes.num_missing_tokens, plan.predicted_cached_tokens)
+            if plan.predicted_prefill_s is None
+            else plan.predicted_prefill_s
+        )
         for hold in (decode, prefill):
             if hold is not None:
                 hold.member.add_hold(hold)

@@ -68,6 +68,9 @@ class Member:
     reported_s: float = 0.0
     """When the report came."""
     timing: TimingModel = GUESSED_TIMING
+    """What is believed of its speed."""
+    told_timing: TimingModel | None = None
+    """What the present life has said of it."""
     load_version: int = 0
     """Counts the reports that differed from the one before."""
     holds: dict[Hold, None] = field(default_factory=dict)
@@ -104,6 +107,7 @@ class Member:
         """Take over the facts of a worker that fits; a new epoch voids what was booked on the old one."""
         if self.facts is None or self.facts.epoch != facts.epoch:
             self.holds.clear()
+            self.told_timing = None
         self.facts = facts
         self.state = WorkerState.CONNECTING
         self.why = ""
@@ -143,7 +147,8 @@ class Member:
         num_free_blocks = self.facts.num_blocks if is_idle else report.num_free_blocks
         num_sequences = report.num_running + report.num_waiting + report.num_reserved
         num_pending_tokens = report.num_pending_prefill_tokens
-        num_decodes = report.num_decoding + report.num_reserved
+        # Whoever is in line on a decode worker decodes there next; on a prefill worker nobody ever does.
+        num_decodes = num_sequences if self.endpoint.role == worker_pb2.WORKER_ROLE_DECODE else 0
         num_context_tokens = report.num_context_tokens
         free_at_s = self.reported_s + report.prefill_backlog_s
         prompt_tokens = missing_tokens = active_blocks = 0

@@ -24,6 +24,7 @@ from kv_transfer.serve import KvTransferService, ServeSettings
 from kvrelay.v1 import worker_pb2
 from worker.factory import limits_for, load_executor_for
 from worker.kv_event_hub import KvEventHub
+from worker.timing import WorkerTiming
 
 _EXIT_SOFTWARE = 70  # sysexits.h: internal software error
 
@@ -77,6 +78,7 @@ class WorkerRuntime:
         self.hub = KvEventHub()
         core = EngineCore(executor, limits_for(self.pool_config), clock)
         self.load: Load = core.load()
+        self.timing = WorkerTiming(max_step_tokens=self.pool_config.max_step_tokens)
         self.engine: EngineDriver = outside.drive(core, self._on_report, _end_process)
         self.num_request_tasks = 0
         self._started_s = clock.monotonic()
@@ -155,6 +157,10 @@ class WorkerRuntime:
         finally:
             self.num_request_tasks -= 1
 
+    def backlog_s(self) -> float:
+        """Return the predicted seconds until the prompts accepted so far are computed."""
+        return self.timing.backlog_s(self.load, now_s=self.clock.monotonic())
+
     def check_epoch(self, epoch: int) -> None:
         """Raise StaleEpoch when the caller means an earlier life of this worker."""
         if epoch != self.epoch:
@@ -179,6 +185,7 @@ class WorkerRuntime:
 
     def _on_report(self, report: StepReport) -> None:
         self.load = report.load
+        self.timing.observe(report.samples)
         self.hub.publish(report.kv_events)
 
 

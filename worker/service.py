@@ -9,6 +9,7 @@ import grpc
 from common.block_hash import hash_probe, hash_root
 from common.kv_events import KvEvents, encode_events
 from common.rpc import error_boundary
+from common.timing_wire import timing_to_proto
 from engine.events import Load
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
@@ -43,6 +44,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 num_kv_heads=shape.num_kv_heads,
                 head_dim=shape.head_dim,
                 block_size=shape.block_size,
+                block_bytes=shape.block_bytes,
                 dtype=shape.dtype,
                 fingerprint=shape.fingerprint,
             ),
@@ -60,18 +62,21 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self, request: pb.WatchWorkerRequest, context: Context
     ) -> None:
         async with error_boundary(context, "WatchWorker"):
-            with self._runtime.hub.watch() as watcher:
-                events: KvEvents = await self._runtime.engine.call(lambda core: core.pool.snapshot())
-                seq = 0
+            runtime, timing = self._runtime, self._runtime.timing
+            with runtime.hub.watch() as watcher:
+                events: KvEvents = await runtime.engine.call(lambda core: core.pool.snapshot())
+                seq, told = 0, -1
                 while True:
-                    await context.write(
-                        pb.WatchWorkerResponse(
-                            epoch=self._runtime.epoch,
-                            seq=seq,
-                            kv_events=encode_events(events) if events else b"",
-                            load=load_to_proto(self._runtime.load),
-                        )
+                    update = pb.WatchWorkerResponse(
+                        epoch=runtime.epoch,
+                        seq=seq,
+                        kv_events=encode_events(events) if events else b"",
+                        load=load_to_proto(runtime.load, backlog_s=runtime.backlog_s()),
                     )
+                    if told != timing.version:
+                        told = timing.version
+                        update.timing.CopyFrom(timing_to_proto(timing.model, timing.transports))
+                    await context.write(update)
                     seq += 1
                     await asyncio.sleep(self._update_gap_s)
                     events = await watcher.next_changes()
@@ -83,7 +88,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         load = runtime.load  # as of the last step: asking the engine would wait for the end of the running one
         return pb.GetWorkerStatusResponse(
             status=pb.WorkerStatus(
-                load=load_to_proto(load),
+                load=load_to_proto(load, backlog_s=runtime.backlog_s()),
                 num_used_blocks=load.num_used_blocks,
                 num_cached_blocks=load.num_cached_blocks,
                 num_leases=runtime.handoffs.num_leases,
@@ -103,7 +108,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         )
 
 
-def load_to_proto(load: Load) -> pb.LoadReport:
+def load_to_proto(load: Load, *, backlog_s: float) -> pb.LoadReport:
     """Return the part of a load that routers use."""
     return pb.LoadReport(
         num_running=load.num_running,
@@ -112,4 +117,9 @@ def load_to_proto(load: Load) -> pb.LoadReport:
         num_blocks=load.num_blocks,
         num_pending_prefill_tokens=load.num_pending_prefill_tokens,
         num_context_tokens=load.num_context_tokens,
+        num_reserved=load.num_reserved,
+        num_decoding=load.num_decoding,
+        prefill_backlog_s=backlog_s,
+        num_cold_blocks=load.num_cold_blocks,
+        num_cached_blocks=load.num_cached_blocks,
     )

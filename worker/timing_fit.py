@@ -3,8 +3,8 @@
 Memory is stratified: samples are kept in buckets of similar features, the latest few of each. Hours of steady decoding
 then do not push out the few long prompts that show what a context token costs. A fit is iteratively reweighted least
 squares on relative errors: Cauchy's weights, with the median absolute error as scale (Holland and Welsch, Robust
-regression using iteratively reweighted least-squares, 1977), halved with age, and a ridge towards a prior where the data
-do not tell features apart. The prior counts by its proportions only: it is first scaled to the data, so that ten equal
+regression using iteratively reweighted least-squares, 1977), halved with age, and a ridge towards a prior where data do
+not tell features apart. The prior counts by its proportions only: it is first scaled to the data, so that ten equal
 steps teach its speed and leave its shape. Non-negativity is held by an active set (Lawson and Hanson, Solving Least
 Squares Problems, 1974).
 """
@@ -46,11 +46,6 @@ class RobustFit:
         """Samples that the next fit uses."""
         return sum(map(len, self._buckets.values()))
 
-    @property
-    def num_remembered(self) -> int:
-        """Samples that the next fit uses."""
-        return sum(map(len, self._buckets.values()))
-
     def add(self, features: tuple[int, ...], seconds: float) -> None:
         """Remember a sample; it counts from the next `fit` on. Features are not negative."""
         self.num_samples += 1
@@ -66,8 +61,8 @@ class RobustFit:
     def fit(self) -> tuple[float, ...]:
         """Return the weights, finite and not negative; the prior before the first sample.
 
-        When the latest samples agree on a speed that the weights do not explain, the machine has become faster or slower:
-        all older ones are restated at today's speed. As long as they disagree the latest would pass for outliers.
+        When the latest samples agree on a speed that the weights do not explain, the machine has become faster or
+        slower, and all older ones are restated at today's speed: else the latest would long pass for outliers.
         """
         if not self._buckets:
             return tuple(self._prior.tolist())
@@ -131,10 +126,10 @@ def _solve(features: Array, targets: Array, trust: Array, prior: Array, ridge: f
 
 def solve_non_negative(products: Array, moments: Array) -> Array:
     """Return x >= 0 that minimizes x·products·x / 2 - moments·x; `products` [n, n] is positive definite."""
-    solution: Array = np.linalg.solve(products, moments)
+    solution: Array = np.linalg.solve(products, moments).astype(np.float64)
     if (solution >= 0).all():
         return solution
-    solution = np.zeros_like(moments)
+    solution = np.zeros(len(moments))
     free = np.zeros(len(moments), dtype=bool)
     tolerance = 1e-12 * float(np.abs(moments).max())
     for _ in range(3 * len(moments)):
@@ -156,7 +151,7 @@ def _descend(products: Array, moments: Array, solution: Array, free: npt.NDArray
         if not len(bad):
             return trial
         step = float(np.min(solution[bad] / (solution[bad] - trial[bad])))
-        solution = solution + step * (trial - solution)
+        solution += step * (trial - solution)
         free[bad[solution[bad] <= 1e-15]] = False
         if not free.any():
             return np.zeros_like(solution)

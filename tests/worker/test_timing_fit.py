@@ -146,7 +146,7 @@ def test_timing_version_moves_only_with_predictions() -> None:
 def test_fit_of_anything_is_finite_and_not_negative(rows: list[tuple[int, int, int, int, float]]) -> None:
     fit = RobustFit((5e-3, 1e-4, 0.0, 1e-4, 0.0))
     for *features, seconds in rows:
-        fit.add((1, *features), seconds)  # type: ignore[arg-type]
+        fit.add((1, *features), seconds)
     weights = fit.fit()
     assert all(math.isfinite(weight) and weight >= 0 for weight in weights)
 

@@ -1,0 +1,76 @@
+"""Timing models for workers that have not measured themselves enough: those of their pool."""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from statistics import median_low
+from typing import TypeVar
+
+from common.ids import WorkerId
+from common.timing import GUESSED_TIMING, StepModel, StepShape, TimingModel
+from kvrelay.v1 import worker_pb2
+from router.member import Member
+
+MIN_SAMPLES = 8
+"""A model fitted to fewer steps is not believed."""
+NUM_LATEST = 15
+"""Models of a pool that its median is taken of."""
+_CHUNK = StepShape(num_prefill_tokens=512, num_prefill_pairs=512 * 2048)
+_BATCH = StepShape(num_decodes=16, num_context_tokens=16 * 1024)
+
+_Model = TypeVar("_Model")
+
+
+class PoolTiming:
+    """The latest measured models of each pool; completes what a worker says with its pool's median.
+
+    Of the worker whose prediction is the median the whole model is taken: medians of single weights would be nobody's.
+    Prefill workers never decode, and decode workers rarely prefill: what one pool has not measured the other may have.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[tuple[int, str], deque[tuple[WorkerId, StepModel]]] = {}
+
+    def take(self, member: Member, told: TimingModel, members: Iterable[Member]) -> None:
+        """Believe a worker's own model where it is measured; renew what others of `members` have from their pools."""
+        member.told_timing = told
+        role, worker_id = member.endpoint.role, member.endpoint.worker_id
+        for kind, model in (("prefill", told.prefill), ("decode", told.decode)):
+            if model.num_samples >= MIN_SAMPLES:
+                latest = self._latest.setdefault((role, kind), deque(maxlen=NUM_LATEST))
+                for known in [known for known in latest if known[0] == worker_id]:
+                    latest.remove(known)
+                latest.append((worker_id, model))
+        self.complete(members)
+
+    def complete(self, members: Iterable[Member]) -> None:
+        """Give every worker the best model that there is for it: its own, its pool's, the other pool's, the guess."""
+        usual = {
+            (role, kind): self._usual(role, kind)
+            for role in (worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE)
+            for kind in ("prefill", "decode")
+        }
+        for member in members:
+            told, role = member.told_timing, member.endpoint.role
+            own = GUESSED_TIMING if told is None else told
+            timing = replace(
+                own,
+                prefill=own.prefill if own.prefill.num_samples >= MIN_SAMPLES else usual[role, "prefill"],
+                decode=own.decode if own.decode.num_samples >= MIN_SAMPLES else usual[role, "decode"],
+            )
+            if timing != member.timing:
+                member.take_timing(timing)
+
+    def _usual(self, role: int, kind: str) -> StepModel:
+        shape = _CHUNK if kind == "prefill" else _BATCH
+        other = worker_pb2.WORKER_ROLE_PREFILL + worker_pb2.WORKER_ROLE_DECODE - role
+        for pool in (role, other):
+            latest = self._latest.get((pool, kind))
+            if latest:
+                return _median_of([model for _id, model in latest], lambda model: model.seconds(shape))
+        return GUESSED_TIMING.prefill if kind == "prefill" else GUESSED_TIMING.decode
+
+
+def _median_of(models: list[_Model], measure: Callable[[_Model], float]) -> _Model:
+    middle = median_low(map(measure, models))
+    return next(model for model in models if measure(model) == middle)
