@@ -93,7 +93,23 @@ class RouterConfig(_Section):
     port: Port = 50051
     metrics_port: Port | None = 0
     """Prometheus port; 0 picks a free one, null turns it off."""
-    policy: Literal["prefix_affinity", "round_robin", "least_load"] = "prefix_affinity"
+    policy: Literal[
+        "prefix_affinity",
+        "random",
+        "round_robin",
+        "power_of_two",
+        "least_load",
+        "longest_prefix",
+        "sglang_cache_aware",
+        "sglang_cache_aware_events",
+        "dynamo",
+        "dynamo_lmetric",
+        "llm_d",
+        "ray_prefix",
+        "aibrix",
+        "mooncake",
+        "oracle",
+    ] = "prefix_affinity"
     local_prefill_max_tokens: Annotated[int, Field(ge=0)] = 32
     """A prompt with at most this many uncached tokens on the decode worker is prefilled there."""
     max_queued: Annotated[int, Field(ge=1)] = 512

@@ -151,10 +151,11 @@ class Member:
         num_decodes = num_sequences if self.endpoint.role == worker_pb2.WORKER_ROLE_DECODE else 0
         num_context_tokens = report.num_context_tokens
         free_at_s = self.reported_s + report.prefill_backlog_s
-        prompt_tokens = missing_tokens = active_blocks = 0
+        num_prefills = prompt_tokens = missing_tokens = active_blocks = 0
         for hold in self.holds:
             active_blocks += hold.num_blocks
             if not hold.is_prefilled:
+                num_prefills += hold.num_prompt_tokens > 0
                 prompt_tokens += hold.num_prompt_tokens
                 missing_tokens += hold.num_missing_tokens
             if not hold.is_reported:
@@ -169,6 +170,7 @@ class Member:
             num_blocks=self.facts.num_blocks,
             num_free_blocks=max(num_free_blocks, 0),
             num_sequences=num_sequences,
+            num_waiting=report.num_waiting + report.num_reserved,
             num_pending_prefill_tokens=num_pending_tokens,
             num_decodes=num_decodes,
             num_context_tokens=num_context_tokens,
@@ -176,6 +178,7 @@ class Member:
             num_cold_blocks=report.num_cold_blocks,
             num_cached_blocks=report.num_cached_blocks,
             num_active_requests=len(self.holds),
+            num_active_prefills=num_prefills,
             num_active_prefill_tokens=prompt_tokens,
             num_active_missing_tokens=missing_tokens,
             num_active_blocks=active_blocks,

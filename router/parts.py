@@ -11,7 +11,8 @@ from router.index import PrefixIndex
 from router.metrics import RouterMetrics
 from router.orchestrator import Orchestrator
 from router.placement.chooser import Chooser
-from router.placement.policies import Policy, make_policy
+from router.placement.policies.interface import Policy, PolicySettings
+from router.placement.policies.registry import make_policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +30,22 @@ class RouterParts:
 
 
 def build_router(
-    config: RouterConfig, *, clock: Clock, connect: Connect = client_channel, policy: Policy | None = None
+    config: RouterConfig,
+    *,
+    clock: Clock,
+    connect: Connect = client_channel,
+    policy: Policy | None = None,
+    seed: int = 0,
 ) -> RouterParts:
-    """Return a router that knows no workers yet. Without a policy it has the one that the configuration names."""
+    """Return a router that knows no workers yet.
+
+    Without a policy it has the one that the configuration names, whose random choices follow from the seed.
+    """
     index, metrics = PrefixIndex(), RouterMetrics()
     fleet = Fleet(index=index, clock=clock, connect=connect)
     if policy is None:
-        policy = make_policy(config.policy, local_prefill_max_tokens=config.local_prefill_max_tokens)
+        settings = PolicySettings(local_prefill_max_tokens=config.local_prefill_max_tokens, seed=seed)
+        policy = make_policy(config.policy, settings)
     chooser = Chooser(fleet=fleet, index=index, policy=policy, clock=clock)
     admission = Admission(fleet=fleet, chooser=chooser, clock=clock, max_queued=config.max_queued)
     orchestrator = Orchestrator(

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,7 @@ async def serve_router(
     """Start a router with a given codec and clock. Raises OSError when a port is taken."""
     config = serving.router
     clock = SystemClock() if clock is None else clock
-    parts = build_router(config, clock=clock)
+    parts = build_router(config, clock=clock, seed=secrets.randbits(64))
     metrics, fleet = parts.metrics, parts.fleet
     reader = RequestReader(codec, default_max_tokens=config.default_max_tokens)
     default_terms = Terms(ttft_slo_s=serving.slo.ttft_s, itl_slo_s=serving.slo.itl_s)

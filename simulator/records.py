@@ -11,7 +11,7 @@ from common.ids import WorkerId
 from common.timing import TimingModel
 from engine.block_pool import BlockPool
 from engine.events import Load
-from router.placement.policies import Policy
+from router.placement.policies.interface import Policy
 from router.tenants import Tenant
 from simulator.timing import StepTimes
 

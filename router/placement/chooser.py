@@ -20,7 +20,7 @@ from router.fleet import Fleet
 from router.index import PrefixIndex
 from router.placement.feasibility import find_hopeless
 from router.placement.plans import Plan, RouteRequest
-from router.placement.policies import Policy
+from router.placement.policies.interface import Policy
 from router.placement.search import Exclusion, Search, Sought
 
 EXPECTED_TTL_S = 30.0

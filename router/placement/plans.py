@@ -141,6 +141,8 @@ class WorkerLoad:
     num_free_blocks: int
     num_sequences: int = 0
     """Running, waiting and reserved."""
+    num_waiting: int = 0
+    """Of those in the last report, the ones that wait for pages or for their KV."""
     num_pending_prefill_tokens: int = 0
     num_decodes: int = 0
     """Sequences that decode, or will as soon as their KV has come."""
@@ -155,6 +157,8 @@ class WorkerLoad:
     """Free pages that hold reusable KV."""
     num_active_requests: int = 0
     """Requests of this router on the worker that have not ended."""
+    num_active_prefills: int = 0
+    """Those of them whose prompt the worker computes and whose first token has not come."""
     num_active_prefill_tokens: int = 0
     """Prompt tokens of this router's requests there whose first token has not come, cached ones included."""
     num_active_missing_tokens: int = 0

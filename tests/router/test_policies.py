@@ -1,54 +1,28 @@
-"""Routing policies on hand-made fleets."""
+"""What every routing policy must do, whatever it prefers."""
 
-from collections.abc import Mapping
+from typing import get_args
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from common.config import RouterConfig
 from common.errors import Refused
-from common.ids import RequestId, WorkerId
+from common.ids import WorkerId
 from router.placement.plans import FleetView, Plan, PlanKind, RouteRequest, WorkerLoad
-from router.placement.policies import Policy, make_policy
+from router.placement.policies.registry import POLICIES
+from tests.router.fleets import choose, fleet, policy, request, worker
 
-NAMES = ["prefix_affinity", "round_robin", "least_load"]
-
-
-def worker(name: str, *, free: int = 1000, blocks: int = 1000, sequences: int = 0, queued: int = 0) -> WorkerLoad:
-    return WorkerLoad(
-        worker_id=WorkerId(name),
-        num_blocks=blocks,
-        num_free_blocks=free,
-        num_sequences=sequences,
-        num_pending_prefill_tokens=queued,
-    )
+NAMES = sorted(POLICIES)
+OWN_THRESHOLD = {"llm_d"}
+"""Its published decider says when a prompt is prefilled locally."""
+JOINT = {"oracle"}
+"""It compares local plans with all others, whatever the threshold."""
+UNEXPLAINED = {"prefix_affinity"}
 
 
-def fleet(*workers: WorkerLoad, num_prefill: int | None = None) -> FleetView:
-    prefill = tuple(each for each in workers if each.worker_id.startswith("p"))
-    return FleetView(
-        prefill=prefill,
-        decode=tuple(each for each in workers if each.worker_id.startswith("d")),
-        num_prefill=len(prefill) if num_prefill is None else num_prefill,
-    )
-
-
-def request(num_tokens: int = 160, *, cached: Mapping[str, int] | None = None, need: int = 11) -> RouteRequest:
-    return RouteRequest(
-        request_id=RequestId("req"),
-        num_tokens=num_tokens,
-        block_size=16,
-        num_decode_blocks=need,
-        cached_blocks={WorkerId(name): count for name, count in (cached or {}).items()},
-    )
-
-
-def policy(name: str = "prefix_affinity", *, local: int = 32) -> Policy:
-    return make_policy(name, local_prefill_max_tokens=local)
-
-
-def choose(policy: Policy, request: RouteRequest, fleet: FleetView) -> Plan:
-    plan = policy.choose(request, fleet)
-    assert isinstance(plan, Plan), plan
-    return plan
+def test_configuration_names_exactly_the_policies() -> None:
+    assert sorted(get_args(RouterConfig.model_fields["policy"].annotation)) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -83,58 +57,97 @@ def test_policy_when_no_prefill_worker_could_hold_the_prompt_plans_local(name: s
     assert choose(policy(name), request(), fleet(worker("p0", blocks=9), worker("d0"))).kind is PlanKind.LOCAL
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(set(NAMES) - OWN_THRESHOLD - JOINT))
 @pytest.mark.parametrize(("num_tokens", "kind"), [(160 + 32, PlanKind.LOCAL), (160 + 33, PlanKind.REMOTE)])
 def test_policy_at_the_local_threshold(name: str, num_tokens: int, kind: PlanKind) -> None:
-    plan = choose(policy(name), request(num_tokens, cached={"d0": 10}), fleet(worker("p0"), worker("d0")))
-    assert plan.kind is kind
+    chosen = policy(name, local_prefill_max_tokens=32)
+    assert choose(chosen, request(num_tokens, cached={"d0": 10}), fleet(worker("p0"), worker("d0"))).kind is kind
 
 
-def test_affinity_follows_a_long_match() -> None:
-    plan = choose(policy(), request(cached={"p1": 9}), fleet(worker("p0"), worker("p1", queued=100), worker("d0")))
-    assert (plan.prefill, plan.predicted_cached_tokens) == ("p1", 144)
+@pytest.mark.parametrize("name", sorted(set(NAMES) - JOINT))
+@pytest.mark.parametrize("cached", [{}, {"p0": 10}])
+def test_policy_with_one_worker_per_pool_takes_them(name: str, cached: dict[str, int]) -> None:
+    plan = choose(policy(name), request(cached=cached), fleet(worker("p0"), worker("d0")))
+    assert (plan.prefill, plan.decode) == ("p0", "d0")
 
 
-def test_affinity_gives_way_to_a_long_queue() -> None:
-    plan = choose(policy(), request(cached={"p1": 9}), fleet(worker("p0"), worker("p1", queued=145), worker("d0")))
-    assert plan.prefill == "p0"
-
-
-def test_affinity_counts_a_one_block_match_as_noise() -> None:
-    loaded = fleet(worker("p0"), worker("p1", queued=1), worker("d0"))
-    assert choose(policy(), request(cached={"p1": 1}), loaded).prefill == "p0"
-    assert choose(policy(), request(cached={"p1": 2}), loaded).prefill == "p1"
-
-
-def test_affinity_prefers_the_decode_worker_that_holds_the_prefix() -> None:
-    plan = choose(
-        policy(local=0), request(1600, cached={"d1": 80}, need=101), fleet(worker("p0"), worker("d0"), worker("d1"))
-    )
-    assert plan.decode == "d1"
-
-
-def test_affinity_weighs_the_decode_batch_against_the_transfer() -> None:
-    # 80 blocks are 1280 tokens: moving them is worth 64 prefill tokens, and a sequence costs 8.
-    for sequences, decode in ((7, "d1"), (9, "d0")):
-        loaded = fleet(worker("p0"), worker("d0"), worker("d1", sequences=sequences))
-        assert choose(policy(local=0), request(1600, cached={"d1": 80}, need=101), loaded).decode == decode
-
-
-def test_affinity_fully_cached_prompt_still_computes_its_last_token() -> None:
-    plan = choose(policy(local=0), request(160, cached={"p0": 10}), fleet(worker("p0"), worker("d0")))
+@pytest.mark.parametrize("name", NAMES)
+def test_policy_of_a_fully_cached_prompt_predicts_all_but_its_last_block(name: str) -> None:
+    plan = choose(policy(name), request(160, cached={"d0": 10}), fleet(worker("d0")))
     assert plan.predicted_cached_tokens == 144
 
 
+@pytest.mark.parametrize("name", sorted(set(NAMES) - UNEXPLAINED))
+def test_policy_explains_its_choice_before_the_others(name: str) -> None:
+    view = fleet(worker("p0"), worker("p1"), worker("d0"), worker("d1"))
+    plan = choose(policy(name), request(cached={"p1": 5, "d1": 5}), view)
+    candidates = plan.candidates()
+    assert (candidates[0].prefill, candidates[0].decode) == (plan.prefill, plan.decode)
+    assert len(set(map(repr, candidates))) == len(candidates) <= plan.num_candidates
+
+
+loads = st.builds(
+    lambda used, blocks, counts, tokens: {
+        "blocks": blocks,
+        "free": max(blocks - used, 0),
+        "num_sequences": counts[0],
+        "num_waiting": counts[1],
+        "num_decodes": counts[2],
+        "num_active_requests": counts[3],
+        "num_active_prefills": counts[4],
+        "num_pending_prefill_tokens": tokens,
+        "num_active_missing_tokens": tokens,
+        "num_active_blocks": used,
+        "num_context_tokens": tokens,
+        "prefill_free_at_s": tokens / 1000,
+    },
+    st.integers(0, 60),
+    st.integers(0, 60),
+    st.tuples(*[st.integers(0, 100)] * 5),
+    st.integers(0, 5000),
+)
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[RouteRequest, FleetView]:
+    names = [f"p{i}" for i in range(draw(st.integers(0, 4)))] + [f"d{i}" for i in range(draw(st.integers(0, 4)))]
+    workers = [worker(name, **draw(loads)) for name in names]
+    cached = draw(st.dictionaries(st.sampled_from([*names, "gone"]), st.integers(1, 12)))
+    num_tokens = draw(st.integers(1, 200))
+    need = num_tokens // 16 + 1
+    slo = {"itl_slo_s": draw(st.sampled_from([0.02, 0.1])), "ttft_slo_s": draw(st.sampled_from([0.1, 10.0]))}
+    absent = draw(st.integers(0, 1))
+    num_prefill = sum(name.startswith("p") for name in names) + absent
+    return request(num_tokens, cached=cached, need=need, **slo), fleet(*workers, num_prefill=num_prefill)
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_policy_of_equal_workers_takes_turns(name: str) -> None:
-    equal = fleet(worker("p0"), worker("p1"), worker("d0"), worker("d1"))
-    chosen = policy(name)
-    plans = [choose(chosen, request(), equal) for _ in range(4)]
-    assert sorted(plan.prefill or "" for plan in plans) == ["p0", "p0", "p1", "p1"]
-    assert sorted(plan.decode for plan in plans) == ["d0", "d0", "d1", "d1"]
+@settings(max_examples=40)
+@given(situations=st.lists(situations(), min_size=1, max_size=3), refuses=st.booleans())
+def test_policy_chooses_workers_of_the_view_with_room_or_refuses(
+    name: str, situations: list[tuple[RouteRequest, FleetView]], refuses: bool
+) -> None:
+    chosen = policy(name, refuses_over_slo=refuses, local_prefill_max_tokens=16)
+    for wanted, view in situations:
+        plan = chosen.choose(wanted, view)
+        if isinstance(plan, Refused):
+            assert plan.reason
+            assert refuses or not _has_room(wanted, view)
+            continue
+        assert plan.decode in _fitting(wanted, view.decode)
+        assert (plan.prefill is None) == (plan.kind is PlanKind.LOCAL)
+        if plan.prefill is not None:
+            prefill = next(each for each in view.prefill if each.worker_id == plan.prefill)
+            assert prefill.num_blocks >= wanted.num_prefill_blocks
+        assert 0 <= plan.predicted_cached_tokens < wanted.num_tokens
+        assert len(plan.candidates()) <= 16
 
 
-def test_least_load_ignores_the_cache() -> None:
-    loaded = fleet(worker("p0", queued=5), worker("p1"), worker("d0", sequences=2), worker("d1", sequences=1))
-    plan = choose(policy("least_load"), request(cached={"p0": 9, "d0": 5}), loaded)
-    assert (plan.prefill, plan.decode) == ("p1", "d1")
+def _fitting(wanted: RouteRequest, workers: tuple[WorkerLoad, ...]) -> set[WorkerId]:
+    return {each.worker_id for each in workers if each.num_free_blocks >= wanted.num_decode_blocks}
+
+
+def _has_room(wanted: RouteRequest, view: FleetView) -> bool:
+    """Whether every policy must find a plan."""
+    could_prefill = any(each.num_blocks >= wanted.num_prefill_blocks for each in view.prefill)
+    return bool(_fitting(wanted, view.decode)) and (could_prefill or not view.num_prefill)

@@ -1,0 +1,50 @@
+"""What a routing policy is, and what it may be told."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.errors import Refused
+from common.ids import RequestId, WorkerId
+from router.placement.plans import FleetView, Plan, RouteRequest, WorkerLoad
+
+RETRY_AFTER_S = 1.0
+"""When to ask again after a refusal, for want of anything better."""
+
+
+class Policy(Protocol):
+    """Chooses the workers of a request. Event loop only."""
+
+    def choose(self, request: RouteRequest, fleet: FleetView) -> Plan | Refused:
+        """Return a plan whose workers are in the view, or why there is none now. Does not book."""
+        ...
+
+
+class Truth(Protocol):
+    """What only a simulator can tell: the state of the workers now, not as last reported."""
+
+    def cached_blocks(self, request_id: RequestId) -> Mapping[WorkerId, int]:
+        """Return how many leading blocks of the request each worker holds."""
+        ...
+
+    def load(self, worker_id: WorkerId) -> WorkerLoad:
+        """Return a worker's load."""
+        ...
+
+    def num_output_tokens(self, request_id: RequestId) -> int:
+        """Return how long the answer will be."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySettings:
+    """What policies are made with. Each takes what concerns it."""
+
+    local_prefill_max_tokens: int = 0
+    """A prompt with at most this many uncached tokens on its decode worker is prefilled there."""
+    seed: int = 0
+    """Of a policy's random choices."""
+    refuses_over_slo: bool = False
+    """Mooncake alone: refuse what is predicted to miss its objectives."""
+    truth: Truth | None = None
+    """The oracle alone; without it the oracle believes the view."""

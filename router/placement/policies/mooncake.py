@@ -1,0 +1,103 @@
+"""`mooncake`: least predicted time to first token, pulling a prefix from its best holder where that is much longer.
+
+    for each prefill worker p:
+        if best_hit > 1.5 * hit(p):  hit = best_hit, T_x = transfer(best_hit - hit(p))
+        else:                        hit = hit(p),   T_x = 0
+        TTFT(p) = T_x + T_queue(p) + T_prefill(prompt, hit)
+    p = the least TTFT, the first of equals; d = the least predicted time between tokens, likewise
+    refuse when TTFT or TBT misses its objective
+
+Source: Mooncake (FAST '25), Algorithm 1, "KVCache-centric scheduling". Times come from each worker's own timing model
+where the paper fits polynomials offline. The paper sets its balancing threshold by hand and gives no value. Refusing,
+which is published as part of the algorithm, is an option here: a policy that refuses what is hard looks fast.
+
+Adapted: blocks are pulled from the pool that computes prompts, where the paper has a store of its own; hot blocks are
+replicated by these pulls. Without a prefill pool the decode workers take both parts, and d is p.
+"""
+
+from collections.abc import Sequence
+
+from common.errors import Refused
+from router.placement.plans import FleetView, Plan, PlanKind, Pull, RouteRequest, WorkerLoad
+from router.placement.policies.eligible import find_eligible, refuse, refuse_without_prefill
+from router.placement.policies.forecast import (
+    PlanForecast,
+    PromptForecast,
+    forecast_itl_s,
+    forecast_prompt,
+    make_forecast_plan,
+)
+from router.placement.policies.interface import PolicySettings
+
+BALANCING_THRESHOLD = 1.5
+
+
+class Mooncake:
+    """Algorithm 1."""
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self._settings = settings
+
+    def choose(self, request: RouteRequest, fleet: FleetView) -> Plan | Refused:
+        """Choose the worker that computes, and the one that decodes."""
+        eligible = find_eligible(request, fleet)
+        if isinstance(eligible, Refused):
+            return eligible
+        decode = min(eligible.decode, key=lambda worker: forecast_itl_s(request, worker))
+        if eligible.must_be_local:
+            options = _local_options(request, eligible.decode, fleet)
+        elif request.missing_tokens(decode.worker_id) <= self._settings.local_prefill_max_tokens:
+            options = _local_options(request, (decode,), fleet)
+        else:
+            options = _remote_options(request, eligible.prefill, decode, fleet)
+        if not options:
+            return refuse_without_prefill()
+        chosen = min(options, key=lambda option: option.prompt.ttft_s)
+        if self._settings.refuses_over_slo and (refusal := _missed_objective(request, chosen)):
+            return refusal
+        return make_forecast_plan(chosen, options)
+
+
+def _local_options(request: RouteRequest, pool: Sequence[WorkerLoad], fleet: FleetView) -> list[PlanForecast]:
+    return [
+        PlanForecast(
+            kind=PlanKind.LOCAL, prompt=prompt, decode=prompt.worker, itl_s=forecast_itl_s(request, prompt.worker)
+        )
+        for prompt in _forecast_all(request, pool, fleet)
+    ]
+
+
+def _remote_options(
+    request: RouteRequest, pool: Sequence[WorkerLoad], decode: WorkerLoad, fleet: FleetView
+) -> list[PlanForecast]:
+    itl_s = forecast_itl_s(request, decode)
+    prompts = _forecast_all(request, pool, fleet)
+    return [PlanForecast(kind=PlanKind.REMOTE, prompt=prompt, decode=decode, itl_s=itl_s) for prompt in prompts]
+
+
+def _forecast_all(request: RouteRequest, pool: Sequence[WorkerLoad], fleet: FleetView) -> list[PromptForecast]:
+    def hit(worker: WorkerLoad) -> int:
+        return min(request.cached_blocks.get(worker.worker_id, 0), request.num_usable_blocks)
+
+    best = max((worker for worker in pool if worker.worker_id in fleet.sources), key=hit, default=None)
+    pull = None
+    if best is not None:
+        pull = Pull(source=best.worker_id, num_blocks=min(hit(best), request.pullable_blocks(best.worker_id)))
+    return [
+        forecast_prompt(
+            request,
+            worker,
+            pull=pull if pull is not None and pull.num_blocks > BALANCING_THRESHOLD * hit(worker) else None,
+            block_bytes=fleet.block_bytes,
+        )
+        for worker in pool
+    ]
+
+
+def _missed_objective(request: RouteRequest, chosen: PlanForecast) -> Refused | None:
+    ttft_s = request.waited_s + chosen.prompt.ttft_s
+    if ttft_s > request.ttft_slo_s:
+        return refuse(f"the first token would come after {ttft_s:.2f} s, not within {request.ttft_slo_s:g} s")
+    if chosen.itl_s > request.itl_slo_s:
+        return refuse(f"tokens would come every {chosen.itl_s:.3f} s, not every {request.itl_slo_s:g} s")
+    return None

@@ -1,0 +1,420 @@
+"""The published policies against their formulas, worked by hand.
+
+Blocks have 16 tokens and the standard request 160, so 10 blocks of prompt and 11 pages. Workers have 1000 pages.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from common.errors import Refused
+from common.ids import RequestId, WorkerId
+from common.timing import LinkModel
+from router.placement.plans import FleetView, Plan, PlanKind, WorkerLoad
+from tests.router.fleets import TIMING, choose, fleet, policy, request, worker
+
+
+def decode_chosen(name: str, *workers: WorkerLoad, cached: Mapping[str, int] | None = None, times: int = 1) -> str:
+    """The last choice among decode workers that prefill too."""
+    chosen = policy(name)
+    return [choose(chosen, request(cached=cached), fleet(*workers)).decode for _ in range(times)][-1]
+
+
+def costs(plan: Plan) -> dict[str, float]:
+    """The costs that the plan explains, by the worker that computes."""
+    return {each.prefill or each.decode: each.cost for each in plan.candidates()}
+
+
+# random, round_robin, power_of_two, least_load
+
+
+def test_random_reaches_every_worker_and_repeats_with_its_seed() -> None:
+    equal = fleet(worker("d0"), worker("d1"), worker("d2"))
+    policies = policy("random", seed=7), policy("random", seed=7)
+    first, second = ([choose(each, request(), equal).decode for _ in range(60)] for each in policies)
+    assert first == second
+    assert set(first) == {"d0", "d1", "d2"}
+
+
+def test_round_robin_takes_each_pool_in_turn() -> None:
+    equal = fleet(worker("p0"), worker("p1"), worker("p2"), worker("d0"), worker("d1"))
+    chosen = policy("round_robin")
+    plans = [choose(chosen, request(cached={"p0": 9}), equal) for _ in range(6)]
+    assert [plan.prefill for plan in plans] == ["p0", "p1", "p2"] * 2
+    assert [plan.decode for plan in plans] == ["d0", "d1"] * 3
+
+
+def test_round_robin_without_a_prefill_worker_keeps_its_turn() -> None:
+    chosen = policy("round_robin")
+    assert isinstance(chosen.choose(request(), fleet(worker("d0"), worker("d1"), num_prefill=1)), Refused)
+    assert choose(chosen, request(), fleet(worker("p0"), worker("d0"), worker("d1"))).decode == "d0"
+
+
+def test_power_of_two_never_takes_the_fullest_and_often_not_the_emptiest() -> None:
+    view = fleet(worker("d0", free=900), worker("d1", free=500), worker("d2", free=100))
+    chosen = policy("power_of_two", seed=1)
+    counts = Counter(str(choose(chosen, request(), view).decode) for _ in range(300))
+    # d0 wins two of the three possible draws, d1 the third.
+    assert counts["d2"] == 0
+    assert 150 < counts["d0"] < 250
+
+
+def test_least_load_adds_drain_time_and_kv_pressure() -> None:
+    # d0: 300 / 2000 = 0.15 s. d1: half of its KV in use, 0.15 * 0.5 / 0.5 = 0.15 s.
+    # d2: 200 / 2000 + 0.15 * 0.2 / 0.8 = 0.1375 s.
+    plan = choose(
+        policy("least_load"),
+        request(),
+        fleet(
+            worker("d0", num_pending_prefill_tokens=300),
+            worker("d1", free=500),
+            worker("d2", free=800, num_pending_prefill_tokens=200),
+        ),
+    )
+    assert plan.decode == "d2"
+    assert costs(plan) == pytest.approx({"d0": 0.15, "d1": 0.15, "d2": 0.1375})
+
+
+def test_least_load_ignores_the_cache_and_takes_the_first_of_equals() -> None:
+    assert decode_chosen("least_load", worker("d0"), worker("d1"), cached={"d1": 9}, times=3) == "d0"
+
+
+# longest_prefix
+
+
+@pytest.mark.parametrize(("match", "decode"), [(1, "d0"), (2, "d1")])
+def test_longest_prefix_counts_a_match_of_one_block_as_none(match: int, decode: str) -> None:
+    assert decode_chosen("longest_prefix", worker("d0"), worker("d1"), cached={"d1": match}) == decode
+
+
+def test_longest_prefix_follows_the_longest_match_under_any_load() -> None:
+    busy = worker("d1", num_active_requests=500, num_pending_prefill_tokens=10_000)
+    assert decode_chosen("longest_prefix", worker("d0"), busy, cached={"d0": 4, "d1": 5}, times=9) == "d1"
+
+
+def test_longest_prefix_without_a_match_takes_turns() -> None:
+    assert decode_chosen("longest_prefix", worker("d0"), worker("d1"), times=2) == "d1"
+
+
+# sglang_cache_aware
+
+
+@pytest.mark.parametrize(("match", "decode"), [(3, "d0"), (4, "d1")])
+def test_sglang_follows_a_match_of_more_than_three_tenths(match: int, decode: str) -> None:
+    workers = worker("d0"), worker("d1", num_active_requests=5)
+    assert decode_chosen("sglang_cache_aware", *workers, cached={"d1": match}) == decode
+
+
+@pytest.mark.parametrize("name", ["sglang_cache_aware", "sglang_cache_aware_events"])
+@pytest.mark.parametrize(
+    ("high", "low", "decode"),
+    [(64, 0, "d1"), (65, 0, "d0"), (195, 130, "d1"), (196, 130, "d0")],
+    ids=["gap at its limit", "gap above", "ratio at its limit", "ratio above"],
+)
+def test_sglang_when_imbalanced_forgets_affinity(name: str, high: int, low: int, decode: str) -> None:
+    workers = worker("d0", num_active_requests=low), worker("d1", num_active_requests=high)
+    assert decode_chosen(name, *workers, cached={"d1": 10}) == decode
+
+
+def test_sglang_events_follow_a_single_block() -> None:
+    workers = worker("d0"), worker("d1", num_active_requests=5)
+    assert decode_chosen("sglang_cache_aware_events", *workers, cached={"d1": 1}) == "d1"
+
+
+def test_sglang_events_break_ties_by_load_then_cache_then_the_last() -> None:
+    names = "d0", "d1", "d2", "d3"
+    loads, cached_blocks = (2, 1, 1, 1), (0, 9, 5, 5)
+    workers = [
+        worker(name, num_active_requests=load, num_cached_blocks=blocks)
+        for name, load, blocks in zip(names, loads, cached_blocks, strict=True)
+    ]
+    assert decode_chosen("sglang_cache_aware_events", *workers, cached=dict.fromkeys(names, 3)) == "d3"
+
+
+def test_sglang_disaggregated_pairs_affinity_with_power_of_two() -> None:
+    view = fleet(worker("p0"), worker("p1"), worker("d0", free=100), worker("d1", free=900))
+    plan = choose(policy("sglang_cache_aware"), request(cached={"p1": 9, "d0": 9}), view)
+    assert (plan.prefill, plan.decode) == ("p1", "d1")
+
+
+# dynamo
+
+
+def dynamo_workers(pool: str) -> tuple[WorkerLoad, WorkerLoad]:
+    return (
+        worker(f"{pool}0", num_active_missing_tokens=80, num_active_blocks=3),
+        worker(f"{pool}1", num_active_missing_tokens=160, num_active_blocks=4),
+    )
+
+
+def test_dynamo_whole_adds_missing_and_active_blocks() -> None:
+    # d0: (80 + 160) / 16 - 2 + 3 + 11 = 27; d1: (160 + 160) / 16 - 9 + 4 + 11 = 26.
+    plan = choose(policy("dynamo"), request(cached={"d0": 2, "d1": 9}), fleet(*dynamo_workers("d")))
+    assert (plan.decode, costs(plan)) == ("d1", {"d0": 27.0, "d1": 26.0})
+
+
+def test_dynamo_lmetric_multiplies() -> None:
+    # d0: 13 * (14 + 1) = 195; d1: 11 * (15 + 1) = 176.
+    plan = choose(policy("dynamo_lmetric"), request(cached={"d0": 2, "d1": 9}), fleet(*dynamo_workers("d")))
+    assert (plan.decode, costs(plan)) == ("d1", {"d0": 195.0, "d1": 176.0})
+
+
+@pytest.mark.parametrize("name", ["dynamo", "dynamo_lmetric"])
+def test_dynamo_disaggregated_prefill_is_without_active_blocks_and_decode_pure_load(name: str) -> None:
+    # p0: 15 - 2 = 13, p1: 20 - 9 = 11 blocks, though p1 has the more active ones; d0: 3 + 11 against d1: 4 + 11.
+    view = fleet(*dynamo_workers("p"), *dynamo_workers("d"))
+    plan = choose(policy(name), request(cached={"p0": 2, "p1": 9, "d1": 10}), view)
+    assert (plan.prefill, plan.decode) == ("p1", "d0")
+    assert plan.candidates()[0].cost == pytest.approx(11.0 + 14.0)
+
+
+def test_dynamo_never_credits_more_than_is_to_compute() -> None:
+    # 160 + 0 tokens are 10 blocks; 12 matching ones make 0, not less.
+    plan = choose(policy("dynamo"), request(cached={"d0": 12}), fleet(worker("d0")))
+    assert costs(plan) == {"d0": 11.0}
+
+
+def test_dynamo_breaks_ties_by_lot() -> None:
+    chosen = policy("dynamo", seed=3)
+    equal = fleet(worker("d0"), worker("d1"), worker("d2"))
+    assert {choose(chosen, request(), equal).decode for _ in range(40)} == {"d0", "d1", "d2"}
+
+
+# llm_d
+
+
+def test_llm_d_weighs_queue_memory_and_prefix() -> None:
+    # d0: queue (4-0)/4 = 1, kv 0.2, prefix 0:    2 + 0.4 + 0   = 2.4
+    # d1: queue 0,           kv 0.5, prefix 5/10: 0 + 1.0 + 1.5 = 2.5
+    # d2: queue (4-3)/4,     kv 0.4, prefix 3/10: 0.5 + 0.8 + 0.9 = 2.2
+    view = fleet(
+        worker("d0", free=200, num_waiting=0),
+        worker("d1", free=500, num_waiting=4),
+        worker("d2", free=400, num_waiting=3),
+    )
+    plan = choose(policy("llm_d"), request(cached={"d1": 5, "d2": 3}), view)
+    assert plan.decode == "d1"
+    assert costs(plan) == pytest.approx({"d0": -2.4, "d1": -2.5, "d2": -2.2})
+
+
+def test_llm_d_disaggregated_weighs_queue_and_prefix_alone() -> None:
+    # d0: queue 1 + prefix 0 = 1; d1: queue 0 + 2 * 6/10 = 1.2. p0 likewise, in spite of its full memory.
+    view = fleet(
+        worker("p0", free=0),
+        worker("p1", num_waiting=1),
+        worker("d0", free=900),
+        worker("d1", free=20, num_waiting=1),
+    )
+    plan = choose(policy("llm_d"), request(cached={"d1": 6, "p1": 4}), view)
+    assert (plan.prefill, plan.decode) == ("p0", "d1")
+
+
+@pytest.mark.parametrize(("num_tokens", "kind"), [(160 + 15, PlanKind.LOCAL), (160 + 16, PlanKind.REMOTE)])
+def test_llm_d_decider_disaggregates_from_16_missing_tokens(num_tokens: int, kind: PlanKind) -> None:
+    plan = choose(policy("llm_d"), request(num_tokens, cached={"d0": 10}), fleet(worker("p0"), worker("d0")))
+    assert plan.kind is kind
+
+
+# ray_prefix
+
+
+@pytest.mark.parametrize(("match", "decode"), [(1, "d1"), (0, "d0")])
+def test_ray_follows_a_match_of_a_tenth_under_any_load(match: int, decode: str) -> None:
+    workers = worker("d0"), worker("d1", num_active_requests=1000)
+    assert decode_chosen("ray_prefix", *workers, cached={"d1": match}) == decode
+
+
+def test_ray_below_a_tenth_takes_the_smallest_tenant_then_the_shortest_queue() -> None:
+    chosen = policy("ray_prefix")
+    view = fleet(worker("d0", num_active_requests=2), worker("d1", num_active_requests=1))
+    long, short = request(320, cached={"d0": 1, "d1": 1}), request(160)
+    # Both tenants are empty: the shorter queue. Then d1 has been sent 304 tokens, d0 none; 160; 320.
+    sequence = [long, short, short, short, short]
+    assert [choose(chosen, each, view).decode for each in sequence] == ["d1", "d0", "d0", "d1", "d0"]
+
+
+def test_ray_among_equal_matches_takes_the_shortest_queue() -> None:
+    workers = worker("d0", num_active_requests=2), worker("d1", num_active_requests=1)
+    assert decode_chosen("ray_prefix", *workers, cached={"d0": 5, "d1": 5}) == "d1"
+
+
+# aibrix
+
+
+def test_aibrix_takes_the_longest_match_that_is_not_overloaded() -> None:
+    # Requests 0, 0, 6: mean 2, deviation sqrt(8) = 2.83. d2 is above 4.83.
+    workers = worker("d0"), worker("d1"), worker("d2", num_active_requests=6)
+    assert decode_chosen("aibrix", *workers, cached={"d1": 3, "d2": 9}) == "d1"
+    assert decode_chosen("aibrix", *workers[:2], worker("d2", num_active_requests=4), cached={"d2": 9}) != "d2"
+
+
+def test_aibrix_among_equal_matches_takes_the_fewest_requests() -> None:
+    workers = worker("d0", num_active_requests=2), worker("d1", num_active_requests=1)
+    assert decode_chosen("aibrix", *workers, cached={"d0": 3, "d1": 3}) == "d1"
+
+
+def test_aibrix_when_imbalanced_matches_only_the_least_busy() -> None:
+    # Requests 0, 0, 4, 4, 4, 20: mean 5.33 and 20 > 2 * 6.33. The match of d2, though usual in load, does not count.
+    counts = 0, 0, 4, 4, 4, 20
+    workers = [worker(f"d{i}", num_active_requests=count) for i, count in enumerate(counts)]
+    assert decode_chosen("aibrix", *workers, cached={"d1": 1, "d2": 9}) == "d1"
+    balanced = [*workers[:5], worker("d5", num_active_requests=9)]
+    assert decode_chosen("aibrix", *balanced, cached={"d1": 1, "d2": 9}) == "d2"
+
+
+def test_aibrix_prefill_score_weighs_a_percent_as_a_tenth() -> None:
+    # p0: 0.1 * 100 + 0/4; p1: 0.1 * 40 + 4/4 = 5; p2: 0.1 * 30 + 3/4 = 3.75.
+    view = fleet(worker("p0"), worker("p1", num_active_prefills=4), worker("p2", num_active_prefills=3), worker("d0"))
+    plan = choose(policy("aibrix"), request(cached={"p1": 6, "p2": 7}), view)
+    # Mean 2.33, deviation 1.70: p1, at 4, is not above 4.03. The idle decode worker costs 1.
+    assert plan.prefill == "p2"
+    assert costs(plan) == pytest.approx({"p0": 11.0, "p1": 6.0, "p2": 4.75})
+
+
+@pytest.mark.parametrize(("busy", "prefill"), [(16, "p1"), (17, "p0")])
+def test_aibrix_prefill_spread_above_16_sends_to_the_least_busy(busy: int, prefill: str) -> None:
+    view = fleet(worker("p0"), worker("p1", num_active_prefills=busy), worker("d0"))
+    wanted = request(cached={"p1": 10})
+    # With two workers the busier one is exactly a deviation above the mean: never left out.
+    assert choose(policy("aibrix"), wanted, view).prefill == prefill
+
+
+def test_aibrix_decode_score_is_load_and_slowness_over_free_memory() -> None:
+    # Throughput: 2 / 12 ms = 166.7, 8 / 18 ms = 444.4 tokens/s.
+    # d0: (2/8 + 1 - 0.375) / (1000/1000) = 0.875; d1: (8/8 + 0) / (500/1000) = 2.
+    view = fleet(
+        worker("p0"),
+        worker("d0", num_active_requests=2, num_decodes=2),
+        worker("d1", num_active_requests=8, num_decodes=8, free=500),
+    )
+    plan = choose(policy("aibrix"), request(), view)
+    decode_costs = {each.decode: each.cost - 10.0 for each in plan.candidates()}
+    assert plan.decode == "d0"
+    assert decode_costs == pytest.approx({"d0": 0.875, "d1": 2.0})
+
+
+@pytest.mark.parametrize(("busy", "decode"), [(15, "d1"), (16, "d0")])
+def test_aibrix_decode_spread_of_16_sends_to_the_least_busy(busy: int, decode: str) -> None:
+    view = fleet(worker("p0"), worker("d0", free=20), worker("d1", num_active_requests=busy))
+    # Without the rule d0, nearly full, scores (0 + 1) / 0.02 and d1 (1 + 1) / 1.
+    assert choose(policy("aibrix"), request(), view).decode == decode
+
+
+# mooncake
+
+
+LINKED = replace(TIMING, links={None: LinkModel(latency_s=0.01, bytes_per_s=1e6)})
+
+
+def mooncake_view(*, queued_s: float = 0.0) -> FleetView:
+    return fleet(
+        worker("p0", timing=LINKED),
+        worker("p1", timing=LINKED, prefill_free_at_s=queued_s),
+        worker("d0", num_decodes=1),
+        worker("d1"),
+        block_bytes=1000,
+    )
+
+
+def test_mooncake_goes_to_the_holder_while_its_queue_is_short() -> None:
+    # p1: 160 - 128 = 32 tokens, 32 ms. p0 would pull 8 blocks: 10 + 8 + 32 = 50 ms.
+    plan = choose(policy("mooncake"), request(cached={"p1": 8}), mooncake_view())
+    assert (plan.prefill, plan.decode, plan.pull) == ("p1", "d1", None)
+    assert costs(plan) == pytest.approx({"p1": 0.032, "p0": 0.050})
+
+
+def test_mooncake_pulls_the_prefix_from_a_holder_whose_queue_is_long() -> None:
+    wanted = request(cached={"p0": 2, "p1": 8})
+    plan = choose(policy("mooncake"), wanted, mooncake_view(queued_s=0.1))
+    # p0 pulls 6 blocks: 10 + 6 + 32 = 48 ms, against 100 + 32.
+    assert plan.prefill == "p0"
+    assert plan.pull is not None
+    assert (plan.pull.source, plan.pull.num_blocks, plan.predicted_cached_tokens) == ("p1", 8, 128)
+    assert (plan.predicted_ttft_s, plan.predicted_prefill_s) == pytest.approx((0.048, 0.032))
+
+
+def test_mooncake_does_not_pull_less_than_half_as_much_again() -> None:
+    # 9 is not more than 1.5 * 6: p0 computes 64 tokens itself.
+    wanted = request(cached={"p0": 6, "p1": 9})
+    plan = choose(policy("mooncake"), wanted, mooncake_view(queued_s=0.1))
+    assert (plan.prefill, plan.pull) == ("p0", None)
+    assert plan.predicted_ttft_s == pytest.approx(0.064)
+
+
+def test_mooncake_pulls_only_from_sources() -> None:
+    view = replace(mooncake_view(queued_s=9.0), sources=frozenset())
+    plan = choose(policy("mooncake"), request(cached={"p1": 8}), view)
+    assert (plan.prefill, plan.pull) == ("p0", None)
+
+
+@pytest.mark.parametrize(
+    ("ttft_slo_s", "itl_slo_s", "reason"), [(0.15, 1.0, "first token"), (1.0, 0.0109, "every 0.011 s")]
+)
+def test_mooncake_refuses_a_missed_objective_only_if_told_to(ttft_slo_s: float, itl_slo_s: float, reason: str) -> None:
+    wanted, view = request(ttft_slo_s=ttft_slo_s, itl_slo_s=itl_slo_s), fleet(worker("p0"), worker("d0"))
+    assert choose(policy("mooncake"), wanted, view).predicted_ttft_s == pytest.approx(0.16)
+    refusal = policy("mooncake", refuses_over_slo=True).choose(wanted, view)
+    assert isinstance(refusal, Refused)
+    assert reason in refusal.reason
+
+
+# oracle
+
+
+class FakeTruth:
+    """Says that p0 is idle and holds nothing, p1 busy, and the answer long."""
+
+    def __init__(self, **loads: WorkerLoad) -> None:
+        self._loads = loads
+
+    def cached_blocks(self, request_id: RequestId) -> Mapping[WorkerId, int]:
+        return {WorkerId("p0"): 9}
+
+    def load(self, worker_id: WorkerId) -> WorkerLoad:
+        return self._loads[worker_id]
+
+    def num_output_tokens(self, request_id: RequestId) -> int:
+        return 100
+
+
+def test_oracle_believes_the_truth_over_the_view() -> None:
+    truth = FakeTruth(p0=worker("p0"), p1=worker("p1", prefill_free_at_s=5.0), d0=worker("d0", num_decodes=4))
+    view = fleet(worker("p0", prefill_free_at_s=5.0), worker("p1"), worker("d0"))
+    plan = choose(policy("oracle", truth=truth), request(cached={"p1": 9}), view)
+    assert (plan.prefill, plan.predicted_cached_tokens) == ("p0", 144)
+    assert plan.predicted_ttft_s == pytest.approx(0.016)
+
+
+def test_oracle_refuses_when_the_truth_leaves_no_room() -> None:
+    truth = FakeTruth(d0=worker("d0", free=10))
+    assert isinstance(policy("oracle", truth=truth).choose(request(), fleet(worker("d0"))), Refused)
+
+
+def test_oracle_prefers_an_idle_decode_worker_without_any_queue() -> None:
+    view = fleet(worker("p0", prefill_free_at_s=1.0), worker("d0", num_decodes=9), worker("d1"))
+    plan = choose(policy("oracle"), request(), view)
+    assert (plan.kind, plan.decode) == (PlanKind.LOCAL, "d1")
+
+
+def test_oracle_gives_up_a_faster_first_token_that_would_break_the_token_objective() -> None:
+    # Local on d0: 10 + 2 = 12 ms, and 160 ms of prefill over 16 tokens, 22 ms. Remote: 12 ms after half a second.
+    view = fleet(worker("p0", prefill_free_at_s=0.5), worker("d0", num_decodes=1))
+    wanted = request(num_output_tokens=16, itl_slo_s=0.02)
+    assert choose(policy("oracle"), wanted, view).kind is PlanKind.REMOTE
+    assert choose(policy("oracle"), replace(wanted, itl_slo_s=0.03), view).kind is PlanKind.LOCAL
+
+
+def test_oracle_pulls_when_that_is_faster_than_computing() -> None:
+    view = fleet(
+        worker("p0", timing=LINKED),
+        worker("d0", num_decodes=200, free=0),
+        worker("d1", num_decodes=99, timing=LINKED),
+        block_bytes=1000,
+    )
+    plan = choose(policy("oracle"), request(cached={"d0": 9}, itl_slo_s=0.12), view)
+    assert plan.prefill == "p0"
+    assert plan.pull is not None
+    assert plan.pull.source == "d0"
+    assert plan.predicted_ttft_s == pytest.approx(0.01 + 0.009 + 0.016)
