@@ -119,6 +119,8 @@ class Arrival:
     None: nobody will ask for them."""
     tenant: str = ""
     priority: int = 0
+    ttft_slo_s: float | None = None
+    """What the client asked for; None: the run's."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -180,6 +182,7 @@ class WorkerResult:
     """One worker's counters at the end."""
 
     worker_id: str
+    """prefill-0 …, decode-0 …"""
     num_steps: int
     busy_s: float
     """Virtual time in steps."""
@@ -190,6 +193,11 @@ class WorkerResult:
     num_requests: int
     kv_bytes_sent: int
     kv_bytes_received: int
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it belongs to the prefill pool."""
+        return self.worker_id.startswith("prefill")
 
 
 @dataclass(slots=True, kw_only=True)

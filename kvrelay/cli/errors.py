@@ -11,7 +11,7 @@ from kvrelay.cli.console import err
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
 # Exceptions of these packages are written for the user; any other one is a defect and keeps its traceback.
-_OUR_PACKAGES = frozenset({"kvrelay", "common", "engine", "cluster", "router"})
+_OUR_PACKAGES = frozenset({"kvrelay", "common", "engine", "cluster", "router", "simulator"})
 
 
 class CliError(Exception):

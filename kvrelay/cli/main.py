@@ -14,7 +14,9 @@ from kvrelay.cli.errors import ErrorReportingGroup
 from kvrelay.cli.generate import generate
 from kvrelay.cli.logs import logs
 from kvrelay.cli.model import fetch_model
+from kvrelay.cli.simulate import simulate
 from kvrelay.cli.status import status
+from kvrelay.cli.trace import trace_app
 
 app = typer.Typer(
     name="kvrelay",
@@ -50,7 +52,7 @@ def kvrelay(
     """  # noqa: D301 - \b marks a preformatted block
 
 
-_CLUSTER, _USE = "Cluster", "Use"
+_CLUSTER, _USE, _STUDY = "Cluster", "Use", "Study"
 app.command(rich_help_panel=_CLUSTER)(up)
 app.command(rich_help_panel=_CLUSTER)(down)
 app.command(rich_help_panel=_CLUSTER)(status)
@@ -59,6 +61,8 @@ app.command("fetch-model", rich_help_panel=_CLUSTER)(fetch_model)
 app.command(rich_help_panel=_USE)(generate)
 app.command(rich_help_panel=_USE)(chat)
 app.command(rich_help_panel=_USE)(demo)
+app.command(rich_help_panel=_STUDY)(simulate)
+app.add_typer(trace_app, name="trace", rich_help_panel=_STUDY)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from kvrelay.cli.errors import explain
 from tests.cli.conftest import Run
 from tests.client.fake_server import FakeInference
 
-COMMANDS = ("up", "down", "status", "logs", "fetch-model", "generate", "chat", "demo")
+COMMANDS = ("up", "down", "status", "logs", "fetch-model", "generate", "chat", "demo", "simulate", "trace")
 
 
 def test_help_lists_every_command(run: Run) -> None:
@@ -26,7 +26,7 @@ def test_help_of_a_command_explains_it(run: Run, command: str) -> None:
 
 
 def test_import_of_the_command_line_loads_nothing_heavy() -> None:
-    heavy = ("torch", "transformers", "ray", "numpy", "pydantic", "yaml")
+    heavy = ("torch", "transformers", "ray", "numpy", "pydantic", "yaml", "matplotlib", "simulator")
     code = f"import sys, kvrelay.cli.main; print([name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"

@@ -1,0 +1,86 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+
+SMALL = str(Path(__file__).parents[1] / "simulator" / "data" / "small.jsonl")
+
+
+def test_simulate_compares_policies_and_leaves_table_page_and_requests(run: Run, folder: Path) -> None:
+    arguments = ("simulate", "-t", SMALL, "-n", "25", "-p", "round_robin,prefix_affinity", "-w", "1P1D", "-s", "0.5,1")
+    result = run(*arguments, "-o", "out")
+    assert result.exit_code == 0, result.output
+    assert "[4/4]" in result.stderr
+    assert result.stdout.count("round_robin") == 2
+    assert (folder / "out" / "report.html").read_text().startswith("<!doctype html>")
+    assert (folder / "out" / "table.txt").exists()
+    lines = (folder / "out" / "cells" / "prefix_affinity@0.5" / "requests.jsonl").read_text().splitlines()
+    assert len(lines) == 25
+    assert json.loads(lines[3])["index"] == 3
+
+
+def test_simulate_aggregated_puts_all_workers_in_one_pool(run: Run, folder: Path) -> None:
+    result = run("simulate", "-t", SMALL, "-n", "8", "-p", "round_robin", "-w", "1P1D", "--aggregated", "-o", "out")
+    assert result.exit_code == 0, result.output
+    workers = json.loads((folder / "out" / "cells" / "round_robin@1" / "workers.json").read_text())
+    assert [worker["worker_id"] for worker in workers] == ["decode-0", "decode-1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("-p", "best"), "--policy: 'best' is no policy; known are prefix_affinity, "),
+        (("-s", "1,fast"), "--speed: '1,fast'; say positive numbers"),
+        (("-s", "0"), "--speed: '0'; say positive numbers"),
+        (("-w", "many"), "--workers: 'many' names no workers; say 4P4D"),
+        (("-m", "gpt"), "--model: 'gpt' is not known; say one of llama-70b"),
+        (("--device", "abacus"), "--device: 'abacus' is not known; say one of h100"),
+        (("--block-size", "96"), "pages of 96 tokens do not divide"),
+        (("-t", "none.jsonl"), "No such file or directory: 'none.jsonl'"),
+        (("--timing", SMALL), "small.jsonl: "),
+    ],
+)
+def test_simulate_with_a_bad_option_says_what_to_do(run: Run, arguments: tuple[str, ...], complaint: str) -> None:
+    result = run("simulate", "-t", SMALL, "-n", "2", "-p", "round_robin", "-o", "out", *arguments)
+    assert result.exit_code == 1
+    assert complaint in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_simulate_in_a_folder_of_other_settings_names_what_differs(run: Run) -> None:
+    arguments = ("simulate", "-t", SMALL, "-n", "3", "-p", "round_robin", "-o", "out")
+    assert run(*arguments).exit_code == 0
+    refused = run(*arguments, "--seed", "1")
+    assert refused.exit_code == 1
+    assert "out holds results of other settings (seed differ)" in refused.stderr
+    assert run(*arguments, "--seed", "1", "--again").exit_code == 0
+
+
+def test_trace_stats_prints_rates_lengths_and_hits(run: Run) -> None:
+    result = run("trace", "stats", SMALL, "--workers", "4")
+    assert result.exit_code == 0
+    for text in ("800", "infinite-cache hit", "round robin, 4 × 3,000 blocks", "sticky, 4 × 3,000 blocks"):
+        assert text in result.stdout
+
+
+def test_trace_stats_of_a_bad_row_names_file_and_line(run: Run, folder: Path) -> None:
+    (folder / "bad.jsonl").write_text('{"timestamp": 0}\n')
+    result = run("trace", "stats", "bad.jsonl")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("kvrelay: bad.jsonl:1: input_length: must be a positive integer, not missing")
+
+
+def test_trace_synth_writes_the_same_trace_for_the_same_seed(run: Run, folder: Path) -> None:
+    for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
+        assert run("trace", "synth", f"{name}.jsonl", "-n", "30", "--seed", seed).exit_code == 0
+    first, second, other = ((folder / f"{name}.jsonl").read_text() for name in "abc")
+    assert first == second != other
+    assert len(first.splitlines()) == 30
+
+
+def test_trace_synth_refuses_a_name_that_no_reader_takes(run: Run) -> None:
+    result = run("trace", "synth", "a.csv")
+    assert result.exit_code == 1
+    assert "a.csv: a trace in this format is called .jsonl" in result.stderr
