@@ -3,7 +3,8 @@
 1. Router ─Decode─▶ pages are reserved for every prompt token, or the call is refused: nothing is computed for an answer
    that has no place to go.
 2. With a handoff: blocks that are lacking are pulled while the prefill worker still computes; the manifest is verified;
-   the sequences start behind the first tokens. Without one: the engine prefills here.
+   the sequences start behind the first tokens. Without one: the engine prefills here, after leading blocks have been
+   pulled from another worker's cache where the router says so.
 3. Tokens stream, one message per engine step at most. The end of the call, for whatever reason, frees everything.
 """
 
@@ -22,7 +23,8 @@ from engine.events import EngineEvent, Failed, Started, Tokens
 from engine.group import Group
 from engine.sequence import EngineRequest
 from kv_transfer.handoff import HandoffManifest
-from kv_transfer.pull import KvPuller, Pulled, PullPlan
+from kv_transfer.pull import Pulled, PullPlan
+from kv_transfer.wanted import WantedHandoff
 from kvrelay.v1 import decode_pb2 as pb
 from kvrelay.v1 import decode_pb2_grpc, sampling_pb2, worker_pb2
 from worker.output import OutputStreams, prompt_logprobs_to_proto
@@ -40,19 +42,6 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
 
     def __init__(self, runtime: WorkerRuntime) -> None:
         self._runtime = runtime
-        self._connect = runtime.connect
-        self._puller = KvPuller(
-            store=runtime.executor.kv,
-            transports=runtime.transports,
-            clock=runtime.clock,
-            on_bytes=lambda transport, count: runtime.bytes_received.update({transport: count}),
-        )
-        self._channels: dict[WorkerId, tuple[str, grpc.aio.Channel]] = {}
-
-    async def aclose(self) -> None:
-        """Close the channels to prefill workers."""
-        for _address, channel in self._channels.values():
-            await channel.close()
 
     async def Decode(self, request: pb.DecodeRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
         runtime = self._runtime
@@ -62,10 +51,8 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
                 spec = engine_request(request.sequence, runtime.executor)
                 events: Events = asyncio.Queue()  # bounded by max_tokens: one entry per step
                 has_handoff = request.HasField("handoff")
-                group = await runtime.engine.acquire(
-                    lambda core: (core.reserve if has_handoff else core.add)(spec, events.put_nowait),
-                    _cancel_if_granted,
-                )
+                enter = self._reserve if has_handoff else self._add
+                group = await enter(spec, events, request)
                 if isinstance(group, Refused):
                     raise Overloaded(group.reason, retry_after_s=group.retry_after_s)
                 try:
@@ -81,21 +68,39 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
                 finally:
                     runtime.engine.post(lambda core: core.cancel(group))
 
+    async def _reserve(self, spec: EngineRequest, events: Events, _request: pb.DecodeRequest) -> Group | Refused:
+        return await self._runtime.engine.acquire(
+            lambda core: core.reserve(spec, events.put_nowait), _cancel_if_granted
+        )
+
+    async def _add(self, spec: EngineRequest, events: Events, request: pb.DecodeRequest) -> Group | Refused:
+        """Put a request in line that is computed here; leading blocks are pulled first where the router says so."""
+        runtime = self._runtime
+        with runtime.prefixes.arrival() as arrival:
+            if request.HasField("source"):
+                await arrival.pull(spec, request.source)
+            return await runtime.engine.acquire(
+                lambda core: core.add(spec, events.put_nowait, arrival.landing), _cancel_if_granted
+            )
+
     async def _pull(self, spec: EngineRequest, group: Group, handoff: pb.Handoff) -> Pulled:
         leader = group.leader  # reserved: nothing but this call changes it
-        block_size = leader.block_size
         plan = PullPlan(
             peer=WorkerId(handoff.prefill_worker_id),
-            handoff_id=HandoffId(handoff.handoff_id),
             epoch=Epoch(handoff.prefill_epoch),
+            wanted=WantedHandoff(
+                handoff_id=HandoffId(handoff.handoff_id),
+                num_tokens=leader.num_tokens,
+                num_blocks=len(leader.block_table),
+                last_block_hash=spec.block_hashes[-1] if spec.block_hashes else None,
+                num_samples=spec.sampling.n,
+                first_sample_index=spec.first_sample_index,
+            ),
             block_table=leader.block_ids(),
-            first_block=leader.num_cached // block_size,
-            num_tokens=leader.num_tokens,
-            last_block_hash=spec.block_hashes[-1] if spec.block_hashes else None,
-            num_samples=spec.sampling.n,
-            first_sample_index=spec.first_sample_index,
+            first_block=leader.num_cached // leader.block_size,
         )
-        return await self._puller.pull(plan, await self._channel(plan.peer, handoff.prefill_address))
+        runtime = self._runtime
+        return await runtime.puller.pull(plan, await runtime.peers.get(plan.peer, handoff.prefill_address))
 
     async def _start(self, group: Group, manifest: HandoffManifest, streams: OutputStreams) -> None:
         first = [(token.token_id, token.finished) for token in manifest.first_tokens]
@@ -120,7 +125,9 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             match await events.get():
                 case Started() as started:
                     message = pb.LocalPrefillStarted(
-                        queue_s=started.queue_s, num_cached_tokens=started.num_cached_tokens
+                        queue_s=started.queue_s,
+                        num_cached_tokens=started.num_cached_tokens,
+                        num_pulled_tokens=started.num_pulled_tokens,
                     )
                     await context.write(pb.DecodeResponse(prefill_started=message))
                 case Tokens() as tokens:
@@ -147,17 +154,6 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
                 prefill_s=tokens.prefill_s or 0.0,
             )
             await context.write(pb.DecodeResponse(tokens=batch))
-
-    async def _channel(self, peer: WorkerId, address: str) -> grpc.aio.Channel:
-        """Return the channel to a prefill worker; a restarted one has another address."""
-        known = self._channels.get(peer)
-        if known is not None and known[0] == address:
-            return known[1]
-        channel = self._connect(address)
-        self._channels[peer] = (address, channel)  # before the await: another call must find it
-        if known is not None:
-            await known[1].close(grace=1.0)
-        return channel
 
 
 def _cancel_if_granted(core: EngineCore, group: Group | Refused) -> None:

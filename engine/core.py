@@ -23,12 +23,14 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+from common.block_hash import NO_HASHES, BlockHashes
 from common.clock import Clock
 from common.errors import EngineFault, PromptTooLong, Refused
 from engine.block_pool import BlockPool
 from engine.events import EngineEvent, Failed, FinishReason, Load, Progress, StepSample, TokenOutput
 from engine.executor import Executor, Sampled, ScheduledSequence, StepResult
 from engine.group import Group, Sink
+from engine.landing import Landing, Landings
 from engine.load import measure_load
 from engine.pipeline import Pipeline
 from engine.scheduler import Scheduler, SchedulerLimits, StepPlan
@@ -47,6 +49,7 @@ class EngineCore:
         self.executor = executor
         self.pool = BlockPool(executor.kv.num_blocks)
         self.scheduler = Scheduler(self.pool, limits)
+        self.landings = Landings(self.scheduler, self.scheduler.pages)
         self._pipeline = Pipeline(executor)
         self._clock = clock
         self._timer = StepTimer(clock)
@@ -76,22 +79,30 @@ class EngineCore:
 
     # ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def add(self, request: EngineRequest, sink: Sink) -> Group | Refused:
+    def arrive(self, hashes: BlockHashes) -> Landing:
+        """Take a place in line for a request that first pulls the blocks of these hashes; it enters with `add`."""
+        self._next_order += 1
+        return Landing(order=self._next_order - 1, queued_s=self._clock.monotonic(), hashes=hashes)
+
+    def add(self, request: EngineRequest, sink: Sink, landing: Landing | None = None) -> Group | Refused:
         """Put a request in line: prefill here, then decode. Raises PromptTooLong when it can never fit."""
         self._check_fits(request, num_new_tokens=request.sampling.max_tokens)
-        return self._enter(Group.of(request, sink, self._clock.monotonic()), self.scheduler.add)
+        landing = landing or self.arrive(NO_HASHES)
+        return self._enter(self._group(request, sink, landing), self.scheduler.add, landing)
 
-    def add_prefill_only(self, request: EngineRequest, sink: Sink) -> Group | Refused:
+    def add_prefill_only(self, request: EngineRequest, sink: Sink, landing: Landing | None = None) -> Group | Refused:
         """Put a request in line for prompt and first tokens; its pages stay until `cancel`. Raises PromptTooLong."""
         self._check_fits(request, num_new_tokens=0)
-        group = Group.of(request, sink, self._clock.monotonic())
+        landing = landing or self.arrive(NO_HASHES)
+        group = self._group(request, sink, landing)
         group.holds_after_prefill = True
-        return self._enter(group, self.scheduler.add)
+        return self._enter(group, self.scheduler.add, landing)
 
     def reserve(self, request: EngineRequest, sink: Sink) -> Group | Refused:
         """Grant pages for a request whose KV will be pulled. Raises PromptTooLong."""
         self._check_fits(request, num_new_tokens=request.sampling.max_tokens)
-        return self._enter(Group.of(request, sink, self._clock.monotonic()), self.scheduler.reserve)
+        landing = self.arrive(NO_HASHES)
+        return self._enter(self._group(request, sink, landing), self.scheduler.reserve, landing)
 
     def commit(self, group: Group, num_tokens: int) -> None:
         """The first `num_tokens` tokens' KV of a reservation is in its pages, verified."""
@@ -176,13 +187,16 @@ class EngineCore:
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _enter(self, group: Group, enter: Callable[[Sequence], Refused | None]) -> Group | Refused:
-        leader = Sequence.from_request(
-            group.request, block_size=self.scheduler.limits.block_size, order=self._next_order
-        )
+    def _group(self, request: EngineRequest, sink: Sink, landing: Landing) -> Group:
+        size = self.scheduler.limits.block_size
+        pulled = range(landing.num_cached * size, landing.num_landed * size)
+        return Group(request=request, sink=sink, queued_s=landing.queued_s, pulled_tokens=pulled)
+
+    def _enter(self, group: Group, enter: Callable[[Sequence], Refused | None], landing: Landing) -> Group | Refused:
+        self.landings.release(landing)
+        leader = Sequence.from_request(group.request, block_size=self.scheduler.limits.block_size, order=landing.order)
         leader.max_num_tokens = min(leader.max_num_tokens, self.executor.max_model_len)
         leader.is_pinned = group.holds_after_prefill
-        self._next_order += 1
         refused = enter(leader)
         if refused is not None:
             return refused

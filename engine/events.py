@@ -23,6 +23,8 @@ class Started:
 
     num_cached_tokens: int
     queue_s: float
+    num_pulled_tokens: int = 0
+    """Of the cached ones: those that were pulled for this request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,15 +24,12 @@ class Group:
     queued_s: float
     holds_after_prefill: bool = False
     """Keep the pages after the prompt instead of decoding: a puller will come."""
+    pulled_tokens: range = range(0)
+    """Prompt tokens whose KV was pulled into the cache for this request."""
     sequences: list[Sequence] = field(default_factory=list)
     prefill_started_s: float | None = None
     reported_prefill: bool = False
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, request: EngineRequest, sink: Sink, now_s: float) -> "Group":
-        """Return a group that has no sequence yet."""
-        return cls(request=request, sink=sink, queued_s=now_s)
 
     @property
     def leader(self) -> Sequence:
@@ -50,7 +47,10 @@ class Group:
         if self.prefill_started_s is not None:
             return None
         self.prefill_started_s = now_s
-        return Started(num_cached_tokens=sequence.num_cached, queue_s=now_s - self.queued_s)
+        pulled = range(self.pulled_tokens.start, min(sequence.num_cached, self.pulled_tokens.stop))
+        return Started(
+            num_cached_tokens=sequence.num_cached, queue_s=now_s - self.queued_s, num_pulled_tokens=len(pulled)
+        )
 
     def tokens_event(self, outputs: Seq[TokenOutput], now_s: float) -> Tokens:
         """Return the event for a step's tokens; the first one of a prompt computed here tells the prefill time."""

@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Sequence as Seq
 
-from common.ids import BlockId
+from common.ids import BlockHash, BlockId
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
 
@@ -85,10 +85,16 @@ class Pages:
         num_full = min(sequence.num_ready // self._block_size, len(sequence.block_hashes))
         while sequence.num_published < num_full:
             i = sequence.num_published
-            own = BlockId(sequence.block_table[i])
-            published = self._pool.publish(own, sequence.block_hashes[i])
-            if published != own:
-                self._pool.acquire([published])
-                sequence.block_table[i] = published
-                sequence.retired_blocks.append(own)
+            self.publish_block(sequence.block_table, i, sequence.block_hashes[i], sequence.retired_blocks)
             sequence.num_published += 1
+
+    def publish_block(
+        self, block_table: "array[int]", i: int, block_hash: BlockHash, retired_blocks: list[BlockId]
+    ) -> None:
+        """Publish block i of a table, behind its published parent; a page that came first takes the place of ours."""
+        own = BlockId(block_table[i])
+        published = self._pool.publish(own, block_hash)
+        if published != own:
+            self._pool.acquire([published])
+            block_table[i] = published
+            retired_blocks.append(own)

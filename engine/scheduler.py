@@ -84,7 +84,7 @@ class Scheduler:
         self.num_computed_tokens = 0
         self.backlog = Backlog(pool, limits.block_size)
         """Work of those in line."""
-        self._pages = Pages(pool, limits.block_size)
+        self.pages = Pages(pool, limits.block_size)
         self._num_steps_in_flight = 0
         self._watermark_blocks = max(1, round(limits.watermark * pool.num_blocks))
 
@@ -93,9 +93,15 @@ class Scheduler:
         """Whether `schedule` could find something to do."""
         return bool(self.waiting or self.running)
 
+    @property
+    def num_spoken_for(self) -> int:
+        """Free pages that nobody but running sequences and the first in line should take."""
+        num_first = self.pages.num_blocks_for(self.waiting[0].num_tokens) if self.waiting else 0
+        return self._num_spared(0) + num_first
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the pages that `num_tokens` tokens need."""
-        return self._pages.num_blocks_for(num_tokens)
+        return self.pages.num_blocks_for(num_tokens)
 
     # ── entering ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -115,7 +121,7 @@ class Scheduler:
             return Refused(reason="sequences are waiting for pages", retry_after_s=0.5)
         cached = self.pool.match_prefix(sequence.block_hashes)
         # Every sample is about to write its next token.
-        if not self._pages.take(sequence, cached, num_spared=self._num_spared(sequence.num_samples)):
+        if not self.pages.take(sequence, cached, num_spared=self._num_spared(sequence.num_samples)):
             return Refused(reason=f"{self.pool.num_free} pages are free; too few for this prompt", retry_after_s=0.5)
         sequence.state = SequenceState.RESERVED
         self.reserved.append(sequence)
@@ -126,7 +132,7 @@ class Scheduler:
         assert sequence.state is SequenceState.RESERVED, sequence.state
         assert sequence.num_computed <= num_tokens <= sequence.num_tokens, (sequence.num_computed, num_tokens)
         sequence.num_ready = sequence.num_computed = num_tokens
-        self._pages.publish(sequence)
+        self.pages.publish(sequence)
 
     def start(self, sequence: Sequence) -> None:
         """Let a completely filled reservation run."""
@@ -139,7 +145,7 @@ class Scheduler:
         """Return further samples of a running prompt; they share all its pages until they write."""
         children = [leader.fork(leader.sample_index + 1 + i) for i in range(num_children)]
         for child in children:
-            self._pages.share(child)
+            self.pages.share(child)
             insort(self.running, child, key=_order)
         return children
 
@@ -170,7 +176,7 @@ class Scheduler:
                 return
         sequence.state = SequenceState.FINISHED
         if sequence.num_in_flight == 0:
-            self._pages.release(sequence)
+            self.pages.release(sequence)
 
     # ── stepping ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -201,7 +207,7 @@ class Scheduler:
     def launched(self, plan: StepPlan) -> None:
         """The planned step is in flight: from now on its tokens count as computed, and those it samples as pending."""
         self._num_steps_in_flight += 1
-        self._pages.hold_sources(plan.copies)
+        self.pages.hold_sources(plan.copies)
         row = 0
         for sequence, item in plan.batch.items():
             sequence.num_computed += item.num_new_tokens
@@ -220,7 +226,7 @@ class Scheduler:
                 before = sequence.num_ready
                 sequence.num_ready += item.num_new_tokens
                 self.num_computed_tokens += max(0, min(sequence.num_ready, sequence.num_prompt_tokens) - before)
-                self._pages.publish(sequence)
+                self.pages.publish(sequence)
 
     def fail(self, plan: StepPlan) -> None:
         """The oldest step in flight is over, in vain: all its sequences have been finished."""
@@ -228,13 +234,13 @@ class Scheduler:
 
     def _land(self, plan: StepPlan) -> None:
         self._num_steps_in_flight -= 1
-        self._pages.release_sources(plan.copies)
+        self.pages.release_sources(plan.copies)
         for sequence, item in plan.batch.items():
             sequence.num_in_flight -= 1
             if item.num_samples:
                 sequence.num_pending -= 1
             if sequence.state is SequenceState.FINISHED and sequence.num_in_flight == 0:
-                self._pages.release(sequence)
+                self.pages.release(sequence)
 
     def _admit(self, plan: StepPlan) -> None:
         while self.waiting and plan.num_tokens < self.limits.max_step_tokens:
@@ -246,7 +252,7 @@ class Scheduler:
             if self.pool.num_free <= num_spared:
                 return  # it needs a page of its own at least; not worth looking for the others in the cache
             reusable = sequence.block_hashes[: sequence.num_reusable_blocks]
-            if not self._pages.take(sequence, self.pool.match_prefix(reusable), num_spared=num_spared):
+            if not self.pages.take(sequence, self.pool.match_prefix(reusable), num_spared=num_spared):
                 return
             self._dequeue(sequence)
             sequence.state = SequenceState.RUNNING
@@ -273,7 +279,7 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, num_new: int, plan: StepPlan) -> bool:
         """Make [num_computed, num_computed + num_new) writable, preempting later arrivals. False: it cannot run now."""
-        while (num_missing := self._pages.num_missing(sequence, num_new)) > self.pool.num_free:
+        while (num_missing := self.pages.num_missing(sequence, num_new)) > self.pool.num_free:
             if self._num_steps_in_flight:
                 plan.is_short = True
                 return False
@@ -282,7 +288,7 @@ class Scheduler:
             if victim is sequence:
                 return False
         if num_missing:
-            copy = self._pages.make_writable(sequence, num_new)
+            copy = self.pages.make_writable(sequence, num_new)
             if copy is not None:
                 plan.copies.append(copy)
         return True
@@ -292,7 +298,7 @@ class Scheduler:
         # Only decoding sequences can lack pages, and they are planned in the order of arrival.
         assert victim not in plan.batch, "a victim is planned already"
         self.running.remove(victim)
-        self._pages.release(victim)
+        self.pages.release(victim)
         self._enqueue(victim)
         self.num_preemptions += 1
 

@@ -5,7 +5,8 @@
 
 Either side may come first: the decode worker opens its fetch as soon as its pages are reserved, usually before the
 prefill request has arrived. Both ends are told of an abort at once; the time to live is the net under crashes. Entering
-RELEASED or ABORTED runs `on_end` exactly once, which unpins the pages.
+RELEASED or ABORTED runs `on_end` exactly once, which unpins the pages. Cached blocks that a puller asks for by their
+hashes are a handoff that is COMPLETE from the start and has its puller (`grant`).
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 
 from common.clock import Clock
 from common.errors import HandoffGone, InvalidRequest, KvrelayError, Overloaded
-from common.ids import BlockHash, BlockId, HandoffId
+from common.ids import BlockHash, BlockId, HandoffId, mint_handoff_id
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +141,15 @@ class HandoffTable:
         handoff.idle_since_s = self._clock.monotonic()
         return handoff
 
+    def grant(self, block_table: tuple[BlockId, ...], manifest: HandoffManifest, on_end: Callable[[], None]) -> Handoff:
+        """A puller asked for cached blocks, which are pinned. Raises Overloaded; the caller unpins them then."""
+        handoff = self.attach_puller(mint_handoff_id())
+        handoff.on_end = on_end
+        self._advance(handoff, HandoffState.FILLING)
+        self.progress(handoff, block_table, manifest.num_tokens)
+        self.complete(handoff, manifest)
+        return handoff
+
     def progress(self, handoff: Handoff, block_table: tuple[BlockId, ...], num_tokens: int) -> None:
         """KV of the first `num_tokens` tokens is in the pages."""
         if not handoff.is_over:
@@ -153,6 +163,11 @@ class HandoffTable:
             handoff.manifest = manifest
             handoff.completed_s = handoff.idle_since_s = self._clock.monotonic()
             self._advance(handoff, HandoffState.COMPLETE)
+
+    def age_s(self, handoff: Handoff) -> float:
+        """Return the seconds since a handoff was complete."""
+        assert handoff.completed_s is not None, handoff.state
+        return self._clock.monotonic() - handoff.completed_s
 
     def release(self, handoff: Handoff) -> None:
         """The puller has everything."""

@@ -1,7 +1,8 @@
 """The pulling side of a transfer. It writes only into pages that its own engine has reserved for it.
 
-A pull is complete when every block that was lacking has arrived, each piece's checksum matches, and the manifest agrees
-with what this side expects. Only then may the sequence decode, and only then are its blocks published in the cache.
+A pull is complete when every block that the manifest tells of has arrived, each piece's checksum matches, and the
+manifest agrees with what this side expects. Only then may a sequence decode, and only then are blocks published in the
+cache. A handoff and cached blocks of another worker are pulled alike; they differ in what is asked for (`wanted.py`).
 """
 
 import asyncio
@@ -15,12 +16,13 @@ import xxhash
 
 from common.clock import Clock
 from common.errors import KvIncomplete, WorkerLost, from_rpc_error
-from common.ids import BlockHash, BlockId, Epoch, HandoffId, WorkerId
+from common.ids import BlockId, Epoch, WorkerId
 from common.rpc import is_cancelled
 from engine.executor import KvStore
 from engine.shared_memory import host_id
-from kv_transfer.handoff import FirstToken, HandoffManifest
+from kv_transfer.handoff import HandoffManifest
 from kv_transfer.peer_memory import MappedPeer, PeerMemory
+from kv_transfer.wanted import Wanted, WantedBlocks
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2
 
@@ -32,16 +34,12 @@ class PullPlan:
     """What to pull, from whom, and into which pages."""
 
     peer: WorkerId
-    handoff_id: HandoffId
     epoch: Epoch
+    wanted: Wanted
     block_table: tuple[BlockId, ...]
-    """The sequence's own pages."""
+    """Our own pages, one for each block that is wanted."""
     first_block: int
     """Blocks before this one are here already."""
-    num_tokens: int
-    last_block_hash: BlockHash | None
-    num_samples: int
-    first_sample_index: int
 
 
 @dataclass(slots=True)
@@ -51,6 +49,7 @@ class Pulled:
     manifest: HandoffManifest
     transport: int
     num_blocks: int
+    """Blocks received; the manifest counts those that were here before as well."""
     kv_bytes: int
     transfer_s: float
     exposed_s: float
@@ -68,26 +67,39 @@ class _Progress:
 
 
 class KvPuller:
-    """Pulls KV from peers over one stub per call. Event loop only; bytes are moved in the default executor."""
+    """Pulls KV from peers over one stub per call. Event loop only; bytes are moved in the default executor.
+
+    `on_bytes(transport, n)` counts bytes. `on_pull(peer, transport, n, seconds)` hears how long a transfer took, where
+    it waited for nothing but bytes: a handoff that a prefill was still filling says nothing about the link.
+    """
 
     def __init__(
-        self, *, store: KvStore, transports: tuple[int, ...], clock: Clock, on_bytes: Callable[[int, int], None]
+        self,
+        *,
+        store: KvStore,
+        transports: tuple[int, ...],
+        clock: Clock,
+        on_bytes: Callable[[int, int], None],
+        on_pull: Callable[[WorkerId, int, int, float], None],
     ) -> None:
         self._store = store
         self._peer_memory = PeerMemory(store=store, transports=transports)
         self._clock = clock
         self._on_bytes = on_bytes
+        self._on_pull = on_pull
 
     async def pull(self, plan: PullPlan, channel: grpc.aio.Channel) -> Pulled:
-        """Fill the plan's pages. When cancelled, returns only after the last write into them has ended.
+        """Fill the plan's pages. When cancelled, or failing, returns only after the last write into them has ended.
 
         Raises KvIncomplete when bytes or manifest are wrong, HandoffGone, StaleEpoch, LayoutMismatch or WorkerLost as
         the peer or the connection tells.
         """
+        started_s = self._clock.monotonic()
         call = kv_transfer_pb2_grpc.KvTransferServiceStub(channel).FetchBlocks()
         try:
             await call.write(pb.FetchBlocksRequest(open=self._open(plan)))
             pulled = await self._receive(plan, call)
+            self._tell(plan, pulled, self._clock.monotonic() - started_s)
             await call.write(pb.FetchBlocksRequest(ack=pb.AckFetch()))
             await call.done_writing()
             await call.read()  # until the serving side has released the lease
@@ -95,7 +107,7 @@ class KvPuller:
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
         except asyncio.InvalidStateError as error:  # the call ended while we wrote to it
-            raise KvIncomplete(f"the transfer of {plan.handoff_id} broke off") from error
+            raise KvIncomplete(f"the transfer of {plan.wanted} broke off") from error
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
@@ -104,8 +116,7 @@ class KvPuller:
             call.cancel()
 
     def _open(self, plan: PullPlan) -> pb.OpenFetch:
-        return pb.OpenFetch(
-            handoff_id=plan.handoff_id,
+        opened = pb.OpenFetch(
             epoch=plan.epoch,
             first_block=plan.first_block,
             layout_fingerprint=self._store.shape.fingerprint,
@@ -116,19 +127,20 @@ class KvPuller:
             host_id=host_id(),
             device_uuid=self._peer_memory.device_uuid,
         )
+        plan.wanted.ask(opened)
+        return opened
 
     async def _receive(
         self, plan: PullPlan, call: "grpc.aio.StreamStreamCall[pb.FetchBlocksRequest, pb.FetchBlocksResponse]"
     ) -> Pulled:
         progress = _Progress(missing=set(range(plan.first_block, len(plan.block_table))))
-        num_blocks = len(progress.missing)
         transport = worker_pb2.KV_TRANSPORT_UNSPECIFIED
         peer: MappedPeer | None = None
         async with AsyncExitStack() as mapped:
             while True:
                 message = await call.read()
                 if not isinstance(message, pb.FetchBlocksResponse):
-                    raise KvIncomplete(f"the transfer of {plan.handoff_id} ended without a manifest")
+                    raise KvIncomplete(f"the transfer of {plan.wanted} ended without a manifest")
                 match message.WhichOneof("message"):
                     case "opened" if transport == worker_pb2.KV_TRANSPORT_UNSPECIFIED:
                         transport = message.opened.transport
@@ -139,10 +151,11 @@ class KvPuller:
                     case "chunk":
                         await self._to_end(self._store_chunk, plan, progress, message.chunk)
                     case "manifest":
-                        manifest = _verify(plan, progress, message.manifest)
+                        manifest = plan.wanted.verify(message.manifest, progress.missing)
                         break
                     case other:
-                        raise KvIncomplete(f"unexpected {other} in the transfer of {plan.handoff_id}")
+                        raise KvIncomplete(f"unexpected {other} in the transfer of {plan.wanted}")
+        num_blocks = max(0, manifest.num_blocks - plan.first_block)
         kv_bytes = num_blocks * self._store.shape.block_bytes
         self._on_bytes(transport, kv_bytes)
         return Pulled(
@@ -153,6 +166,14 @@ class KvPuller:
             transfer_s=(progress.last_s or 0.0) - (progress.first_s or 0.0),
             exposed_s=message.manifest.age_s,
         )
+
+    def _tell(self, plan: PullPlan, pulled: Pulled, elapsed_s: float) -> None:
+        if not pulled.num_blocks:
+            return
+        if isinstance(plan.wanted, WantedBlocks):
+            self._on_pull(plan.peer, pulled.transport, pulled.kv_bytes, elapsed_s)
+        elif pulled.transfer_s <= pulled.exposed_s:  # the first block came after the end of the prefill
+            self._on_pull(plan.peer, pulled.transport, pulled.kv_bytes, pulled.exposed_s)
 
     async def _to_end(self, work: Callable[..., None], *args: object) -> None:
         """Run `work` in the executor; a cancellation waits for it, since the pages may be freed right afterwards."""
@@ -170,7 +191,7 @@ class KvPuller:
         self._stamp(progress)
         indexes = range(sealed.first_block, sealed.first_block + len(sealed.block_ids))
         if not progress.missing.issuperset(indexes):
-            raise KvIncomplete(f"blocks {indexes} of {plan.handoff_id} were not asked for, or came twice")
+            raise KvIncomplete(f"blocks {indexes} of {plan.wanted} were not asked for, or came twice")
         peer.copy(sealed, [plan.block_table[i] for i in indexes])
         progress.missing.difference_update(indexes)
         self._stamp(progress)
@@ -181,9 +202,9 @@ class KvPuller:
         size = self._store.shape.block_bytes
         index, offset, data = chunk.block_index, chunk.offset, chunk.data
         if index not in progress.missing or offset != progress.filled.get(index, 0) or offset + len(data) > size:
-            raise KvIncomplete(f"piece {offset} of block {index} of {plan.handoff_id} is out of order")
+            raise KvIncomplete(f"piece {offset} of block {index} of {plan.wanted} is out of order")
         if xxhash.xxh3_64_intdigest(data) != chunk.checksum:
-            raise KvIncomplete(f"piece {offset} of block {index} of {plan.handoff_id} has a wrong checksum")
+            raise KvIncomplete(f"piece {offset} of block {index} of {plan.wanted} has a wrong checksum")
         buffer = progress.partial.setdefault(index, bytearray())
         buffer += data
         progress.filled[index] = len(buffer)
@@ -196,24 +217,3 @@ class KvPuller:
         progress.last_s = self._clock.monotonic()
         if progress.first_s is None:
             progress.first_s = progress.last_s
-
-
-def _verify(plan: PullPlan, progress: _Progress, manifest: pb.Manifest) -> HandoffManifest:
-    """Return the manifest when it and the received blocks are what the plan expects. Raises KvIncomplete."""
-    if progress.missing:
-        raise KvIncomplete(f"{len(progress.missing)} blocks of {plan.handoff_id} are missing")
-    samples = [plan.first_sample_index + i for i in range(plan.num_samples)]
-    expected = (plan.num_tokens, len(plan.block_table), plan.last_block_hash or b"", samples)
-    first_samples = [token.sample_index for token in manifest.first_tokens]
-    got = (manifest.num_tokens, manifest.num_blocks, manifest.last_block_hash, first_samples)
-    if got != expected:
-        raise KvIncomplete(f"manifest of {plan.handoff_id} says {got}; expected {expected}")
-    return HandoffManifest(
-        num_tokens=manifest.num_tokens,
-        num_blocks=manifest.num_blocks,
-        last_block_hash=plan.last_block_hash,
-        first_tokens=tuple(
-            FirstToken(sample_index=t.sample_index, token_id=t.token_id, finished=t.finished)
-            for t in manifest.first_tokens
-        ),
-    )

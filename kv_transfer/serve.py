@@ -1,7 +1,8 @@
-"""The serving side of a transfer: streams a handoff's blocks as they become final.
+"""The serving side of a transfer: streams a handoff's blocks as they become final, or cached blocks by their hashes.
 
 One stream: OpenFetch ▸ FetchOpened ▸ (SealedBlocks | BlockChunk)* ▸ Manifest ▸ AckFetch. Whatever ends the stream ends
-the handoff: an acknowledgement releases it, anything else aborts it, and the prefill that fills it is stopped.
+the handoff: an acknowledgement releases it, anything else aborts it, and the prefill that fills it is stopped. Cached
+blocks are pinned between two engine steps, and then served as a handoff that is complete.
 """
 
 import asyncio
@@ -15,13 +16,15 @@ from typing import Any
 import grpc
 import xxhash
 
-from common.clock import Clock
-from common.errors import DeadlineExceeded, HandoffGone, InvalidRequest, LayoutMismatch, StaleEpoch
+from common.block_hash import HASH_BYTES, BlockHashes
+from common.errors import DeadlineExceeded, HandoffGone, InvalidRequest, LayoutMismatch, Overloaded, StaleEpoch
 from common.ids import BlockId, Epoch, HandoffId
 from common.rpc import error_boundary
+from engine.core import EngineCore
 from engine.executor import KvStore
 from engine.shared_memory import host_id
-from kv_transfer.handoff import Handoff, HandoffTable
+from engine.thread import EngineDriver
+from kv_transfer.handoff import Handoff, HandoffManifest, HandoffTable
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2
 
@@ -43,22 +46,22 @@ class ServeSettings:
 
 
 class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
-    """Serves the handoffs of one worker. `track` counts running calls; `on_bytes(transport, n)` counts bytes."""
+    """Serves the blocks of one worker. `track` counts running calls; `on_bytes(transport, n)` counts bytes."""
 
     def __init__(
         self,
         *,
         table: HandoffTable,
+        engine: EngineDriver,
         store: KvStore,
         settings: ServeSettings,
-        clock: Clock,
         track: Callable[[], AbstractContextManager[None]],
         on_bytes: Callable[[int, int], None],
     ) -> None:
         self._table = table
+        self._engine = engine
         self._store = store
         self._settings = settings
-        self._clock = clock
         self._track = track
         self._on_bytes = on_bytes
 
@@ -72,13 +75,43 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
                 if opened is None or opened.WhichOneof("message") != "open":
                     raise InvalidRequest("the first message must be open", field="message")
                 self._check(opened.open)
-                handoff = self._table.attach_puller(HandoffId(opened.open.handoff_id))
+                handoff = await self._attach(opened.open)
                 try:
                     await self._stream(handoff, opened.open, context)
                     await self._await_ack(request_iterator)
                     self._table.release(handoff)
                 finally:
                     self._table.abort(handoff, HandoffGone("the puller went away"))
+
+    async def _attach(self, opened: pb.OpenFetch) -> Handoff:
+        if opened.handoff_id:
+            return self._table.attach_puller(HandoffId(opened.handoff_id))
+        hashes = self._hashes(opened)
+        block_ids = await self._engine.acquire(lambda core: core.landings.pin(hashes), _unpin)
+
+        def unpin() -> None:
+            self._engine.post(lambda core: core.landings.unpin(block_ids))
+
+        manifest = HandoffManifest(
+            num_tokens=len(block_ids) * self._store.shape.block_size,
+            num_blocks=len(block_ids),
+            last_block_hash=hashes[len(block_ids) - 1] if block_ids else None,
+            first_tokens=(),
+        )
+        try:
+            return self._table.grant(block_ids, manifest, unpin)
+        except Overloaded:
+            unpin()
+            raise
+
+    def _hashes(self, opened: pb.OpenFetch) -> BlockHashes:
+        num_bytes = len(opened.block_hashes)
+        if not num_bytes or num_bytes % HASH_BYTES:
+            raise InvalidRequest(
+                f"{num_bytes} bytes are no hashes of {HASH_BYTES} bytes each, and there is no handoff id",
+                field="block_hashes",
+            )
+        return BlockHashes(opened.block_hashes)[: self._store.num_blocks]
 
     def _check(self, opened: pb.OpenFetch) -> None:
         if opened.epoch != self._settings.epoch:
@@ -195,7 +228,7 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
 
     def _manifest(self, handoff: Handoff) -> pb.Manifest:
         manifest = handoff.manifest
-        assert manifest is not None and handoff.completed_s is not None
+        assert manifest is not None
         return pb.Manifest(
             num_tokens=manifest.num_tokens,
             num_blocks=manifest.num_blocks,
@@ -204,7 +237,7 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
                 pb.ManifestToken(sample_index=t.sample_index, token_id=t.token_id, finished=t.finished)
                 for t in manifest.first_tokens
             ],
-            age_s=self._clock.monotonic() - handoff.completed_s,
+            age_s=self._table.age_s(handoff),
         )
 
     async def _first(self, request_iterator: AsyncIterator[pb.FetchBlocksRequest]) -> pb.FetchBlocksRequest | None:
@@ -229,3 +262,7 @@ async def _next(request_iterator: AsyncIterator[pb.FetchBlocksRequest]) -> pb.Fe
 def _sealed(first: int, block_ids: Seq[BlockId], checksums: Seq[int]) -> pb.FetchBlocksResponse:
     sealed = pb.SealedBlocks(first_block=first, block_ids=block_ids, checksums=checksums)
     return pb.FetchBlocksResponse(sealed=sealed)
+
+
+def _unpin(core: EngineCore, block_ids: Seq[BlockId]) -> None:
+    core.landings.unpin(block_ids)

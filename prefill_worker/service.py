@@ -1,6 +1,7 @@
 """PrefillService: compute a prompt's KV under a handoff.
 
-1. Router ─Prefill─▶ the handoff begins (the decode worker's fetch may be waiting for it already).
+1. Router ─Prefill─▶ the handoff begins (the decode worker's fetch may be waiting for it already). Where the router
+   names a source, leading blocks are pulled from its cache before the engine is asked.
 2. The engine computes the prompt in chunks; after each step the handoff offers the blocks that became final.
 3. The last chunk yields the first token of each sample: to the router at once, and into the manifest for the puller.
 4. The call ends. The pages stay pinned until the puller acknowledges, goes away, or the lease expires.
@@ -10,8 +11,9 @@ The router closing the call, the puller going away, a failing step: each aborts 
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -24,7 +26,7 @@ from engine.group import Group
 from engine.sequence import EngineRequest
 from kv_transfer.handoff import FirstToken, Handoff, HandoffManifest
 from kvrelay.v1 import prefill_pb2 as pb
-from kvrelay.v1 import prefill_pb2_grpc
+from kvrelay.v1 import prefill_pb2_grpc, sequence_pb2
 from worker.output import OutputStreams, prompt_logprobs_to_proto
 from worker.request import engine_request
 from worker.runtime import WorkerRuntime
@@ -32,6 +34,7 @@ from worker.runtime import WorkerRuntime
 logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
+T = TypeVar("T")
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
@@ -46,9 +49,12 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
             with runtime.request_task():
                 runtime.check_epoch(request.epoch)
                 spec = engine_request(request.sequence, runtime.executor)
-                await self._prefill(spec, HandoffId(request.handoff_id), context)
+                source = request.source if request.HasField("source") else None
+                await self._prefill(spec, HandoffId(request.handoff_id), source, context)
 
-    async def _prefill(self, spec: EngineRequest, handoff_id: HandoffId, context: Context) -> None:
+    async def _prefill(
+        self, spec: EngineRequest, handoff_id: HandoffId, source: sequence_pb2.KvSource | None, context: Context
+    ) -> None:
         runtime = self._runtime
         events: asyncio.Queue[EngineEvent] = asyncio.Queue()  # bounded by the prompt: one entry per chunk
         granted: list[Group] = []
@@ -60,9 +66,12 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         # Before the engine is asked: from here on the lease does not run out for want of a prefill.
         handoff = runtime.handoffs.begin(handoff_id, cancel_granted)
         try:
-            group = await runtime.engine.acquire(
-                lambda core: core.add_prefill_only(spec, events.put_nowait), _cancel_if_granted
-            )
+            with runtime.prefixes.arrival() as arrival:
+                if source is not None:
+                    await _unless_aborted(handoff, arrival.pull(spec, source))
+                group = await runtime.engine.acquire(
+                    lambda core: core.add_prefill_only(spec, events.put_nowait, arrival.landing), _cancel_if_granted
+                )
             if isinstance(group, Refused):
                 raise Overloaded(group.reason, retry_after_s=group.retry_after_s)
             granted.append(group)
@@ -88,7 +97,11 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         while True:
             match await _next_or_abort(events, handoff):
                 case Started() as started:
-                    message = pb.PrefillStarted(num_cached_tokens=started.num_cached_tokens, queue_s=started.queue_s)
+                    message = pb.PrefillStarted(
+                        num_cached_tokens=started.num_cached_tokens,
+                        queue_s=started.queue_s,
+                        num_pulled_tokens=started.num_pulled_tokens,
+                    )
                     await context.write(pb.PrefillResponse(started=message))
                 case Progress() as progress:
                     handoffs.progress(handoff, progress.block_table, progress.num_computed_tokens)
@@ -119,19 +132,28 @@ def _cancel_if_granted(core: EngineCore, group: Group | Refused) -> None:
 
 async def _next_or_abort(events: "asyncio.Queue[EngineEvent]", handoff: Handoff) -> EngineEvent:
     """Return the next event; raise as soon as the other side aborts the handoff."""
-    while events.empty():
-        handoff.raise_if_aborted()
-        getter = asyncio.ensure_future(events.get())
-        watcher = asyncio.ensure_future(handoff.changed())
-        try:
-            await asyncio.wait((getter, watcher), return_when=asyncio.FIRST_COMPLETED)
-            if getter.done():
-                return getter.result()
-        finally:
-            getter.cancel()
-            watcher.cancel()
+    if events.empty():
+        return await _unless_aborted(handoff, events.get())
     handoff.raise_if_aborted()
     return events.get_nowait()
+
+
+async def _unless_aborted(handoff: Handoff, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`; cancel it and raise as soon as the other side aborts the handoff."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            handoff.raise_if_aborted()
+            watcher = asyncio.ensure_future(handoff.changed())
+            try:
+                await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                watcher.cancel()
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
 
 
 def _manifest(spec: EngineRequest, handoff: Handoff, first_tokens: tuple[FirstToken, ...]) -> HandoffManifest:

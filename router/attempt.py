@@ -69,6 +69,7 @@ class Attempt:
             sequence=self.record.sequence(self.samples, _retention(self.booking.plan, Keeper.DECODE)),
             handoff=None if prefill is None else _handoff(prefill, handoff_id),
             epoch=decode.epoch,
+            source=self.booking.source if prefill is None else None,
         )
         with decode.member.client.decode(request, timeout_s=self._time_left_s()) as answer:
             await self._reserve(answer)
@@ -113,11 +114,12 @@ class Attempt:
             sequence=self.record.sequence(self.samples, _retention(self.booking.plan, Keeper.PREFILL)),
             handoff_id=handoff_id,
             epoch=prefill.epoch,
+            source=self.booking.source,
         )
         with prefill.member.client.prefill(request, timeout_s=self._time_left_s()) as answer:
             while (response := await _receive(answer, prefill)) is not None:
                 if response.HasField("started"):
-                    self._note_started(prefill, response.started.num_cached_tokens)
+                    self._note_started(prefill, response.started)
                 elif response.HasField("finished") and not has_first_tokens.is_set():
                     self._take_first_tokens(prefill, response.finished)
                     has_first_tokens.set()
@@ -153,7 +155,7 @@ class Attempt:
     async def _decode_locally(self, answer: Incoming[decode_pb2.DecodeResponse]) -> None:
         while (response := await self._receive_decode(answer)) is not None:
             if response.HasField("prefill_started"):
-                self._note_started(self.booking.decode, response.prefill_started.num_cached_tokens)
+                self._note_started(self.booking.decode, response.prefill_started)
             elif response.HasField("tokens"):
                 self._enter_prefilling()
                 self._enter_decoding()
@@ -178,14 +180,15 @@ class Attempt:
         except (TimeoutError, AttemptFailed):
             return None
 
-    def _note_started(self, hold: Hold, num_cached_tokens: int) -> None:
+    def _note_started(self, hold: Hold, started: prefill_pb2.PrefillStarted | decode_pb2.LocalPrefillStarted) -> None:
         hold.acknowledge()
         self._enter_prefilling()
         self.metrics.compare_cached_tokens(
-            predicted=self.booking.plan.predicted_cached_tokens, actual=num_cached_tokens
+            predicted=self.booking.plan.predicted_cached_tokens, actual=started.num_cached_tokens
         )
         if not self.record.ledger.num_tokens:
-            self.record.num_cached_tokens = num_cached_tokens
+            self.record.num_cached_tokens = started.num_cached_tokens
+            self.record.num_pulled_tokens = started.num_pulled_tokens
 
     def _enter_prefilling(self) -> None:
         if self.life.state is State.RESERVING:
@@ -202,7 +205,7 @@ class Attempt:
         return max(self.record.deadline_s - asyncio.get_running_loop().time(), 0.001)
 
     def _plan_chosen(self) -> inference_pb2.PlanChosen:
-        plan = self.booking.plan
+        plan, source = self.booking.plan, self.booking.source
         is_remote = plan.kind is PlanKind.REMOTE
         return inference_pb2.PlanChosen(
             kind=inference_pb2.PLAN_KIND_REMOTE if is_remote else inference_pb2.PLAN_KIND_LOCAL,
@@ -211,6 +214,8 @@ class Attempt:
             predicted_cached_tokens=plan.predicted_cached_tokens,
             reason=plan.reason,
             attempt=self.number,
+            source_worker_id=source.worker_id if source is not None else "",
+            num_source_blocks=source.num_blocks if source is not None else 0,
         )
 
 

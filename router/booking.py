@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
+from kvrelay.v1 import sequence_pb2
 from router.member import Hold
 from router.placement.plans import Plan
 
@@ -17,6 +18,8 @@ class Booking:
     prefill: Hold | None
     """Set exactly when the plan is remote."""
     on_release: "Callable[[Booking], None]"
+    source: sequence_pb2.KvSource | None = None
+    """Where leading blocks are pulled from; None also when the plan's source was gone. Nothing is held there."""
 
     def __enter__(self) -> "Booking":
         return self

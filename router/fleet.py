@@ -15,13 +15,13 @@ from common.kv_events import KvEvents, decode_events
 from common.rpc import Connect, client_channel
 from common.timing import GUESSED_TIMING, TimingModel
 from common.timing_wire import timing_from_proto
-from kvrelay.v1 import worker_pb2
+from kvrelay.v1 import sequence_pb2, worker_pb2
 from router.booking import Booking
 from router.facts import Endpoint, ModelFacts, WorkerFacts, check_report, find_mismatch, summarize
 from router.index import PrefixIndex
 from router.link import WorkerLink
 from router.member import Hold, Member, WorkerState
-from router.placement.plans import FleetView, Plan, RouteRequest
+from router.placement.plans import FleetView, Plan, Pull, RouteRequest
 from router.pool_timing import PoolTiming
 from router.worker_client import WorkerClient
 
@@ -243,9 +243,22 @@ class Fleet:
         for hold in (decode, prefill):
             if hold is not None:
                 hold.member.add_hold(hold)
-        booking = Booking(plan=plan, decode=decode, prefill=prefill, on_release=self._release)
+        source = None if plan.pull is None else self._source(plan.pull)
+        booking = Booking(plan=plan, decode=decode, prefill=prefill, source=source, on_release=self._release)
         self._bookings.add(booking)
         return booking
+
+    def _source(self, pull: Pull) -> sequence_pb2.KvSource | None:
+        """Return where to pull from, or None when the worker is not in use any more."""
+        member = self._members.get(pull.source)
+        if member is None or member.facts is None or member.state is not WorkerState.READY:
+            return None
+        return sequence_pb2.KvSource(
+            worker_id=pull.source,
+            address=member.endpoint.address,
+            epoch=member.facts.epoch,
+            num_blocks=pull.num_blocks,
+        )
 
     def _hold(self, worker_id: WorkerId) -> Hold:
         member = self._members[worker_id]

@@ -48,6 +48,7 @@ class RequestRecord:
     outbox: Outbox = field(default_factory=Outbox)
     ledger: TokenLedger = field(init=False)
     num_cached_tokens: int = 0
+    num_pulled_tokens: int = 0
     num_decode_cached_tokens: int = 0
     prefill_s: float = 0.0
     num_attempts: int = 0
@@ -105,6 +106,7 @@ class RequestRecord:
             num_output_tokens=self.ledger.num_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_decode_cached_tokens=self.num_decode_cached_tokens,
+            num_pulled_tokens=self.num_pulled_tokens,
         )
 
     @property

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from common.metrics_server import MetricsServer
 from common.wire import ROLE_NAMES, TRANSPORT_NAMES
+from worker.prefix_pull import PullOutcome
 from worker.runtime import WorkerRuntime
 
 
@@ -56,6 +57,12 @@ class RuntimeCollector(Collector):
             for number, name in TRANSPORT_NAMES.items():
                 kv_bytes.add_metric([*labels, name, direction], totals[number])
         yield kv_bytes
+        pulls = CounterMetricFamily(
+            "kvrelay_prefix_pulls", "Pulls of cached blocks ended", labels=["worker", "role", "outcome"]
+        )
+        for outcome in PullOutcome:
+            pulls.add_metric([*labels, outcome.value], runtime.prefixes.outcomes[outcome])
+        yield pulls
 
 
 def serve_metrics(runtime: WorkerRuntime, host: str) -> MetricsServer:

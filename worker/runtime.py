@@ -20,10 +20,13 @@ from engine.events import Load, StepReport
 from engine.executor import Executor
 from engine.thread import DriverFactory, EngineDriver, EngineThread
 from kv_transfer.handoff import HandoffTable
+from kv_transfer.pull import KvPuller
 from kv_transfer.serve import KvTransferService, ServeSettings
 from kvrelay.v1 import worker_pb2
 from worker.factory import limits_for, load_executor_for
 from worker.kv_event_hub import KvEventHub
+from worker.peers import PeerChannels
+from worker.prefix_pull import PrefixPuller
 from worker.timing import WorkerTiming
 
 _EXIT_SOFTWARE = 70  # sysexits.h: internal software error
@@ -65,7 +68,6 @@ class WorkerRuntime:
         outside: Outside,
     ) -> None:
         self.config = config
-        self.connect = outside.connect
         self.role = role
         self.worker_id = worker_id
         self.epoch: Epoch = mint_epoch()
@@ -85,7 +87,22 @@ class WorkerRuntime:
         self.handoffs = HandoffTable(
             block_size=executor.kv.shape.block_size, lease_ttl_s=config.transfer.lease_ttl_s, clock=clock
         )
-        self.on_close: list[Callable[[], Awaitable[None]]] = []
+        self.peers = PeerChannels(outside.connect)
+        self.puller = KvPuller(
+            store=executor.kv,
+            transports=self.transports,
+            clock=clock,
+            on_bytes=lambda transport, count: self.bytes_received.update({transport: count}),
+            on_pull=self.timing.observe_pull,
+        )
+        self.prefixes = PrefixPuller(
+            engine=self.engine,
+            puller=self.puller,
+            peers=self.peers,
+            block_size=executor.kv.shape.block_size,
+            prefill_s=lambda num_new, num_cached: self.timing.model.prefill_s(num_new, num_cached),
+        )
+        self.on_close: list[Callable[[], Awaitable[None]]] = [self.peers.aclose]
         self._sweeper: asyncio.Task[None] | None = None
 
     @classmethod
@@ -170,6 +187,7 @@ class WorkerRuntime:
         """Return the service that lets others pull this worker's blocks."""
         return KvTransferService(
             table=self.handoffs,
+            engine=self.engine,
             store=self.executor.kv,
             settings=ServeSettings(
                 epoch=self.epoch,
@@ -178,7 +196,6 @@ class WorkerRuntime:
                 chunk_bytes=self.config.transfer.chunk_bytes,
                 lease_ttl_s=self.config.transfer.lease_ttl_s,
             ),
-            clock=self.clock,
             track=self.transfer_task,
             on_bytes=lambda transport, count: self.bytes_sent.update({transport: count}),
         )

@@ -133,7 +133,7 @@ class WorkerTiming:
             if (self._prefill if sample.shape.num_prefill_tokens else self._decode).add(sample):
                 self._renew()
 
-    def observe_pull(self, peer: WorkerId, transport: int, *, num_bytes: int, seconds: float) -> None:
+    def observe_pull(self, peer: WorkerId, transport: int, num_bytes: int, seconds: float) -> None:
         """Learn from a pull whose bytes were all there when it began."""
         link = self._links.get(peer)
         if link is None or link.transport != transport:

@@ -16,11 +16,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from common.block_hash import hash_blocks
 from common.errors import PromptTooLong, Refused
-from common.ids import BlockHash
+from common.ids import BlockHash, BlockId
 from engine.events import Tokens
 from engine.executor import ScheduledSequence, StepHandle, StepResult
 from engine.fake import token_kv
 from engine.group import Group
+from engine.landing import Landing
 from engine.sequence import EngineRequest, SequenceState
 from tests.builders import BLOCK_SIZE, Collector, assert_empty, expected_tokens, make_core, make_request
 
@@ -104,6 +105,8 @@ class CoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.works: list[Work] = []
         self.tokens_of: dict[BlockHash, Sequence[int]] = {}
+        self.landings: list[tuple[Landing, EngineRequest]] = []
+        self.pins: list[tuple[BlockId, ...]] = []
 
     @initialize(
         max_steps_in_flight=st.sampled_from([1, 2, 2]),
@@ -193,6 +196,50 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.start(work.group, list(zip(first, is_over, strict=True)))
         self.core.wake()
 
+    @rule(prompt=PROMPTS, sampling=SAMPLING)
+    def begin_to_pull(self, prompt: list[int], sampling: dict[str, Any]) -> None:
+        request = make_request(prompt, ignore_eos=True, **sampling | {"num_prompt_logprobs": None})
+        landing = self.core.arrive(request.block_hashes[: (len(prompt) - 1) // BLOCK_SIZE])
+        self.core.landings.reserve(landing)
+        self.landings.append((landing, request))
+
+    @rule(data=st.data(), kind=st.sampled_from(["add", "prefill", "cancel"]))
+    def end_a_pull(self, data: st.DataObject, kind: str) -> None:
+        if not self.landings:
+            return
+        landing, request = data.draw(st.sampled_from(self.landings))
+        self.landings.remove((landing, request))
+        if landing.block_table:
+            num_blocks = data.draw(st.integers(landing.num_cached, len(landing.hashes)))
+            self.write(landing.block_ids(), range(landing.num_cached, num_blocks), request.prompt_token_ids)
+            for i in range(num_blocks):
+                self.tokens_of[landing.hashes[i]] = request.prompt_token_ids[: (i + 1) * BLOCK_SIZE]
+            self.core.landings.commit(landing, num_blocks)
+        if kind != "cancel":
+            collector = Collector()
+            try:
+                enter = self.core.add if kind == "add" else self.core.add_prefill_only
+                group = enter(request, collector, landing)
+            except PromptTooLong:
+                pass
+            else:
+                if not isinstance(group, Refused):
+                    self.works.append(Work(group, collector, kind))
+        self.core.landings.release(landing)
+        self.core.wake()
+
+    @rule(prompt=PROMPTS)
+    def pin(self, prompt: list[int]) -> None:
+        self.pins.append(self.core.landings.pin(make_request(prompt).block_hashes))
+
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        if self.pins:
+            pin = data.draw(st.sampled_from(self.pins))
+            self.pins.remove(pin)
+            self.core.landings.unpin(pin)
+            self.core.wake()
+
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         if not self.alive():
@@ -237,6 +284,11 @@ class CoreMachine(RuleBasedStateMachine):
             for sequence in work.group.sequences:
                 held.update(sequence.block_table)
                 held.update(sequence.retired_blocks)
+        for landing, _request in self.landings:
+            held.update(landing.block_table)
+            held.update(landing.retired_blocks)
+        for pin in self.pins:
+            held.update(pin)
         for block_id in range(pool.num_blocks):
             extra = pool.ref_count(block_id) - held[block_id]  # the source of a copy is held by its step
             assert extra == 0 or (extra > 0 and self.core.num_steps_in_flight), (block_id, extra)
@@ -294,6 +346,10 @@ class CoreMachine(RuleBasedStateMachine):
             if work.kind == "reserve" and work.group.leader.state is SequenceState.RESERVED:
                 work.is_ended = True
                 self.core.cancel(work.group)
+        for landing, _request in self.landings:
+            self.core.landings.release(landing)
+        for pin in self.pins:
+            self.core.landings.unpin(pin)
         for _ in range(len(self.works) + 1):  # each round at least one more request has got its pages
             self.core.wake()
             self.run_until_idle()
@@ -339,12 +395,16 @@ class CoreMachine(RuleBasedStateMachine):
     def fill(self, work: Work) -> None:
         """Write a reservation's pages, as a transfer does: at any time, whatever is in flight."""
         leader = work.group.leader
-        first = leader.num_computed // BLOCK_SIZE
-        for i in range(first, len(leader.block_table)):
-            positions = range(i * BLOCK_SIZE, min((i + 1) * BLOCK_SIZE, leader.num_tokens))
+        indexes = range(leader.num_computed // BLOCK_SIZE, len(leader.block_table))
+        self.write(leader.block_ids(), indexes, leader.token_ids)
+
+    def write(self, block_table: Sequence[BlockId], indexes: range, token_ids: Sequence[int]) -> None:
+        """Write the right KV of these blocks of a sequence into its pages."""
+        for i in indexes:
+            positions = range(i * BLOCK_SIZE, min((i + 1) * BLOCK_SIZE, len(token_ids)))
             page = np.zeros(BLOCK_SIZE, dtype="<u8")
-            page[: len(positions)] = [token_kv(leader.token_ids[p], p) for p in positions]
-            self.core.executor.kv.write_blocks(leader.block_ids()[i : i + 1], memoryview(page.tobytes()))
+            page[: len(positions)] = [token_kv(token_ids[p], p) for p in positions]
+            self.core.executor.kv.write_blocks(block_table[i : i + 1], memoryview(page.tobytes()))
 
 
 CoreMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

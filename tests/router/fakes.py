@@ -107,6 +107,7 @@ class FakeWorker:
     shape: Shape = field(default_factory=Shape)
     epoch: int = field(default_factory=mint_epoch)
     num_cached_tokens: int = 0
+    num_pulled_tokens: int = 0
     gates: Gates = field(default_factory=Gates)
     faults: dict[str, KvrelayError] = field(default_factory=dict)
     """By gate: raised there, once."""
@@ -269,7 +270,9 @@ class _Servicer(
             with worker.call():
                 worker.check(request)
                 await worker.reach("prefill")
-                started = prefill_pb2.PrefillStarted(num_cached_tokens=worker.num_cached_tokens)
+                started = prefill_pb2.PrefillStarted(
+                    num_cached_tokens=worker.num_cached_tokens, num_pulled_tokens=worker.num_pulled_tokens
+                )
                 await context.write(prefill_pb2.PrefillResponse(started=started))
                 await worker.reach("first_token")
                 finished = prefill_pb2.PrefillFinished(
@@ -296,7 +299,9 @@ class _Servicer(
                     await context.write(decode_pb2.DecodeResponse(transferred=stats))
                 else:
                     await worker.reach("local_prefill")
-                    local = decode_pb2.LocalPrefillStarted(num_cached_tokens=worker.num_cached_tokens)
+                    local = decode_pb2.LocalPrefillStarted(
+                        num_cached_tokens=worker.num_cached_tokens, num_pulled_tokens=worker.num_pulled_tokens
+                    )
                     await context.write(decode_pb2.DecodeResponse(prefill_started=local))
                 await self._stream(steps, request.sequence, context)
 

@@ -11,12 +11,14 @@ import grpc
 import pytest
 import xxhash
 
+from common.block_hash import BlockHashes
 from common.clock import SystemClock
 from common.errors import HandoffGone, KvIncomplete, WorkerLost
 from common.ids import BlockId, Epoch, HandoffId, WorkerId
 from common.rpc import abort, client_channel, start_server
 from engine.fake import FakeKvStore
 from kv_transfer.pull import KvPuller, PullPlan
+from kv_transfer.wanted import WantedBlocks, WantedHandoff
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2
 
@@ -109,6 +111,7 @@ async def pulling(peer: Peer) -> AsyncIterator[tuple[KvPuller, FakeKvStore, grpc
         transports=(worker_pb2.KV_TRANSPORT_SHM, worker_pb2.KV_TRANSPORT_GRPC),
         clock=SystemClock(),
         on_bytes=lambda _transport, _count: None,
+        on_pull=lambda *_timed: None,
     )
     channel = client_channel(f"127.0.0.1:{server.port}")
     try:
@@ -121,15 +124,80 @@ async def pulling(peer: Peer) -> AsyncIterator[tuple[KvPuller, FakeKvStore, grpc
 def plan() -> PullPlan:
     return PullPlan(
         peer=WorkerId("prefill-0"),
-        handoff_id=HandoffId("ho-1"),
         epoch=Epoch(1),
+        wanted=WantedHandoff(
+            handoff_id=HandoffId("ho-1"),
+            num_tokens=6,
+            num_blocks=2,
+            last_block_hash=None,
+            num_samples=1,
+            first_sample_index=0,
+        ),
         block_table=(BlockId(5), BlockId(2)),
         first_block=0,
-        num_tokens=6,
-        last_block_hash=None,
-        num_samples=1,
-        first_sample_index=0,
     )
+
+
+HASHES = BlockHashes(b"a" * 16 + b"b" * 16 + b"c" * 16)
+
+
+def blocks_plan() -> PullPlan:
+    """Three cached blocks are wanted; the first one is here already."""
+    return PullPlan(
+        peer=WorkerId("prefill-0"),
+        epoch=Epoch(1),
+        wanted=WantedBlocks(hashes=HASHES, block_size=4),
+        block_table=(BlockId(1), BlockId(5), BlockId(2)),
+        first_block=1,
+    )
+
+
+def blocks_manifest(num_held: int, **changes: Any) -> pb.FetchBlocksResponse:
+    last_hash = HASHES[num_held - 1] if num_held else b""
+    fields = {"num_tokens": 4 * num_held, "num_blocks": num_held, "last_block_hash": last_hash, "first_tokens": []}
+    return manifest(**(fields | changes))
+
+
+BLOCK_LIES: dict[str, list[pb.FetchBlocksResponse]] = {
+    "a block is missing": [OPENED, chunk(1), blocks_manifest(3)],
+    "a block has a hole before it": [OPENED, chunk(2), blocks_manifest(3)],
+    "a checksum is wrong": [OPENED, chunk(1, checksum=1), blocks_manifest(2)],
+    "a block was not asked for": [OPENED, chunk(0), chunk(1), blocks_manifest(2)],
+    "the manifest counts more blocks than were asked for": [
+        OPENED,
+        chunk(1),
+        chunk(2),
+        blocks_manifest(3, num_blocks=4, num_tokens=16),
+    ],
+    "the manifest counts other tokens": [OPENED, chunk(1), blocks_manifest(2, num_tokens=9)],
+    "the manifest ends in another hash": [OPENED, chunk(1), blocks_manifest(2, last_block_hash=HASHES[2])],
+    "the manifest has a first token": [OPENED, chunk(1), blocks_manifest(2, first_tokens=[pb.ManifestToken()])],
+    "there is no manifest": [OPENED, chunk(1), chunk(2)],
+}
+
+
+@pytest.mark.parametrize("num_held", [0, 1, 2, 3])
+async def test_pull_of_cached_blocks_takes_as_many_as_the_source_holds_and_acknowledges(num_held: int) -> None:
+    peer = Peer([OPENED, *(chunk(i) for i in range(1, num_held)), blocks_manifest(num_held)])
+    async with pulling(peer) as (puller, store, channel):
+        before = [bytes(store.read_blocks([BlockId(i)])) for i in range(8)]
+        pulled = await puller.pull(blocks_plan(), channel)
+        after = [bytes(store.read_blocks([BlockId(i)])) for i in range(8)]
+    num_received = max(0, num_held - 1)
+    assert (pulled.num_blocks, pulled.manifest.num_blocks) == (num_received, num_held)
+    changed = {5, 2} if num_received == 2 else {5} if num_received else set()
+    assert {i for i in range(8) if before[i] != after[i]} == changed
+    assert peer.acked
+
+
+@pytest.mark.parametrize("lie", BLOCK_LIES)
+async def test_pull_of_wrong_cached_blocks_raises_kv_incomplete_and_never_acknowledges(lie: str) -> None:
+    peer = Peer(BLOCK_LIES[lie])
+    async with pulling(peer) as (puller, _store, channel):
+        with pytest.raises(KvIncomplete) as raised:
+            await puller.pull(blocks_plan(), channel)
+    assert not peer.acked
+    assert not any(block_hash.decode() in raised.value.message for block_hash in HASHES)
 
 
 async def test_pull_of_a_complete_transfer_writes_only_its_own_pages_and_acknowledges() -> None:

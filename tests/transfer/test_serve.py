@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from common.clock import SystemClock
 from common.ids import BlockId, Epoch, HandoffId
 from engine.fake import FakeKvStore
+from engine.thread import EngineDriver
 from kv_transfer.handoff import FirstToken, HandoffManifest, HandoffTable
 from kv_transfer.serve import KvTransferService, ServeSettings
 from kvrelay.v1 import kv_transfer_pb2 as pb
@@ -34,16 +35,23 @@ class StalledContext:
         raise grpc.aio.AbortError
 
 
+class NoEngine:
+    """An engine that is not asked for anything."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+
 async def test_fetch_when_the_puller_stops_reading_aborts_the_handoff_after_the_time_to_live() -> None:
     store = FakeKvStore(num_blocks=8, block_size=4)
     table = HandoffTable(block_size=4, lease_ttl_s=0.05, clock=SystemClock())
     service = KvTransferService(
         table=table,
+        engine=cast(EngineDriver, NoEngine()),
         store=store,
         settings=ServeSettings(
             epoch=Epoch(1), pid=1, transports=(worker_pb2.KV_TRANSPORT_GRPC,), chunk_bytes=4096, lease_ttl_s=0.05
         ),
-        clock=SystemClock(),
         track=nullcontext,
         on_bytes=lambda _transport, _count: None,
     )

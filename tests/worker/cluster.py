@@ -22,6 +22,8 @@ from tests.builders import BLOCK_SIZE
 from worker.runtime import REAL, WorkerRuntime
 from worker.shell import AddServices, RunningWorker, start_worker
 
+Source = sequence_pb2.KvSource | None
+
 
 def spec_of(request: EngineRequest) -> sequence_pb2.SequenceSpec:
     """Return the message for a request."""
@@ -44,6 +46,13 @@ class Answer:
     text: dict[int, str] = field(default_factory=dict)
     transfer: worker_pb2.TransferStats | None = None
     num_decode_cached: int = 0
+    num_cached: int = 0
+    """On the worker that computed the prompt, pulled ones included."""
+    num_pulled: int = 0
+
+    def start(self, started: Any) -> None:
+        """Take over what the computing worker found."""
+        self.num_cached, self.num_pulled = started.num_cached_tokens, started.num_pulled_tokens
 
     def take(self, token: Any) -> None:
         """Append one token; indexes must be consecutive."""
@@ -71,29 +80,31 @@ class Pair:
             prefill_epoch=self.prefill.runtime.epoch,
         )
 
-    def open_decode(self, request: EngineRequest, handoff_id: str | None) -> Any:
+    def open_decode(self, request: EngineRequest, handoff_id: str | None, source: Source = None) -> Any:
         """Open a Decode call."""
-        message = decode_pb2.DecodeRequest(sequence=spec_of(request), epoch=self.decode.runtime.epoch)
+        message = decode_pb2.DecodeRequest(sequence=spec_of(request), epoch=self.decode.runtime.epoch, source=source)
         if handoff_id is not None:
             message.handoff.CopyFrom(self.handoff(handoff_id))
         return self.decode_stub.Decode(message)
 
-    def open_prefill(self, request: EngineRequest, handoff_id: str) -> Any:
+    def open_prefill(self, request: EngineRequest, handoff_id: str, source: Source = None) -> Any:
         """Open a Prefill call."""
         return self.prefill_stub.Prefill(
             prefill_pb2.PrefillRequest(
-                sequence=spec_of(request), handoff_id=handoff_id, epoch=self.prefill.runtime.epoch
+                sequence=spec_of(request), handoff_id=handoff_id, epoch=self.prefill.runtime.epoch, source=source
             )
         )
 
-    async def generate(self, request: EngineRequest) -> Answer:
+    async def generate(self, request: EngineRequest, source: Source = None) -> Answer:
         """Serve a request by handoff, as a router would."""
         handoff_id = mint_handoff_id()
         answer = Answer()
         decode = self.open_decode(request, handoff_id)
         first = await decode.read()
         answer.num_decode_cached = first.reserved.num_cached_tokens
-        async for message in self.open_prefill(request, handoff_id):
+        async for message in self.open_prefill(request, handoff_id, source):
+            if message.HasField("started"):
+                answer.start(message.started)
             for token in message.finished.first_tokens:
                 answer.take(token)
         async for message in messages(decode):
@@ -103,24 +114,31 @@ class Pair:
                 answer.take(token)
         return answer
 
-    async def generate_locally(self, request: EngineRequest) -> Answer:
+    async def generate_locally(self, request: EngineRequest, source: Source = None) -> Answer:
         """Serve a request on the decode worker alone."""
         answer = Answer()
-        async for message in self.open_decode(request, None):
+        async for message in self.open_decode(request, None, source):
+            if message.HasField("prefill_started"):
+                answer.start(message.prefill_started)
             for token in message.tokens.tokens:
                 answer.take(token)
         return answer
 
     async def until_empty(self) -> None:
         """Wait (bounded) until neither worker holds anything."""
-        async with asyncio.timeout(5):
-            for worker in (self.prefill, self.decode):
-                runtime = worker.runtime
-                while True:
-                    load = await runtime.engine.call(lambda core: core.load())
-                    held = load.num_used_blocks + load.num_reserved + load.num_held + load.num_running
-                    if held + load.num_waiting + runtime.handoffs.num_leases + runtime.num_request_tasks == 0:
-                        break
+        for worker in (self.prefill, self.decode):
+            await until_empty(worker)
+
+
+async def until_empty(worker: RunningWorker) -> None:
+    """Wait (bounded) until a worker holds nothing."""
+    runtime = worker.runtime
+    async with asyncio.timeout(5):
+        while True:
+            load = await runtime.engine.call(lambda core: core.load())
+            held = load.num_used_blocks + load.num_reserved + load.num_held + load.num_running
+            if held + load.num_waiting + runtime.handoffs.num_leases + runtime.num_request_tasks == 0:
+                return
 
 
 def make_runtime(role: Any, worker_id: str, *, transports: Sequence[str], **fake: Any) -> WorkerRuntime:
@@ -160,26 +178,55 @@ async def running_pair(
     decode: dict[str, Any] | None = None,
 ) -> AsyncIterator[Pair]:
     """Start both workers, and stop them with everything they own."""
-    kinds: list[tuple[Any, str, AddServices, dict[str, Any]]] = [
-        (worker_pb2.WORKER_ROLE_PREFILL, "prefill-0", add_prefill, dict(prefill or {})),
-        (worker_pb2.WORKER_ROLE_DECODE, "decode-0", add_decode, dict(decode or {})),
-    ]
-    workers = [
-        await start_worker(make_runtime(role, name, transports=transports, **fake), add, host="127.0.0.1", port=0)
-        for role, name, add, fake in kinds
-    ]
-    channels = [client_channel(worker.address) for worker in workers]
-    try:
-        yield Pair(
-            prefill=workers[0],
-            decode=workers[1],
-            prefill_stub=prefill_pb2_grpc.PrefillServiceStub(channels[0]),
-            decode_stub=decode_pb2_grpc.DecodeServiceStub(channels[1]),
+    fakes = {"prefill-0": prefill or {}, "decode-0": decode or {}}
+    async with running_pool(fakes, transports=transports) as pool:
+        yield pool.pair("prefill-0", "decode-0")
+
+
+@dataclass
+class Pool:
+    """Running workers by name."""
+
+    workers: dict[str, RunningWorker]
+    stubs: dict[str, Any]
+
+    def pair(self, prefill: str, decode: str) -> Pair:
+        """Return two of them as a pair."""
+        return Pair(
+            prefill=self.workers[prefill],
+            decode=self.workers[decode],
+            prefill_stub=self.stubs[prefill],
+            decode_stub=self.stubs[decode],
         )
+
+    async def until_empty(self) -> None:
+        """Wait (bounded) until no worker holds anything."""
+        for worker in self.workers.values():
+            await until_empty(worker)
+
+
+@asynccontextmanager
+async def running_pool(
+    fakes: dict[str, dict[str, Any]], *, transports: Sequence[str] = ("grpc",)
+) -> AsyncIterator[Pool]:
+    """Start workers named prefill-… and decode-… with these fake engines, and stop them with everything they own."""
+    pool = Pool({}, {})
+    channels: list[grpc.aio.Channel] = []
+    try:
+        for name, fake in fakes.items():
+            is_prefill = name.startswith("prefill")
+            role = worker_pb2.WORKER_ROLE_PREFILL if is_prefill else worker_pb2.WORKER_ROLE_DECODE
+            add: AddServices = add_prefill if is_prefill else add_decode
+            runtime = make_runtime(role, name, transports=transports, **fake)
+            worker = pool.workers[name] = await start_worker(runtime, add, host="127.0.0.1", port=0)
+            channels.append(client_channel(worker.address))
+            stub: Any = prefill_pb2_grpc.PrefillServiceStub if is_prefill else decode_pb2_grpc.DecodeServiceStub
+            pool.stubs[name] = stub(channels[-1])
+        yield pool
     finally:
         for channel in channels:
             await channel.close()
-        for worker in workers:
+        for worker in pool.workers.values():
             await worker.stop(0)
 
 

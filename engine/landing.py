@@ -1,0 +1,93 @@
+"""Cached blocks that travel between engines: pins for those that others pull, pages for those that are pulled to here.
+
+A request whose prefix is pulled first takes its place in line when it arrives (`Landing`), not when the pull is over.
+Pages of a landing are ours alone until their content is verified; then they are published behind their parents, which
+the landing holds, and the request finds them as it finds any cached block.
+"""
+
+from array import array
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from common.block_hash import BlockHashes
+from common.errors import Refused
+from common.ids import BlockId
+from engine.pages import Pages
+from engine.scheduler import Scheduler
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Landing:
+    """A place in line, and pages that a pull fills before the request enters. Changed by `Landings` alone."""
+
+    order: int
+    queued_s: float
+    hashes: BlockHashes
+    """Of the leading blocks that are wanted."""
+    block_table: "array[int]" = field(default_factory=lambda: array("i"))
+    """A page for each wanted block; empty while none are granted."""
+    retired_blocks: list[BlockId] = field(default_factory=list)
+    num_cached: int = 0
+    """Leading blocks that were here already."""
+    num_landed: int = 0
+    """Leading blocks that are here now; those from num_cached on were pulled."""
+
+    def block_ids(self) -> tuple[BlockId, ...]:
+        """Return the block table as it is now, for another thread."""
+        return tuple(map(BlockId, self.block_table))
+
+    @property
+    def num_missing(self) -> int:
+        """Blocks to pull."""
+        return len(self.hashes) - self.num_cached
+
+
+class Landings:
+    """Pins and landings of one engine. Engine thread only."""
+
+    def __init__(self, scheduler: Scheduler, pages: Pages) -> None:
+        self._scheduler = scheduler
+        self._pool = scheduler.pool
+        self._pages = pages
+
+    def pin(self, hashes: BlockHashes) -> tuple[BlockId, ...]:
+        """Hold the pages of the longest cached prefix for a puller, until `unpin`."""
+        block_ids = tuple(self._pool.match_prefix(hashes))
+        self._pool.acquire(block_ids)
+        return block_ids
+
+    def unpin(self, block_ids: Seq[BlockId]) -> None:
+        """Let go of what `pin` returned."""
+        self._pool.release(block_ids)
+
+    def reserve(self, landing: Landing) -> Refused | None:
+        """Hold what is cached of the wanted blocks, and grant pages for the others when there is room.
+
+        What is granted leaves alone what running sequences may grow into and what the first in line needs: neither
+        waits for a pull of somebody behind it.
+        """
+        assert not landing.block_table, "pages are granted already"
+        cached = self._pool.match_prefix(landing.hashes)
+        landing.num_cached = landing.num_landed = len(cached)
+        num_fresh = landing.num_missing
+        if num_fresh == 0:
+            return None
+        num_left = self._pool.num_free - self._pool.num_matched_free(cached) - num_fresh
+        if num_left < self._scheduler.num_spoken_for:
+            return Refused(reason=f"{self._pool.num_free} pages are free; too few for a pull", retry_after_s=0.5)
+        self._pool.acquire(cached)
+        landing.block_table = array("i", [*cached, *self._pool.allocate(num_fresh)])
+        return None
+
+    def commit(self, landing: Landing, num_blocks: int) -> None:
+        """The content of the first `num_blocks` blocks is verified: publish it."""
+        assert landing.num_landed <= num_blocks <= len(landing.block_table), (landing.num_landed, num_blocks)
+        for i in range(landing.num_landed, num_blocks):
+            self._pages.publish_block(landing.block_table, i, landing.hashes[i], landing.retired_blocks)
+        landing.num_landed = num_blocks
+
+    def release(self, landing: Landing) -> None:
+        """Let go of all pages; what was published stays cached. Harmless when done already."""
+        self._pool.release(landing.block_table)
+        self._pool.release(landing.retired_blocks)
+        landing.block_table, landing.retired_blocks = array("i"), []
