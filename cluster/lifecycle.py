@@ -80,6 +80,8 @@ def up(config: ServingConfig, *, config_path: Path, run_dir: Path, report: Repor
     for old_log in (run_dir / "logs").glob("*.log"):
         old_log.unlink()
     resolved_path = run_dir / "serving.yaml"
+    resolved_path.unlink(missing_ok=True)
+    resolved_path.touch(mode=0o600)  # it may hold API keys
     resolved_path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
     return _start_supervisor(resolved_path, run_dir, report)
 

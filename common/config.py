@@ -114,6 +114,10 @@ class RouterConfig(_Section):
     """A prompt with at most this many uncached tokens on the decode worker is prefilled there."""
     max_queued: Annotated[int, Field(ge=1)] = 512
     """Requests that wait for a plan; more are refused."""
+    auth: Literal["none", "api_key"] = "none"
+    """api_key: requests carry `authorization: Bearer <key>`, which tells the tenant; none: everybody is `default`."""
+    salt_secret: Annotated[str, Field(min_length=16)] | None = None
+    """What tenants' cache salts are derived from; equal on all routers. `env:NAME` reads an environment variable."""
     shed: Literal["none", "deadline", "slo"] = "deadline"
     """deadline: refuse at once what cannot bring its first token before the caller's deadline on any worker; slo: also
     what cannot meet its objective for the time to first token."""
@@ -125,6 +129,29 @@ class RouterConfig(_Section):
     """Plans per request, the first one included."""
     default_max_tokens: Annotated[int, Field(ge=1)] = 256
     max_message_mib: Annotated[int, Field(ge=1, le=64)] = 4
+
+
+class TenantConfig(_Section):
+    """Whose requests get which share; what is left out is not limited."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+    api_keys: tuple[str, ...] = ()
+    """`env:NAME` reads an environment variable of the router, so that the file holds no secret."""
+    api_key_sha256: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")], ...] = ()
+    """The same as hexadecimal SHA-256 digests."""
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """Share of the cluster's work, in tokens, relative to the other tenants that wait."""
+    max_queued: Annotated[int, Field(ge=1)] | None = None
+    """Requests that wait for a plan; more are refused."""
+    max_concurrent: Annotated[int, Field(ge=1)] | None = None
+    """Requests with a plan; more wait."""
+    requests_per_min: Annotated[float, Field(gt=0)] | None = None
+    tokens_per_min: Annotated[float, Field(gt=0)] | None = None
+    """Prompt and output, cached tokens included."""
+    max_priority: Annotated[int, Field(ge=0, le=1000)] = 0
+    """Largest priority that its requests may claim; larger claims get this."""
+    share_cache: bool = False
+    """Share cached prefixes with the other tenants that say so; otherwise with nobody."""
 
 
 class SloConfig(_Section):
@@ -144,6 +171,23 @@ class ServingConfig(_Section):
     transfer: TransferConfig = TransferConfig()
     router: RouterConfig = RouterConfig()
     slo: SloConfig = SloConfig()
+    tenants: Annotated[tuple[TenantConfig, ...], Field(max_length=1024)] = ()
+
+    @model_validator(mode="after")
+    def _identities(self) -> "ServingConfig":
+        names = [tenant.name for tenant in self.tenants]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"tenants: {name} comes twice")
+        if self.router.auth == "none":
+            if names and (names != ["default"] or self.tenants[0].api_keys or self.tenants[0].api_key_sha256):
+                raise ValueError("tenants: without router.auth: api_key there is only `default`, and it has no keys")
+        elif not names:
+            raise ValueError("router.auth: api_key, but no tenants have keys")
+        for tenant in self.tenants:
+            if self.router.auth == "api_key" and not (tenant.api_keys or tenant.api_key_sha256):
+                raise ValueError(f"tenants: {tenant.name} has neither api_keys nor api_key_sha256")
+        return self
 
     @model_validator(mode="after")
     def _pairs(self) -> "ServingConfig":

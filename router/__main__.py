@@ -42,7 +42,10 @@ def main() -> None:
         run = asyncio.run
     else:
         run = uvloop.run
-    run(_serve(config, model_dir, host, port))
+    try:
+        run(_serve(config, model_dir, host, port))
+    except ConfigError as error:
+        parser.exit(2, f"{args.config}:{error}\n")
 
 
 def _model_dir(config: ServingConfig) -> Path | None:

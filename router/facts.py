@@ -5,7 +5,7 @@ A worker that disagrees is not used, and its state says why.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.block_hash import hash_probe, hash_root
 from common.ids import BlockHash, Epoch, WorkerId
@@ -58,6 +58,12 @@ class ModelFacts:
     """First link of the block hashes."""
     block_bytes: int = 0
     """KV bytes of one block."""
+
+    def salted(self, cache_salt: str) -> "ModelFacts":
+        """Return the facts for one tenant: its blocks have hashes of their own. "" changes nothing."""
+        if not cache_salt:
+            return self
+        return replace(self, root=hash_root(model_fingerprint=self.fingerprint, cache_salt=cache_salt))
 
 
 def facts_from_proto(described: worker_pb2.DescribeWorkerResponse) -> WorkerFacts:

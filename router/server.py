@@ -16,6 +16,7 @@ from common.rpc import Server, start_server
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc
 from router.admission.terms import Terms
 from router.codec import Codec
+from router.doorkeeper import make_doorkeeper
 from router.fake_codec import ByteCodec
 from router.fleet import Fleet
 from router.parts import build_router
@@ -55,7 +56,8 @@ class RunningRouter:
 async def start_router(config: ServingConfig, *, model_dir: Path | None, host: str, port: int) -> RunningRouter:
     """Start a router; port 0 picks a free one. `model_dir` holds the tokenizer; only the fake engine needs none.
 
-    Raises OSError when a port is taken, ValueError without a folder for a real model.
+    Raises OSError when a port is taken, ValueError without a folder for a real model, ConfigError for API keys
+    that cannot be used.
     """
     if model_dir is None and config.model.engine != "fake":
         raise ValueError("a real model needs its folder, for the tokenizer")
@@ -65,8 +67,8 @@ async def start_router(config: ServingConfig, *, model_dir: Path | None, host: s
 async def serve_router(
     serving: ServingConfig, *, codec: Codec, host: str, port: int, clock: Clock | None = None
 ) -> RunningRouter:
-    """Start a router with a given codec and clock. Raises OSError when a port is taken."""
-    config = serving.router
+    """Start a router with a given codec and clock. Raises OSError when a port is taken, ConfigError for bad keys."""
+    config, doorkeeper = serving.router, make_doorkeeper(serving)
     clock = SystemClock() if clock is None else clock
     parts = build_router(config, clock=clock, seed=secrets.randbits(64))
     metrics, fleet = parts.metrics, parts.fleet
@@ -75,7 +77,7 @@ async def serve_router(
 
     def add_services(server: grpc.aio.Server) -> list[str]:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceService(parts, reader, default_terms), server
+            InferenceService(parts, reader, doorkeeper=doorkeeper, default_terms=default_terms), server
         )
         router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(RouterAdminService(fleet), server)
         return [

@@ -17,12 +17,13 @@ from kvrelay.v1 import inference_pb2_grpc, router_admin_pb2, router_admin_pb2_gr
 from router.admission.account import Service
 from router.admission.terms import Terms, read_terms
 from router.admission.ticket import Ticket
+from router.doorkeeper import Doorkeeper
 from router.facts import Endpoint
 from router.fleet import Fleet
 from router.member import Member, WorkerState
 from router.parts import RouterParts
 from router.record import Job
-from router.tenants import ANYBODY
+from router.tenants import Tenant
 from router.validation import RequestReader
 
 MAX_REQUEST_S = 3600.0
@@ -36,8 +37,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Serves clients."""
 
-    def __init__(self, parts: RouterParts, reader: RequestReader, default_terms: Terms) -> None:
+    def __init__(
+        self, parts: RouterParts, reader: RequestReader, *, doorkeeper: Doorkeeper, default_terms: Terms
+    ) -> None:
         self._parts = parts
+        self._doorkeeper = doorkeeper
         self._default_terms = default_terms
         self._reader = reader
 
@@ -46,8 +50,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         life = LifeCycle(mint_request_id(), self._parts.clock)
         orchestrator = self._parts.orchestrator
         async with error_boundary(context, "Generate"):
-            with orchestrator.account(life, time_left_s=context.time_remaining), self._admit(request) as ticket:
-                job = await self._read(request, context, life.request_id)
+            with (
+                orchestrator.account(life, time_left_s=context.time_remaining),
+                self._admit(request, self._identify(context)) as ticket,
+            ):
+                job = await self._read(request, context, life.request_id, ticket.account.tenant)
                 self._take_tokens(ticket, job)
                 timeout_s = time_left_s(context, at_most_s=MAX_REQUEST_S)
                 async with orchestrator.running(job, ticket, life, timeout_s=timeout_s) as outbox:
@@ -56,9 +63,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 if outbox.error is not None:
                     raise outbox.error
 
-    def _admit(self, request: pb.GenerateRequest) -> Ticket:
+    def _identify(self, context: Context) -> Tenant:
+        """Return who is calling. Raises Unauthenticated."""
+        return self._doorkeeper.identify(context.invocation_metadata())
+
+    def _admit(self, request: pb.GenerateRequest, tenant: Tenant) -> Ticket:
         """Return a place in line. Raises Overloaded."""
-        tenant = ANYBODY
         terms = read_terms(request, tenant=tenant, default=self._default_terms)
         admitted = self._parts.admission.admit(tenant, terms)
         if isinstance(admitted, Refused):
@@ -73,14 +83,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if refused is not None:
             raise Overloaded(refused.reason, retry_after_s=refused.retry_after_s)
 
-    async def _read(self, request: pb.GenerateRequest, context: Context, request_id: RequestId) -> Job:
+    async def _read(self, request: pb.GenerateRequest, context: Context, request_id: RequestId, tenant: Tenant) -> Job:
         """Return the checked request; waits for the first worker to tell what the model is. Raises KvrelayError."""
         patience_s = time_left_s(context, at_most_s=self._parts.config.queue_timeout_s)
         model = await self._parts.fleet.wait_for_model(timeout_s=patience_s)
-        return await self._reader.read(request, request_id=request_id, model=model)
+        return await self._reader.read(request, request_id=request_id, model=model.salted(tenant.cache_salt))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: D102
         async with error_boundary(context, "Tokenize"):
+            self._identify(context)
             match request.WhichOneof("input"):
                 case "text":
                     tokens = await self._reader.encode_text(request.text, self._parts.fleet.model)

@@ -12,6 +12,7 @@ from kvrelay.cli.errors import explain
 from kvrelay.cli.options import (
     DEFAULT_CONFIG,
     AddressOption,
+    ApiKeyOption,
     ConfigOption,
     MaxNewTokensOption,
     ModelOption,
@@ -37,6 +38,7 @@ def chat(
         bool, typer.Option("--show-stats", "-s", help="Tell what each answer cost, on stderr.")
     ] = False,
     address: AddressOption = None,
+    api_key: ApiKeyOption = None,
     config_path: ConfigOption = DEFAULT_CONFIG,
     max_new_tokens: MaxNewTokensOption = None,
     temperature: TemperatureOption = 0.7,
@@ -56,7 +58,7 @@ def chat(
     sampling = sampling_options(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
-    with Client(find_address(address, config_path)) as client:
+    with Client(find_address(address, config_path), api_key=api_key) as client:
         name = model or client.models()[0].name
         err.print(f"{name} at {client.address} · {_HELP}", soft_wrap=True)
         conversation = Conversation(client, sampling, model=model or "", system=system)

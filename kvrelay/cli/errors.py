@@ -52,6 +52,8 @@ def _hint(error: Exception) -> str:
         return ""
     if isinstance(error, errors.Unreachable):
         return "Start a cluster with `kvrelay up`, or name another one with --address HOST:PORT."
+    if isinstance(error, errors.Unauthenticated):
+        return "Give a key with KVRELAY_API_KEY or --api-key."
     if isinstance(error, errors.Overloaded):
         when = f" in {error.retry_after_s:g} s" if error.retry_after_s is not None else " later"
         return f"The cluster is full; try again{when}."

@@ -12,6 +12,7 @@ from kvrelay.cli.in_process import local_config, run_in_process
 from kvrelay.cli.options import (
     DEFAULT_CONFIG,
     AddressOption,
+    ApiKeyOption,
     ConfigOption,
     MaxNewTokensOption,
     ModelOption,
@@ -57,6 +58,7 @@ def generate(
         bool, typer.Option("--show-stats", "-s", help="Tell what the answer cost, on stderr.")
     ] = False,
     address: AddressOption = None,
+    api_key: ApiKeyOption = None,
     config_path: ConfigOption = DEFAULT_CONFIG,
     timeout_s: TimeoutOption = None,
     max_new_tokens: MaxNewTokensOption = None,
@@ -99,7 +101,7 @@ def generate(
     else:
         if device or dtype or local_files_only:
             raise typer.BadParameter("--device, --dtype and --local-files-only need --in-process")
-        with Client(find_address(address, config_path), timeout_s=timeout_s) as client:
+        with Client(find_address(address, config_path), timeout_s=timeout_s, api_key=api_key) as client:
             stats = _run_on_cluster(client, source, sampling, model=model or "")
     if show_stats:
         for line in stats:

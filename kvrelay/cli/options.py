@@ -37,6 +37,16 @@ AddressOption = Annotated[
         show_default=False,
     ),
 ]
+ApiKeyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        metavar="KEY",
+        envvar="KVRELAY_API_KEY",
+        help="Who is calling, where the cluster asks for it; better given by the environment.",
+        show_default=False,
+    ),
+]
 TimeoutOption = Annotated[
     float | None,
     typer.Option("--timeout", metavar="SECONDS", min=0.001, help="Give up after this long.", show_default=False),

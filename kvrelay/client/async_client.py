@@ -11,7 +11,7 @@ from common.rpc import client_channel
 from kvrelay.client.collect import EventBuffer
 from kvrelay.client.convert import error_from_rpc, models_from_proto, status_from_proto, tokenization_from_proto
 from kvrelay.client.records import ChatTurn, Event, Generation, ModelInfo, Prompt, Tokenization
-from kvrelay.client.requests import SamplingOptions, as_conversation, generate_request, tokenize_request
+from kvrelay.client.requests import SamplingOptions, as_conversation, credentials, generate_request, tokenize_request
 from kvrelay.client.status import ClusterStatus
 from kvrelay.client.sync_client import DEFAULT_ADDRESS
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
@@ -95,12 +95,15 @@ class AsyncClient:
     """A connection to a kvrelay cluster. Connects on first use; from then on it belongs to that event loop.
 
     `timeout_s` is the deadline of every call that does not name its own; None waits as long as the cluster does. A
-    stream's deadline covers all of it.
+    stream's deadline covers all of it. `api_key` tells a cluster that asks for one who is calling.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, timeout_s: float | None = None) -> None:
+    def __init__(
+        self, address: str = DEFAULT_ADDRESS, *, timeout_s: float | None = None, api_key: str | None = None
+    ) -> None:
         self.address = address
         self._timeout_s = timeout_s
+        self._metadata = credentials(api_key)
         self._channel: grpc.aio.Channel | None = None
         self._lazy_stub: inference_pb2_grpc.InferenceServiceAsyncStub | None = None  # a class of the type stubs only
 
@@ -131,7 +134,7 @@ class AsyncClient:
     ) -> AsyncGenerationStream:
         """Send the request and return its events. Raises InvalidRequest for values that cannot be sent."""
         request = generate_request(prompt, sampling, model=model, label=label)
-        call = self._stub().Generate(request, timeout=self._deadline_s(timeout_s))
+        call = self._stub().Generate(request, timeout=self._deadline_s(timeout_s), metadata=self._metadata)
         return AsyncGenerationStream(call, address=self.address)
 
     async def chat(
@@ -180,7 +183,7 @@ class AsyncClient:
 
     async def _unary(self, method: Callable[..., Awaitable[_T]], request: Any, timeout_s: float | None) -> _T:
         try:
-            return await method(request, timeout=self._deadline_s(timeout_s))
+            return await method(request, timeout=self._deadline_s(timeout_s), metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_from_rpc(error, address=self.address) from None
         except asyncio.CancelledError:

@@ -84,6 +84,15 @@ def tokenize_request(source: str | Sequence[ChatTurn]) -> inference_pb2.Tokenize
     return message
 
 
+def credentials(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    """Return the metadata that tells who is calling. Raises InvalidRequest for a key that cannot be sent."""
+    if api_key is None:
+        return ()
+    if not api_key or not api_key.isascii() or not api_key.isprintable() or " " in api_key:
+        raise InvalidRequest("an API key is printable ASCII without spaces", field="api_key")
+    return (("authorization", f"Bearer {api_key}"),)
+
+
 def as_conversation(messages: str | Sequence[ChatTurn]) -> Sequence[ChatTurn]:
     """Return the conversation; plain text is a single turn of the user."""
     return [ChatMessage(role="user", content=messages)] if isinstance(messages, str) else messages

@@ -10,7 +10,7 @@ from common.rpc import channel_options
 from kvrelay.client.collect import EventBuffer
 from kvrelay.client.convert import error_from_rpc, models_from_proto, status_from_proto, tokenization_from_proto
 from kvrelay.client.records import ChatTurn, Event, Generation, ModelInfo, Prompt, Tokenization
-from kvrelay.client.requests import SamplingOptions, as_conversation, generate_request, tokenize_request
+from kvrelay.client.requests import SamplingOptions, as_conversation, credentials, generate_request, tokenize_request
 from kvrelay.client.status import ClusterStatus
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
 
@@ -80,12 +80,15 @@ class Client:
     """A blocking connection to a kvrelay cluster. Connects on first use; one channel, shared by all threads.
 
     `timeout_s` is the deadline of every call that does not name its own; None waits as long as the cluster does. A
-    stream's deadline covers all of it.
+    stream's deadline covers all of it. `api_key` tells a cluster that asks for one who is calling.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, timeout_s: float | None = None) -> None:
+    def __init__(
+        self, address: str = DEFAULT_ADDRESS, *, timeout_s: float | None = None, api_key: str | None = None
+    ) -> None:
         self.address = address
         self._timeout_s = timeout_s
+        self._metadata = credentials(api_key)
         self._channel = grpc.insecure_channel(address, options=channel_options())
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
@@ -116,7 +119,7 @@ class Client:
     ) -> GenerationStream:
         """Send the request and return its events. Raises InvalidRequest for values that cannot be sent."""
         request = generate_request(prompt, sampling, model=model, label=label)
-        call = self._stub.Generate(request, timeout=self._deadline_s(timeout_s))
+        call = self._stub.Generate(request, timeout=self._deadline_s(timeout_s), metadata=self._metadata)
         return GenerationStream(call, address=self.address)
 
     def chat(
@@ -162,7 +165,7 @@ class Client:
 
     def _unary(self, method: Callable[..., _T], request: Any, timeout_s: float | None) -> _T:
         try:
-            return method(request, timeout=self._deadline_s(timeout_s))
+            return method(request, timeout=self._deadline_s(timeout_s), metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_from_rpc(error, address=self.address) from None
 

@@ -457,10 +457,13 @@ class TestCluster:
 
 
 @asynccontextmanager
-async def running_cluster(*workers: FakeWorker, config: RouterConfig | None = None) -> AsyncIterator[TestCluster]:
+async def running_cluster(
+    *workers: FakeWorker, config: RouterConfig | ServingConfig | None = None
+) -> AsyncIterator[TestCluster]:
     """Start workers and a router that uses them; all that are started are ready."""
     config = RouterConfig(local_prefill_max_tokens=0) if config is None else config
-    router = await serve_router(ServingConfig(router=config), codec=ByteCodec(), host="127.0.0.1", port=0)
+    serving = ServingConfig(router=config) if isinstance(config, RouterConfig) else config
+    router = await serve_router(serving, codec=ByteCodec(), host="127.0.0.1", port=0)
     channel = client_channel(router.address)
     cluster = TestCluster(
         router=router,

@@ -1,0 +1,108 @@
+"""Who is calling, and what is kept apart for them."""
+
+import hashlib
+import logging
+from typing import Any
+
+import pytest
+
+from common.config import ConfigError, ServingConfig, parse_config
+from common.errors import Unauthenticated
+from router.doorkeeper import make_doorkeeper
+from router.tenants import Tenant
+
+KEY_A, KEY_B = "key-of-tenant-a-0001", "key-of-tenant-b-0001"
+SECRET = "a secret of sixteen characters or more"
+
+
+def serving(*tenants: dict[str, Any], secret: str | None = SECRET) -> ServingConfig:
+    router = {"auth": "api_key", "salt_secret": secret}
+    return parse_config({"router": router, "tenants": list(tenants)}, source="test")
+
+
+def identify(config: ServingConfig, key: str, *, scheme: str = "Bearer") -> Tenant:
+    return make_doorkeeper(config).identify([("user-agent", "x"), ("authorization", f"{scheme} {key}")])
+
+
+def salt(name: str, *, secret: str | None = SECRET, **fields: Any) -> str:
+    return identify(serving({"name": name, "api_keys": [KEY_A], **fields}, secret=secret), KEY_A).cache_salt
+
+
+def test_key_in_clear_as_digest_and_from_the_environment_names_its_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY_OF_C", "key-of-tenant-c-0001")
+    config = serving(
+        {"name": "a", "api_keys": [KEY_A], "weight": 2.0},
+        {"name": "b", "api_key_sha256": [hashlib.sha256(KEY_B.encode()).hexdigest()]},
+        {"name": "c", "api_keys": ["env:KEY_OF_C"]},
+    )
+    assert [identify(config, key).name for key in (KEY_A, KEY_B, "key-of-tenant-c-0001")] == ["a", "b", "c"]
+    assert identify(config, KEY_A, scheme="bearer").weight == 2.0
+
+
+@pytest.mark.parametrize(
+    ("metadata", "reason"),
+    [
+        ([], "no API key"),
+        (None, "no API key"),
+        ([("authorization", KEY_A)], "not of the form"),
+        ([("authorization", f"Basic {KEY_A}")], "not of the form"),
+        ([("authorization", "Bearer wrong-key-0123456789")], "unknown"),
+        ([("authorization", "Bearer ")], "unknown"),
+        ([("authorization", b"\xff\xfe")], "not of the form"),
+    ],
+)
+def test_caller_that_does_not_show_a_known_key_is_refused_without_repeating_it(metadata: Any, reason: str) -> None:
+    keeper = make_doorkeeper(serving({"name": "a", "api_keys": [KEY_A]}))
+    with pytest.raises(Unauthenticated, match=reason) as caught:
+        keeper.identify(metadata)
+    assert caught.value.field == "authorization"
+    assert "wrong-key" not in caught.value.message
+    assert KEY_A not in caught.value.message
+
+
+def test_without_authentication_everybody_is_default_with_its_limits_and_no_salt() -> None:
+    config = parse_config({"tenants": [{"name": "default", "max_concurrent": 3}]}, source="test")
+    tenant = make_doorkeeper(config).identify([("authorization", "Bearer whatever")])
+    assert (tenant.name, tenant.max_concurrent, tenant.cache_salt) == ("default", 3, "")
+    assert make_doorkeeper(ServingConfig()).identify(None).name == "default"
+
+
+def test_salts_differ_by_tenant_and_secret_and_agree_between_routers() -> None:
+    salts = [salt("a"), salt("b"), salt("a", secret="another secret of enough characters"), salt("a", secret=None)]
+    assert len(set(salts)) == 4
+    assert salt("a") == salt("a")
+    assert "" not in salts
+
+
+def test_tenants_that_share_their_cache_have_one_salt_that_nobody_else_can_take() -> None:
+    shared = {salt(name, share_cache=True) for name in ("a", "b")}
+    assert len(shared) == 1
+    assert shared.isdisjoint({salt("shared"), salt("a"), ""})
+
+
+def test_salts_that_can_be_guessed_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        make_doorkeeper(serving({"name": "a", "api_keys": [KEY_A]}))
+        make_doorkeeper(serving({"name": "a", "api_keys": [KEY_A], "share_cache": True}, secret=None))
+        assert not caplog.records
+        make_doorkeeper(serving({"name": "a", "api_keys": [KEY_A]}, secret=None))
+    assert "router.salt_secret is not set" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("tenants", "reason"),
+    [
+        ([{"name": "a", "api_keys": ["short"]}], "tenants.0.api_keys.0: has 5 characters; at least 16"),
+        ([{"name": "a", "api_keys": ["env:KVRELAY_TEST_UNSET"]}], "variable KVRELAY_TEST_UNSET is not set"),
+        (
+            [{"name": "a", "api_keys": [KEY_A]}, {"name": "b", "api_keys": [KEY_A]}],
+            "tenants.1: a key of b is also one of a",
+        ),
+    ],
+)
+def test_keys_that_cannot_be_used_are_named_by_place_and_not_by_value(
+    tenants: list[dict[str, Any]], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        make_doorkeeper(serving(*tenants))
+    assert KEY_A not in str(caught.value)

@@ -1,0 +1,143 @@
+"""Tenants at the front door."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from common.config import ServingConfig, parse_config
+from common.errors import InvalidRequest, Overloaded, Unauthenticated
+from kvrelay.client import AsyncClient
+from tests.router.fakes import (
+    DECODE,
+    PREFILL,
+    ROOT,
+    FakeWorker,
+    answer,
+    make_request,
+    prompt_of,
+    running_cluster,
+)
+
+KEYS = {name: f"key-of-tenant-{name}-0001" for name in "ab"}
+
+
+def serving(*, a: dict[str, Any] | None = None, b: dict[str, Any] | None = None, **router: Any) -> ServingConfig:
+    tenants = [{"name": name, "api_keys": [KEYS[name]], **(fields or {})} for name, fields in (("a", a), ("b", b))]
+    door = {"local_prefill_max_tokens": 0, "auth": "api_key", "salt_secret": "x" * 32, **router}
+    return parse_config({"router": door, "tenants": tenants}, source="test")
+
+
+def pair() -> tuple[FakeWorker, FakeWorker]:
+    return FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+
+
+async def ask(client: AsyncClient, num_tokens: int = 10, *, timeout_s: float = 10.0) -> list[int]:
+    generation = await client.generate(prompt_of(num_tokens), max_tokens=6, temperature=0, timeout_s=timeout_s)
+    return list(generation.samples[0].token_ids)
+
+
+async def test_generate_with_a_key_is_served_and_without_one_or_with_another_is_not() -> None:
+    async with running_cluster(*pair(), config=serving()) as cluster:
+        async with AsyncClient(cluster.router.address, api_key=KEYS["a"]) as client:
+            assert await ask(client) == answer(prompt_of(10), 6)
+        for key in (None, "key-of-nobody-000000"):
+            async with AsyncClient(cluster.router.address, api_key=key) as client:
+                with pytest.raises(Unauthenticated):
+                    await ask(client)
+                with pytest.raises(Unauthenticated):
+                    await client.tokenize("hi")
+        assert (await cluster.until_idle()).num_failed == 2
+
+
+async def test_blocks_of_two_tenants_with_one_prompt_have_nothing_in_common() -> None:
+    prefill, decode = pair()
+    async with running_cluster(prefill, decode, config=serving()) as cluster:
+        for name in "aba":
+            async with AsyncClient(cluster.router.address, api_key=KEYS[name]) as client:
+                await ask(client)
+    first, other, again = (request.sequence for request in prefill.requests)
+    assert first.block_hashes == again.block_hashes
+    assert (first.hash_root == again.hash_root) and first.hash_root not in (other.hash_root, ROOT)
+    hashes = [{spec.block_hashes[i : i + 16] for i in range(0, len(spec.block_hashes), 16)} for spec in (first, other)]
+    assert hashes[0].isdisjoint(hashes[1])
+    assert [len(blocks) for blocks in hashes] == [2, 2]
+
+
+async def test_tenants_that_share_their_cache_have_equal_blocks() -> None:
+    prefill, decode = pair()
+    config = serving(a={"share_cache": True}, b={"share_cache": True})
+    async with running_cluster(prefill, decode, config=config) as cluster:
+        for name in "ab":
+            async with AsyncClient(cluster.router.address, api_key=KEYS[name]) as client:
+                await ask(client)
+    assert prefill.requests[0].sequence.block_hashes == prefill.requests[1].sequence.block_hashes
+
+
+async def test_request_rate_of_one_tenant_refuses_it_with_the_time_to_come_back_and_nobody_else() -> None:
+    async with running_cluster(*pair(), config=serving(a={"requests_per_min": 2})) as cluster:
+        async with AsyncClient(cluster.router.address, api_key=KEYS["a"]) as client:
+            await ask(client)
+            await ask(client)
+            with pytest.raises(Overloaded, match="tenant a: more than 2 requests per minute") as caught:
+                await ask(client)
+        assert caught.value.retry_after_s is not None
+        assert 20 < caught.value.retry_after_s <= 30
+        async with AsyncClient(cluster.router.address, api_key=KEYS["b"]) as client:
+            assert await ask(client) == answer(prompt_of(10), 6)
+
+
+async def test_token_rate_counts_prompt_and_output_that_was_really_written() -> None:
+    async with running_cluster(*pair(), config=serving(a={"tokens_per_min": 40})) as cluster:
+        async with AsyncClient(cluster.router.address, api_key=KEYS["a"]) as client:
+            await ask(client)  # 10 tokens in, 6 out
+            await ask(client)
+            with pytest.raises(Overloaded, match="tenant a: more than 40 tokens per minute") as caught:
+                await ask(client)
+        assert caught.value.retry_after_s is not None
+        assert caught.value.retry_after_s == pytest.approx((16 - 8) / 40 * 60, abs=2.0)
+
+
+async def test_waiting_requests_of_two_tenants_are_served_in_turn() -> None:
+    prefill, decode = pair()
+    decode.report.num_free_blocks, decode.report.num_running = 0, 1
+    async with running_cluster(prefill, decode, config=serving()) as cluster:
+        waiting = []
+        async with (
+            AsyncClient(cluster.router.address, api_key=KEYS["a"]) as a,
+            AsyncClient(cluster.router.address, api_key=KEYS["b"]) as b,
+        ):
+            for position, (client, num_tokens) in enumerate([(a, 8), (a, 9), (a, 10), (b, 11)]):
+                waiting.append(asyncio.create_task(ask(client, num_tokens)))
+                await cluster.until_queued(position + 1)
+            decode.set_load(num_free_blocks=64)
+            await asyncio.gather(*waiting)
+    assert [len(request.sequence.prompt_tokens) // 4 for request in decode.requests] == [8, 11, 9, 10]
+
+
+async def test_higher_priority_goes_first_as_far_as_the_tenant_may_claim_it() -> None:
+    prefill, decode = pair()
+    decode.report.num_free_blocks, decode.report.num_running = 0, 1
+    config = parse_config(
+        {"router": {"local_prefill_max_tokens": 0}, "tenants": [{"name": "default", "max_priority": 1}]}, source="test"
+    )
+    async with running_cluster(prefill, decode, config=config) as cluster:
+        waiting = []
+        for position, priority in enumerate([0, 1, 99]):
+            request = make_request(10 + position)
+            request.priority = priority
+            waiting.append(asyncio.create_task(cluster.generate(request)))
+            await cluster.until_queued(position + 1)
+        decode.set_load(num_free_blocks=64)
+        await asyncio.gather(*waiting)
+    assert [len(request.sequence.prompt_tokens) // 4 for request in decode.requests] == [11, 12, 10]
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+async def test_objective_that_is_no_time_is_refused_by_name(seconds: float) -> None:
+    async with running_cluster(*pair()) as cluster:
+        request = make_request()
+        request.objective.ttft_s = seconds
+        with pytest.raises(InvalidRequest) as caught:
+            await cluster.generate(request)
+        assert caught.value.field == "objective.ttft_s"
