@@ -185,6 +185,18 @@ class EngineCore:
         """Return how long the steps took that ended since the last call."""
         return self._timer.drain()
 
+    def stop_timing(self) -> None:
+        """The time until the next step is planned belongs to no step of this core."""
+        self._timer.pause()
+
+    def group_of(self, sequence: Sequence) -> Group:
+        """Return the request that a sequence, which has not ended, belongs to."""
+        return self._groups[sequence]
+
+    def end(self, sequence: Sequence) -> None:
+        """A sequence whose steps were computed without a plan (`Scheduler.advance`) has got its last token."""
+        self._finish(sequence)
+
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _group(self, request: EngineRequest, sink: Sink, landing: Landing) -> Group:

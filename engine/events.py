@@ -1,6 +1,7 @@
 """What an engine tells about a request."""
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.errors import KvrelayError
@@ -52,7 +53,7 @@ class TokenRun:
 
     sample_index: int
     first_token_index: int
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     finish_reason: FinishReason | None
     """How the sample ended with the last of them."""
 

@@ -40,6 +40,11 @@ class Pages:
         shares_tail = first < len(table) and not self._pool.is_writable(table[first])
         return num_fresh + shares_tail
 
+    def owns_tail(self, sequence: Sequence) -> bool:
+        """Whether the next token needs no copy of a page that others hold, too."""
+        table, first = sequence.block_table, sequence.num_computed // self._block_size
+        return first >= len(table) or self._pool.is_writable(table[first])
+
     def make_writable(self, sequence: Sequence, num_new: int) -> tuple[BlockId, BlockId] | None:
         """Take the missing pages. Returns (source, target) when a shared page must be copied before the step."""
         table, first = sequence.block_table, sequence.num_computed // self._block_size

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from common.errors import Refused
 from common.ids import BlockId
 from common.timing import StepShape
+from common.tokens import TokenArray
 from engine.backlog import Backlog, num_pairs
 from engine.block_pool import BlockPool
 from engine.executor import ScheduledSequence
@@ -227,6 +228,25 @@ class Scheduler:
                 sequence.num_ready += item.num_new_tokens
                 self.num_computed_tokens += max(0, min(sequence.num_ready, sequence.num_prompt_tokens) - before)
                 self.pages.publish(sequence)
+
+    def advance(self, sequence: Sequence, token_ids: TokenArray) -> None:
+        """Take over steps that were computed without a plan: each has computed one token and sampled the next.
+
+        The sequence decodes, and `make_writable` has been asked before the first one that needed a page.
+        """
+        sequence.num_computed += len(token_ids)
+        sequence.num_ready += len(token_ids)
+        sequence.append_tokens(token_ids)
+        self.pages.publish(sequence)
+
+    def make_writable(self, sequence: Sequence) -> bool:
+        """Take the page that a decoding sequence's next token needs; False when that takes preemption or a copy."""
+        num_missing = self.pages.num_missing(sequence, 1)
+        if num_missing > self.pool.num_free or not self.pages.owns_tail(sequence):
+            return False
+        if num_missing:
+            self.pages.make_writable(sequence, 1)
+        return True
 
     def fail(self, plan: StepPlan) -> None:
         """The oldest step in flight is over, in vain: all its sequences have been finished."""

@@ -132,7 +132,7 @@ class SimCluster:
 
     def load(self, worker_id: WorkerId) -> Load:
         """Return a worker's load."""
-        return self.workers[worker_id].engine.core.load()
+        return self.workers[worker_id].engine.load()
 
     # A run.
 

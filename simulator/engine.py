@@ -1,21 +1,22 @@
 """Steps a real engine core in virtual time, in place of the engine thread.
 
-Commands run between two steps, as there; a step takes the time that `StepTimes` says, then its results are taken.
-Tokens behind a request's first ones are kept back and go out as one run, with the last one at the latest: what is
-reported about their times comes from the token log, to which every one is told when it comes.
+Commands run between two steps, as there; a step takes the time that `StepTimes` says, then its results are taken. While
+a batch only decodes its steps are not taken one by one (`simulator/leap.py`), and tokens go out in runs
+(`simulator/bundle.py`): neither changes what happens, or when.
 """
 
 import asyncio
-from array import array
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from common.timing import StepShape
 from engine.core import Emitted, EngineCore
-from engine.events import EngineEvent, Failed, FinishReason, StepReport, TokenRun, Tokens
-from engine.group import Group
-from engine.scheduler import StepPlan
+from engine.events import Load, StepReport, Tokens
+from simulator.bundle import KeptTokens
+from simulator.executor import SimExecutor
+from simulator.leap import DecodeLeap
 from simulator.loop import VirtualLoop
 from simulator.timing import StepTimes
 from simulator.token_log import TokenLog
@@ -24,7 +25,11 @@ T = TypeVar("T")
 
 
 class SimEngine:
-    """An `engine.thread.EngineDriver` on a virtual loop. All methods on the loop."""
+    """An `engine.thread.EngineDriver` on a virtual loop. All methods on the loop.
+
+    Three things may be pending, and `_timer` is set for it: the beginning of a step, the end of one, or a boundary of a
+    leap. What a step or a command without a caller raises goes to the loop's exception handler.
+    """
 
     def __init__(
         self,
@@ -35,19 +40,37 @@ class SimEngine:
         times: StepTimes,
         log: TokenLog,
     ) -> None:
-        """What a step or a command without a caller raises goes to the loop's exception handler."""
         self.core = core
-        self.num_steps = 0
-        self.busy_s = 0.0
+        self._on_report = on_report
         self._loop = loop
         self._times = times
-        self._on_report = on_report
         self._log = log
         self._commands: deque[tuple[Callable[[EngineCore], Any], asyncio.Future[Any] | None]] = deque()
-        self._kept = _KeptTokens()
+        self._kept = KeptTokens()
+        self._leap = DecodeLeap(core, times, log, self._kept) if isinstance(core.executor, SimExecutor) else None
         self._timer: asyncio.Handle | None = None
-        """Of the end of the running step, or of the beginning of the next one."""
+        self._wakes_at_s = 0.0
         self._is_running = False
+        self._is_steady = False
+        """The last step changed nothing that a waiting sequence could wait for."""
+        self._num_steps = 0
+        self._busy_s = 0.0
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken, up to the last change of the batch."""
+        return self._num_steps + (self._leap.num_steps if self._leap is not None else 0)
+
+    @property
+    def busy_s(self) -> float:
+        """The time that they took."""
+        return self._busy_s + (self._leap.busy_s if self._leap is not None else 0.0)
+
+    def load(self) -> Load:
+        """Return the load at this moment."""
+        load = self.core.load()
+        num_behind = 0 if self._leap is None else self._leap.num_tokens_behind(self._loop.time())
+        return replace(load, num_context_tokens=load.num_context_tokens + num_behind) if num_behind else load
 
     # ── the driver ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -57,15 +80,19 @@ class SimEngine:
         self._wake()
 
     async def aclose(self) -> None:
-        """Stop."""
+        """Stop at once."""
         self.stop()
 
     def stop(self) -> None:
-        """Stop at once; nothing is answered any more."""
+        """Stop at once; nothing is answered any more. Tokens kept back that exist by now go out."""
         self._is_running = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._leap is not None and self._leap.is_active:
+            self._leap.break_off(self._loop.time())
+        for group, event in self._kept.flush_all():
+            group.sink(event)
 
     def post(self, command: Callable[[EngineCore], object]) -> None:
         """Run `command` between two steps."""
@@ -93,34 +120,24 @@ class SimEngine:
             self.post(lambda core: undo(core, box[0]) if box else None)
             raise
 
-    # ── stepping ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── between steps ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _wake(self) -> None:
-        if self._is_running and self._timer is None:
+        """See to it that commands run when the running step is over."""
+        if not self._is_running:
+            return
+        if self._timer is None:
             self._timer = self._loop.call_soon(self._begin)
+        elif self._leap is not None and self._leap.is_active:
+            boundary, ends_s = self._leap.next_boundary(self._loop.time())
+            if ends_s < self._wakes_at_s:
+                self._timer.cancel()
+                self._set_boundary(boundary, ends_s)
 
-    def _begin(self) -> None:
-        """Run commands, then plan a step and let its time pass."""
-        self._timer = None
-        core = self._core_after_commands()
-        emitted = core.begin_step() if core.has_work else []
-        plan = core.plan
-        if plan.batch:
-            seconds = self._times.step_s(shape_of(plan))
-            self.num_steps += 1
-            self.busy_s += seconds
-            self._timer = self._loop.call_later(seconds, self._end)
-            self._send(emitted)
-        else:
-            self._send(emitted + core.finish_step())
-
-    def _end(self) -> None:
-        """Take the results of the step, and begin the next one."""
-        self._send(self.core.finish_step())
-        self._begin()
-
-    def _core_after_commands(self) -> EngineCore:
+    def _run_commands(self) -> int:
+        """Run what was asked for; return how many there were."""
         core, commands = self.core, self._commands
+        num_commands = len(commands)
         while commands:
             command, done = commands.popleft()
             try:
@@ -134,11 +151,85 @@ class SimEngine:
                 if done is not None and not done.done():
                     done.set_result(result)
             core.wake()
-        return core
+        return num_commands
 
-    def _send(self, emitted: Emitted) -> None:
+    # ── one step ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _begin(self) -> None:
+        """Run commands, then plan a step and let its time pass."""
+        core, leap = self.core, self._leap
+        num_commands = self._run_commands()
+        if leap is not None:
+            may_leap = not core.scheduler.waiting or (self._is_steady and num_commands == 0)
+            if may_leap and leap.enter(self._loop.time()):
+                self._report()
+                self._set_boundary(*leap.next_due())
+                return
+        num_preemptions = core.scheduler.num_preemptions
+        emitted = core.begin_step() if core.has_work else []
+        plan = core.plan
+        if not plan.batch:
+            self._dispatch(emitted + core.finish_step())
+            self._report()
+            self._timer = None
+            return
+        # A plan that preempts does not look at those who wait.
+        self._is_steady = not (plan.admitted or plan.is_short or core.scheduler.num_preemptions > num_preemptions)
+        seconds = self._seconds(plan.shape)
+        self._num_steps += 1
+        self._busy_s += seconds
+        self._timer = self._loop.call_later(seconds, self._end)
+        self._dispatch(emitted)
+        self._report()
+
+    def _end(self) -> None:
+        """Take the results of the step, and begin the next one."""
         core = self.core
-        self._on_report(StepReport(kv_events=core.pool.drain_events(), load=core.load()))
+        before = core.scheduler.running[:]
+        emitted = core.finish_step()
+        self._dispatch(emitted)
+        has_published = self._report()
+        self._is_steady &= not has_published and before == core.scheduler.running
+        self._begin()
+
+    def _seconds(self, shape: StepShape) -> float:
+        if shape.num_prefill_tokens:
+            return self._times.step_s(shape)
+        constant_s, per_context_token_s = self._times.decode_line(shape.num_decodes)
+        return constant_s + shape.num_context_tokens * per_context_token_s
+
+    # ── many steps ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _set_boundary(self, boundary: int, at_s: float) -> None:
+        self._wakes_at_s = at_s
+        self._timer = self._loop.call_at(at_s, self._reach, boundary)
+
+    def _reach(self, boundary: int) -> None:
+        """Handle a boundary of a leap: what happens to its sequences, then commands, then go on."""
+        leap = self._leap
+        assert leap is not None, "a boundary without a leap"
+        self._dispatch(leap.complete(boundary, self._loop.time()))
+        self._run_commands()
+        if leap.go_on():
+            self._set_boundary(*leap.next_due())
+            self._report()
+        else:
+            self._is_steady = False
+            self._begin()
+
+    # ── telling ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _report(self) -> bool:
+        """Tell the worker of load and cache; return whether the cache has changed."""
+        kv_events = self.core.pool.drain_events()
+        samples = self.core.drain_samples()
+        if self._leap is not None:
+            samples += self._leap.drain_samples()
+        self._on_report(StepReport(kv_events=kv_events, load=self.load(), samples=samples))
+        return bool(kv_events)
+
+    def _dispatch(self, emitted: Emitted) -> None:
+        """Hand events to their requests."""
         now_s = self._loop.time()
         for group, event in emitted:
             if isinstance(event, Tokens):
@@ -147,57 +238,3 @@ class SimEngine:
                         self._log.note(group.request.request_id, output.token_index, now_s)
             for due in self._kept.take(group, event):
                 group.sink(due)
-
-
-class _KeptTokens:
-    """Tokens that wait for more of their request, to go out as one run."""
-
-    def __init__(self) -> None:
-        self._runs: dict[Group, tuple[int, array[int]]] = {}
-
-    def take(self, group: Group, event: EngineEvent) -> list[EngineEvent]:
-        """Return what is to go out now."""
-        if not isinstance(event, Tokens) or group.request.sampling.detokenize or len(group.sequences) != 1:
-            if isinstance(event, Failed):
-                self._runs.pop(group, None)
-            return [event]
-        (output,) = event.tokens
-        kept = self._runs.get(group)
-        if event.prefill_s is not None:  # behind kept ones only when the prompt was computed again
-            return [event] if kept is None else [self.flush(group, None), event]
-        if kept is None:
-            kept = self._runs[group] = output.token_index, array("I")
-        kept[1].append(output.token_id)
-        if output.finish_reason is None:
-            return []
-        return [self.flush(group, output.finish_reason)]
-
-    def flush(self, group: Group, finish_reason: FinishReason | None) -> Tokens:
-        """Return a group's run."""
-        first_index, token_ids = self._runs.pop(group)
-        run = TokenRun(
-            sample_index=group.leader.sample_index,
-            first_token_index=first_index,
-            token_ids=tuple(token_ids),
-            finish_reason=finish_reason,
-        )
-        return Tokens(runs=(run,))
-
-
-def shape_of(plan: StepPlan) -> StepShape:
-    """Return what is in a step."""
-    num_prefill_tokens = num_prefill_pairs = num_decodes = num_context_tokens = 0
-    for sequence, item in plan.batch.items():
-        if item.num_new_tokens == 1 and item.num_samples:
-            num_decodes += 1
-            num_context_tokens += sequence.num_computed + 1
-        else:
-            num_new = item.num_new_tokens
-            num_prefill_tokens += num_new
-            num_prefill_pairs += num_new * sequence.num_computed + num_new * (num_new + 1) // 2
-    return StepShape(
-        num_prefill_tokens=num_prefill_tokens,
-        num_prefill_pairs=num_prefill_pairs,
-        num_decodes=num_decodes,
-        num_context_tokens=num_context_tokens,
-    )

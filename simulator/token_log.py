@@ -49,11 +49,27 @@ class TokenLog:
             self.count_gaps(gap_s, 1)
 
     def note_run(self, request_id: RequestId, end_index: int, last_s: float, gap_max_s: float) -> None:
-        """Tokens up to `end_index` came, the last one at `last_s`, their gaps at most `gap_max_s`, counted apart."""
+        """Tokens up to `end_index` came, the last one at `last_s`, their gaps at most `gap_max_s`.
+
+        The gaps themselves are counted apart.
+        """
         times = self._times[request_id]
-        times.last_s = last_s
-        times.count = max(times.count, end_index)
-        times.gap_max_s = max(times.gap_max_s, gap_max_s)
+        if end_index > times.count:
+            times.last_s = last_s
+            times.count = end_index
+            times.gap_max_s = max(times.gap_max_s, gap_max_s)
+
+    def last_s(self, request_id: RequestId, *, default_s: float) -> float:
+        """Return when a request's last token came; one whose tokens nobody has seen begins with `default_s`."""
+        times = self._times.setdefault(request_id, TokenTimes(default_s, default_s, 0))
+        return times.last_s
+
+    def count_rising_gaps(self, first_s: float, last_s: float, count: int) -> None:
+        """Count gaps that rise evenly from one length to another."""
+        num_parts = 1 if last_s <= first_s else math.ceil(math.log(last_s / first_s) / _LOG_BIN)
+        for part in range(num_parts):
+            share = count * (part + 1) // num_parts - count * part // num_parts
+            self.count_gaps(first_s + (last_s - first_s) * (part + 0.5) / num_parts, share)
 
     def count_gaps(self, gap_s: float, count: int) -> None:
         """Count gaps of one length."""
