@@ -25,7 +25,8 @@ from router.index import PrefixIndex
 from router.member import Hold, Member
 from router.placement.chooser import Chooser
 from router.placement.plans import Plan, PlanKind
-from router.placement.policies import make_policy
+from router.placement.policies.interface import PolicySettings
+from router.placement.policies.registry import make_policy
 from router.placement.search import Search, Sought
 from router.tenants import Tenant
 
@@ -38,7 +39,7 @@ class PageChooser(Chooser):
     """Books when enough pages are free, and remembers whom it was asked about."""
 
     def __init__(self, fleet: Fleet, clock: ManualClock, *, num_pages: int) -> None:
-        policy = make_policy("round_robin", local_prefill_max_tokens=0)
+        policy = make_policy("round_robin", PolicySettings())
         super().__init__(fleet=fleet, index=PrefixIndex(), policy=policy, clock=clock)
         self.num_free = num_pages
         self.asked: list[str] = []
