@@ -13,6 +13,7 @@ from router.orchestrator import Orchestrator
 from router.placement.chooser import Chooser
 from router.placement.policies.interface import Policy, PolicySettings
 from router.placement.policies.registry import make_policy
+from router.tenant_metrics import TenantMetrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,13 @@ def build_router(
         settings = PolicySettings(local_prefill_max_tokens=config.local_prefill_max_tokens, seed=seed)
         policy = make_policy(config.policy, settings)
     chooser = Chooser(fleet=fleet, index=index, policy=policy, clock=clock)
-    admission = Admission(fleet=fleet, chooser=chooser, clock=clock, max_queued=config.max_queued)
+    admission = Admission(
+        fleet=fleet,
+        chooser=chooser,
+        clock=clock,
+        max_queued=config.max_queued,
+        metrics=TenantMetrics(metrics.registry),
+    )
     orchestrator = Orchestrator(
         fleet=fleet, admission=admission, chooser=chooser, metrics=metrics, clock=clock, config=config
     )

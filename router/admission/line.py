@@ -26,6 +26,7 @@ from router.admission.ticket import Seeker, Ticket
 from router.booking import Booking
 from router.fleet import Fleet
 from router.placement.chooser import Chooser
+from router.tenant_metrics import TenantMetrics
 from router.tenants import ANYBODY, Tenant
 
 MAX_CANDIDATES = 4
@@ -37,11 +38,14 @@ MAX_OVERTAKEN = 32
 class Admission:
     """The line. Event loop only."""
 
-    def __init__(self, *, fleet: Fleet, chooser: Chooser, clock: Clock, max_queued: int) -> None:
+    def __init__(
+        self, *, fleet: Fleet, chooser: Chooser, clock: Clock, max_queued: int, metrics: TenantMetrics
+    ) -> None:
         self._fleet = fleet
         self._chooser = chooser
         self._clock = clock
         self._max_queued = max_queued
+        self._metrics = metrics
         self._next_number = 0
         self._num_unplanned = 0
         self._num_changes = 0
@@ -50,6 +54,7 @@ class Admission:
         self._pace = Pace()
         self._timer: asyncio.TimerHandle | None = None
         fleet.subscribe(self._on_change)
+        metrics.watch(lambda: self.accounts)
 
     @property
     def accounts(self) -> tuple[Account, ...]:
@@ -73,11 +78,11 @@ class Admission:
         now_s = self._clock.monotonic()
         if self._num_unplanned >= self._max_queued:
             reason = f"{self._num_unplanned} requests are waiting; the limit is {self._max_queued}"
-            return Refused(reason=reason, retry_after_s=self._pace.promise_s(now_s), cause=RefusalCause.QUEUE_FULL)
+            refused = Refused(reason=reason, retry_after_s=self._pace.promise_s(now_s), cause=RefusalCause.QUEUE_FULL)
+            return self._count(tenant.name, refused)
         account = self._account(tenant, now_s)
-        refused = account.take_request(now_s)
-        if refused is not None:
-            return refused
+        if (no := account.take_request(now_s)) is not None:
+            return self._count(tenant.name, no)
         ticket = Ticket(number=self._next_number, account=account, terms=terms, received_s=now_s, on_close=self._close)
         self._next_number += 1
         if not self._num_unplanned:
@@ -90,10 +95,12 @@ class Admission:
 
     def take_tokens(self, ticket: Ticket, expected: Service) -> Refused | None:
         """Count a request's tokens against its tenant's rate, once its size is known; or return why not."""
-        refused = ticket.account.take_tokens(expected.num_tokens, self._clock.monotonic())
-        if refused is None:
-            ticket.expected = expected
-        return refused
+        account = ticket.account
+        refused = account.take_tokens(expected.num_tokens, self._clock.monotonic())
+        if refused is not None:
+            return self._count(account.tenant.name, refused)
+        ticket.expected = expected
+        return None
 
     def settle(self, ticket: Ticket, actual: Service) -> None:
         """Replace what was expected of a request by what it got. Call once, before its ticket is given up."""
@@ -101,6 +108,11 @@ class Admission:
         account.correct_tokens(actual.num_tokens - ticket.expected.num_tokens, self._clock.monotonic())
         ticket.expected = actual
         self._charge(ticket, _cost(actual))
+        self._metrics.count_service(account.tenant.name, actual)
+
+    def _count(self, tenant: str, refused: Refused) -> Refused:
+        self._metrics.count_refusal(tenant, refused.cause)
+        return refused
 
     def _close(self, ticket: Ticket) -> None:
         if ticket.is_closed:
@@ -184,7 +196,7 @@ class Admission:
                 for other in passed:
                     other.item.num_overtaken += 1
             elif outcome.is_final:
-                seeker.granted.set_result(outcome)
+                seeker.granted.set_result(self._count(seeker.ticket.account.tenant.name, outcome))
             else:
                 passed.append(place)
                 num_passed[place.tenant] += 1
@@ -217,6 +229,7 @@ class Admission:
             account.num_active += 1
             self._pace.depart(now_s)
             account.pace.depart(now_s)
+            self._metrics.observe_queue(account.tenant.name, now_s - ticket.received_s)
             sought = seeker.search.sought
             expected = Service(
                 num_prompt_tokens=sought.num_tokens,
@@ -249,6 +262,7 @@ class Admission:
         message = f"no plan in time: {reason}"
         if not self._fleet.has_ready_decode:
             return WorkerLost(message)
+        self._metrics.count_refusal(seeker.ticket.account.tenant.name, RefusalCause.NO_ROOM)
         return Overloaded(message, retry_after_s=self._pace.promise_s(self._clock.monotonic()))
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from prometheus_client import CollectorRegistry
 
 from common.block_hash import NO_HASHES
 from common.clock import ManualClock
@@ -28,6 +29,7 @@ from router.placement.plans import Plan, PlanKind
 from router.placement.policies.interface import PolicySettings
 from router.placement.policies.registry import make_policy
 from router.placement.search import Search, Sought
+from router.tenant_metrics import MAX_LABELS, OTHERS, TenantMetrics
 from router.tenants import Tenant
 
 A, B = Tenant(name="a"), Tenant(name="b")
@@ -81,7 +83,14 @@ class Line:
         self.clock = ManualClock(100.0)
         self.fleet = Fleet(index=PrefixIndex(), clock=self.clock)
         self.chooser = PageChooser(self.fleet, self.clock, num_pages=num_pages)
-        self.admission = Admission(fleet=self.fleet, chooser=self.chooser, clock=self.clock, max_queued=max_queued)
+        self.registry = CollectorRegistry()
+        self.admission = Admission(
+            fleet=self.fleet,
+            chooser=self.chooser,
+            clock=self.clock,
+            max_queued=max_queued,
+            metrics=TenantMetrics(self.registry),
+        )
         self.tickets: dict[str, Ticket] = {}
         self.waiting: dict[str, asyncio.Task[Booking]] = {}
 
@@ -297,6 +306,35 @@ async def test_settle_charges_what_a_request_got_instead_of_what_was_expected() 
     assert {"a", "b"} <= line.served
     assert line.chooser.asked.index("a") > line.chooser.asked.index("b")
     assert line.chooser.asked[-2:] == ["a", "b"]
+
+
+async def test_metrics_tell_by_tenant_who_waits_who_was_refused_and_what_was_served() -> None:
+    line = Line(num_pages=10)
+    small = Tenant(name="small", max_queued=1, max_concurrent=1)
+    await line.come("x", 10, small)
+    line.clock.advance(2.0)
+    await line.come("y", 1, small)
+    assert line.refusal(small).cause is RefusalCause.TENANT_QUEUE_FULL
+    line.admission.settle(line.tickets["x"], Service(num_prompt_tokens=10, num_cached_tokens=4, num_output_tokens=3))
+
+    def sample(name: str, **labels: str) -> float | None:
+        return line.registry.get_sample_value(name, {"tenant": "small", **labels})
+
+    assert sample("kvrelay_tenant_requests_queued") == sample("kvrelay_tenant_requests_active") == 1
+    assert sample("kvrelay_tenant_refusals_total", cause="tenant_queue_full") == 1
+    kinds = ("prompt_computed", "prompt_cached", "output")
+    assert [sample("kvrelay_tenant_tokens_total", kind=kind) for kind in kinds] == [6, 4, 3]
+    line.clock.advance(1.0)
+    await line.end("x")
+    assert sample("kvrelay_tenant_queue_seconds_sum") == pytest.approx(1.0)
+
+
+def test_metrics_of_very_many_tenants_share_one_label() -> None:
+    registry = CollectorRegistry()
+    metrics = TenantMetrics(registry)
+    for number in range(MAX_LABELS + 7):
+        metrics.count_refusal(f"t{number}", RefusalCause.SLO)
+    assert registry.get_sample_value("kvrelay_tenant_refusals_total", {"tenant": OTHERS, "cause": "slo"}) == 7
 
 
 class LineMachine(RuleBasedStateMachine):
