@@ -43,10 +43,14 @@ def _predicted_ttft_s(request: RouteRequest, plan: Plan | Refused, view: FleetVi
     workers = (*view.prefill, *view.decode)
     if isinstance(plan, Plan) and plan.predicted_ttft_s is not None:
         computes = next(worker for worker in workers if worker.worker_id == plan.computes)
-        return plan.predicted_ttft_s if computes.timing is not GUESSED_TIMING else None
-    if not workers or any(worker.timing is GUESSED_TIMING for worker in workers):
+        return plan.predicted_ttft_s if _is_measured(computes) else None
+    if not workers or not all(map(_is_measured, workers)):
         return None
     return min(_least_ttft_s(request, worker) for worker in workers)
+
+
+def _is_measured(worker: WorkerLoad) -> bool:
+    return worker.timing.prefill != GUESSED_TIMING.prefill
 
 
 def _least_ttft_s(request: RouteRequest, worker: WorkerLoad) -> float:

@@ -123,6 +123,7 @@ class FakeWorker:
     calls: Counter[str] = field(default_factory=Counter)
     """"started", "finished", "cancelled", "failed"."""
     report: worker_pb2.LoadReport = field(default_factory=worker_pb2.LoadReport)
+    timing: worker_pb2.TimingReport | None = None
     blocks: set[BlockHash] = field(default_factory=set)
     num_watches: int = 0
     server: Server | None = None
@@ -251,7 +252,7 @@ class _Servicer(
                 seq += lost
                 kv_events = encode_events(events) if events else b""
                 update = worker_pb2.WatchWorkerResponse(
-                    epoch=worker.epoch, seq=seq, kv_events=kv_events, load=worker.report
+                    epoch=worker.epoch, seq=seq, kv_events=kv_events, load=worker.report, timing=worker.timing
                 )
                 await context.write(update)
                 seq += 1
@@ -493,6 +494,15 @@ def make_request(
     sampling = sampling_pb2.SamplingParams(temperature=0, max_tokens=max_tokens, n=n, stop_token_ids=stop_token_ids)
     prompt = inference_pb2.TokenIds(ids=prompt_of(num_prompt_tokens))
     return inference_pb2.GenerateRequest(token_ids=prompt, sampling=sampling)
+
+
+def timing_of(*, s_per_prompt_token: float) -> worker_pb2.TimingReport:
+    """What a worker says that has measured how long its prompts take."""
+    return worker_pb2.TimingReport(
+        prefill=worker_pb2.StepModel(constant_s=1e-6, per_prefill_token_s=s_per_prompt_token, num_samples=100),
+        decode=worker_pb2.StepModel(constant_s=1e-6, num_samples=100),
+        max_step_tokens=512,
+    )
 
 
 def prompt_of(num_tokens: int) -> list[int]:

@@ -14,9 +14,11 @@ from tests.router.fakes import (
     ROOT,
     FakeWorker,
     answer,
+    config_with,
     make_request,
     prompt_of,
     running_cluster,
+    timing_of,
 )
 
 KEYS = {name: f"key-of-tenant-{name}-0001" for name in "ab"}
@@ -141,3 +143,49 @@ async def test_objective_that_is_no_time_is_refused_by_name(seconds: float) -> N
         with pytest.raises(InvalidRequest) as caught:
             await cluster.generate(request)
         assert caught.value.field == "objective.ttft_s"
+
+
+async def test_request_that_cannot_meet_its_deadline_is_refused_before_any_prefill() -> None:
+    prefill, decode = pair()
+    prefill.timing = decode.timing = timing_of(s_per_prompt_token=1.0)
+    async with running_cluster(prefill, decode) as cluster:
+        with pytest.raises(Overloaded, match="the caller's deadline leaves") as caught:
+            await cluster.generate(make_request(10), timeout_s=4.0)
+        assert caught.value.retry_after_s is not None
+        assert 5.0 < caught.value.retry_after_s < 8.0
+        assert not prefill.requests
+        assert not decode.requests
+        assert (await cluster.until_idle()).num_failed == 1
+        assert (await cluster.generate(make_request(10), timeout_s=30.0)).token_ids() == answer(prompt_of(10), 6)
+
+
+@pytest.mark.parametrize(("shed", "is_refused"), [("slo", True), ("deadline", False)])
+async def test_request_that_cannot_meet_its_objective_is_refused_where_the_configuration_says_so(
+    shed: str, is_refused: bool
+) -> None:
+    prefill, decode = pair()
+    prefill.timing = decode.timing = timing_of(s_per_prompt_token=0.5)
+    async with running_cluster(prefill, decode, config=config_with(shed=shed)) as cluster:
+        request = make_request(10)
+        request.objective.ttft_s = 4.5
+        if is_refused:
+            with pytest.raises(Overloaded, match=r"the objective of 4\.5 s leaves 4\.\d+ s"):
+                await cluster.generate(request)
+        else:
+            assert (await cluster.generate(request)).token_ids() == answer(prompt_of(10), 6)
+        request.objective.ttft_s = 5.5
+        assert (await cluster.generate(request)).token_ids() == answer(prompt_of(10), 6)
+
+
+async def test_long_cold_prompt_gives_way_to_a_short_one_that_comes_soon_after_it() -> None:
+    prefill, decode = pair()
+    prefill.timing = decode.timing = timing_of(s_per_prompt_token=1.0)
+    decode.report.num_free_blocks, decode.report.num_running = 0, 1
+    async with running_cluster(prefill, decode, config=config_with(shed="none")) as cluster:
+        waiting = []
+        for position, num_tokens in enumerate([100, 10]):
+            waiting.append(asyncio.create_task(cluster.generate(make_request(num_tokens))))
+            await cluster.until_queued(position + 1)
+        decode.set_load(num_free_blocks=64)
+        await asyncio.gather(*waiting)
+    assert [len(request.sequence.prompt_tokens) // 4 for request in decode.requests] == [10, 100]
