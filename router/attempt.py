@@ -57,6 +57,8 @@ class Attempt:
     number: int
     metrics: RouterMetrics
     census: TaskCensus
+    on_started: Callable[[int], None]
+    """Hears how many tokens of the prompt were found in the cache, once its computation begins."""
     on_transferred: Callable[[], None]
     """Hears that the decode worker holds the blocks of all known tokens."""
 
@@ -189,6 +191,7 @@ class Attempt:
         if not self.record.ledger.num_tokens:
             self.record.num_cached_tokens = started.num_cached_tokens
             self.record.num_pulled_tokens = started.num_pulled_tokens
+            self.on_started(started.num_cached_tokens)
 
     def _enter_prefilling(self) -> None:
         if self.life.state is State.RESERVING:

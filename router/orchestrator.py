@@ -34,7 +34,6 @@ from common.errors import (
 )
 from common.lifecycle import LifeCycle, State
 from kvrelay.v1 import inference_pb2
-from router.admission.account import Service
 from router.admission.line import Admission
 from router.admission.ticket import Seeker, Ticket
 from router.attempt import Attempt, AttemptFailed
@@ -155,6 +154,7 @@ class Orchestrator:
             record.life.advance(State.FINISHED)
             record.outbox.put(inference_pb2.GenerateResponse(completed=record.completed))
             self._metrics.observe(record)
+            ticket.account.learn_output(record.service)
         except TimeoutError:
             error = DeadlineExceeded("the deadline passed before the answer was complete")
         except KvrelayError as caught:
@@ -163,7 +163,7 @@ class Orchestrator:
             logger.exception("request failed", extra={"request_id": record.job.request_id})
             error = EngineFault(f"the router failed: {type(caught).__name__}: {caught}")
         finally:
-            self._admission.settle(ticket, _service(record))
+            self._admission.settle(ticket, record.service)
         record.outbox.close(error)
 
     async def _serve(self, leg: _Leg) -> None:
@@ -234,6 +234,7 @@ class Orchestrator:
                     number=leg.num_attempts,
                     metrics=self._metrics,
                     census=self._census,
+                    on_started=partial(self._admission.correct_cached, leg.ticket),
                     on_transferred=partial(self._chooser.expect, booking.plan.decode, hashes),
                 )
                 try:
@@ -296,14 +297,3 @@ class Orchestrator:
             suspects.append(prefill)
         for hold in suspects:
             self._fleet.suspect(hold, str(failure))
-
-
-def _service(record: RequestRecord) -> Service:
-    """Return what the request got so far; a prompt counts from the moment when its computation began."""
-    has_begun = record.life.first(State.PREFILLING) is not None
-    return Service(
-        num_prompt_tokens=len(record.job.prompt_token_ids) if has_begun else 0,
-        num_cached_tokens=record.num_cached_tokens if has_begun else 0,
-        num_output_tokens=record.ledger.num_tokens,
-        num_samples=record.job.sampling.n,
-    )

@@ -10,6 +10,7 @@ from common.sampling import SamplingParams
 from common.tokens import TokenArray, as_tokens
 from common.wire import pack_tokens, sampling_to_proto
 from kvrelay.v1 import decode_pb2, inference_pb2, sequence_pb2, worker_pb2
+from router.admission.account import Service
 from router.facts import ModelFacts
 from router.ledger import TokenLedger
 from router.outbox import Outbox
@@ -97,6 +98,17 @@ class RequestRecord:
         self.transfer.transfer_s += stats.transfer_s
         self.transfer.exposed_s += stats.exposed_s
         self.transfer.transport = stats.transport
+
+    @property
+    def service(self) -> Service:
+        """What the request got so far; a prompt counts from the moment when its computation began."""
+        has_begun = self.life.first(State.PREFILLING) is not None
+        return Service(
+            num_prompt_tokens=len(self.job.prompt_token_ids) if has_begun else 0,
+            num_cached_tokens=self.num_cached_tokens if has_begun else 0,
+            num_output_tokens=self.ledger.num_tokens,
+            num_samples=self.job.sampling.n,
+        )
 
     @property
     def usage(self) -> inference_pb2.Usage:

@@ -7,7 +7,8 @@
 3. The line is served whenever the fleet changes, a request ends or an exclusion expires; there is no polling. When
    whoever is next finds no plan, those behind may go ahead, a few of each tenant being asked. Who was overtaken
    MAX_OVERTAKEN times is waited for.
-4. `settle`: what a request really got corrects what its tenant was charged when the plan was made.
+4. What a request really got corrects what its tenant was charged when the plan was made: `correct_cached` when its
+   prompt begins, `settle` when it ends.
 
 A worker that refuses a request is not asked again for it until its load has changed since, or the time that it named
 has passed (chooser.py). A refusal is final when waiting cannot help (placement/feasibility.py).
@@ -15,6 +16,7 @@ has passed (chooser.py). A refusal is final when waiting cannot help (placement/
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 
 from common.clock import Clock
 from common.errors import Overloaded, RefusalCause, Refused, WorkerLost
@@ -102,12 +104,16 @@ class Admission:
         ticket.expected = expected
         return None
 
+    def correct_cached(self, ticket: Ticket, num_cached_tokens: int) -> None:
+        """Replace the cached tokens that were predicted for a request by those that its worker found."""
+        self._charge(ticket, replace(ticket.service, num_cached_tokens=num_cached_tokens))
+
     def settle(self, ticket: Ticket, actual: Service) -> None:
         """Replace what was expected of a request by what it got. Call once, before its ticket is given up."""
         account = ticket.account
         account.correct_tokens(actual.num_tokens - ticket.expected.num_tokens, self._clock.monotonic())
         ticket.expected = actual
-        self._charge(ticket, _cost(actual))
+        self._charge(ticket, actual)
         self._metrics.count_service(account.tenant.name, actual)
 
     def _count(self, tenant: str, refused: Refused) -> Refused:
@@ -237,15 +243,15 @@ class Admission:
                 num_output_tokens=sought.num_output_tokens * sought.num_samples,
                 num_samples=sought.num_samples,
             )
-            self._charge(ticket, _cost(expected))
+            self._charge(ticket, expected)
             if account.is_full:
                 self._queue.hold(account.tenant.name)
         seeker.granted.set_result(booking)
 
-    def _charge(self, ticket: Ticket, cost: float) -> None:
-        """Make `cost` the whole charge for a request."""
-        self._queue.charge(ticket.account.tenant.name, cost - ticket.charged)
-        ticket.charged = cost
+    def _charge(self, ticket: Ticket, service: Service) -> None:
+        """Make `service` the whole charge for a request."""
+        self._queue.charge(ticket.account.tenant.name, _cost(service) - _cost(ticket.service))
+        ticket.service = service
 
     def _wake_for(self, passed: list[Place[Seeker]]) -> None:
         """Serve the line again when the first exclusion ends, even if nothing changes until then."""

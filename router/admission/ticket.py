@@ -24,8 +24,8 @@ class Ticket:
     on_close: "Callable[[Ticket], None]"
     expected: Service = field(default_factory=Service)
     """What its tenant's token rate was charged."""
-    charged: float = 0.0
-    """What its tenant's share was charged: tokens, weighted by their cost."""
+    service: Service = field(default_factory=Service)
+    """What its tenant's share was charged."""
     has_plan: bool = False
     """It has had one; from then on no limit refuses it, and it stands before newcomers."""
     is_closed: bool = False

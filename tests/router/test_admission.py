@@ -294,6 +294,19 @@ async def test_booking_granted_to_a_request_that_is_cancelled_at_that_moment_is_
     assert line.chooser.num_free == 1
 
 
+async def test_cached_tokens_that_the_worker_found_lower_the_charge_at_once() -> None:
+    line = Line(num_pages=100)
+    await line.come("x", 40)
+    await line.come("y", 20, B)
+    line.admission.correct_cached(line.tickets["x"], 39)
+    await line.come("full", 40, Tenant(name="c"))
+    await line.come("b", 5, B)
+    await line.come("a", 5, A)
+    line.chooser.asked.clear()
+    await line.end("full")
+    assert line.chooser.asked == ["a", "b"]
+
+
 async def test_settle_charges_what_a_request_got_instead_of_what_was_expected() -> None:
     line = Line(num_pages=100)
     await line.come("x", 40)
