@@ -94,7 +94,7 @@ class RouterConfig(_Section):
     metrics_port: Port | None = 0
     """Prometheus port; 0 picks a free one, null turns it off."""
     policy: Literal[
-        "prefix_affinity",
+        "predictive",
         "random",
         "round_robin",
         "power_of_two",
@@ -109,9 +109,12 @@ class RouterConfig(_Section):
         "aibrix",
         "mooncake",
         "oracle",
-    ] = "prefix_affinity"
+    ] = "predictive"
     local_prefill_max_tokens: Annotated[int, Field(ge=0)] = 32
     """A prompt with at most this many uncached tokens on the decode worker is prefilled there."""
+    max_prefill_wait_s: Annotated[float, Field(gt=0)] = 0.1
+    """A prompt that would wait longer than this at every worker waits in the router's line instead, where the most
+    urgent goes first (policy predictive). Short enough to choose late, long enough that no worker runs dry."""
     max_queued: Annotated[int, Field(ge=1)] = 512
     """Requests that wait for a plan; more are refused."""
     auth: Literal["none", "api_key"] = "none"
@@ -158,6 +161,8 @@ class SloConfig(_Section):
     """What users were promised; reported beside what was measured."""
 
     ttft_s: Annotated[float, Field(gt=0)] = 2.0
+    ttft_tokens: Annotated[int, Field(ge=1)] = 8192
+    """Prompts of more tokens than this may take proportionally longer to the first token."""
     itl_s: Annotated[float, Field(gt=0)] = 0.2
 
 

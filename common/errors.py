@@ -146,7 +146,9 @@ class RefusalCause(enum.Enum):
     """Why something was refused; a metric's label."""
 
     NO_ROOM = "no_room"
-    """No worker can take it now; the only cause for which waiting in line helps."""
+    """No worker can take it now."""
+    BUSY = "busy"
+    """Workers could take it, but are busy with others' prompts for a while: it waits where its turn can change."""
     QUEUE_FULL = "queue_full"
     """Too many requests of all tenants wait."""
     TENANT_QUEUE_FULL = "tenant_queue_full"
@@ -169,7 +171,7 @@ class Refused:
     @property
     def is_final(self) -> bool:
         """Whether the caller is told at once, because waiting in line cannot help it."""
-        return self.cause is not RefusalCause.NO_ROOM
+        return self.cause not in (RefusalCause.NO_ROOM, RefusalCause.BUSY)
 
 
 def error_classes() -> list[type[KvrelayError]]:

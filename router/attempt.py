@@ -219,6 +219,8 @@ class Attempt:
             attempt=self.number,
             source_worker_id=source.worker_id if source is not None else "",
             num_source_blocks=source.num_blocks if source is not None else 0,
+            predicted_ttft_s=plan.predicted_ttft_s or 0.0,
+            predicted_itl_s=plan.predicted_itl_s or 0.0,
         )
 
 

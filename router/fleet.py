@@ -217,6 +217,12 @@ class Fleet:
         prefill = (m.timing for m in ready if m.endpoint.role == worker_pb2.WORKER_ROLE_PREFILL)
         return next(prefill, None) or next((m.timing for m in ready), GUESSED_TIMING)
 
+    def prefill_free_at_s(self) -> float:
+        """Return when the first of those that compute prompts will have computed all that it was given."""
+        ready = [m for m in self._members.values() if m.state is WorkerState.READY]
+        prefill = [m for m in ready if m.endpoint.role == worker_pb2.WORKER_ROLE_PREFILL]
+        return min((m.load().prefill_free_at_s for m in prefill or ready), default=0.0)
+
     def load_version(self, worker_id: WorkerId) -> int:
         """Return a number that changes with the worker's reported load."""
         member = self._members.get(worker_id)

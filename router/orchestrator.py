@@ -274,7 +274,7 @@ class Orchestrator:
             num_output_tokens=leg.ticket.account.expected_output_tokens(at_most=job.sampling.max_tokens),
             received_s=leg.record.life.received_s,
             deadline_s=now_s + leg.record.deadline_s - loop_s,
-            ttft_slo_s=terms.ttft_slo_s,
+            ttft_slo_s=terms.ttft_objective_s(len(job.prompt_token_ids)),
             itl_slo_s=terms.itl_slo_s,
         )
         return Seeker(

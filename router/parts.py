@@ -45,9 +45,13 @@ def build_router(
     index, metrics = PrefixIndex(), RouterMetrics()
     fleet = Fleet(index=index, clock=clock, connect=connect)
     if policy is None:
-        settings = PolicySettings(local_prefill_max_tokens=config.local_prefill_max_tokens, seed=seed)
+        settings = PolicySettings(
+            local_prefill_max_tokens=config.local_prefill_max_tokens,
+            max_prefill_wait_s=config.max_prefill_wait_s,
+            seed=seed,
+        )
         policy = make_policy(config.policy, settings)
-    chooser = Chooser(fleet=fleet, index=index, policy=policy, clock=clock)
+    chooser = Chooser(fleet=fleet, index=index, policy=policy, clock=clock, max_wait_s=config.max_prefill_wait_s)
     admission = Admission(
         fleet=fleet,
         chooser=chooser,

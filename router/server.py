@@ -73,7 +73,9 @@ async def serve_router(
     parts = build_router(config, clock=clock, seed=secrets.randbits(64))
     metrics, fleet = parts.metrics, parts.fleet
     reader = RequestReader(codec, default_max_tokens=config.default_max_tokens)
-    default_terms = Terms(ttft_slo_s=serving.slo.ttft_s, itl_slo_s=serving.slo.itl_s)
+    default_terms = Terms(
+        ttft_slo_s=serving.slo.ttft_s, ttft_tokens=serving.slo.ttft_tokens, itl_slo_s=serving.slo.itl_s
+    )
 
     def add_services(server: grpc.aio.Server) -> list[str]:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(

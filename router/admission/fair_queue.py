@@ -6,19 +6,24 @@ counter goes next. A tenant that comes back after a pause is lifted to the lowes
 that it cannot save up its share. Then the weighted service of two tenants that both keep waiting differs by no more
 than what is in flight at once, whatever their requests look like.
 
-Inside a tenant: higher priority first; then least `work_s + AGEING * arrival`. A long prompt gives way to short ones,
-but only to those that come within `work_s / AGEING` seconds after it. Everybody ages alike, so that the order of two
-that wait never changes, and a heap holds it.
+Inside a tenant: higher priority first; then least `work_s + AGEING * due_s`. What is due is the latest moment at which
+the computation may begin and still bring the first token in time; without an objective, the arrival. A long prompt
+gives way to short ones, but only to those that come within `work_s / AGEING` seconds after it. Everybody ages alike, so
+that the order of two that wait never changes, and a heap holds it.
+
+Who cannot be in time any more stands behind all who can: under overload, serving everybody late serves nobody. They go
+in order of arrival when nobody else waits, until their patience, or the server's, ends.
 
 Every operation costs O(log n + tenants), however many wait.
 """
 
 import heapq
+import math
 from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-AGEING = 1.0
+AGEING = 0.3
 """Seconds of prefill that a second of waiting outweighs."""
 PROMPT_TOKEN_COST = 1.0
 OUTPUT_TOKEN_COST = 2.0
@@ -30,9 +35,9 @@ T = TypeVar("T")
 Rank = tuple[float, ...]
 
 
-def rank(*, priority: int, work_s: float, arrived_s: float, number: int) -> Rank:
+def rank(*, priority: int, work_s: float, due_s: float, number: int) -> Rank:
     """Return the key of a request inside its tenant; low goes first, and no two are equal."""
-    return (-priority, work_s + AGEING * arrived_s, number)
+    return (-priority, work_s + AGEING * due_s, number)
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +49,8 @@ class Place(Generic[T]):
     """"" for those that stand before all newcomers."""
     line: "_Line[T]"
     rank: Rank
+    due_s: float = math.inf
+    """When it is too late to be in time."""
     is_waiting: bool = False
     """In the line just now; `pop` takes out."""
 
@@ -55,6 +62,8 @@ class _Line(Generic[T]):
     weight: float
     heap: list[tuple[Rank, Place[T]]] = field(default_factory=list)
     """With places that are no longer waited in."""
+    late: list[tuple[Rank, Place[T]]] = field(default_factory=list)
+    """Those that cannot be in time any more."""
     num_waiting: int = 0
     counter: float = 0.0
     is_held: bool = False
@@ -71,16 +80,28 @@ class _Line(Generic[T]):
     def remove(self, place: Place[T]) -> None:
         place.is_waiting = False
         self.num_waiting -= 1
-        if len(self.heap) > max(2 * self.num_waiting, _MIN_STALE):
-            self.heap = [entry for entry in self.heap if entry[1].is_waiting]
-            heapq.heapify(self.heap)
+        if len(self.heap) + len(self.late) > max(2 * self.num_waiting, _MIN_STALE):
+            for heap in (self.heap, self.late):
+                heap[:] = [entry for entry in heap if entry[1].is_waiting]
+                heapq.heapify(heap)
 
-    def take(self) -> Place[T]:
-        while True:
+    def take(self, now_s: float) -> Place[T]:
+        place = self._next(now_s)
+        place.is_waiting = False
+        self.num_waiting -= 1
+        return place
+
+    def _next(self, now_s: float) -> Place[T]:
+        while self.heap:
             _rank, place = heapq.heappop(self.heap)
+            if not place.is_waiting:
+                continue
+            if place.due_s >= now_s:
+                return place
+            heapq.heappush(self.late, ((place.rank[0], place.rank[-1]), place))
+        while True:
+            _rank, place = heapq.heappop(self.late)
             if place.is_waiting:
-                place.is_waiting = False
-                self.num_waiting -= 1
                 return place
 
 
@@ -110,12 +131,12 @@ class FairQueue(Generic[T]):
         """Return the tenant's weighted service."""
         return self._lines[tenant].counter
 
-    def push(self, item: T, *, tenant: str, rank: Rank) -> Place[T]:
-        """Let a newcomer stand in its tenant's line."""
+    def push(self, item: T, *, tenant: str, rank: Rank, due_s: float = math.inf) -> Place[T]:
+        """Let a newcomer stand in its tenant's line; after `due_s` it stands behind those who can still be in time."""
         line = self._lines[tenant]
         if not line.contends:
             self._lift(line)
-        place = Place(item, tenant, line, rank)
+        place = Place(item, tenant, line, rank, due_s)
         line.add(place)
         return place
 
@@ -125,15 +146,15 @@ class FairQueue(Generic[T]):
         self._first.add(place)
         return place
 
-    def pop(self, *, skipping: Container[str] = ()) -> Place[T] | None:
+    def pop(self, *, now_s: float, skipping: Container[str] = ()) -> Place[T] | None:
         """Take out who goes next, of the tenants that are not skipped; None when there is nobody."""
         if self._first.num_waiting and FIRST not in skipping:
-            return self._first.take()
+            return self._first.take(now_s)
         lines = [line for name, line in self._lines.items() if line.contends and name not in skipping]
         if not lines:
             return None
         line = min(lines, key=lambda line: line.counter)
-        place = line.take()
+        place = line.take(now_s)
         self._note_left(line)
         return place
 

@@ -15,6 +15,7 @@ has passed (chooser.py). A refusal is final when waiting cannot help (placement/
 """
 
 import asyncio
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -35,6 +36,8 @@ MAX_CANDIDATES = 4
 """Of each tenant that are asked when nobody before them found a plan."""
 MAX_OVERTAKEN = 32
 """Plans that may be given to others past one that waits for its own."""
+MIN_BUSY_S = 0.005
+"""Shortest pause before somebody who waits for one busy worker is asked again."""
 
 
 class Admission:
@@ -174,13 +177,13 @@ class Admission:
         ticket = seeker.ticket
         if ticket.has_plan:
             return self._queue.push_first(seeker, number=ticket.number)
-        key = rank(
-            priority=ticket.terms.priority,
-            work_s=self._chooser.work_s(seeker.search.sought),
-            arrived_s=ticket.received_s,
-            number=ticket.number,
-        )
-        return self._queue.push(seeker, tenant=ticket.account.tenant.name, rank=key)
+        sought = seeker.search.sought
+        work_s = self._chooser.work_s(sought)
+        has_objective = sought.ttft_slo_s != math.inf
+        due_s = ticket.received_s + (sought.ttft_slo_s - work_s if has_objective else 0.0)
+        key = rank(priority=ticket.terms.priority, work_s=work_s, due_s=due_s, number=ticket.number)
+        late_s = due_s if has_objective else math.inf
+        return self._queue.push(seeker, tenant=ticket.account.tenant.name, rank=key, due_s=late_s)
 
     def _on_change(self) -> None:
         self._num_changes += 1
@@ -191,7 +194,8 @@ class Admission:
         passed: list[Place[Seeker]] = []
         num_passed: Counter[str] = Counter()
         skipping: set[str] = set()
-        while (place := self._queue.pop(skipping=skipping)) is not None:
+        now_s = self._clock.monotonic()
+        while (place := self._queue.pop(now_s=now_s, skipping=skipping)) is not None:
             seeker = place.item
             assert seeker.granted is not None, f"{seeker.search.sought.request_id} is in line without a future"
             if seeker.granted.done():  # cancelled: its task is about to leave the line
@@ -200,7 +204,8 @@ class Admission:
             if isinstance(outcome, Booking):
                 self._grant(seeker, outcome)
                 for other in passed:
-                    other.item.num_overtaken += 1
+                    # Who waits for a busy worker is not kept waiting by those who go elsewhere.
+                    other.item.num_overtaken += not _is_busy(other.item)
             elif outcome.is_final:
                 seeker.granted.set_result(self._count(seeker.ticket.account.tenant.name, outcome))
             else:
@@ -215,14 +220,19 @@ class Admission:
         self._wake_for(passed)
 
     def _ask(self, seeker: Seeker) -> Booking | Refused:
-        wakes_at_s = seeker.search.wakes_at_s
-        is_due = wakes_at_s is not None and wakes_at_s <= self._clock.monotonic()
-        if seeker.last_refusal is not None and seeker.refused_at == self._num_changes and not is_due:
+        if seeker.last_refusal is not None and not self._is_worth_asking(seeker, seeker.last_refusal):
             return seeker.last_refusal
         outcome = self._chooser.choose(seeker.search)
         if isinstance(outcome, Refused):
             seeker.last_refusal, seeker.refused_at = outcome, self._num_changes
+            seeker.ask_again_s = self._clock.monotonic() + outcome.retry_after_s
         return outcome
+
+    def _is_worth_asking(self, seeker: Seeker, last: Refused) -> bool:
+        now_s = self._clock.monotonic()
+        if last.cause is RefusalCause.BUSY and self._chooser.opens_at_s() > now_s:
+            return False
+        return seeker.refused_at != self._num_changes or _wakes_at_s(seeker) <= now_s
 
     def _grant(self, seeker: Seeker, booking: Booking) -> None:
         assert seeker.granted is not None, "only those in line are granted a plan"
@@ -254,13 +264,15 @@ class Admission:
         ticket.service = service
 
     def _wake_for(self, passed: list[Place[Seeker]]) -> None:
-        """Serve the line again when the first exclusion ends, even if nothing changes until then."""
+        """Serve the line again when an exclusion ends or a worker is free, even if nothing changes until then."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        times = [wakes_at_s for place in passed if (wakes_at_s := place.item.search.wakes_at_s) is not None]
-        if times:
-            delay_s = max(min(times) - self._clock.monotonic(), 0.001)
+        wakes_at_s = min((_wakes_at_s(place.item) for place in passed), default=math.inf)
+        if any(_is_busy(place.item) for place in passed):
+            wakes_at_s = min(wakes_at_s, max(self._chooser.opens_at_s(), self._clock.monotonic() + MIN_BUSY_S))
+        if wakes_at_s != math.inf:
+            delay_s = max(wakes_at_s - self._clock.monotonic(), 0.001)
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._serve)
 
     def _timeout_error(self, seeker: Seeker) -> Overloaded | WorkerLost:
@@ -270,6 +282,18 @@ class Admission:
             return WorkerLost(message)
         self._metrics.count_refusal(seeker.ticket.account.tenant.name, RefusalCause.NO_ROOM)
         return Overloaded(message, retry_after_s=self._pace.promise_s(self._clock.monotonic()))
+
+
+def _is_busy(seeker: Seeker) -> bool:
+    return seeker.last_refusal is not None and seeker.last_refusal.cause is RefusalCause.BUSY
+
+
+def _wakes_at_s(seeker: Seeker) -> float:
+    """Return when asking again can help although nothing has changed."""
+    wakes_at_s = seeker.search.wakes_at_s
+    if _is_busy(seeker):
+        return seeker.ask_again_s if wakes_at_s is None else min(wakes_at_s, seeker.ask_again_s)
+    return math.inf if wakes_at_s is None else wakes_at_s
 
 
 def _cost(service: Service) -> float:

@@ -14,7 +14,13 @@ class Terms:
 
     priority: int = 0
     ttft_slo_s: float = math.inf
+    ttft_tokens: float = math.inf
+    """Prompts of more tokens than this may take proportionally longer to the first token."""
     itl_slo_s: float = math.inf
+
+    def ttft_objective_s(self, num_prompt_tokens: int) -> float:
+        """Return what a prompt of this size may take to its first token."""
+        return self.ttft_slo_s * max(1.0, num_prompt_tokens / self.ttft_tokens)
 
 
 NO_TERMS = Terms()
@@ -23,9 +29,11 @@ NO_TERMS = Terms()
 def read_terms(message: inference_pb2.GenerateRequest, *, tenant: Tenant, default: Terms) -> Terms:
     """Return the request's terms; what it leaves open is the default's. Raises InvalidRequest."""
     objective = message.objective
+    has_own = objective.HasField("ttft_s")
     return Terms(
         priority=min(message.priority, tenant.max_priority),
-        ttft_slo_s=_seconds(objective.ttft_s, "ttft_s") if objective.HasField("ttft_s") else default.ttft_slo_s,
+        ttft_slo_s=_seconds(objective.ttft_s, "ttft_s") if has_own else default.ttft_slo_s,
+        ttft_tokens=math.inf if has_own else default.ttft_tokens,
         itl_slo_s=_seconds(objective.itl_s, "itl_s") if objective.HasField("itl_s") else default.itl_slo_s,
     )
 

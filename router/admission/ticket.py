@@ -51,5 +51,7 @@ class Seeker:
     last_refusal: Refused | None = None
     refused_at: int = -1
     """State of the fleet at the last refusal: nothing new is to be expected before it changes."""
+    ask_again_s: float = 0.0
+    """When the last refusal suggested to ask again."""
     num_overtaken: int = 0
     """Plans given to others after this one had been refused one before them."""

@@ -32,7 +32,10 @@ RETRY_AFTER_S = 1.0
 class Chooser:
     """Chooses and books. Event loop only."""
 
-    def __init__(self, *, fleet: Fleet, index: PrefixIndex, policy: Policy, clock: Clock) -> None:
+    def __init__(
+        self, *, fleet: Fleet, index: PrefixIndex, policy: Policy, clock: Clock, max_wait_s: float = 0.0
+    ) -> None:
+        self._max_wait_s = max_wait_s
         self._fleet = fleet
         self._index = index
         self._policy = policy
@@ -66,6 +69,10 @@ class Chooser:
         if isinstance(plan, Refused):
             return plan
         return self._book(search, request, plan)
+
+    def opens_at_s(self) -> float:
+        """Return when, as far as is known, the first worker can begin with another prompt soon enough."""
+        return self._fleet.prefill_free_at_s() - self._max_wait_s
 
     def work_s(self, sought: Sought) -> float:
         """Return how long the least work takes that is left of the prompt, at the pace of a typical worker."""

@@ -34,7 +34,7 @@ def test_demo_asks_everything_shows_the_cost_and_stops(
     assert result.stdout.count("remote prefill-0 → decode-0 (longest prefix)") == 7
     assert result.stdout.count("Hello world") == 7
     assert "A │ Hello world" in result.stdout
-    assert "policy prefix_affinity" in result.stdout
+    assert "policy predictive" in result.stdout
 
 
 def test_demo_sends_a_shared_prefix_a_long_prompt_and_a_seed(

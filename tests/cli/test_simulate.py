@@ -9,14 +9,14 @@ SMALL = str(Path(__file__).parents[1] / "simulator" / "data" / "small.jsonl")
 
 
 def test_simulate_compares_policies_and_leaves_table_page_and_requests(run: Run, folder: Path) -> None:
-    arguments = ("simulate", "-t", SMALL, "-n", "25", "-p", "round_robin,prefix_affinity", "-w", "1P1D", "-s", "0.5,1")
+    arguments = ("simulate", "-t", SMALL, "-n", "25", "-p", "round_robin,predictive", "-w", "1P1D", "-s", "0.5,1")
     result = run(*arguments, "-o", "out")
     assert result.exit_code == 0, result.output
     assert "[4/4]" in result.stderr
     assert result.stdout.count("round_robin") == 2
     assert (folder / "out" / "report.html").read_text().startswith("<!doctype html>")
     assert (folder / "out" / "table.txt").exists()
-    lines = (folder / "out" / "cells" / "prefix_affinity@0.5" / "requests.jsonl").read_text().splitlines()
+    lines = (folder / "out" / "cells" / "predictive@0.5" / "requests.jsonl").read_text().splitlines()
     assert len(lines) == 25
     assert json.loads(lines[3])["index"] == 3
 
@@ -31,7 +31,7 @@ def test_simulate_aggregated_puts_all_workers_in_one_pool(run: Run, folder: Path
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("-p", "best"), "--policy: 'best' is no policy; known are prefix_affinity, "),
+        (("-p", "best"), "--policy: 'best' is no policy; known are predictive, "),
         (("-s", "1,fast"), "--speed: '1,fast'; say positive numbers"),
         (("-s", "0"), "--speed: '0'; say positive numbers"),
         (("-w", "many"), "--workers: 'many' names no workers; say 4P4D"),

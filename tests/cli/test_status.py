@@ -10,7 +10,7 @@ from tests.client.fake_server import FakeInference
 def test_status_shows_router_and_workers(run: Run, address: str) -> None:
     result = run("status", "-a", address)
     assert result.exit_code == 0
-    assert f"router {address} · policy prefix_affinity" in result.stdout
+    assert f"router {address} · policy predictive" in result.stdout
     assert "2 active · 11 completed" in result.stdout
     prefill = next(line for line in result.stdout.splitlines() if line.startswith(" prefill-0"))
     cells = [cell.strip() for cell in prefill.split("│")]

@@ -221,7 +221,7 @@ def test_tokenize_models_and_status_return_records(fake: FakeInference, address:
     assert (tokenization.token_ids, tokenization.pieces) == ((1, 2), ("a", "b"))
     assert fake.tokenize_requests[0].chat.messages[0].content == "Hi"
     assert (model.name, model.max_model_len, model.vocab_size) == ("tiny", 2048, 512)
-    assert (status.router.policy, status.router.num_completed) == ("prefix_affinity", 11)
+    assert (status.router.policy, status.router.num_completed) == ("predictive", 11)
     prefill, decode = status.workers
     assert prefill.role == "prefill"
     assert prefill.status is not None

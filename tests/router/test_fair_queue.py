@@ -21,12 +21,12 @@ def push(
     queue: FairQueue[int], number: int, *, tenant: str = "a", priority: int = 0, work_s: float = 0.0
 ) -> Place[int]:
     """Let a request come at second `number`."""
-    key = rank(priority=priority, work_s=work_s, arrived_s=number, number=number)
+    key = rank(priority=priority, work_s=work_s, due_s=number, number=number)
     return queue.push(number, tenant=tenant, rank=key)
 
 
 def drain(queue: FairQueue[int]) -> list[int]:
-    places = iter(queue.pop, None)
+    places = iter(lambda: queue.pop(now_s=0.0), None)
     return [place.item for place in places]
 
 
@@ -48,10 +48,9 @@ def test_higher_priority_goes_first_inside_its_tenant_only() -> None:
 
 def test_long_prompt_gives_way_only_to_those_that_come_within_its_own_work() -> None:
     queue = make_queue(a=1)
-    push(queue, 0, work_s=10.0)
-    push(queue, 9, work_s=0.5)
-    push(queue, 11, work_s=0.5)
-    assert AGEING == 1.0
+    push(queue, 0, work_s=10.0 * AGEING)
+    push(queue, 9)
+    push(queue, 11)
     assert drain(queue) == [9, 0, 11]
 
 
@@ -70,7 +69,7 @@ def test_tenant_with_three_times_the_weight_is_served_three_times_as_much() -> N
         push(queue, number, tenant="heavy")
     served = {"a": 0, "heavy": 0}
     for _ in range(80):
-        place = queue.pop()
+        place = queue.pop(now_s=0.0)
         assert place is not None
         served[place.tenant] += 1
         queue.charge(place.tenant, 100)
@@ -82,7 +81,7 @@ def test_tenant_that_comes_back_has_not_saved_up_its_share() -> None:
     for number in range(40):
         push(queue, number, tenant="a")
     for _ in range(20):
-        place = queue.pop()
+        place = queue.pop(now_s=0.0)
         assert place is not None
         queue.charge("a", 100)
     for number in range(40, 60):
@@ -90,7 +89,7 @@ def test_tenant_that_comes_back_has_not_saved_up_its_share() -> None:
     assert queue.counter("b") == 2000
     served = []
     for _ in range(10):
-        place = queue.pop()
+        place = queue.pop(now_s=0.0)
         assert place is not None
         served.append(place.tenant)
         queue.charge(place.tenant, 100)
@@ -123,7 +122,7 @@ def test_skipped_tenant_keeps_its_place() -> None:
     queue = make_queue(a=1, b=1)
     push(queue, 0, tenant="a")
     push(queue, 1, tenant="b")
-    place = queue.pop(skipping={"a"})
+    place = queue.pop(now_s=0.0, skipping={"a"})
     assert place is not None
     assert place.item == 1
     queue.restore(place)
@@ -136,7 +135,7 @@ def test_restored_place_is_the_same_place_and_lifts_nobody() -> None:
     push(queue, 0, tenant="b")
     before = push(queue, 1, tenant="a")
     for _ in range(3):
-        place = queue.pop()
+        place = queue.pop(now_s=0.0)
         assert place is before
         queue.restore(place)
     assert (queue.counter("a"), drain(queue)) == (50, [1, 0])
@@ -168,7 +167,7 @@ def test_weighted_service_of_tenants_that_keep_waiting_differs_by_one_request_at
         waiting[tenant] += 1
     started = {tenant: queue.counter(tenant) for tenant in TENANTS}
     for _ in range(num_served):
-        place = queue.pop()
+        place = queue.pop(now_s=0.0)
         assert place is not None
         queue.charge(place.tenant, costs[place.item])
         waiting[place.tenant] -= 1
@@ -202,7 +201,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(skipping=st.sets(tenants), cost=st.integers(0, 100))
     def serve(self, skipping: set[str], cost: int) -> None:
-        place = self.queue.pop(skipping=skipping)
+        place = self.queue.pop(now_s=0.0, skipping=skipping)
         eligible = [p for p in self.places.values() if p.tenant not in skipping | self.held]
         assert (place is None) == (not eligible)
         if place is None:
@@ -220,7 +219,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 5))
     def look(self, count: int) -> None:
-        taken = [place for _ in range(count) if (place := self.queue.pop()) is not None]
+        taken = [place for _ in range(count) if (place := self.queue.pop(now_s=0.0)) is not None]
         for place in taken:
             self.queue.restore(place)
 
@@ -250,3 +249,36 @@ class QueueMachine(RuleBasedStateMachine):
 
 TestQueueMachine = QueueMachine.TestCase
 TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_pop_serves_who_can_still_be_in_time_before_who_cannot() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.add_tenant("a", weight=1.0)
+    for number, (name, due_s) in enumerate([("late first", 1.0), ("late second", 2.0), ("in time", 9.0)]):
+        key = rank(priority=0, work_s=1.0, due_s=due_s, number=number)
+        queue.push(name, tenant="a", rank=key, due_s=due_s)
+    order = [place.item for _ in range(3) if (place := queue.pop(now_s=5.0)) is not None]
+    assert order == ["in time", "late first", "late second"]
+
+
+def test_pop_serves_a_late_one_of_higher_priority_before_other_late_ones() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.add_tenant("a", weight=1.0)
+    for number, priority in enumerate([0, 1]):
+        key = rank(priority=priority, work_s=1.0, due_s=1.0, number=number)
+        queue.push(f"priority {priority}", tenant="a", rank=key, due_s=1.0)
+    first = queue.pop(now_s=5.0)
+    assert first is not None
+    assert first.item == "priority 1"
+
+
+def test_restore_keeps_a_late_one_behind_those_in_time() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.add_tenant("a", weight=1.0)
+    queue.push("late", tenant="a", rank=rank(priority=0, work_s=1.0, due_s=1.0, number=0), due_s=1.0)
+    late = queue.pop(now_s=5.0)
+    assert late is not None
+    queue.restore(late)
+    queue.push("in time", tenant="a", rank=rank(priority=0, work_s=1.0, due_s=9.0, number=1), due_s=9.0)
+    order = [place.item for _ in range(2) if (place := queue.pop(now_s=5.0)) is not None]
+    assert order == ["in time", "late"]

@@ -118,7 +118,7 @@ async def test_status_shows_every_worker_and_its_own_report() -> None:
             ("d0", DECODE, "ready"),
         ]
         assert status.workers[1].status.load.num_running == 3
-        assert status.router.policy == "prefix_affinity"
+        assert status.router.policy == "predictive"
         await prefill.die()
         view = await cluster.until_state("p0", "lost")
         assert not view.HasField("status")

@@ -18,7 +18,7 @@ OWN_THRESHOLD = {"llm_d"}
 """Its published decider says when a prompt is prefilled locally."""
 JOINT = {"oracle"}
 """It compares local plans with all others, whatever the threshold."""
-UNEXPLAINED = {"prefix_affinity"}
+UNEXPLAINED = {"predictive"}
 
 
 def test_configuration_names_exactly_the_policies() -> None:

@@ -12,7 +12,8 @@ from common.errors import Refused
 from common.ids import RequestId, WorkerId
 from common.timing import LinkModel, StepModel, TimingModel
 from router.placement.plans import FleetView, Keeper, Plan, PlanKind, RouteRequest, WorkerLoad
-from router.placement.predictive import Predictive, PredictiveSettings
+from router.placement.policies.interface import PolicySettings
+from router.placement.policies.predictive import Predictive
 
 BLOCK = 100
 TIMING = TimingModel(
@@ -52,7 +53,7 @@ def request(num_tokens: int, cached: dict[str, int] | None = None, **changes: ob
 
 
 def policy(*, local_prefill_max_tokens: int = 0, max_wait_s: float = 10.0) -> Predictive:
-    return Predictive(PredictiveSettings(local_prefill_max_tokens=local_prefill_max_tokens, max_wait_s=max_wait_s))
+    return Predictive(PolicySettings(local_prefill_max_tokens=local_prefill_max_tokens, max_prefill_wait_s=max_wait_s))
 
 
 def choose(asked: RouteRequest, view: FleetView, **settings: float) -> Plan:

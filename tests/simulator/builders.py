@@ -35,7 +35,7 @@ def make_shape(num_prefill: int = 2, num_decode: int = 2, **changes: Any) -> Clu
     return ClusterShape(num_prefill=num_prefill, num_decode=num_decode, **(fields | changes))
 
 
-def make_settings(policy: str = "prefix_affinity", **changes: Any) -> SimSettings:
+def make_settings(policy: str = "predictive", **changes: Any) -> SimSettings:
     """Return settings with a linear model of time."""
     router = RouterConfig.model_validate({"policy": policy, "metrics_port": None})
     fields: dict[str, Any] = {

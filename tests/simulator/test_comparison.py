@@ -28,7 +28,7 @@ def make_settings(*, num_requests: int = NUM_REQUESTS, block_size: int = 512, nu
 def make_comparison(out: Path, *policies: str, settings: ReplaySettings | None = None) -> Comparison:
     return Comparison(
         settings=settings or make_settings(),
-        policies=policies or ("round_robin", "prefix_affinity"),
+        policies=policies or ("round_robin", "predictive"),
         speeds=(1.0,),
         out=out,
     )
@@ -70,9 +70,9 @@ def test_every_request_of_the_trace_has_one_result(tmp_path: Path) -> None:
 
 def test_finished_cells_are_not_run_again(tmp_path: Path) -> None:
     before, _ = run(make_comparison(tmp_path, "round_robin"))
-    results, reported = run(make_comparison(tmp_path, "prefix_affinity", "round_robin"))
-    assert [result.cell.policy for result in results] == ["prefix_affinity", "round_robin"]
-    assert [cell.policy for cell in reported] == ["round_robin", "prefix_affinity"]  # what was there comes first
+    results, reported = run(make_comparison(tmp_path, "predictive", "round_robin"))
+    assert [result.cell.policy for result in results] == ["predictive", "round_robin"]
+    assert [cell.policy for cell in reported] == ["round_robin", "predictive"]  # what was there comes first
     assert results[1] == before[0]  # its clock, too
 
 
@@ -114,7 +114,7 @@ def test_report_holds_settings_table_and_plots_and_needs_no_other_file(tmp_path:
     results, _ = run(comparison)
     page = write_report(comparison, results).read_text()
     assert "workers    1P2D, llama-70b on h100-tp4, 400 pages of 512 tokens each" in page
-    assert "prefix_affinity" in (tmp_path / "table.txt").read_text()
+    assert "predictive" in (tmp_path / "table.txt").read_text()
     assert page.count("<svg") == 4
     assert "<script" not in page
     assert "<link" not in page

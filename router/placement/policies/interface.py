@@ -1,5 +1,6 @@
 """What a routing policy is, and what it may be told."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -42,6 +43,8 @@ class PolicySettings:
 
     local_prefill_max_tokens: int = 0
     """A prompt with at most this many uncached tokens on its decode worker is prefilled there."""
+    max_prefill_wait_s: float = math.inf
+    """Predictive alone: prompts that would wait longer at every worker wait in the router's line."""
     seed: int = 0
     """Of a policy's random choices."""
     refuses_over_slo: bool = False

@@ -10,7 +10,7 @@ from router.placement.policies.longest_prefix import LongestPrefix
 from router.placement.policies.mooncake import Mooncake
 from router.placement.policies.oracle import Oracle
 from router.placement.policies.pooled import PooledPolicy, Selector
-from router.placement.policies.prefix_affinity import PrefixAffinity
+from router.placement.policies.predictive import Predictive
 from router.placement.policies.ray_prefix import RayPrefix
 from router.placement.policies.sglang import CacheAware, CacheAwareEvents
 
@@ -27,10 +27,6 @@ def _pooled(
 ) -> PooledPolicy:
     local = settings.local_prefill_max_tokens if threshold is None else threshold
     return PooledPolicy(whole=whole, prefill=prefill, decode=decode, local_prefill_max_tokens=local)
-
-
-def _prefix_affinity(settings: PolicySettings) -> Policy:
-    return PrefixAffinity(local_prefill_max_tokens=settings.local_prefill_max_tokens)
 
 
 def _random(settings: PolicySettings) -> Policy:
@@ -109,7 +105,7 @@ def _oracle(settings: PolicySettings) -> Policy:
 
 POLICIES: Mapping[str, Factory] = MappingProxyType(
     {
-        "prefix_affinity": _prefix_affinity,
+        "predictive": Predictive,
         "random": _random,
         "round_robin": _round_robin,
         "power_of_two": _power_of_two,

@@ -8,16 +8,16 @@ For a prefill worker P and a decode worker D, and for a decode worker that compu
 - *First token*: max(wait, pull) + compute. The wait is for prompts accepted before, as the worker's own model and the
   bookings since its last report predict. A pull fetches leading blocks from the worker that holds most of them, and
   goes on during the wait; it is planned when computing them would take longer.
-- *Work*: what the computation takes from others: half of it on a prefill worker, all of it from every sequence that
-  decodes on a worker which does both.
-- *Exposed transfer*: the part of the handoff that the computation cannot hide.
+- *Work*: what the computation takes from others: half of it from those that will come, and all of it from every
+  sequence that decodes on a worker which does both.
+- *Exposed transfer*: the part of the handoff that the computation cannot hide, and its calls.
 - *Tokens*: the newcomer's own answer at the gap between tokens that it will see, and what it adds to the gaps of all
   that decode there already.
 - *Missed*: objectives that will probably be missed, the newcomer's and those of the sequences that it slows down, each
   priced at a multiple of the objective, so that it outweighs everything else.
 
-A plan whose wait is longer than `max_wait_s` is not made yet: the request stays in the router's line, where the order
-can still change and where the next worker that is free, whichever that will be, takes the one that needs it most.
+A plan whose wait is longer than `max_prefill_wait_s` is not made yet: the request stays in the router's line, where the
+order can still change and where the next worker that is free, whichever that will be, takes the one that needs it most.
 
 One copy is enough: after a handoff the same blocks lie on both workers. One of them keeps them for later, the other
 lets them go first, so that both pools together hold twice as many different blocks; a pull brings them to where they
@@ -27,12 +27,13 @@ cooperative caching: Dahlin et al., OSDI 1994).
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from common.errors import Refused
+from common.errors import RefusalCause, Refused
 from common.ids import WorkerId
 from router.placement.plans import Candidate, FleetView, Keeper, Plan, PlanKind, RouteRequest, WorkerLoad
-from router.placement.prices import (
+from router.placement.policies.eligible import Eligible, find_eligible, refuse_without_prefill
+from router.placement.policies.interface import PolicySettings
+from router.placement.policies.prices import (
     MIN_PULLED_BLOCKS,
     PREFILL_WORK_PRICE,
     Compute,
@@ -42,6 +43,7 @@ from router.placement.prices import (
     remote_option,
     token_price,
 )
+from router.placement.policies.turns import Turns
 
 SHORTLIST = 4
 """Workers of each pool that are compared in pairs, after each was ranked by itself."""
@@ -49,44 +51,33 @@ NETWORK_S = 1e-3
 """What calls add to a first token."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PredictiveSettings:
-    """Bounds of the policy."""
-
-    local_prefill_max_tokens: int
-    """Uncached tokens that a decode worker computes itself although there are prefill workers."""
-    max_wait_s: float
-    """Longest wait at a worker; whoever would wait longer waits in the router's line."""
-
-
 class Predictive:
     """Chooses the plan of least cost. Event loop only."""
 
-    def __init__(self, settings: PredictiveSettings) -> None:
+    def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings
+        self._turns = Turns()
         self._dealt = 0.0
 
     def choose(self, request: RouteRequest, fleet: FleetView) -> Plan | Refused:
         """Return the cheapest plan, or why there is none now."""
-        decodes = [d for d in fleet.decode if d.num_free_blocks >= request.num_decode_blocks]
-        if not decodes:
-            return _no_pages(request, fleet)
-        prefills = [p for p in fleet.prefill if p.num_blocks >= request.num_prefill_blocks]
-        if not prefills and fleet.num_prefill and not fleet.prefill:
-            return Refused(reason="no prefill worker is available", retry_after_s=1.0)
+        eligible = find_eligible(request, fleet)
+        if isinstance(eligible, Refused):
+            return eligible
         sources = _sources(request, fleet)
         options = [
-            *self._remote(request, fleet, sources, prefills, decodes),
-            *self._local(request, fleet, sources, decodes, has_prefill=bool(prefills)),
+            *self._remote(request, fleet, sources, eligible),
+            *self._local(request, fleet, sources, eligible),
         ]
         if not options:
-            return Refused(reason="no prefill worker is available", retry_after_s=1.0)
-        options.sort(key=lambda option: option.cost)
+            return refuse_without_prefill()
+        options.sort(key=lambda option: (option.cost, self._last_turns(option)))
         best = options[0]
-        if best.compute.wait_s > self._settings.max_wait_s:
+        if best.compute.wait_s > self._settings.max_prefill_wait_s:
             return Refused(
                 reason=f"every worker is busy with prompts for {best.compute.wait_s:.1f} s",
-                retry_after_s=best.compute.wait_s - self._settings.max_wait_s,
+                retry_after_s=best.compute.wait_s - self._settings.max_prefill_wait_s,
+                cause=RefusalCause.BUSY,
             )
         return self._plan(request, fleet, options)
 
@@ -95,19 +86,25 @@ class Predictive:
         request: RouteRequest,
         fleet: FleetView,
         sources: Sequence[tuple[int, WorkerId]],
-        prefills: Sequence[WorkerLoad],
-        decodes: Sequence[WorkerLoad],
+        eligible: Eligible,
     ) -> Iterator[Option]:
-        if not prefills:
-            return
-        computes = (compute_on(request, fleet, sources, prefill, work_price=PREFILL_WORK_PRICE) for prefill in prefills)
-        best_prefills = heapq.nsmallest(SHORTLIST, computes, key=lambda compute: compute.cost)
-        priced = (
-            (token_price(request, decode), -request.cached_tokens(decode.worker_id), decode) for decode in decodes
+        computes = (
+            compute_on(request, fleet, sources, prefill, work_price=PREFILL_WORK_PRICE) for prefill in eligible.prefill
         )
-        best_decodes = heapq.nsmallest(SHORTLIST, priced, key=lambda entry: entry[:2])
+        best_prefills = heapq.nsmallest(SHORTLIST, computes, key=self._compute_rank)
+        last_turn = self._turns.last_turn
+        priced = (
+            (
+                token_price(request, decode),
+                -request.cached_tokens(decode.worker_id),
+                last_turn(decode.worker_id),
+                decode,
+            )
+            for decode in eligible.decode
+        )
+        best_decodes = heapq.nsmallest(SHORTLIST, priced, key=lambda entry: entry[:3])
         for compute in best_prefills:
-            for price, _cached, decode in best_decodes:
+            for price, _cached, _turn, decode in best_decodes:
                 yield remote_option(request, fleet, compute, decode, price)
 
     def _local(
@@ -115,22 +112,25 @@ class Predictive:
         request: RouteRequest,
         fleet: FleetView,
         sources: Sequence[tuple[int, WorkerId]],
-        decodes: Sequence[WorkerLoad],
-        *,
-        has_prefill: bool,
+        eligible: Eligible,
     ) -> Iterator[Option]:
         computes: list[Compute] = []
-        for decode in decodes:
-            if has_prefill and request.missing_tokens(decode.worker_id) > self._settings.local_prefill_max_tokens:
+        for decode in eligible.decode:
+            if (
+                not eligible.must_be_local
+                and request.missing_tokens(decode.worker_id) > self._settings.local_prefill_max_tokens
+            ):
                 continue
-            computes.append(compute_on(request, fleet, sources, decode, work_price=1.0 + decode.num_decodes))
-        for compute in heapq.nsmallest(SHORTLIST, computes, key=lambda compute: compute.cost):
+            work_price = PREFILL_WORK_PRICE + decode.num_decodes
+            computes.append(compute_on(request, fleet, sources, decode, work_price=work_price))
+        for compute in heapq.nsmallest(SHORTLIST, computes, key=self._compute_rank):
             yield local_option(request, compute, compute.worker)
 
     def _plan(self, request: RouteRequest, fleet: FleetView, options: Sequence[Option]) -> Plan:
         best = options[0]
         compute, decode = best.compute, best.decode
         prefill = None if best.kind is PlanKind.LOCAL else compute.worker.worker_id
+        self._turns.take(compute.worker.worker_id, decode.worker_id)
         return Plan(
             kind=best.kind,
             decode=decode.worker_id,
@@ -145,6 +145,13 @@ class Predictive:
             candidates=lambda: tuple(map(_candidate, options)),
             num_candidates=len(options),
         )
+
+    def _compute_rank(self, compute: Compute) -> tuple[float, int]:
+        return compute.cost, self._turns.last_turn(compute.worker.worker_id)
+
+    def _last_turns(self, option: Option) -> tuple[int, int]:
+        turn = self._turns.last_turn
+        return turn(option.compute.worker.worker_id), turn(option.decode.worker_id)
 
     def _keeper(self, request: RouteRequest, fleet: FleetView, compute: Compute, decode: WorkerLoad) -> Keeper:
         """Return which side keeps the prompt's blocks."""
@@ -192,11 +199,3 @@ def _reason(request: RouteRequest, option: Option) -> str:
         f" after {max(compute.wait_s, compute.pull_s) * 1e3:.0f} ms{pulled};"
         f" {option.itl_s * 1e3:.1f} ms between tokens"
     )
-
-
-def _no_pages(request: RouteRequest, fleet: FleetView) -> Refused:
-    if not fleet.decode:
-        return Refused(reason="no decode worker is available", retry_after_s=1.0)
-    most = max(worker.num_free_blocks for worker in fleet.decode)
-    reason = f"no decode worker has {request.num_decode_blocks} free pages; the most is {most}"
-    return Refused(reason=reason, retry_after_s=1.0)

@@ -1,4 +1,4 @@
-"""The terms of the predictive policy's cost, each in seconds; see `router.placement.predictive` for the whole."""
+"""The terms of the predictive policy's cost, each in seconds; see `predictive` for the whole."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,6 +9,8 @@ from router.placement.plans import FleetView, PlanKind, Pull, RouteRequest, Work
 MISS_PRICE = 10.0
 """Price of a missed objective, in multiples of the time to first token that was promised."""
 PREFILL_WORK_PRICE = 0.5
+HANDOFF_S = 3e-3
+"""What the calls of a handoff take."""
 MIN_PULLED_BLOCKS = 2
 """One block alone is what every chat template begins with."""
 
@@ -127,7 +129,7 @@ def remote_option(
         "pull": max(0.0, compute.pull_s - compute.wait_s),
         "compute": compute.compute_s,
         "work": PREFILL_WORK_PRICE * compute.compute_s,
-        "transfer": max(last_s, transfer_s - compute.compute_s),
+        "transfer": HANDOFF_S + max(last_s, transfer_s - compute.compute_s),
         "tokens": tokens_s,
         "missed": _missed_first_token(request, compute.ready_s),
     }
@@ -140,7 +142,7 @@ def local_option(request: RouteRequest, compute: Compute, decode: WorkerLoad) ->
         "wait": compute.wait_s,
         "pull": max(0.0, compute.pull_s - compute.wait_s),
         "compute": compute.compute_s,
-        "work": (1.0 + decode.num_decodes) * compute.compute_s,
+        "work": (PREFILL_WORK_PRICE + decode.num_decodes) * compute.compute_s,
         "tokens": token_price(request, decode),
         "missed": _missed_first_token(request, compute.ready_s),
     }
