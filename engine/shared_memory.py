@@ -5,6 +5,7 @@ holds it, kill -9 included. Another process of the same user opens it as /proc/<
 bytes at its end with those it was told over gRPC: proof that it opened the right one.
 """
 
+import functools
 import mmap
 import os
 import secrets
@@ -47,6 +48,7 @@ def map_peer_region(*, pid: int, fd: int, size_bytes: int, nonce: bytes) -> mmap
     return memory
 
 
+@functools.cache
 def host_id() -> str:
     """Return what processes share exactly when one can open the other's /proc entries, or "" where there is none."""
     try:

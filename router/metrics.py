@@ -9,6 +9,7 @@ from common.clock import Clock
 from common.wire import ROLE_NAMES
 from kvrelay.v1 import worker_pb2
 from router.record import RequestRecord
+from router.weighted_histogram import WeightedHistogram
 
 _LATENCY_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 _GAP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -21,7 +22,8 @@ class RouterMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._ttft = self._histogram("kvrelay_ttft_seconds", "Request received to first token sent", _LATENCY_S)
-        self._itl = self._histogram("kvrelay_itl_seconds", "Gap between tokens of the first sample", _GAP_S)
+        self._itl = WeightedHistogram("kvrelay_itl_seconds", "Gap between tokens of the first sample", buckets=_GAP_S)
+        self.registry.register(self._itl)
         self._tpot = self._histogram("kvrelay_tpot_seconds", "(last - first token) / (tokens - 1)", _GAP_S)
         self._e2e = self._histogram("kvrelay_e2e_seconds", "Request received to last token sent", _LATENCY_S)
         self._queue = self._histogram("kvrelay_queue_seconds", "Request received to start of prefill", _LATENCY_S)
@@ -61,8 +63,7 @@ class RouterMetrics:
         if gaps:
             self._tpot.observe(timings.mean_itl_s)
         for gap_s, count in gaps:
-            for _ in range(count):
-                self._itl.observe(gap_s)
+            self._itl.observe(gap_s, count)
 
     def count_request(self, outcome: str) -> None:
         """Count an ended request: "completed", "cancelled", or the name of its error class."""
