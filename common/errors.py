@@ -201,6 +201,18 @@ def to_status(error: KvrelayError) -> tuple[grpc.StatusCode, str, tuple[tuple[st
     return error.code, text, ((_DETAILS_KEY, status.SerializeToString()),)
 
 
+def to_status_bytes(error: KvrelayError) -> tuple[int, bytes]:
+    """Return (code, serialized google.rpc.Status) that carry `error` inside a message."""
+    code, _message, trailing = to_status(error)
+    return _number(code), trailing[0][1]
+
+
+def from_status_bytes(raw: bytes) -> KvrelayError:
+    """Invert `to_status_bytes`."""
+    message = status_pb2.Status.FromString(raw).message
+    return _from_details(raw, message) or WorkerError(message)
+
+
 def from_rpc_error(error: grpc.RpcError, *, unavailable: type[KvrelayError] = WorkerLost) -> KvrelayError:
     """Return the error that a peer reported, or the nearest class for a bare gRPC status.
 

@@ -110,20 +110,28 @@ async def error_boundary(context: grpc.aio.ServicerContext[Any, Any], what: str)
     """Turn exceptions of a handler into one terminal status. The only `except Exception` of a service."""
     try:
         yield
-    except KvrelayError as error:
-        await abort(context, error)
     except grpc.aio.AbortError:
         raise
-    except asyncio.CancelledError:
-        if is_cancelled():
-            raise
-        # Something that the handler awaited was cancelled, such as a call on a channel that was closed. gRPC would end
-        # the handler without a status, and the caller would wait for ever.
-        logger.exception("%s failed", what)
-        await abort(context, EngineFault(f"{what} failed: what it waited for was cancelled"))
-    except Exception as error:
-        logger.exception("%s failed", what)
-        await abort(context, EngineFault(f"{what} failed: {type(error).__name__}: {error}"))
+    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the top of a handler
+        await abort(context, to_report(error, what))
+
+
+def to_report(error: Exception | asyncio.CancelledError, what: str) -> KvrelayError:
+    """Return what to tell a caller of an exception that ended `what`; logs one that is not ours.
+
+    Raises the CancelledError with which the running task is being cancelled.
+    """
+    if isinstance(error, KvrelayError):
+        return error
+    if not isinstance(error, asyncio.CancelledError):
+        logger.error("%s failed", what, exc_info=error)
+        return EngineFault(f"{what} failed: {type(error).__name__}: {error}")
+    if is_cancelled():
+        raise error
+    # Something that was awaited was cancelled, such as a call on a channel that was closed. Unreported it would end
+    # the task without a status, and the caller would wait for ever.
+    logger.error("%s failed", what, exc_info=error)
+    return EngineFault(f"{what} failed: what it waited for was cancelled")
 
 
 def time_left_s(context: grpc.aio.ServicerContext[Any, Any], *, at_most_s: float) -> float:

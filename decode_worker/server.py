@@ -13,7 +13,9 @@ ROLE = worker_pb2.WORKER_ROLE_DECODE
 
 def add_services(server: grpc.aio.Server, runtime: WorkerRuntime) -> list[str]:
     """Register the services of this kind of worker."""
-    decode_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeService(runtime), server)
+    service = DecodeService(runtime)
+    runtime.on_drain.append(service.drain)
+    decode_pb2_grpc.add_DecodeServiceServicer_to_server(service, server)
     return [decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name]
 
 

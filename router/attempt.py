@@ -13,13 +13,14 @@ Both calls belong to the attempt: when one fails, or the client goes away, the o
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from common.errors import EngineFault, KvrelayError
 from common.ids import HandoffId, mint_handoff_id
 from common.lifecycle import LifeCycle, State
+from common.structured import TaskCensus
 from kvrelay.v1 import decode_pb2, inference_pb2, prefill_pb2, sequence_pb2
 from router.booking import Booking
 from router.ledger import as_runs
@@ -27,12 +28,12 @@ from router.member import Hold
 from router.metrics import RouterMetrics
 from router.placement.plans import Keeper, Plan, PlanKind
 from router.record import RequestRecord
-from router.structured import TaskCensus
 from router.worker_client import Incoming
 
 END_OF_STREAM_TIMEOUT_S = 1.0
 """How long a worker may take to close a call after its last token."""
 
+Answer: TypeAlias = Incoming[decode_pb2.DecodeResponse]
 _Response = TypeVar("_Response")
 
 
@@ -82,7 +83,7 @@ class Attempt:
         if missing := self._unfinished():
             raise AttemptFailed(decode, EngineFault(f"the stream ended before samples {missing}"))
 
-    async def _reserve(self, answer: Incoming[decode_pb2.DecodeResponse]) -> None:
+    async def _reserve(self, answer: Answer) -> None:
         decode = self.booking.decode
         response = await _receive(answer, decode)
         if response is None or not response.HasField("reserved"):
@@ -95,9 +96,7 @@ class Attempt:
 
     # Remote plan.
 
-    async def _prefill_and_decode(
-        self, prefill: Hold, handoff_id: HandoffId, answer: Incoming[decode_pb2.DecodeResponse]
-    ) -> None:
+    async def _prefill_and_decode(self, prefill: Hold, handoff_id: HandoffId, answer: Answer) -> None:
         has_first_tokens = asyncio.Event()
         async with self.census.owned(
             self._prefill(prefill, handoff_id, has_first_tokens), self._decode_after(has_first_tokens, answer)
@@ -141,46 +140,58 @@ class Attempt:
         with _blaming(prefill):
             self.record.deliver(batch, expected=self.samples)
 
-    async def _decode_after(self, has_first_tokens: asyncio.Event, answer: Incoming[decode_pb2.DecodeResponse]) -> None:
+    async def _decode_after(self, has_first_tokens: asyncio.Event, answer: Answer) -> None:
         """Follow the decode worker; what it sends waits until the first tokens are out, for it comes after them."""
-        while (response := await self._receive_decode(answer)) is not None:
-            await has_first_tokens.wait()
-            self._enter_decoding()
-            if response.HasField("transferred"):
-                self.record.add_transfer(response.transferred)
-                self.on_transferred()
-            elif response.HasField("tokens"):
-                await self._deliver(response.tokens)
+        response = await _receive(answer, self.booking.decode)
+        await has_first_tokens.wait()
+        if response is not None and not self._take_decoded(response):
+            await self._follow(answer, self._take_decoded)
+
+    def _take_decoded(self, response: decode_pb2.DecodeResponse) -> bool:
+        self._enter_decoding()
+        if response.HasField("tokens"):
+            return self._deliver(response.tokens)
+        if response.HasField("transferred"):
+            self.record.add_transfer(response.transferred)
+            self.on_transferred()
+        return False
 
     # Local plan.
 
-    async def _decode_locally(self, answer: Incoming[decode_pb2.DecodeResponse]) -> None:
-        while (response := await self._receive_decode(answer)) is not None:
-            if response.HasField("prefill_started"):
-                self._note_started(self.booking.decode, response.prefill_started)
-            elif response.HasField("tokens"):
-                self._enter_prefilling()
-                self._enter_decoding()
-                if not self.record.ledger.num_tokens:
-                    self.record.prefill_s = response.tokens.prefill_s
-                await self._deliver(response.tokens)
+    async def _decode_locally(self, answer: Answer) -> None:
+        await self._follow(answer, self._take_local)
+
+    def _take_local(self, response: decode_pb2.DecodeResponse) -> bool:
+        if response.HasField("tokens"):
+            self._enter_prefilling()
+            self._enter_decoding()
+            if not self.record.ledger.num_tokens:
+                self.record.prefill_s = response.tokens.prefill_s
+            return self._deliver(response.tokens)
+        if response.HasField("prefill_started"):
+            self._note_started(self.booking.decode, response.prefill_started)
+        return False
 
     # Both.
 
-    async def _deliver(self, batch: decode_pb2.TokenBatch) -> None:
-        with _blaming(self.booking.decode):
-            self.record.deliver(batch, expected=self.samples)
-        await self.record.outbox.room()
-
-    async def _receive_decode(self, answer: Incoming[decode_pb2.DecodeResponse]) -> decode_pb2.DecodeResponse | None:
-        """Return the next message. Once the answer is complete, only a good end is waited for, and not long."""
-        if self._unfinished():
-            return await _receive(answer, self.booking.decode)
+    def _deliver(self, batch: decode_pb2.TokenBatch) -> bool:
+        """Deliver tokens of the decode worker; returns whether every sample has ended. Raises AttemptFailed."""
         try:
+            has_end = self.record.deliver(batch, expected=self.samples)
+        except KvrelayError as error:
+            raise AttemptFailed(self.booking.decode, error) from error
+        return has_end and not self._unfinished()
+
+    async def _follow(self, answer: Answer, handle: Callable[[decode_pb2.DecodeResponse], bool]) -> None:
+        """Take messages until every sample has ended; then only a good end is waited for, and not long."""
+        with _blaming(self.booking.decode):
+            await answer.follow(handle)
+        if self._unfinished():
+            return
+        with suppress(TimeoutError, KvrelayError):
             async with asyncio.timeout(END_OF_STREAM_TIMEOUT_S):
-                return await _receive(answer, self.booking.decode)
-        except (TimeoutError, AttemptFailed):
-            return None
+                while await answer.receive() is not None:
+                    pass
 
     def _note_started(self, hold: Hold, started: prefill_pb2.PrefillStarted | decode_pb2.LocalPrefillStarted) -> None:
         hold.acknowledge()

@@ -23,7 +23,7 @@ from router.link import WorkerLink
 from router.member import Hold, Member, WorkerState
 from router.placement.plans import FleetView, Plan, Pull, RouteRequest
 from router.pool_timing import PoolTiming
-from router.worker_client import WorkerClient
+from router.worker_client import Streams, WorkerClient
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +31,17 @@ logger = logging.getLogger(__name__)
 class Fleet:
     """The router's picture of all workers. Event loop only. Close with `aclose`."""
 
-    def __init__(self, *, index: PrefixIndex, clock: Clock, connect: Connect = client_channel) -> None:
+    def __init__(
+        self,
+        *,
+        index: PrefixIndex,
+        clock: Clock,
+        connect: Connect = client_channel,
+        streams: Streams = Streams.SHARED,
+    ) -> None:
         self._index = index
         self._connect = connect
+        self._streams = streams
         self._clock = clock
         self._members: dict[WorkerId, Member] = {}
         self._links: dict[WorkerId, WorkerLink] = {}
@@ -96,7 +104,9 @@ class Fleet:
         for worker_id, endpoint in wanted.items():
             if worker_id not in self._members:
                 logger.info("worker joins", extra={"worker_id": worker_id, "address": endpoint.address})
-                member = Member(endpoint=endpoint, client=WorkerClient(endpoint.address, self._connect))
+                member = Member(
+                    endpoint=endpoint, client=WorkerClient(endpoint.address, self._connect, streams=self._streams)
+                )
                 self._members[worker_id] = member
                 self._links[worker_id] = WorkerLink(member, self, clock=self._clock)
                 self._links[worker_id].restart()

@@ -24,6 +24,8 @@ class TokenLedger:
         self._samples = [Sample() for _ in range(num_samples)]
         self._clock = clock
         self.has_prompt_logprobs = False
+        self.num_finished = 0
+        """Samples that have ended."""
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.gaps: list[tuple[float, int]] = []
@@ -67,7 +69,8 @@ class TokenLedger:
         for token in new:
             sample = self._samples[token.sample_index]
             sample.token_ids.append(token.token_id)
-            sample.is_finished = token.finish_reason != sampling_pb2.FINISH_REASON_UNSPECIFIED
+            if token.finish_reason:
+                self._finish(sample)
             self._stamp(token.sample_index, 1)
         return new
 
@@ -103,9 +106,14 @@ class TokenLedger:
         for run in new:
             sample = self._samples[run.sample_index]
             sample.token_ids.frombytes(run.tokens)  # little-endian 32-bit, as every processor that we run on
-            sample.is_finished = run.finish_reason != sampling_pb2.FINISH_REASON_UNSPECIFIED
+            if run.finish_reason:
+                self._finish(sample)
             self._stamp(run.sample_index, len(run.tokens) // 4)
         return new
+
+    def _finish(self, sample: Sample) -> None:
+        sample.is_finished = True
+        self.num_finished += 1
 
     def _stamp(self, sample_index: int, num_tokens: int) -> None:
         now_s = self._clock.monotonic()

@@ -33,6 +33,7 @@ from common.errors import (
     WorkerLost,
 )
 from common.lifecycle import LifeCycle, State
+from common.structured import TaskCensus, all_or_first_failure
 from kvrelay.v1 import inference_pb2
 from router.admission.line import Admission
 from router.admission.ticket import Seeker, Ticket
@@ -45,7 +46,6 @@ from router.placement.chooser import Chooser
 from router.placement.feasibility import Shed
 from router.placement.search import Search, Sought
 from router.record import Job, RequestRecord
-from router.structured import TaskCensus, all_or_first_failure
 
 logger = logging.getLogger(__name__)
 

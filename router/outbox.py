@@ -1,26 +1,28 @@
 """What goes out to one client.
 
 `put` never waits, so that a token that was counted as delivered cannot be lost to a cancellation at the same moment.
-Whoever produces waits in `room` before reading on, so a slow client slows its own workers and nobody else.
+While the client's stream is busy with a message, or the client is slow, tokens gather in one message: under load, fewer
+and larger messages go out by themselves, and a client that does not read holds up nobody. What it makes the router hold
+is bounded by the tokens that it asked for.
 """
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 
 from common.errors import KvrelayError
-from kvrelay.v1 import inference_pb2
-
-SOFT_LIMIT = 64
+from common.token_batches import merge_tokens
+from kvrelay.v1 import inference_pb2, sampling_pb2
 
 
 class Outbox:
-    """A queue between a request and its client's stream. Event loop only."""
+    """A queue between a request and its client's stream, with one reader. Event loop only."""
 
     def __init__(self) -> None:
         self._messages: deque[inference_pb2.GenerateResponse] = deque()
-        self._changed = asyncio.Event()
-        self._room = asyncio.Event()
-        self._room.set()
+        self._delta: inference_pb2.TokenDelta | None = None
+        """Of the last message, when that brings tokens: more can follow in it."""
+        self._waiter: asyncio.Future[None] | None = None
         self._is_closed = False
         self._error: KvrelayError | None = None
 
@@ -28,31 +30,48 @@ class Outbox:
         """Append a message."""
         assert not self._is_closed, "a message after the end"
         self._messages.append(message)
-        self._changed.set()
-        if len(self._messages) >= SOFT_LIMIT:
-            self._room.clear()
+        self._delta = None
+        self._wake()
 
-    async def room(self) -> None:
-        """Wait until the client has taken enough."""
-        await self._room.wait()
+    def put_tokens(
+        self,
+        tokens: Sequence[sampling_pb2.SampleToken],
+        runs: Sequence[sampling_pb2.TokenRun],
+        prompt_logprobs: Sequence[sampling_pb2.PositionLogprobs] = (),
+    ) -> None:
+        """Append tokens."""
+        assert not self._is_closed, "tokens after the end"
+        if self._delta is None:
+            message = inference_pb2.GenerateResponse()
+            self._delta = message.tokens
+            self._messages.append(message)
+            self._wake()
+        merge_tokens(self._delta, tokens, runs)
+        if prompt_logprobs:
+            self._delta.prompt_logprobs.extend(prompt_logprobs)
 
     def close(self, error: KvrelayError | None) -> None:
         """End the stream, with an error or well."""
         self._is_closed = True
         self._error = error
-        self._changed.set()
+        self._wake()
 
     async def get(self) -> inference_pb2.GenerateResponse | None:
         """Return the next message, or None at the end; then see `error`."""
         while not self._messages:
             if self._is_closed:
                 return None
-            self._changed.clear()
-            await self._changed.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         message = self._messages.popleft()
-        if len(self._messages) < SOFT_LIMIT:
-            self._room.set()
+        if not self._messages:
+            self._delta = None  # it is the reader's now
         return message
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     @property
     def error(self) -> KvrelayError | None:

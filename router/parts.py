@@ -14,6 +14,7 @@ from router.placement.chooser import Chooser
 from router.placement.policies.interface import Policy, PolicySettings
 from router.placement.policies.registry import make_policy
 from router.tenant_metrics import TenantMetrics
+from router.worker_client import Streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ def build_router(
     Without a policy it has the one that the configuration names, whose random choices follow from the seed.
     """
     index, metrics = PrefixIndex(), RouterMetrics()
-    fleet = Fleet(index=index, clock=clock, connect=connect)
+    fleet = Fleet(index=index, clock=clock, connect=connect, streams=Streams(config.decode_streams))
     if policy is None:
         settings = PolicySettings(
             local_prefill_max_tokens=config.local_prefill_max_tokens,

@@ -81,15 +81,20 @@ class RequestRecord:
             retention=retention,
         )
 
-    def deliver(self, batch: decode_pb2.TokenBatch, *, expected: range) -> None:
-        """Send the new ones of the tokens to the client. Raises EngineFault for tokens that cannot follow."""
-        tokens = self.ledger.accept(batch.tokens, expected=expected) if batch.tokens else ()
-        runs = self.ledger.accept_runs(batch.runs, expected=expected) if batch.runs else ()
-        prompt_logprobs = () if self.ledger.has_prompt_logprobs else batch.prompt_logprobs
-        self.ledger.has_prompt_logprobs |= bool(prompt_logprobs)
+    def deliver(self, batch: decode_pb2.TokenBatch, *, expected: range) -> bool:
+        """Send the new ones of the tokens to the client. Raises EngineFault for tokens that cannot follow.
+
+        Returns whether a sample ended with them.
+        """
+        ledger = self.ledger
+        num_finished = ledger.num_finished
+        tokens = ledger.accept(batch.tokens, expected=expected) if batch.tokens else ()
+        runs = ledger.accept_runs(batch.runs, expected=expected) if batch.runs else ()
+        prompt_logprobs = () if ledger.has_prompt_logprobs else batch.prompt_logprobs
+        ledger.has_prompt_logprobs |= bool(prompt_logprobs)
         if tokens or runs:
-            delta = inference_pb2.TokenDelta(tokens=tokens, prompt_logprobs=prompt_logprobs, runs=runs)
-            self.outbox.put(inference_pb2.GenerateResponse(tokens=delta))
+            self.outbox.put_tokens(tokens, runs, prompt_logprobs)
+        return ledger.num_finished > num_finished
 
     def add_transfer(self, stats: worker_pb2.TransferStats) -> None:
         """Count KV that was handed over."""

@@ -1,7 +1,9 @@
 """A worker's services over one channel."""
 
+import enum
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import grpc
 
@@ -15,12 +17,41 @@ from kvrelay.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from router.decode_stream import DecodeStream
 
 _Response = TypeVar("_Response")
+_Received = TypeVar("_Received", covariant=True)
 
 
-class Incoming(Generic[_Response]):
+class Streams(enum.Enum):
+    """How decode calls travel."""
+
+    SHARED = "shared"
+    """All to one worker process on one stream."""
+    PER_REQUEST = "per_request"
+    """Each on a stream of its own."""
+
+
+class Incoming(Protocol[_Received]):
     """The messages of one running call. Leaving its `with` block, for whatever reason, cancels what is left of it."""
+
+    async def receive(self) -> _Received | None:
+        """Return the next message, or None at a good end. Raises the KvrelayError that the peer reported."""
+        ...
+
+    async def follow(self, handle: Callable[[_Received], bool]) -> None:
+        """Hand over every further message until `handle` returns True or the call ends well. Raises like `receive`."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class OwnStream(Generic[_Response]):
+    """A call on a stream of its own."""
 
     def __init__(self, call: "grpc.aio.UnaryStreamCall[Any, _Response]") -> None:
         self._call = call
@@ -35,7 +66,13 @@ class Incoming(Generic[_Response]):
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
 
-    def __enter__(self) -> "Incoming[_Response]":
+    async def follow(self, handle: Callable[[_Response], bool]) -> None:
+        """Hand over every further message until `handle` returns True or the call ends well. Raises like `receive`."""
+        while (message := await self.receive()) is not None:
+            if handle(message):
+                return
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -47,11 +84,13 @@ class Incoming(Generic[_Response]):
 class WorkerClient:
     """Stubs of one worker process. Made once per address and reused; the channel connects again by itself."""
 
-    def __init__(self, address: str, connect: Connect = client_channel) -> None:
+    def __init__(self, address: str, connect: Connect = client_channel, *, streams: Streams = Streams.SHARED) -> None:
         self._channel = connect(address)
         self._worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self._prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
         self._decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
+        self._streams = streams
+        self._shared: DecodeStream | None = None
 
     async def describe(self, *, timeout_s: float) -> worker_pb2.DescribeWorkerResponse:
         """Return the worker's facts. Raises KvrelayError."""
@@ -70,18 +109,24 @@ class WorkerClient:
 
     def watch(self) -> Incoming[worker_pb2.WatchWorkerResponse]:
         """Subscribe to events and load; no deadline, because it lasts as long as the worker."""
-        return Incoming(self._worker.WatchWorker(worker_pb2.WatchWorkerRequest()))
+        return OwnStream(self._worker.WatchWorker(worker_pb2.WatchWorkerRequest()))
 
     def decode(self, request: decode_pb2.DecodeRequest, *, timeout_s: float) -> Incoming[decode_pb2.DecodeResponse]:
-        """Start a Decode call."""
-        return Incoming(self._decode.Decode(request, timeout=timeout_s))
+        """Start decoding; on a shared stream the caller closes the call itself when its time is up."""
+        if self._streams is Streams.PER_REQUEST:
+            return OwnStream(self._decode.Decode(request, timeout=timeout_s))
+        if self._shared is None or self._shared.is_over:
+            self._shared = DecodeStream(self._decode.DecodeMany())
+        return self._shared.open(request)
 
     def prefill(
         self, request: prefill_pb2.PrefillRequest, *, timeout_s: float
     ) -> Incoming[prefill_pb2.PrefillResponse]:
         """Start a Prefill call."""
-        return Incoming(self._prefill.Prefill(request, timeout=timeout_s))
+        return OwnStream(self._prefill.Prefill(request, timeout=timeout_s))
 
     async def close(self) -> None:
         """Close the channel; running calls are cancelled."""
+        if self._shared is not None:
+            await self._shared.aclose()
         await self._channel.close()

@@ -102,6 +102,8 @@ class WorkerRuntime:
             block_size=executor.kv.shape.block_size,
             prefill_s=lambda num_new, num_cached: self.timing.model.prefill_s(num_new, num_cached),
         )
+        self.on_drain: list[Callable[[], None]] = []
+        """Called when the worker is to stop: what would go on for ever has to end with its last request."""
         self.on_close: list[Callable[[], Awaitable[None]]] = [self.peers.aclose]
         self._sweeper: asyncio.Task[None] | None = None
 

@@ -47,6 +47,8 @@ class RunningWorker:
     async def stop(self, grace_s: float) -> None:
         """Refuse new work, let running calls end for `grace_s` seconds, free everything."""
         self.runtime.hub.close()
+        for drain in self.runtime.on_drain:
+            drain()
         await self.server.stop(grace_s)
         await self.runtime.aclose()
         if self.metrics is not None:

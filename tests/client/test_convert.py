@@ -49,8 +49,9 @@ def test_record_has_exactly_the_fields_of_its_message(record: type, message: typ
 
 def test_runs_become_events_of_token_ids_that_an_answer_is_built_from() -> None:
     buffer = EventBuffer()
-    buffer.feed(accepted())
-    buffer.feed(local_plan())
+    for step in (accepted(), local_plan()):
+        assert isinstance(step, inference_pb2.GenerateResponse)
+        buffer.feed(step)
     first = sampling_pb2.TokenRun(tokens=pack_tokens([7, 300_000]))
     last = sampling_pb2.TokenRun(
         first_token_index=2, tokens=pack_tokens([9]), finish_reason=sampling_pb2.FINISH_REASON_LENGTH
@@ -63,7 +64,9 @@ def test_runs_become_events_of_token_ids_that_an_answer_is_built_from() -> None:
             )
         )
     buffer.feed(inference_pb2.GenerateResponse(tokens=inference_pb2.TokenDelta(runs=[last])))
-    buffer.feed(completed())
+    last_step = completed()
+    assert isinstance(last_step, inference_pb2.GenerateResponse)
+    buffer.feed(last_step)
     events = [buffer.take() for _ in range(4)]
     assert events[2:] == [
         TokenRun(sample_index=0, first_token_index=0, token_ids=(7, 300_000), finish_reason=None),

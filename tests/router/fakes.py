@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ import xxhash
 
 from common.block_hash import BlockHashes, hash_probe, hash_root
 from common.config import RouterConfig, ServingConfig
-from common.errors import KvrelayError, Overloaded, StaleEpoch, from_rpc_error
+from common.errors import KvrelayError, Overloaded, StaleEpoch, from_rpc_error, to_status_bytes
 from common.ids import BlockHash, mint_epoch
 from common.kv_events import KvEvents, encode_events
 from common.rpc import Server, client_channel, error_boundary, start_server
@@ -44,6 +44,7 @@ ROOT = hash_root(model_fingerprint=FINGERPRINT)
 TIMEOUT_S = 10.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Write = Callable[[decode_pb2.DecodeResponse], Awaitable[None]]
 
 
 def next_token(tokens: Sequence[int], sample_index: int) -> int:
@@ -126,6 +127,8 @@ class FakeWorker:
     timing: worker_pb2.TimingReport | None = None
     blocks: set[BlockHash] = field(default_factory=set)
     num_watches: int = 0
+    num_streams: int = 0
+    """Shared streams that were opened."""
     server: Server | None = None
     port: int = 0
     watchers: list["asyncio.Queue[tuple[int, KvEvents]]"] = field(default_factory=list)
@@ -221,6 +224,7 @@ class _Servicer(
 ):
     def __init__(self, worker: FakeWorker) -> None:
         self._worker = worker
+        self._writing = asyncio.Lock()
 
     async def DescribeWorker(
         self, request: worker_pb2.DescribeWorkerRequest, context: Context
@@ -285,29 +289,62 @@ class _Servicer(
                 await worker.reach("prefill_end")
 
     async def Decode(self, request: decode_pb2.DecodeRequest, context: Context) -> None:  # type: ignore[override]
-        worker = self._worker
         async with error_boundary(context, "Decode"):
-            with worker.call():
-                worker.check(request)
-                await worker.reach("reserve")
-                reserved = decode_pb2.Reserved(num_cached_tokens=worker.num_cached_tokens)
-                await context.write(decode_pb2.DecodeResponse(reserved=reserved))
-                steps = _steps(request.sequence)
-                if request.HasField("handoff"):
-                    await worker.reach("fetch")
-                    next(steps)  # the first tokens came with the manifest
-                    stats = worker_pb2.TransferStats(num_blocks=2, kv_bytes=100, transfer_s=0.5, exposed_s=0.125)
-                    await context.write(decode_pb2.DecodeResponse(transferred=stats))
+            await self._decode(request, context.write)
+
+    async def DecodeMany(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[decode_pb2.DecodeManyRequest], context: Context
+    ) -> None:
+        self._worker.num_streams += 1
+        calls: dict[int, asyncio.Task[None]] = {}
+        try:
+            async for message in request_iterator:
+                if message.HasField("open"):
+                    calls[message.call_id] = asyncio.create_task(self._decode_one(message, context))
                 else:
-                    await worker.reach("local_prefill")
-                    local = decode_pb2.LocalPrefillStarted(
-                        num_cached_tokens=worker.num_cached_tokens, num_pulled_tokens=worker.num_pulled_tokens
-                    )
-                    await context.write(decode_pb2.DecodeResponse(prefill_started=local))
-                await self._stream(steps, request.sequence, context)
+                    calls[message.call_id].cancel()
+        finally:
+            for call in calls.values():
+                call.cancel()
+
+    async def _decode_one(self, message: decode_pb2.DecodeManyRequest, context: Context) -> None:
+        async def write(*responses: decode_pb2.DecodeResponse, end: tuple[int, bytes] | None = None) -> None:
+            update = decode_pb2.CallUpdate(call_id=message.call_id, responses=responses)
+            if end is not None:
+                update.status_code, update.status = end
+            async with self._writing:
+                await context.write(decode_pb2.DecodeManyResponse(updates=[update]))
+
+        try:
+            await self._decode(message.open, write)
+        except KvrelayError as error:
+            await write(end=to_status_bytes(error))
+        else:
+            await write(end=(0, b""))
+
+    async def _decode(self, request: decode_pb2.DecodeRequest, write: Write) -> None:
+        worker = self._worker
+        with worker.call():
+            worker.check(request)
+            await worker.reach("reserve")
+            reserved = decode_pb2.Reserved(num_cached_tokens=worker.num_cached_tokens)
+            await write(decode_pb2.DecodeResponse(reserved=reserved))
+            steps = _steps(request.sequence)
+            if request.HasField("handoff"):
+                await worker.reach("fetch")
+                next(steps)  # the first tokens came with the manifest
+                stats = worker_pb2.TransferStats(num_blocks=2, kv_bytes=100, transfer_s=0.5, exposed_s=0.125)
+                await write(decode_pb2.DecodeResponse(transferred=stats))
+            else:
+                await worker.reach("local_prefill")
+                local = decode_pb2.LocalPrefillStarted(
+                    num_cached_tokens=worker.num_cached_tokens, num_pulled_tokens=worker.num_pulled_tokens
+                )
+                await write(decode_pb2.DecodeResponse(prefill_started=local))
+            await self._stream(steps, request.sequence, write)
 
     async def _stream(
-        self, steps: Iterator[list[sampling_pb2.SampleToken]], sequence: sequence_pb2.SequenceSpec, context: Context
+        self, steps: Iterator[list[sampling_pb2.SampleToken]], sequence: sequence_pb2.SequenceSpec, write: Write
     ) -> None:
         worker = self._worker
         prompt_logprobs = _prompt_logprobs(sequence)
@@ -319,7 +356,7 @@ class _Servicer(
                     batch.tokens.extend(tokens)
                 else:
                     batch.runs.extend(as_runs(tokens))
-                await context.write(decode_pb2.DecodeResponse(tokens=batch))
+                await write(decode_pb2.DecodeResponse(tokens=batch))
 
 
 def sent_prompt(sequence: sequence_pb2.SequenceSpec) -> list[int]:

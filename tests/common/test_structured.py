@@ -5,9 +5,7 @@ import asyncio
 import pytest
 
 from common.errors import EngineFault
-from kvrelay.v1 import inference_pb2
-from router.outbox import SOFT_LIMIT, Outbox
-from router.structured import TaskCensus, all_or_first_failure
+from common.structured import TaskCensus, all_or_first_failure
 
 
 async def forever() -> None:
@@ -83,26 +81,3 @@ async def test_cancellation_of_the_owner_is_not_hidden_by_a_failing_task() -> No
     owner.cancel()
     with pytest.raises(asyncio.CancelledError):
         await owner
-
-
-async def test_outbox_delivers_what_was_put_before_an_error() -> None:
-    outbox = Outbox()
-    outbox.put(inference_pb2.GenerateResponse(accepted=inference_pb2.Accepted(num_prompt_tokens=3)))
-    outbox.close(EngineFault("step"))
-    message = await outbox.get()
-    assert message is not None
-    assert message.accepted.num_prompt_tokens == 3
-    assert await outbox.get() is None
-    assert isinstance(outbox.error, EngineFault)
-
-
-async def test_outbox_of_a_slow_client_holds_its_producer_back() -> None:
-    outbox = Outbox()
-    for _ in range(SOFT_LIMIT):
-        await outbox.room()
-        outbox.put(inference_pb2.GenerateResponse())
-    waiting = asyncio.create_task(outbox.room())
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    await outbox.get()
-    await waiting

@@ -34,7 +34,7 @@ class TaskCensus:
         finally:
             for task in tasks:
                 task.cancel()
-            await _until_ended(tasks)
+            await until_ended(tasks)
 
     def _forget(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
@@ -50,7 +50,7 @@ async def all_or_first_failure(tasks: Sequence["asyncio.Task[None]"]) -> None:
             task.result()
 
 
-async def _until_ended(tasks: Sequence["asyncio.Task[None]"]) -> None:
+async def until_ended(tasks: Sequence["asyncio.Task[Any]"]) -> None:
     """Wait for cancelled tasks even when the owner is cancelled again meanwhile, as a deadline and a client may do."""
     interruption: asyncio.CancelledError | None = None
     while pending := [task for task in tasks if not task.done()]:

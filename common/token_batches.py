@@ -1,0 +1,24 @@
+"""Token messages that wait for a slow reader become one: nothing is dropped, and little is held."""
+
+from collections.abc import Sequence
+
+from kvrelay.v1 import decode_pb2, inference_pb2, sampling_pb2
+
+
+def merge_tokens(
+    into: decode_pb2.TokenBatch | inference_pb2.TokenDelta,
+    tokens: Sequence[sampling_pb2.SampleToken],
+    runs: Sequence[sampling_pb2.TokenRun],
+) -> None:
+    """Append tokens and runs to a message that has not been sent. A sample's runs become one, 4 bytes a token.
+
+    Copies; `into` alone changes.
+    """
+    into.tokens.extend(tokens)
+    for run in runs:
+        before = next((known for known in into.runs if known.sample_index == run.sample_index), None)
+        if before is None:
+            into.runs.append(run)
+        else:
+            before.tokens += run.tokens
+            before.finish_reason = run.finish_reason

@@ -1,0 +1,188 @@
+"""One answer at a decode worker, from its reservation to its last token.
+
+1. Pages are reserved for every prompt token, or the call is refused: nothing is computed for an answer that has no
+   place to go.
+2. With a handoff: blocks that are lacking are pulled while the prefill worker still computes; the manifest is verified;
+   the sequences start behind the first tokens. Without one: the engine prefills here, after leading blocks have been
+   pulled from another worker's cache where the router says so.
+3. The engine's events become messages in the callback that brings them, without a task in between. The end of the
+   call, for whatever reason, frees everything.
+"""
+
+import asyncio
+import logging
+from functools import partial
+
+from common.errors import KvIncomplete, Overloaded, Refused
+from common.ids import Epoch, HandoffId, WorkerId
+from common.rpc import to_report
+from decode_worker.outlet import Outlet
+from engine.core import EngineCore
+from engine.events import EngineEvent, Failed, Started, Tokens
+from engine.group import Group
+from engine.sequence import EngineRequest
+from kv_transfer.handoff import HandoffManifest
+from kv_transfer.pull import Pulled, PullPlan
+from kv_transfer.wanted import WantedHandoff
+from kvrelay.v1 import decode_pb2 as pb
+from kvrelay.v1 import sampling_pb2, worker_pb2
+from worker.output import OutputStreams, prompt_logprobs_to_proto
+from worker.request import engine_request
+from worker.runtime import WorkerRuntime
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeCall:
+    """Serves one DecodeRequest into an outlet. Event loop only."""
+
+    def __init__(self, runtime: WorkerRuntime, outlet: Outlet) -> None:
+        self._runtime = runtime
+        self._outlet = outlet
+        self._held: list[EngineEvent] | None = []
+        """Events that have to wait until what comes before them has been said; None from then on."""
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._num_steps = 0
+
+    async def run(self, request: pb.DecodeRequest) -> None:
+        """Serve the request until every sample has ended. Raises KvrelayError; frees everything on its way out."""
+        runtime = self._runtime
+        with runtime.request_task():
+            runtime.check_epoch(request.epoch)
+            spec = engine_request(request.sequence, runtime.executor)
+            self._streams = OutputStreams(spec, runtime.tokenizer)
+            has_handoff = request.HasField("handoff")
+            group = await (self._reserve(spec) if has_handoff else self._add(spec, request))
+            if isinstance(group, Refused):
+                raise Overloaded(group.reason, retry_after_s=group.retry_after_s)
+            self._group = group
+            try:
+                reserved = pb.Reserved(num_cached_tokens=group.leader.num_cached if has_handoff else 0)
+                self._outlet.put(pb.DecodeResponse(reserved=reserved))
+                if has_handoff:
+                    pulled = await self._pull(spec, request.handoff)
+                    await self._start(pulled.manifest)
+                    self._outlet.put(pb.DecodeResponse(transferred=_stats(pulled)))
+                await self._until_over()
+                logger.info("decode done", extra={"request_id": spec.request_id, "num_steps": self._num_steps})
+            finally:
+                runtime.engine.post(lambda core: core.cancel(group))
+
+    async def _reserve(self, spec: EngineRequest) -> Group | Refused:
+        return await self._runtime.engine.acquire(lambda core: core.reserve(spec, self._sink), _cancel_if_granted)
+
+    async def _add(self, spec: EngineRequest, request: pb.DecodeRequest) -> Group | Refused:
+        """Put a request in line that is computed here; leading blocks are pulled first where the router says so."""
+        runtime = self._runtime
+        with runtime.prefixes.arrival() as arrival:
+            if request.HasField("source"):
+                await arrival.pull(spec, request.source)
+            return await runtime.engine.acquire(
+                lambda core: core.add(spec, self._sink, arrival.landing), _cancel_if_granted
+            )
+
+    async def _pull(self, spec: EngineRequest, handoff: pb.Handoff) -> Pulled:
+        leader = self._group.leader  # reserved: nothing but this call changes it
+        plan = PullPlan(
+            peer=WorkerId(handoff.prefill_worker_id),
+            epoch=Epoch(handoff.prefill_epoch),
+            wanted=WantedHandoff(
+                handoff_id=HandoffId(handoff.handoff_id),
+                num_tokens=leader.num_tokens,
+                num_blocks=len(leader.block_table),
+                last_block_hash=spec.block_hashes[-1] if spec.block_hashes else None,
+                num_samples=spec.sampling.n,
+                first_sample_index=spec.first_sample_index,
+            ),
+            block_table=leader.block_ids(),
+            first_block=leader.num_cached // leader.block_size,
+        )
+        runtime = self._runtime
+        return await runtime.puller.pull(plan, await runtime.peers.get(plan.peer, handoff.prefill_address))
+
+    async def _start(self, manifest: HandoffManifest) -> None:
+        group, streams = self._group, self._streams
+        first = [(token.token_id, token.finished) for token in manifest.first_tokens]
+        for token in manifest.first_tokens:
+            if token.token_id >= self._runtime.executor.vocab_size:  # it would fail a whole step, for everybody
+                raise KvIncomplete(f"first token {token.token_id} is not in the vocabulary")
+            if token.finished:
+                streams.end(token.sample_index)
+            else:
+                streams.skip(token.sample_index, token.token_id)
+
+        def start(core: EngineCore) -> None:
+            core.commit(group, manifest.num_tokens)
+            core.start(group, first)
+
+        await self._runtime.engine.call(start)
+
+    async def _until_over(self) -> None:
+        """Let the events through, those that came too early first, until every sample has ended."""
+        held, self._held = self._held, None
+        for event in held or ():
+            self._sink(event)
+        if not self._streams.is_over:
+            await self._over
+
+    def _sink(self, event: EngineEvent) -> None:
+        """Take an event of the engine. One that cannot be told ends this call, and no other one of its step."""
+        if self._held is not None:
+            self._held.append(event)
+        elif not self._over.done():
+            try:
+                self._tell(event)
+            except Exception as error:  # noqa: BLE001 - the top of a callback that serves other calls as well
+                self._over.set_exception(to_report(error, "Decode"))
+
+    def _tell(self, event: EngineEvent) -> None:
+        match event:
+            case Started() as started:
+                message = pb.LocalPrefillStarted(
+                    queue_s=started.queue_s,
+                    num_cached_tokens=started.num_cached_tokens,
+                    num_pulled_tokens=started.num_pulled_tokens,
+                )
+                self._outlet.put(pb.DecodeResponse(prefill_started=message))
+            case Tokens() as tokens:
+                self._tell_tokens(tokens)
+                if self._streams.is_over:
+                    self._over.set_result(None)
+            case Failed() as failed:
+                raise failed.error
+
+    def _tell_tokens(self, tokens: Tokens) -> None:
+        self._num_steps += 1
+        messages: list[sampling_pb2.SampleToken] = []
+        runs: list[sampling_pb2.TokenRun] = []
+        if self._streams.has_text:
+            messages, stopped = self._streams.take(tokens.tokens)
+            for sample_index in stopped:
+                finish = partial(EngineCore.finish_sample, group=self._group, sample_index=sample_index)
+                self._runtime.engine.post(finish)
+        else:
+            runs = self._streams.take_runs(tokens)
+        if messages or runs:
+            self._outlet.put_tokens(
+                pb.TokenBatch(
+                    tokens=messages,
+                    runs=runs,
+                    prompt_logprobs=prompt_logprobs_to_proto(tokens.prompt_logprobs),
+                    prefill_s=tokens.prefill_s or 0.0,
+                )
+            )
+
+
+def _cancel_if_granted(core: EngineCore, group: Group | Refused) -> None:
+    if isinstance(group, Group):
+        core.cancel(group)
+
+
+def _stats(pulled: Pulled) -> worker_pb2.TransferStats:
+    return worker_pb2.TransferStats(
+        num_blocks=pulled.num_blocks,
+        kv_bytes=pulled.kv_bytes,
+        transfer_s=pulled.transfer_s,
+        exposed_s=pulled.exposed_s,
+        transport=worker_pb2.KvTransport.ValueType(pulled.transport),
+    )

@@ -1,0 +1,135 @@
+"""All decode calls of one router on one stream.
+
+What an engine step brings reaches the calls' outlets within one callback of the event loop; the writer wakes behind it
+and sends everything as one message. While a message is being written, which takes as long as the router is slow, the
+outlets gather what comes (see `Outlet`): no call waits for another one, and nothing is dropped.
+
+A call ends with its status behind its last message, or when the router closes it. The stream ends with the router's
+connection, which cancels every call on it, or, after `drain`, with its last call.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from common.errors import InvalidRequest, KvrelayError, WorkerLost, to_status_bytes
+from common.rpc import to_report
+from common.structured import TaskCensus, until_ended
+from decode_worker.outlet import Outlet
+from kvrelay.v1 import decode_pb2 as pb
+
+Serve = Callable[[pb.DecodeRequest, Outlet], Awaitable[None]]
+"""Serves one call into an outlet."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    outlet: Outlet
+    task: "asyncio.Task[None]" = field(init=False)
+    end: tuple[int, bytes] | None = None
+    """Status code and details, once it is over."""
+
+
+class SharedStream:
+    """One DecodeMany call. Event loop only."""
+
+    def __init__(self, serve: Serve, census: TaskCensus) -> None:
+        self._serve = serve
+        self._census = census
+        self._calls: dict[int, _Call] = {}
+        self._told: dict[int, None] = {}
+        """Calls that have something to say, in order."""
+        self._changed = asyncio.Event()
+        self._closed: set[asyncio.Task[None]] = set()
+        """Tasks of calls that the router has closed, until they have freed everything."""
+        self._is_draining = False
+
+    async def run(
+        self,
+        requests: AsyncIterator[pb.DecodeManyRequest],
+        write: Callable[[pb.DecodeManyResponse], Awaitable[None]],
+    ) -> None:
+        """Serve until the router leaves or the stream is drained. Raises InvalidRequest."""
+        try:
+            async with self._census.owned(self._read(requests), self._write(write)) as both:
+                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+                for task in both:
+                    if task.done():
+                        task.result()
+        finally:
+            tasks = [*(call.task for call in self._calls.values()), *self._closed]
+            for task in tasks:
+                task.cancel()
+            await until_ended(tasks)
+
+    def drain(self) -> None:
+        """Refuse new calls; end with the last running one."""
+        self._is_draining = True
+        self._changed.set()
+
+    async def _read(self, requests: AsyncIterator[pb.DecodeManyRequest]) -> None:
+        async for request in requests:
+            match request.WhichOneof("message"):
+                case "open":
+                    self._open(request.call_id, request.open)
+                case "close":
+                    self._close(request.call_id)
+                case _:
+                    raise InvalidRequest("one of open and close must be set", field="message")
+
+    def _open(self, call_id: int, request: pb.DecodeRequest) -> None:
+        if call_id in self._calls:
+            raise InvalidRequest(f"call {call_id} is open already", field="call_id")
+        call = _Call(Outlet(partial(self._tell, call_id)))
+        self._calls[call_id] = call
+        if self._is_draining:
+            call.task = asyncio.create_task(self._refuse(call_id, call))
+        else:
+            call.task = asyncio.create_task(self._run(call_id, call, request))
+
+    def _close(self, call_id: int) -> None:
+        call = self._calls.pop(call_id, None)
+        if call is not None:
+            self._told.pop(call_id, None)
+            self._closed.add(call.task)
+            call.task.add_done_callback(self._closed.discard)
+            call.task.cancel()
+
+    def _tell(self, call_id: int) -> None:
+        if call_id in self._calls:
+            self._told[call_id] = None
+            self._changed.set()
+
+    async def _run(self, call_id: int, call: _Call, request: pb.DecodeRequest) -> None:
+        error: KvrelayError | None = None
+        try:
+            await self._serve(request, call.outlet)
+        except (Exception, asyncio.CancelledError) as caught:  # noqa: BLE001 - the top of a task
+            error = to_report(caught, "Decode")
+        self._end(call_id, call, error)
+
+    async def _refuse(self, call_id: int, call: _Call) -> None:
+        self._end(call_id, call, WorkerLost("the worker is shutting down"))
+
+    def _end(self, call_id: int, call: _Call, error: KvrelayError | None) -> None:
+        call.end = (0, b"") if error is None else to_status_bytes(error)
+        self._tell(call_id)
+
+    async def _write(self, write: Callable[[pb.DecodeManyResponse], Awaitable[None]]) -> None:
+        while self._calls or not self._is_draining:
+            await self._changed.wait()
+            # A call whose last token came with this step ends in this turn of the loop: its status goes along.
+            await asyncio.sleep(0)
+            self._changed.clear()
+            told, self._told = self._told, {}
+            if told:
+                await write(pb.DecodeManyResponse(updates=[self._update(call_id) for call_id in told]))
+
+    def _update(self, call_id: int) -> pb.CallUpdate:
+        call = self._calls[call_id]
+        update = pb.CallUpdate(call_id=call_id, responses=call.outlet.take())
+        if call.end is not None:
+            update.status_code, update.status = call.end
+            del self._calls[call_id]
+        return update

@@ -1,0 +1,179 @@
+"""All decode calls to one worker process on one stream.
+
+The worker sends one message per engine step (decode.proto, DecodeMany). Its parts are handed to the calls that they
+belong to in the turn of the event loop in which it arrives; a call whose messages are followed (`SharedCall.follow`)
+takes them right there, without a task in between. Nobody waits for anybody: what a call does with its messages must not
+block, and a client that is slow gathers its tokens in its outbox.
+
+A call ends with its status. Closing it tells the worker, which frees everything within one step and one way. When the
+stream breaks, every call on it fails like a call of its own whose connection broke; the next call opens a new stream.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from common.errors import EngineFault, KvrelayError, WorkerLost, from_rpc_error, from_status_bytes
+from kvrelay.v1 import decode_pb2
+
+logger = logging.getLogger(__name__)
+
+Call = grpc.aio.StreamStreamCall[Any, Any]
+Handler = Callable[[decode_pb2.DecodeResponse], bool]
+
+
+class SharedCall:
+    """One call on a shared stream. Leaving its `with` block, for whatever reason, closes what is left of it."""
+
+    def __init__(self, stream: "DecodeStream", call_id: int) -> None:
+        self._stream = stream
+        self._call_id = call_id
+        self._messages: deque[decode_pb2.DecodeResponse] = deque()
+        self._handle: Handler | None = None
+        self._failure: Exception | None = None
+        """Raised by the handler."""
+        self._is_over = False
+        self._error: KvrelayError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def receive(self) -> decode_pb2.DecodeResponse | None:
+        """Return the next message, or None at a good end. Raises the KvrelayError that the peer reported."""
+        while not self._messages:
+            if self._error is not None:
+                raise self._error
+            if self._is_over:
+                return None
+            await self._wait()
+        return self._messages.popleft()
+
+    async def follow(self, handle: Handler) -> None:
+        """Hand over every further message until `handle` returns True or the call ends well. Raises like `receive`.
+
+        Messages that have not come yet are handed over as they come, in the middle of other work: `handle` must be
+        quick. What it raises is raised here.
+        """
+        while self._messages:
+            if handle(self._messages.popleft()):
+                return
+        self._handle = handle
+        try:
+            while self._handle is not None and not self._is_over:
+                await self._wait()
+        finally:
+            self._handle = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        if self._error is not None:
+            raise self._error
+
+    def take(self, update: decode_pb2.CallUpdate) -> None:
+        """Take what a step brought for this call. For the stream alone."""
+        for message in update.responses:
+            if self._handle is None:
+                self._messages.append(message)
+                self._wake()
+                continue
+            try:
+                is_enough = self._handle(message)
+            except Exception as failure:  # noqa: BLE001 - the other calls of the step go on; `follow` raises it
+                self._failure, is_enough = failure, True
+            if is_enough:
+                self._handle = None
+                self._wake()
+        if update.HasField("status_code"):
+            self.end(from_status_bytes(update.status) if update.status_code else None)
+
+    def end(self, error: KvrelayError | None) -> None:
+        """The call is over. For the stream alone."""
+        self._is_over = True
+        self._error = error
+        self._wake()
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stream.close(self._call_id)
+
+
+class DecodeStream:
+    """A stream to one worker process and the calls on it. Event loop only. Ends with the connection or by `aclose`."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._calls: dict[int, SharedCall] = {}
+        self._next_id = 1
+        self._outgoing: asyncio.Queue[decode_pb2.DecodeManyRequest] = asyncio.Queue()
+        self.is_over = False
+        """No further call can be opened: the stream has ended."""
+        self._tasks = (asyncio.create_task(self._read()), asyncio.create_task(self._write()))
+
+    def open(self, request: decode_pb2.DecodeRequest) -> SharedCall:
+        """Start a call."""
+        call_id, self._next_id = self._next_id, self._next_id % 0xFFFFFFFF + 1
+        assert call_id not in self._calls, "four billion calls, and this one is still open"
+        call = self._calls[call_id] = SharedCall(self, call_id)
+        self._outgoing.put_nowait(decode_pb2.DecodeManyRequest(call_id=call_id, open=request))
+        return call
+
+    def close(self, call_id: int) -> None:
+        """End a call at the worker. Harmless when it has ended."""
+        if self._calls.pop(call_id, None) is not None:
+            close = decode_pb2.DecodeManyRequest(call_id=call_id, close=decode_pb2.CloseCall())
+            self._outgoing.put_nowait(close)
+
+    async def aclose(self) -> None:
+        """Cancel the stream and what runs on it."""
+        self._call.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+
+    async def _read(self) -> None:
+        error: KvrelayError = WorkerLost("the worker has ended the stream of its calls")
+        try:
+            async for message in self._call:
+                for update in message.updates:
+                    call = self._calls.get(update.call_id)
+                    if call is None:
+                        continue  # closed meanwhile
+                    call.take(update)
+                    if update.HasField("status_code"):
+                        self._calls.pop(update.call_id, None)
+        except grpc.aio.AioRpcError as caught:
+            error = from_rpc_error(caught)
+        except Exception as caught:  # the top of a task: whatever a worker sends must not leave its calls waiting
+            logger.exception("reading a worker's stream failed")
+            error = EngineFault(f"the worker sent what cannot be read: {type(caught).__name__}: {caught}")
+            self._call.cancel()
+        finally:
+            self.is_over = True
+            self._tasks[1].cancel()
+            calls, self._calls = self._calls, {}
+            for call in calls.values():
+                call.end(error)
+
+    async def _write(self) -> None:
+        while True:
+            request = await self._outgoing.get()
+            try:
+                await self._call.write(request)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return  # the stream has ended: the reader knows why

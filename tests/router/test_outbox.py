@@ -1,0 +1,75 @@
+"""What waits for a client."""
+
+import asyncio
+
+from common.errors import EngineFault
+from common.wire import pack_tokens
+from kvrelay.v1 import inference_pb2, sampling_pb2
+from router.outbox import Outbox
+
+
+def token(index: int, sample: int = 0) -> sampling_pb2.SampleToken:
+    return sampling_pb2.SampleToken(sample_index=sample, token_index=index, token_id=index, text=f"{index} ")
+
+
+def run(first: int, *ids: int, sample: int = 0, ends: bool = False) -> sampling_pb2.TokenRun:
+    reason = sampling_pb2.FINISH_REASON_LENGTH if ends else sampling_pb2.FINISH_REASON_UNSPECIFIED
+    return sampling_pb2.TokenRun(
+        sample_index=sample, first_token_index=first, tokens=pack_tokens(ids), finish_reason=reason
+    )
+
+
+async def test_outbox_delivers_what_was_put_before_an_error() -> None:
+    outbox = Outbox()
+    outbox.put(inference_pb2.GenerateResponse(accepted=inference_pb2.Accepted(num_prompt_tokens=3)))
+    outbox.close(EngineFault("step"))
+    message = await outbox.get()
+    assert message is not None
+    assert message.accepted.num_prompt_tokens == 3
+    assert await outbox.get() is None
+    assert isinstance(outbox.error, EngineFault)
+
+
+async def test_tokens_that_wait_become_one_message_in_order_and_others_keep_their_place() -> None:
+    outbox = Outbox()
+    outbox.put_tokens([token(0), token(0, sample=1)], [])
+    outbox.put_tokens([token(1)], [])
+    outbox.put(inference_pb2.GenerateResponse(plan=inference_pb2.PlanChosen(attempt=2)))
+    outbox.put_tokens([token(2)], [])
+    outbox.close(None)
+    messages = [await outbox.get() for _ in range(4)]
+    assert [m and m.WhichOneof("event") for m in messages] == ["tokens", "plan", "tokens", None]
+    assert messages[0] is not None
+    assert list(messages[0].tokens.tokens) == [token(0), token(0, sample=1), token(1)]
+
+
+async def test_runs_that_wait_become_one_per_sample() -> None:
+    outbox = Outbox()
+    outbox.put_tokens([], [run(0, 5), run(0, 8, sample=1)])
+    outbox.put_tokens([], [run(1, 6, 7, ends=True), run(1, 9, sample=1)])
+    message = await outbox.get()
+    assert message is not None
+    assert list(message.tokens.runs) == [run(0, 5, 6, 7, ends=True), run(0, 8, 9, sample=1)]
+
+
+async def test_a_message_that_was_taken_does_not_change_any_more() -> None:
+    outbox = Outbox()
+    outbox.put_tokens([token(0)], [])
+    first = await outbox.get()
+    outbox.put_tokens([token(1)], [])
+    second = await outbox.get()
+    assert first is not None
+    assert second is not None
+    assert (list(first.tokens.tokens), list(second.tokens.tokens)) == ([token(0)], [token(1)])
+
+
+async def test_a_reader_that_waits_is_woken_by_tokens_and_by_the_end() -> None:
+    outbox = Outbox()
+    reading = asyncio.create_task(outbox.get())
+    await asyncio.sleep(0)
+    outbox.put_tokens([token(0)], [])
+    assert await reading is not None
+    reading = asyncio.create_task(outbox.get())
+    await asyncio.sleep(0)
+    outbox.close(None)
+    assert await reading is None

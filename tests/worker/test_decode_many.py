@@ -1,0 +1,253 @@
+"""Many calls on one stream: each as if it had a stream of its own."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from common.errors import (
+    InvalidRequest,
+    KvrelayError,
+    Overloaded,
+    StaleEpoch,
+    WorkerLost,
+    from_status_bytes,
+    to_status_bytes,
+)
+from common.structured import TaskCensus
+from decode_worker.outlet import Outlet
+from decode_worker.shared_stream import SharedStream
+from engine.sequence import EngineRequest
+from kvrelay.v1 import decode_pb2 as pb
+from kvrelay.v1 import sampling_pb2
+from tests.builders import expected_tokens, make_request
+from tests.worker.cluster import Answer, Pair, error_of, running_pair, spec_of
+
+TIMEOUT_S = 10.0
+
+
+class Many:
+    """The router's side of a shared stream."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._epoch = pair.decode.runtime.epoch
+        self.call = pair.decode_stub.DecodeMany()
+        self.answers: dict[int, Answer] = {}
+        self.ends: dict[int, KvrelayError | None] = {}
+        self.num_messages = 0
+        self.widest = 0
+        """Most calls that one message concerned."""
+
+    async def open(self, call_id: int, request: EngineRequest, *, epoch: int | None = None) -> None:
+        decode = pb.DecodeRequest(sequence=spec_of(request), epoch=self._epoch if epoch is None else epoch)
+        await self.call.write(pb.DecodeManyRequest(call_id=call_id, open=decode))
+
+    async def close(self, call_id: int) -> None:
+        await self.call.write(pb.DecodeManyRequest(call_id=call_id, close=pb.CloseCall()))
+
+    async def read(self) -> None:
+        message = await self.call.read()
+        assert message is not grpc.aio.EOF
+        self.num_messages += 1
+        self.widest = max(self.widest, len(message.updates))
+        for update in message.updates:
+            assert update.call_id not in self.ends, "a message behind the end of its call"
+            for response in update.responses:
+                for token in response.tokens.tokens:
+                    self.answers.setdefault(update.call_id, Answer()).take(token)
+            if update.HasField("status_code"):
+                self.ends[update.call_id] = from_status_bytes(update.status) if update.status_code else None
+
+    async def until_ended(self, *call_ids: int) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while not self.ends.keys() >= set(call_ids):
+                await self.read()
+
+
+def endless(seed: int) -> EngineRequest:
+    return make_request([seed] * 9, max_tokens=400, ignore_eos=True)
+
+
+async def test_calls_side_by_side_answer_like_the_oracle_with_one_message_a_step() -> None:
+    async with running_pair(decode={"step_s": 0.002}) as pair:
+        many = Many(pair)
+        requests = {i: make_request([i % 5] * (3 + i), max_tokens=20, ignore_eos=True) for i in range(8)}
+        for call_id, request in requests.items():
+            await many.open(call_id, request)
+        await many.until_ended(*requests)
+        assert many.ends == dict.fromkeys(requests)
+        for call_id, request in requests.items():
+            assert many.answers[call_id].tokens[0] == expected_tokens(request), call_id
+        assert many.widest == 8
+        assert many.num_messages < 8 * 20
+        await pair.until_empty()
+
+
+async def test_close_of_one_call_frees_it_and_leaves_the_others() -> None:
+    async with running_pair(decode={"step_s": 0.001, "num_blocks": 1024}) as pair:
+        many = Many(pair)
+        mine = make_request(range(7), max_tokens=40, ignore_eos=True)
+        for call_id in (1, 2):
+            await many.open(call_id, endless(call_id))
+        await many.open(3, mine)
+        while len(many.answers) < 3:
+            await many.read()
+        await many.close(1)
+        await many.close(2)
+        await many.close(77)  # never opened: harmless
+        await many.until_ended(3)
+        assert many.answers[3].tokens[0] == expected_tokens(mine)
+        assert 1 not in many.ends
+        assert pair.decode.runtime.counters.num_cancelled == 2
+        await pair.until_empty()
+
+
+async def test_failures_end_their_own_call_and_keep_their_class() -> None:
+    async with running_pair(decode={"num_blocks": 16}) as pair:
+        many = Many(pair)
+        await many.open(1, make_request([1, 2], max_tokens=3, ignore_eos=True), epoch=5)
+        bad = make_request([1], detokenize=False, stop=("x",))
+        await many.open(2, bad)
+        await many.open(3, make_request(range(9), max_tokens=12, ignore_eos=True))
+        await many.until_ended(1, 2, 3)
+        assert isinstance(many.ends[1], StaleEpoch)
+        assert isinstance(many.ends[2], InvalidRequest)
+        assert many.ends[2].field == "sampling.stop"
+        assert many.ends[3] is None
+        await pair.until_empty()
+
+
+async def test_end_of_the_stream_cancels_every_call_on_it() -> None:
+    async with running_pair(decode={"step_s": 0.001, "num_blocks": 1024}) as pair:
+        many = Many(pair)
+        for call_id in range(4):
+            await many.open(call_id, endless(call_id))
+        while len(many.answers) < 4:
+            await many.read()
+        many.call.cancel()
+        await pair.until_empty()
+
+
+async def test_a_call_id_that_is_in_use_ends_the_stream_by_name() -> None:
+    async with running_pair() as pair:
+        many = Many(pair)
+        await many.open(1, endless(1))
+        await many.open(1, endless(2))
+        error = await error_of(many.call)
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await pair.until_empty()
+
+
+async def test_stop_of_a_worker_waits_for_calls_and_not_for_streams() -> None:
+    async with running_pair(decode={"step_s": 0.001, "num_blocks": 1024}) as pair:
+        many, idle = Many(pair), Many(pair)
+        request = make_request(range(5), max_tokens=60, ignore_eos=True)
+        await idle.open(1, make_request([1], max_tokens=1))
+        await idle.until_ended(1)
+        await many.open(1, request)
+        while not many.answers:
+            await many.read()
+        async with asyncio.timeout(TIMEOUT_S):
+            stopping = asyncio.create_task(pair.decode.stop(2 * TIMEOUT_S))
+            assert await idle.call.read() is grpc.aio.EOF
+            await many.open(2, request)
+            await many.until_ended(1, 2)
+            await stopping
+        assert many.answers[1].tokens[0] == expected_tokens(request)
+        assert isinstance(many.ends[2], WorkerLost)
+
+
+class Script:
+    """Drives a SharedStream without a network: calls are outlets, and writing takes as long as a test says."""
+
+    def __init__(self) -> None:
+        self.requests: asyncio.Queue[pb.DecodeManyRequest] = asyncio.Queue()
+        self.outlets: dict[str, Outlet] = {}
+        self.messages: list[pb.DecodeManyResponse] = []
+        self.can_write = asyncio.Event()
+        self.can_write.set()
+        self.stream = SharedStream(self._serve, TaskCensus())
+        self.running = asyncio.create_task(self.stream.run(self._requests(), self._write))
+
+    async def open(self, call_id: int, name: str) -> Outlet:
+        spec = pb.DecodeRequest()
+        spec.sequence.request_id = name
+        self.requests.put_nowait(pb.DecodeManyRequest(call_id=call_id, open=spec))
+        await until(lambda: name in self.outlets)
+        return self.outlets[name]
+
+    async def _serve(self, request: pb.DecodeRequest, outlet: Outlet) -> None:
+        self.outlets[request.sequence.request_id] = outlet
+        await asyncio.Event().wait()
+
+    async def _requests(self) -> AsyncIterator[pb.DecodeManyRequest]:
+        while True:
+            yield await self.requests.get()
+
+    async def _write(self, message: pb.DecodeManyResponse) -> None:
+        self.messages.append(message)
+        await self.can_write.wait()
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():  # noqa: ASYNC110 - nothing but turns of the loop is waited for
+            await asyncio.sleep(0)
+
+
+def batch(index: int) -> pb.TokenBatch:
+    return pb.TokenBatch(tokens=[sampling_pb2.SampleToken(token_index=index, token_id=index)])
+
+
+async def test_what_several_calls_say_in_one_turn_of_the_loop_is_one_message() -> None:
+    script = Script()
+    outlets = [await script.open(call_id, str(call_id)) for call_id in range(3)]
+    for outlet in outlets:
+        outlet.put_tokens(batch(0))
+    await until(lambda: script.messages)
+    assert [update.call_id for update in script.messages[0].updates] == [0, 1, 2]
+    script.running.cancel()
+
+
+async def test_a_slow_reader_gets_everything_in_few_messages_and_holds_nobody_up() -> None:
+    script = Script()
+    talker, other = await script.open(1, "a"), await script.open(2, "b")
+    script.can_write.clear()
+    for index in range(500):
+        talker.put_tokens(batch(index))
+        await asyncio.sleep(0)
+    other.put_tokens(batch(0))
+    script.can_write.set()
+    await until(lambda: len(script.messages) == 2)
+    mine = [t for m in script.messages for u in m.updates if u.call_id == 1 for t in u.responses[0].tokens.tokens]
+    assert [token.token_index for token in mine] == list(range(500))
+    assert [update.call_id for update in script.messages[1].updates] == [1, 2]
+    script.running.cancel()
+
+
+async def test_a_closed_call_says_nothing_any_more() -> None:
+    script = Script()
+    outlet, other = await script.open(1, "a"), await script.open(2, "b")
+    script.requests.put_nowait(pb.DecodeManyRequest(call_id=1, close=pb.CloseCall()))
+    await until(script.requests.empty)
+    await asyncio.sleep(0)
+    outlet.put_tokens(batch(0))
+    other.put_tokens(batch(0))
+    await until(lambda: script.messages)
+    assert [update.call_id for update in script.messages[0].updates] == [2]
+    script.running.cancel()
+
+
+async def test_a_request_that_says_nothing_ends_the_stream() -> None:
+    script = Script()
+    script.requests.put_nowait(pb.DecodeManyRequest(call_id=1))
+    with pytest.raises(InvalidRequest, match="open and close"):
+        await script.running
+
+
+def test_refusals_keep_their_retry_hint_on_the_way() -> None:
+    code, raw = to_status_bytes(Overloaded("full", retry_after_s=1.5))
+    error = from_status_bytes(raw)
+    assert (code, type(error), error.message, error.retry_after_s) == (8, Overloaded, "full", 1.5)
