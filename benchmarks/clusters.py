@@ -21,10 +21,11 @@ def running_cluster(
     model: dict[str, Any] | None = None,
     pools: dict[str, dict[str, Any]] | None = None,
     router: dict[str, Any] | None = None,
+    tenants: list[dict[str, Any]] | None = None,
 ) -> Iterator[tuple[str, ServingConfig]]:
     """Run a cluster on a free port; yields address and configuration, stops everything at the end.
 
-    1P+1D of the default model; `pools` (by name) and `router` add to serving.yaml.
+    1P+1D of the default model; `pools` (by name), `router` and `tenants` add to serving.yaml.
     """
     with tempfile.TemporaryDirectory() as folder:
         config_path = Path(folder) / "serving.yaml"
@@ -36,6 +37,7 @@ def running_cluster(
             "model": model or {},
             "pools": {name: pool | named.get(name, {}) for name in ("prefill", "decode")},
             "router": {"port": 0, **(router or {})},
+            "tenants": tenants or [],
         }
         config_path.write_text(yaml.safe_dump(raw), encoding="utf-8")
         config = load_config(config_path)
