@@ -7,7 +7,7 @@ from statistics import median_low
 from typing import TypeVar
 
 from common.ids import WorkerId
-from common.timing import GUESSED_TIMING, StepModel, StepShape, TimingModel
+from common.timing import GUESSED_TIMING, LinkModel, StepModel, StepShape, TimingModel
 from kvrelay.v1 import worker_pb2
 from router.member import Member
 
@@ -18,6 +18,8 @@ NUM_LATEST = 15
 _CHUNK = StepShape(num_prefill_tokens=512, num_prefill_pairs=512 * 2048)
 _BATCH = StepShape(num_decodes=16, num_context_tokens=16 * 1024)
 
+_TRANSFER_BYTES = 64 << 20
+
 _Model = TypeVar("_Model")
 
 
@@ -26,6 +28,7 @@ class PoolTiming:
 
     Of the worker whose prediction is the median the whole model is taken: medians of single weights would be nobody's.
     Prefill workers never decode, and decode workers rarely prefill: what one pool has not measured the other may have.
+    So with links: decode workers pull every handoff, prefill workers only what looks worth it by then.
     """
 
     def __init__(self) -> None:
@@ -50,6 +53,8 @@ class PoolTiming:
             for role in (worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE)
             for kind in ("prefill", "decode")
         }
+        members = list(members)
+        link = self._usual_link(members)
         for member in members:
             told, role = member.told_timing, member.endpoint.role
             own = GUESSED_TIMING if told is None else told
@@ -57,9 +62,15 @@ class PoolTiming:
                 own,
                 prefill=own.prefill if own.prefill.num_samples >= MIN_SAMPLES else usual[role, "prefill"],
                 decode=own.decode if own.decode.num_samples >= MIN_SAMPLES else usual[role, "decode"],
+                links=own.links or ({} if link is None else {None: link}),
             )
             if timing != member.timing:
                 member.take_timing(timing)
+
+    def _usual_link(self, members: Iterable[Member]) -> LinkModel | None:
+        told = [member.told_timing.links.get(None) for member in members if member.told_timing is not None]
+        links = [link for link in told if link is not None]
+        return _median_of(links, lambda link: link.seconds(_TRANSFER_BYTES)) if links else None
 
     def _usual(self, role: int, kind: str) -> StepModel:
         shape = _CHUNK if kind == "prefill" else _BATCH

@@ -58,6 +58,10 @@ class Admission:
         self._queue: FairQueue[Seeker] = FairQueue()
         self._pace = Pace()
         self._timer: asyncio.TimerHandle | None = None
+        self._opens_s = 0.0
+        """When the first worker is free for another prompt, as of the last look."""
+        self._waits_for_workers = False
+        """All who were asked last wait for that, and nobody has come since."""
         fleet.subscribe(self._on_change)
         metrics.watch(lambda: self.accounts)
 
@@ -155,6 +159,7 @@ class Admission:
         granted: asyncio.Future[Booking | Refused] = asyncio.get_running_loop().create_future()
         seeker.granted, seeker.refused_at = granted, -1
         place = self._stand(seeker)
+        self._waits_for_workers = False
         try:
             self._serve()
             async with asyncio.timeout_at(seeker.deadline_s):
@@ -194,7 +199,10 @@ class Admission:
         passed: list[Place[Seeker]] = []
         num_passed: Counter[str] = Counter()
         skipping: set[str] = set()
-        now_s = self._clock.monotonic()
+        now_s, self._opens_s = self._clock.monotonic(), self._chooser.opens_at_s()
+        if self._waits_for_workers and self._opens_s > now_s:
+            self._wake_at(self._opens_s)
+            return
         while (place := self._queue.pop(now_s=now_s, skipping=skipping)) is not None:
             seeker = place.item
             assert seeker.granted is not None, f"{seeker.search.sought.request_id} is in line without a future"
@@ -203,6 +211,7 @@ class Admission:
             outcome = self._ask(seeker)
             if isinstance(outcome, Booking):
                 self._grant(seeker, outcome)
+                self._opens_s = self._chooser.opens_at_s()
                 for other in passed:
                     # Who waits for a busy worker is not kept waiting by those who go elsewhere.
                     other.item.num_overtaken += not _is_busy(other.item)
@@ -217,7 +226,8 @@ class Admission:
                     skipping.add(place.tenant)
         for place in passed:
             self._queue.restore(place)
-        self._wake_for(passed)
+        self._waits_for_workers = bool(passed) and all(_is_busy(place.item) for place in passed)
+        self._wake_at(min((self._wakes_at_s(place.item) for place in passed), default=math.inf))
 
     def _ask(self, seeker: Seeker) -> Booking | Refused:
         if seeker.last_refusal is not None and not self._is_worth_asking(seeker, seeker.last_refusal):
@@ -225,14 +235,22 @@ class Admission:
         outcome = self._chooser.choose(seeker.search)
         if isinstance(outcome, Refused):
             seeker.last_refusal, seeker.refused_at = outcome, self._num_changes
-            seeker.ask_again_s = self._clock.monotonic() + outcome.retry_after_s
+            seeker.ask_again_s = self._clock.monotonic() + max(outcome.retry_after_s, MIN_BUSY_S)
         return outcome
 
     def _is_worth_asking(self, seeker: Seeker, last: Refused) -> bool:
         now_s = self._clock.monotonic()
-        if last.cause is RefusalCause.BUSY and self._chooser.opens_at_s() > now_s:
+        if last.cause is RefusalCause.BUSY and self._opens_s > now_s:
             return False
-        return seeker.refused_at != self._num_changes or _wakes_at_s(seeker) <= now_s
+        return seeker.refused_at != self._num_changes or self._wakes_at_s(seeker) <= now_s
+
+    def _wakes_at_s(self, seeker: Seeker) -> float:
+        """Return when asking again can help although nothing has changed."""
+        wakes_at_s = math.inf if seeker.search.wakes_at_s is None else seeker.search.wakes_at_s
+        if not _is_busy(seeker):
+            return wakes_at_s
+        # Once a worker is free; or, where one is and this request prefers another, when that one is.
+        return min(wakes_at_s, self._opens_s if self._opens_s > self._clock.monotonic() else seeker.ask_again_s)
 
     def _grant(self, seeker: Seeker, booking: Booking) -> None:
         assert seeker.granted is not None, "only those in line are granted a plan"
@@ -263,14 +281,11 @@ class Admission:
         self._queue.charge(ticket.account.tenant.name, _cost(service) - _cost(ticket.service))
         ticket.service = service
 
-    def _wake_for(self, passed: list[Place[Seeker]]) -> None:
-        """Serve the line again when an exclusion ends or a worker is free, even if nothing changes until then."""
+    def _wake_at(self, wakes_at_s: float) -> None:
+        """Serve the line again at this time, even if nothing changes until then."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        wakes_at_s = min((_wakes_at_s(place.item) for place in passed), default=math.inf)
-        if any(_is_busy(place.item) for place in passed):
-            wakes_at_s = min(wakes_at_s, max(self._chooser.opens_at_s(), self._clock.monotonic() + MIN_BUSY_S))
         if wakes_at_s != math.inf:
             delay_s = max(wakes_at_s - self._clock.monotonic(), 0.001)
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._serve)
@@ -286,14 +301,6 @@ class Admission:
 
 def _is_busy(seeker: Seeker) -> bool:
     return seeker.last_refusal is not None and seeker.last_refusal.cause is RefusalCause.BUSY
-
-
-def _wakes_at_s(seeker: Seeker) -> float:
-    """Return when asking again can help although nothing has changed."""
-    wakes_at_s = seeker.search.wakes_at_s
-    if _is_busy(seeker):
-        return seeker.ask_again_s if wakes_at_s is None else min(wakes_at_s, seeker.ask_again_s)
-    return math.inf if wakes_at_s is None else wakes_at_s
 
 
 def _cost(service: Service) -> float:
