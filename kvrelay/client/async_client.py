@@ -10,7 +10,7 @@ from common.errors import Cancelled
 from common.rpc import client_channel
 from kvrelay.client.collect import EventBuffer
 from kvrelay.client.convert import error_from_rpc, models_from_proto, status_from_proto, tokenization_from_proto
-from kvrelay.client.records import ChatTurn, Event, Generation, ModelInfo, Prompt, Tokenization
+from kvrelay.client.records import ChatTurn, Event, Generation, ModelInfo, Prompt, ServiceTerms, Tokenization
 from kvrelay.client.requests import SamplingOptions, as_conversation, credentials, generate_request, tokenize_request
 from kvrelay.client.status import ClusterStatus
 from kvrelay.client.sync_client import DEFAULT_ADDRESS
@@ -114,13 +114,16 @@ class AsyncClient:
         model: str = "",
         label: str = "",
         timeout_s: float | None = None,
+        terms: ServiceTerms | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Generation:
         """Return the complete answer to text, token ids or a conversation. Raises KvrelayError.
 
-        `model` "" takes the served one; `label` appears in the cluster's logs.
+        `model` "" takes the served one; `label` appears in the cluster's logs; `terms` tell how soon it is needed.
         """
-        async with self.stream(prompt, model=model, label=label, timeout_s=timeout_s, **sampling) as stream:
+        async with self.stream(
+            prompt, model=model, label=label, timeout_s=timeout_s, terms=terms, **sampling
+        ) as stream:
             return await stream.result()
 
     def stream(
@@ -130,10 +133,11 @@ class AsyncClient:
         model: str = "",
         label: str = "",
         timeout_s: float | None = None,
+        terms: ServiceTerms | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncGenerationStream:
         """Send the request and return its events. Raises InvalidRequest for values that cannot be sent."""
-        request = generate_request(prompt, sampling, model=model, label=label)
+        request = generate_request(prompt, sampling, model=model, label=label, terms=terms)
         call = self._stub().Generate(request, timeout=self._deadline_s(timeout_s), metadata=self._metadata)
         return AsyncGenerationStream(call, address=self.address)
 
@@ -144,10 +148,13 @@ class AsyncClient:
         model: str = "",
         label: str = "",
         timeout_s: float | None = None,
+        terms: ServiceTerms | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Generation:
         """Return the assistant's complete answer to a conversation; a string is a single turn of the user."""
-        return await self.generate(as_conversation(messages), model=model, label=label, timeout_s=timeout_s, **sampling)
+        return await self.generate(
+            as_conversation(messages), model=model, label=label, timeout_s=timeout_s, terms=terms, **sampling
+        )
 
     def stream_chat(
         self,
@@ -156,10 +163,13 @@ class AsyncClient:
         model: str = "",
         label: str = "",
         timeout_s: float | None = None,
+        terms: ServiceTerms | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncGenerationStream:
         """Return the events of the assistant's answer; a string is a single turn of the user."""
-        return self.stream(as_conversation(messages), model=model, label=label, timeout_s=timeout_s, **sampling)
+        return self.stream(
+            as_conversation(messages), model=model, label=label, timeout_s=timeout_s, terms=terms, **sampling
+        )
 
     async def tokenize(self, source: str | Sequence[ChatTurn], *, timeout_s: float | None = None) -> Tokenization:
         """Return the tokens that `generate` would make of text or of a conversation."""

@@ -43,6 +43,18 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatTurn]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceTerms:
+    """How soon an answer is needed. What the cluster cannot keep it may refuse at once."""
+
+    priority: int = 0
+    """Larger ones of a tenant go first, up to what it may claim."""
+    ttft_s: float | None = None
+    """To the first token; default: serving.yaml's `slo`."""
+    itl_s: float | None = None
+    """Mean gap between tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
     """The natural logarithm of a token's probability under the unshaped distribution."""
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any, TypedDict
 
 from common.errors import InvalidRequest
-from kvrelay.client.records import ChatMessage, ChatTurn, Prompt
+from kvrelay.client.records import ChatMessage, ChatTurn, Prompt, ServiceTerms
 from kvrelay.v1 import inference_pb2, sampling_pb2
 
 
@@ -53,7 +53,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 def generate_request(
-    prompt: Prompt, sampling: SamplingOptions, *, model: str, label: str
+    prompt: Prompt, sampling: SamplingOptions, *, model: str, label: str, terms: ServiceTerms | None = None
 ) -> inference_pb2.GenerateRequest:
     """Return the message. Raises InvalidRequest for values that no message can carry, TypeError for wrong types."""
     message = inference_pb2.GenerateRequest(sampling=_sampling_message(sampling))
@@ -61,6 +61,8 @@ def generate_request(
         message.model = model
     with _field("label"):
         message.label = label
+    if terms is not None:
+        _set_terms(message, terms)
     if isinstance(prompt, str):
         with _field("text"):
             message.text = prompt
@@ -71,6 +73,15 @@ def generate_request(
             message.token_ids.SetInParent()  # an empty list is still a list of token ids; the server says what is wrong
             message.token_ids.ids.extend(prompt)  # type: ignore[arg-type]  # _as_chat ruled the other kind out
     return message
+
+
+def _set_terms(message: inference_pb2.GenerateRequest, terms: ServiceTerms) -> None:
+    with _field("priority"):
+        message.priority = terms.priority
+    for name, seconds in (("ttft_s", terms.ttft_s), ("itl_s", terms.itl_s)):
+        if seconds is not None:
+            with _field(f"objective.{name}"):
+                setattr(message.objective, name, seconds)
 
 
 def tokenize_request(source: str | Sequence[ChatTurn]) -> inference_pb2.TokenizeRequest:

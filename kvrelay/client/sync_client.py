@@ -9,7 +9,7 @@ import grpc
 from common.rpc import channel_options
 from kvrelay.client.collect import EventBuffer
 from kvrelay.client.convert import error_from_rpc, models_from_proto, status_from_proto, tokenization_from_proto
-from kvrelay.client.records import ChatTurn, Event, Generation, ModelInfo, Prompt, Tokenization
+from kvrelay.client.records import ChatTurn, Event, Generation, ModelInfo, Prompt, ServiceTerms, Tokenization
 from kvrelay.client.requests import SamplingOptions, as_conversation, credentials, generate_request, tokenize_request
 from kvrelay.client.status import ClusterStatus
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
@@ -99,13 +99,14 @@ class Client:
         model: str = "",
         label: str = "",
         timeout_s: float | None = None,
+        terms: ServiceTerms | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Generation:
         """Return the complete answer to text, token ids or a conversation. Raises KvrelayError.
 
-        `model` "" takes the served one; `label` appears in the cluster's logs.
+        `model` "" takes the served one; `label` appears in the cluster's logs; `terms` tell how soon it is needed.
         """
-        with self.stream(prompt, model=model, label=label, timeout_s=timeout_s, **sampling) as stream:
+        with self.stream(prompt, model=model, label=label, timeout_s=timeout_s, terms=terms, **sampling) as stream:
             return stream.result()
 
     def stream(
@@ -115,10 +116,11 @@ class Client:
         model: str = "",
         label: str = "",
         timeout_s: float | None = None,
+        terms: ServiceTerms | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> GenerationStream:
         """Send the request and return its events. Raises InvalidRequest for values that cannot be sent."""
-        request = generate_request(prompt, sampling, model=model, label=label)
+        request = generate_request(prompt, sampling, model=model, label=label, terms=terms)
         call = self._stub.Generate(request, timeout=self._deadline_s(timeout_s), metadata=self._metadata)
         return GenerationStream(call, address=self.address)
 
@@ -129,10 +131,13 @@ class Client:
         model: str = "",
         label: str = "",
         timeout_s: float | None = None,
+        terms: ServiceTerms | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Generation:
         """Return the assistant's complete answer to a conversation; a string is a single turn of the user."""
-        return self.generate(as_conversation(messages), model=model, label=label, timeout_s=timeout_s, **sampling)
+        return self.generate(
+            as_conversation(messages), model=model, label=label, timeout_s=timeout_s, terms=terms, **sampling
+        )
 
     def stream_chat(
         self,
@@ -141,10 +146,13 @@ class Client:
         model: str = "",
         label: str = "",
         timeout_s: float | None = None,
+        terms: ServiceTerms | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> GenerationStream:
         """Return the events of the assistant's answer; a string is a single turn of the user."""
-        return self.stream(as_conversation(messages), model=model, label=label, timeout_s=timeout_s, **sampling)
+        return self.stream(
+            as_conversation(messages), model=model, label=label, timeout_s=timeout_s, terms=terms, **sampling
+        )
 
     def tokenize(self, source: str | Sequence[ChatTurn], *, timeout_s: float | None = None) -> Tokenization:
         """Return the tokens that `generate` would make of text or of a conversation."""

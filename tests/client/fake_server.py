@@ -127,6 +127,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         self.generate_requests: list[inference_pb2.GenerateRequest] = []
         self.tokenize_requests: list[inference_pb2.TokenizeRequest] = []
         self.time_remaining_s: float | None = None
+        self.authorization: str | None = None
         self.client_left = threading.Event()
         """Set when a call ended before its script did."""
 
@@ -135,6 +136,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
     ) -> Iterator[inference_pb2.GenerateResponse]:
         self.generate_requests.append(request)
         self.time_remaining_s = context.time_remaining()
+        self.authorization = dict(context.invocation_metadata()).get("authorization")
         call_is_over = threading.Event()
         played: list[Step] = []
 

@@ -1,8 +1,8 @@
 import pytest
 
 from common.errors import InvalidRequest
-from kvrelay.client.records import ChatMessage
-from kvrelay.client.requests import SamplingOptions, generate_request
+from kvrelay.client.records import ChatMessage, ServiceTerms
+from kvrelay.client.requests import SamplingOptions, credentials, generate_request
 from kvrelay.v1 import inference_pb2, sampling_pb2
 
 
@@ -73,3 +73,28 @@ def test_value_that_no_message_can_carry_names_its_field(
 def test_value_of_a_wrong_type_raises_type_error(prompt: object, sampling: dict[str, object], words: str) -> None:
     with pytest.raises(TypeError, match=words):
         build(prompt, **sampling)
+
+
+def test_terms_arrive_and_those_left_out_stay_unset() -> None:
+    terms = ServiceTerms(priority=3, ttft_s=0.5)
+    message = generate_request("Hi", {}, model="", label="", terms=terms)
+    assert (message.priority, message.objective.ttft_s, message.objective.HasField("itl_s")) == (3, 0.5, False)
+    assert not build("Hi").HasField("objective")
+
+
+def test_priority_that_no_message_can_carry_is_named() -> None:
+    with pytest.raises(InvalidRequest, match="priority"):
+        generate_request("Hi", {}, model="", label="", terms=ServiceTerms(priority=1 << 40))
+
+
+def test_api_key_becomes_metadata() -> None:
+    assert credentials("secret-key-0123456") == (("authorization", "Bearer secret-key-0123456"),)
+    assert credentials(None) == ()
+
+
+@pytest.mark.parametrize("key", ["", "two words", "line\nbreak", "schlüssel"])
+def test_api_key_that_cannot_be_sent_is_refused_without_repeating_it(key: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        credentials(key)
+    assert caught.value.field == "api_key"
+    assert not key or key not in caught.value.message

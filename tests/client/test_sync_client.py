@@ -35,6 +35,15 @@ def test_generate_returns_the_whole_answer(fake: FakeInference, address: str) ->
     assert generation.seed == 7
 
 
+def test_client_with_an_api_key_shows_it_with_every_call(fake: FakeInference, address: str) -> None:
+    with Client(address, api_key="secret-key-0123456") as client:
+        client.generate("Hi")
+    assert fake.authorization == "Bearer secret-key-0123456"
+    with Client(address) as client:
+        client.generate("Hi")
+    assert fake.authorization is None
+
+
 def test_stream_yields_typed_events_in_order(address: str) -> None:
     with Client(address) as client:
         events = list(client.stream("Hi"))
