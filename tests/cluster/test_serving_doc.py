@@ -6,18 +6,22 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from common.config import PoolConfig, ServingConfig
+from common.config import PoolConfig, ServingConfig, TenantConfig
 
 _DOC = Path(__file__).parents[2] / "docs" / "serving.md"
 _ROW = re.compile(r"^\| `([a-z_.]+)` \| `([^`]*)` \| \S.*\|$", re.MULTILINE)
 
 
 def keys(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every key below a section with its default as YAML writes it; the pools once, without a prefix."""
+    """Yield every key below a section with its default as YAML writes it; the pools once, without a prefix, and one tenant."""
     for name in type(section).model_fields:
         value = getattr(section, name)
         if name == "pools":
             yield from keys(PoolConfig())
+        elif name == "tenants":
+            yield name, as_yaml(value)
+            tenant = dict(keys(TenantConfig(name="some"), "tenants."))
+            yield from (tenant | {"tenants.name": "required"}).items()
         elif isinstance(value, BaseModel):
             yield from keys(value, f"{prefix}{name}.")
         else:
