@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from common.config import PoolConfig, ServingConfig, TenantConfig
 
 _DOC = Path(__file__).parents[2] / "docs" / "serving.md"
-_ROW = re.compile(r"^\| `([a-z_.]+)` \| `([^`]*)` \| \S.*\|$", re.MULTILINE)
+_ROW = re.compile(r"^\| `([a-z0-9_.]+)` \| `([^`]*)` \| \S.*\|$", re.MULTILINE)
 
 
 def keys(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, str]]:
