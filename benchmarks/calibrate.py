@@ -1,0 +1,258 @@
+"""Does the simulator tell the time? A trace replayed on real workers and, with what these report, in virtual time.
+
+    python -m benchmarks.calibrate --trace tests/simulator/data/small.jsonl [--load 0.5] [--rounds 3] [--json FILE]
+
+Method. 1P+1D of the default model (launcher local, processes and client on this machine's cores) serves the first
+requests of the trace, lengths divided by `--shrink`: a warm-up, then rounds with prompts of other tokens, so that each
+finds cold caches and the same prefixes to share. Arrivals never wait for answers. The warm-up's timing models choose
+the speed at which the prefill worker is busy `--load` of the time.
+
+Then the simulator replays the same arrivals on workers of the same pages and step budget, whose steps and pulls take
+what the workers' own models say at the end of the rounds (`WatchWorker`). Compared are medians of TTFT, from the
+scheduled arrival to the first token at the client, and of each request's mean gap between tokens; of the real rounds
+the median of the rounds' medians, with their range. A ratio of 1 is a perfect simulation.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.clusters import running_cluster
+from common.config import RouterConfig, ServingConfig
+from common.timing import LinkModel, TimingModel
+from common.timing_wire import timing_from_proto
+from kvrelay.client import AsyncClient, Token
+from router.worker_client import WorkerClient
+from simulator.cluster import run
+from simulator.records import Arrival, ClusterShape, NetworkShape, SimSettings
+from simulator.timing import FittedTimes
+from simulator.traces import PromptWriter, Trace, TraceRequest, read_trace
+
+FIRST_TOKEN, NUM_TOKENS = 1000, 40_000
+"""Ordinary tokens of the default model's vocabulary."""
+IDS_PER_ROUND = 1_000_000
+"""Block ids of the rounds lie so far apart that no two share a prefix."""
+MESSAGE_LATENCY_S = 1e-3
+"""One way, Python to Python over loopback, with the loops' own work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """What became of one request."""
+
+    ttft_s: float
+    itl_s: float | None
+    """Mean; None with a single token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """What a worker says of itself."""
+
+    timing: TimingModel
+    num_blocks: int
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One latency, measured and simulated; seconds."""
+
+    name: str
+    real: float
+    real_rounds: tuple[float, ...]
+    simulated: float
+
+    @property
+    def ratio(self) -> float:
+        """Simulated to real."""
+        return self.simulated / self.real
+
+
+def main() -> None:
+    """Measure, simulate, compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--requests", type=int, default=80)
+    parser.add_argument("--shrink", type=int, default=32)
+    parser.add_argument("--load", type=float, default=0.5)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    console = Console()
+    trace = read_trace(args.trace).first(args.requests).shrunk(args.shrink)
+    with running_cluster(launcher="local", console=console) as (address, config):
+        rounds, workers, trace = asyncio.run(_measure(address, trace, args.load, args.rounds, console))
+    simulated = _simulate(trace, workers, config)
+    comparisons = _compare(rounds, simulated)
+    console.print(_table(comparisons))
+    for name, worker in workers.items():
+        console.print(f"{name}: {worker.timing}", soft_wrap=True)
+    if args.json:
+        record = {
+            "trace": trace.name,
+            "num_requests": len(trace.requests),
+            "duration_s": trace.duration_s,
+            "comparisons": [asdict(comparison) | {"ratio": comparison.ratio} for comparison in comparisons],
+            "workers": {name: repr(worker) for name, worker in workers.items()},
+            "real": [[asdict(times) for times in each] for each in rounds],
+            "simulated": [asdict(times) for times in simulated],
+        }
+        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+# Real workers.
+
+
+async def _measure(
+    address: str, trace: Trace, load: float, num_rounds: int, console: Console
+) -> tuple[list[list[Times]], dict[str, Worker], Trace]:
+    """Return the rounds' times, the workers at the end, and the trace at the speed that was chosen."""
+    async with AsyncClient(address, timeout_s=300) as client:
+        addresses = {view.role: view.address for view in (await client.status()).workers}
+        await _replay(client, trace.first(30).faster(0.5), number=0)
+        before = await _ask(addresses["prefill"])
+        speed = load * trace.duration_s / sum(_prefill_s(before.timing, request) for request in trace.requests)
+        trace = trace.faster(speed)
+        console.print(f"speed {speed:.2f}: {len(trace.requests)} requests in {trace.duration_s:.0f} s")
+        rounds = []
+        for number in range(1, num_rounds + 1):
+            rounds.append(await _replay(client, trace, number=number))
+            console.print(f"round {number}: median TTFT {_median(t.ttft_s for t in rounds[-1]) * 1000:.0f} ms")
+        return rounds, {role: await _ask(at) for role, at in addresses.items()}, trace
+
+
+def _prefill_s(timing: TimingModel, request: TraceRequest) -> float:
+    return timing.prefill_s(request.num_prompt_tokens, 0)
+
+
+async def _replay(client: AsyncClient, trace: Trace, *, number: int) -> list[Times]:
+    start_s = time.perf_counter() + 0.5
+    prompts = _prompts(trace, number)
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(_serve(client, request, prompt, start_s + request.arrival_s))
+            for request, prompt in zip(trace.requests, prompts, strict=True)
+        ]
+    return [task.result() for task in tasks]
+
+
+async def _serve(client: AsyncClient, request: TraceRequest, prompt: "array[int]", at_s: float) -> Times:
+    await asyncio.sleep(at_s - time.perf_counter())
+    stamps = []
+    stream = client.stream(prompt.tolist(), max_tokens=request.num_output_tokens, ignore_eos=True, temperature=0.0)
+    async with stream:
+        async for event in stream:
+            if isinstance(event, Token):
+                stamps.append(time.perf_counter())
+    num_gaps = len(stamps) - 1
+    return Times(ttft_s=stamps[0] - at_s, itl_s=(stamps[-1] - stamps[0]) / num_gaps if num_gaps else None)
+
+
+async def _ask(address: str) -> Worker:
+    """Return what a worker says of itself now."""
+    worker = WorkerClient(address)
+    try:
+        facts = await worker.describe(timeout_s=10)
+        with worker.watch() as updates:
+            update = await updates.receive()
+    finally:
+        await worker.close()
+    assert update is not None and update.HasField("timing"), f"{address} tells no timing in its first update"
+    return Worker(
+        timing=timing_from_proto(update.timing), num_blocks=facts.num_blocks, block_bytes=facts.layout.block_bytes
+    )
+
+
+# The simulator.
+
+
+def _simulate(trace: Trace, workers: dict[str, Worker], config: ServingConfig) -> list[Times]:
+    """Return the same requests' times in virtual time."""
+    prefill, decode = workers["prefill"], workers["decode"]
+    pool = config.pools.decode
+    shape = ClusterShape(
+        num_prefill=1,
+        num_decode=1,
+        num_blocks=decode.num_blocks,
+        block_size=pool.block_size,
+        block_bytes=decode.block_bytes,
+        max_step_tokens=pool.max_step_tokens,
+        max_running=pool.max_running,
+        max_waiting=pool.max_waiting,
+    )
+    link = decode.timing.links.get(None, LinkModel(latency_s=0.0, bytes_per_s=1e9))
+    settings = SimSettings(
+        prefill_times=FittedTimes(prefill.timing),
+        decode_times=FittedTimes(decode.timing),
+        network=NetworkShape(latency_s=MESSAGE_LATENCY_S, kv_bytes_per_s=link.bytes_per_s),
+        router=RouterConfig(policy=config.router.policy),
+        report_interval_s=0.02,
+    )
+    arrivals = (
+        Arrival(at_s=request.arrival_s, prompt=prompt, num_output_tokens=request.num_output_tokens)
+        for request, prompt in zip(trace.requests, _prompts(trace, 1), strict=True)
+    )
+    results = run(shape, settings, arrivals).results
+    refused = [result.refusal for result in results if not result.is_complete]
+    assert not refused, f"the simulated workers refused: {refused[0]}"
+    return [Times(ttft_s=result.ttft_s or 0.0, itl_s=result.itl_s) for result in results]
+
+
+def _prompts(trace: Trace, number: int) -> list["array[int]"]:
+    writer = PromptWriter(block_size=trace.block_size, first_token=FIRST_TOKEN, num_tokens=NUM_TOKENS)
+    return [array("I", writer.write(_of_round(request, number)).tobytes()) for request in trace.requests]
+
+
+def _of_round(request: TraceRequest, number: int) -> TraceRequest:
+    return TraceRequest(
+        arrival_s=request.arrival_s,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=request.num_output_tokens,
+        block_ids=tuple(block_id + number * IDS_PER_ROUND for block_id in request.block_ids),
+    )
+
+
+# Both.
+
+
+def _compare(rounds: Sequence[Sequence[Times]], simulated: Sequence[Times]) -> list[Comparison]:
+    comparisons = []
+    for name, pick in (("TTFT", lambda times: times.ttft_s), ("ITL", lambda times: times.itl_s)):
+        medians = tuple(_median(map(pick, each)) for each in rounds)
+        comparisons.append(
+            Comparison(
+                name=name,
+                real=statistics.median(medians),
+                real_rounds=medians,
+                simulated=_median(map(pick, simulated)),
+            )
+        )
+    return comparisons
+
+
+def _median(values: Iterable[float | None]) -> float:
+    return statistics.median(value for value in values if value is not None)
+
+
+def _table(comparisons: Sequence[Comparison]) -> Table:
+    table = Table(title="medians, ms", box=None, title_justify="left")
+    for column in ("", "real", "rounds", "simulated", "simulated / real"):
+        table.add_column(column, justify="left" if not column else "right")
+    for each in comparisons:
+        rounds = f"{1000 * min(each.real_rounds):.1f}–{1000 * max(each.real_rounds):.1f}"
+        table.add_row(each.name, f"{1000 * each.real:.1f}", rounds, f"{1000 * each.simulated:.1f}", f"{each.ratio:.2f}")
+    return table
+
+
+if __name__ == "__main__":
+    main()
