@@ -33,6 +33,11 @@ MAX_TOKENS = 2048
 """What every request allows: a router cannot know how long an answer will be."""
 
 
+ORACLE = "oracle"
+"""The policy that hears of everything at once and knows how long answers will be."""
+ORACLE_REPORT_INTERVAL_S = 1e-3
+
+
 class ReplayError(Exception):
     """A replay cannot be started; the message says what to change."""
 
@@ -146,7 +151,7 @@ def run_cell(settings: ReplaySettings, cell: Cell, folder: Path) -> CellResult:
 
     trace = load_trace(settings).faster(cell.speed)
     shape, sim_settings = _simulation(settings, cell)
-    done = run(shape, sim_settings, _arrivals(settings, trace))
+    done = run(shape, sim_settings, _arrivals(settings, cell, trace))
     summary = summarize(done, slo=settings.slo, num_prefill=settings.num_prefill)
     result = CellResult(cell=cell, summary=summary, clock=_clock(done))
     _write(folder, done, result)
@@ -172,6 +177,7 @@ def read_requests(folder: Path) -> Iterator[RequestResult]:
 
 
 def _simulation(settings: ReplaySettings, cell: Cell) -> tuple[ClusterShape, SimSettings]:
+    is_oracle = cell.policy == ORACLE
     times, timing, kv_bytes_per_token = _hardware(settings)
     link = timing.links[None]
     shape = ClusterShape(
@@ -190,8 +196,8 @@ def _simulation(settings: ReplaySettings, cell: Cell) -> tuple[ClusterShape, Sim
         decode_timing=timing,
         network=NetworkShape(kv_bytes_per_s=link.bytes_per_s),
         router=RouterConfig.model_validate({"policy": cell.policy, "shed": settings.shed}),
-        report_interval_s=settings.report_interval_s,
-        event_lag_s=settings.event_lag_s,
+        report_interval_s=ORACLE_REPORT_INTERVAL_S if is_oracle else settings.report_interval_s,
+        event_lag_s=0.0 if is_oracle else settings.event_lag_s,
         itl_slo_s=settings.slo.itl_s,
         seed=settings.seed,
     )
@@ -207,9 +213,9 @@ def _hardware(settings: ReplaySettings) -> tuple[StepTimes, TimingModel, int]:
     return roofline, timing, roofline.model.kv_bytes_per_token
 
 
-def _arrivals(settings: ReplaySettings, trace: Trace) -> Iterator[Arrival]:
-    """Yield the requests; every one states its objective, and allows an answer of any length."""
-    max_tokens = max(1, MAX_TOKENS // settings.shrink)
+def _arrivals(settings: ReplaySettings, cell: Cell, trace: Trace) -> Iterator[Arrival]:
+    """Yield the requests; every one states its objective and, but to the oracle, allows an answer of any length."""
+    max_tokens = 1 if cell.policy == ORACLE else max(1, MAX_TOKENS // settings.shrink)
     writer = PromptWriter(block_size=trace.block_size)
     for request in trace.requests:
         yield Arrival(

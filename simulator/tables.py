@@ -6,7 +6,6 @@ from itertools import groupby
 from rich.table import Table
 
 from simulator.replay import CellResult
-from simulator.results import Percentiles
 from simulator.trace_stats import PlacementHits, Spread, TraceStats
 
 _COLUMNS = (
@@ -14,14 +13,9 @@ _COLUMNS = (
     "goodput/s",
     "good %",
     "refused %",
-    "TTFT p50",
-    "p90",
-    "p99 s",
-    "ITL p50",
-    "p90",
-    "p99 ms",
-    "E2E p50",
-    "p99 s",
+    "TTFT p50/p90/p99 s",
+    "ITL p50/p99 ms",
+    "E2E p50/p99 s",
     "hit %",
     "pulled %",
     "hot spot",
@@ -34,7 +28,7 @@ _COLUMNS = (
 def comparison_table(results: Sequence[CellResult]) -> Table:
     """Return one row per cell, sections by speed; of each section the best goodput is bold."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("speed", justify="right")
+    table.add_column("speed", justify="right", no_wrap=True)
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
     for speed, group in groupby(results, key=lambda result: result.cell.speed):
@@ -78,9 +72,9 @@ def _row(result: CellResult) -> list[str]:
         f"{summary.goodput_per_s:.2f}",
         f"{100 * summary.good_share:.1f}",
         f"{100 * refused:.1f}",
-        *_times(summary.ttft, scale=1, digits=2),
-        *_times(summary.itl, scale=1000, digits=0),
-        *(_times(summary.e2e, scale=1, digits=1)[::2]),
+        "-" if summary.ttft is None else f"{summary.ttft.p50:.2f}/{summary.ttft.p90:.2f}/{summary.ttft.p99:.2f}",
+        "-" if summary.itl is None else f"{1000 * summary.itl.p50:.0f}/{1000 * summary.itl.p99:.0f}",
+        "-" if summary.e2e is None else f"{summary.e2e.p50:.1f}/{summary.e2e.p99:.1f}",
         f"{100 * summary.token_hit:.1f}",
         f"{100 * summary.pulled_share:.1f}",
         f"{summary.hot_spot:.2f}",
@@ -88,12 +82,6 @@ def _row(result: CellResult) -> list[str]:
         f"{busy}/{100 * summary.decode_busy:.0f}",
         f"{result.clock.choice_p50_us:.0f}",
     ]
-
-
-def _times(times: Percentiles | None, *, scale: float, digits: int) -> list[str]:
-    if times is None:
-        return ["-", "-", "-"]
-    return [f"{scale * value:.{digits}f}" for value in (times.p50, times.p90, times.p99)]
 
 
 def _spread(spread: Spread) -> str:

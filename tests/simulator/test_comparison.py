@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,16 @@ def test_report_holds_settings_table_and_plots_and_needs_no_other_file(tmp_path:
 def test_settings_are_told_by_content_of_files(tmp_path: Path) -> None:
     settings = make_settings()
     assert str(SMALL) not in json.dumps(settings.fingerprint())
+
+
+def test_oracle_hears_of_everything_at_once_however_late_the_others_do(tmp_path: Path) -> None:
+    soon = make_settings(num_requests=60)
+    late = replace(soon, report_interval_s=5.0, event_lag_s=1.0)
+    fates = []
+    for name, settings in (("soon", soon), ("late", late)):
+        comparison = make_comparison(tmp_path / name, "oracle", "least_load", settings=settings)
+        run(comparison)
+        fates.append([(comparison.folder(cell) / "requests.jsonl").read_bytes() for cell in comparison.cells])
+    (oracle_soon, other_soon), (oracle_late, other_late) = fates
+    assert oracle_soon == oracle_late
+    assert other_soon != other_late

@@ -1,6 +1,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,9 @@ from simulator.results import Percentiles, Slo, Summary, gap_percentile, hot_spo
 SLO = Slo(ttft_s=2.0, itl_s=0.05)
 
 
-def make_result(index: int = 0, **changes: object) -> RequestResult:
+def make_result(index: int = 0, **changes: Any) -> RequestResult:
     """Complete and good: 1 s to the first token, eleven tokens 40 ms apart."""
-    values: dict[str, object] = {
+    values: dict[str, Any] = {
         "index": index,
         "arrival_s": 10.0 + index,
         "num_prompt_tokens": 1000,
@@ -23,7 +24,7 @@ def make_result(index: int = 0, **changes: object) -> RequestResult:
         "gap_sum_s": 0.4,
         "decode_worker": "decode-0",
     }
-    return RequestResult(**(values | changes))  # type: ignore[arg-type]
+    return RequestResult(**(values | changes))
 
 
 def make_worker(worker_id: str, *, busy_s: float = 0.0, num_preemptions: int = 0) -> WorkerResult:
@@ -46,7 +47,12 @@ def make_run(
     return SimRun(results=list(results), workers=list(workers), gaps=gaps, end_s=20.0, wall_s=1.0, choice_s=[])
 
 
-REFUSED = {"first_token_s": None, "num_output_tokens": 0, "gap_sum_s": 0.0, "refusal": "Overloaded: the queue is full"}
+REFUSED: dict[str, Any] = {
+    "first_token_s": None,
+    "num_output_tokens": 0,
+    "gap_sum_s": 0.0,
+    "refusal": "Overloaded: the queue is full",
+}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +83,7 @@ def test_ttft_objective_grows_with_the_prompt(num_prompt_tokens: int, ttft_s: fl
         ({"end_s": None}, False),
     ],
 )
-def test_good_request_is_complete_and_within_both_objectives(changes: dict[str, object], is_good: bool) -> None:
+def test_good_request_is_complete_and_within_both_objectives(changes: dict[str, Any], is_good: bool) -> None:
     assert SLO.is_good(make_result(**changes)) is is_good
 
 
