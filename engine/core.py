@@ -20,14 +20,16 @@ So plans are made without knowing the tokens of one step, which are *pending*. W
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from common.block_hash import NO_HASHES, BlockHashes
 from common.clock import Clock
 from common.errors import EngineFault, PromptTooLong, Refused
+from common.ids import RequestId
 from engine.block_pool import BlockPool
-from engine.events import EngineEvent, Failed, FinishReason, Load, Progress, StepSample, TokenOutput
+from engine.events import EngineEvent, Failed, FinishReason, Load, Progress, StepReport, StepSample, TokenOutput
 from engine.executor import Executor, Sampled, ScheduledSequence, StepResult
 from engine.group import Group, Sink
 from engine.landing import Landing, Landings
@@ -38,6 +40,8 @@ from engine.sequence import EngineRequest, Sequence, SequenceState
 from engine.step_timer import StepTimer
 
 logger = logging.getLogger(__name__)
+
+_MAX_ACCEPTED = 4096  # nobody may ask for reports
 
 Emitted = list[tuple[Group, EngineEvent]]
 
@@ -53,6 +57,7 @@ class EngineCore:
         self._pipeline = Pipeline(executor)
         self._clock = clock
         self._timer = StepTimer(clock)
+        self._accepted: deque[RequestId] = deque(maxlen=_MAX_ACCEPTED)
         self._groups: dict[Sequence, Group] = {}
         self._next_order = 0
         self._is_stalled = False
@@ -181,9 +186,24 @@ class EngineCore:
         """Return the load at this moment."""
         return measure_load(self.scheduler, now_s=self._clock.monotonic())
 
+    def report(self) -> StepReport:
+        """Return the load, and what happened since the last report."""
+        return StepReport(
+            kv_events=self.pool.drain_events(),
+            load=self.load(),
+            samples=self.drain_samples(),
+            accepted=self.drain_accepted(),
+        )
+
     def drain_samples(self) -> tuple[StepSample, ...]:
         """Return how long the steps took that ended since the last call."""
         return self._timer.drain()
+
+    def drain_accepted(self) -> tuple[RequestId, ...]:
+        """Return the requests that have entered since the last call."""
+        accepted = tuple(self._accepted)
+        self._accepted.clear()
+        return accepted
 
     def stop_timing(self) -> None:
         """The time until the next step is planned belongs to no step of this core."""
@@ -214,6 +234,7 @@ class EngineCore:
             return refused
         group.sequences.append(leader)
         self._groups[leader] = group
+        self._accepted.append(group.request.request_id)
         return group
 
     def _check_fits(self, request: EngineRequest, *, num_new_tokens: int) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.errors import KvrelayError
-from common.ids import BlockId
+from common.ids import BlockId, RequestId
 from common.kv_events import KvEvents
 from common.timing import StepShape
 from engine.executor import Logprobs
@@ -126,3 +126,5 @@ class StepReport:
     load: Load
     samples: tuple[StepSample, ...] = ()
     """Of the steps that have ended."""
+    accepted: tuple[RequestId, ...] = ()
+    """Requests that have entered; `load` includes them for the first time."""

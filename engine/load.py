@@ -21,7 +21,7 @@ def measure_load(scheduler: Scheduler, *, now_s: float) -> Load:
             num_tokens += num_left
             pairs += num_pairs(num_left, sequence.num_ready)
     for sequence in scheduler.reserved:
-        context += sequence.num_tokens
+        context += sequence.num_samples * sequence.num_tokens
     return Load(
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),

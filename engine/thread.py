@@ -149,7 +149,7 @@ class EngineThread:
             block = False
 
     def _send(self, core: EngineCore, emitted: Emitted) -> None:
-        report = StepReport(kv_events=core.pool.drain_events(), load=core.load(), samples=core.drain_samples())
+        report = core.report()
         try:
             self._loop.call_soon_threadsafe(self._dispatch, report, emitted)
         except RuntimeError:

@@ -88,7 +88,6 @@ class Attempt:
         response = await _receive(answer, decode)
         if response is None or not response.HasField("reserved"):
             raise AttemptFailed(decode, EngineFault("the first message does not tell of a reservation"))
-        decode.acknowledge()
         if self.booking.prefill is not None and not self.record.ledger.num_tokens:
             self.record.num_decode_cached_tokens = response.reserved.num_cached_tokens
         self.record.num_attempts = max(self.record.num_attempts, self.number)
@@ -128,6 +127,7 @@ class Attempt:
             raise AttemptFailed(prefill, EngineFault("the prefill ended without a first token"))
 
     def _take_first_tokens(self, prefill: Hold, finished: prefill_pb2.PrefillFinished) -> None:
+        prefill.member.note_prefilled(prefill)
         self._enter_prefilling()
         if not self.record.ledger.num_tokens:
             self.record.prefill_s = finished.prefill_s
@@ -164,6 +164,8 @@ class Attempt:
     def _take_local(self, response: decode_pb2.DecodeResponse) -> bool:
         if response.HasField("tokens"):
             self._enter_prefilling()
+            if self.life.state is not State.DECODING:
+                self.booking.decode.member.note_prefilled(self.booking.decode)
             self._enter_decoding()
             if not self.record.ledger.num_tokens:
                 self.record.prefill_s = response.tokens.prefill_s
@@ -194,7 +196,6 @@ class Attempt:
                     pass
 
     def _note_started(self, hold: Hold, started: prefill_pb2.PrefillStarted | decode_pb2.LocalPrefillStarted) -> None:
-        hold.acknowledge()
         self._enter_prefilling()
         self.metrics.compare_cached_tokens(
             predicted=self.booking.plan.predicted_cached_tokens, actual=started.num_cached_tokens

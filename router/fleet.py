@@ -172,7 +172,7 @@ class Fleet:
             self._index.drop(worker_id)
         if events:
             self._index.apply(worker_id, events)
-        member.take_report(update.load, now_s=self._clock.monotonic())
+        member.take_report(update.load, update.accepted_request_ids, now_s=self._clock.monotonic())
         if timing is not None:
             self._timing.take(member, timing, self._members.values())
         if member.state is not WorkerState.READY:
@@ -240,13 +240,13 @@ class Fleet:
 
     def book(self, plan: Plan, request: RouteRequest) -> Booking:
         """Count the plan's work as load of its workers until the booking is released."""
-        decode = self._hold(plan.decode)
+        decode = self._hold(plan.decode, request)
         decode.num_blocks = request.num_decode_blocks
         decode.num_decodes = request.num_samples
-        decode.num_context_tokens = request.num_tokens
+        decode.num_context_tokens = request.num_samples * request.num_tokens
         prefill = None
         if plan.prefill is not None:
-            prefill = self._hold(plan.prefill)
+            prefill = self._hold(plan.prefill, request)
             prefill.num_blocks = request.num_prefill_blocks
         computes = decode if prefill is None else prefill
         computes.num_prompt_tokens = request.num_tokens
@@ -276,10 +276,16 @@ class Fleet:
             num_blocks=pull.num_blocks,
         )
 
-    def _hold(self, worker_id: WorkerId) -> Hold:
+    def _hold(self, worker_id: WorkerId, request: RouteRequest) -> Hold:
         member = self._members[worker_id]
         assert member.facts is not None, f"{worker_id} was chosen in state {member.state}"
-        return Hold(member=member, epoch=member.facts.epoch, booked_s=self._clock.monotonic(), num_blocks=0)
+        return Hold(
+            member=member,
+            epoch=member.facts.epoch,
+            request_id=request.request_id,
+            booked_s=self._clock.monotonic(),
+            num_blocks=0,
+        )
 
     def _release(self, booking: Booking) -> None:
         if booking not in self._bookings:

@@ -1,17 +1,19 @@
 """One worker as the router holds it: its state, its last report, and what was booked on it since."""
 
 import enum
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from common.ids import Epoch
+from common.ids import Epoch, RequestId
 from common.timing import GUESSED_TIMING, TimingModel
 from kvrelay.v1 import worker_pb2
 from router.facts import Endpoint, WorkerFacts
 from router.placement.plans import WorkerLoad
 from router.worker_client import WorkerClient
 
-SETTLE_S = 0.25
-"""A report that comes this long after a booking includes it, acknowledged or not."""
+SETTLE_S = 1.0
+"""A report that comes this long after a booking includes it, said or not: the net under a lost update."""
 
 
 class WorkerState(enum.Enum):
@@ -29,6 +31,7 @@ class Hold:
 
     member: "Member"
     epoch: Epoch
+    request_id: RequestId
     booked_s: float
     num_blocks: int
     """Pages that it will occupy."""
@@ -44,13 +47,26 @@ class Hold:
     """KV tokens of those."""
     is_prefilled: bool = False
     """The first token has come."""
-    is_acknowledged: bool = False
-    is_reported: bool = False
-    """The worker's own report includes it."""
 
-    def acknowledge(self) -> None:
-        """Note that the worker has taken the request: its next report includes it."""
-        self.is_acknowledged = True
+
+@dataclass(slots=True, eq=False)
+class _Active:
+    """Sums over holds."""
+
+    num_blocks: int = 0
+    num_prefills: int = 0
+    """Prompts to be computed whose first token has not come."""
+    num_prompt_tokens: int = 0
+    """Of those."""
+    num_missing_tokens: int = 0
+    """Of those, the ones that are expected to be computed."""
+
+    def count(self, hold: Hold, sign: int) -> None:
+        self.num_blocks += sign * hold.num_blocks
+        if not hold.is_prefilled and hold.num_prompt_tokens:
+            self.num_prefills += sign
+            self.num_prompt_tokens += sign * hold.num_prompt_tokens
+            self.num_missing_tokens += sign * hold.num_missing_tokens
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -75,8 +91,12 @@ class Member:
     """Counts the reports that differed from the one before."""
     holds: dict[Hold, None] = field(default_factory=dict)
     """Booked on the present life, in order."""
+    unreported: dict[Hold, None] = field(default_factory=dict)
+    """Those of them that the worker's own report does not include yet, in order."""
     num_users: int = 0
     """Bookings on any life: their calls use the channel."""
+    _active: _Active = field(default_factory=_Active)
+    """Sums over `holds`, kept so that a load costs only what is not reported."""
     _load: WorkerLoad | None = None
     """As of the last change."""
 
@@ -92,13 +112,17 @@ class Member:
 
     def add_hold(self, hold: Hold) -> None:
         """Count a booking."""
-        self.holds[hold] = None
+        self.holds[hold] = self.unreported[hold] = None
+        self._active.count(hold, 1)
         self.num_users += 1
         self._load = None
 
     def remove_hold(self, hold: Hold) -> None:
         """Forget a booking, whichever life it was made on."""
-        self.holds.pop(hold, None)
+        if hold in self.holds:
+            del self.holds[hold]
+            self._active.count(hold, -1)
+        self.unreported.pop(hold, None)
         self.num_users -= 1
         self._load = None
         assert self.num_users >= 0, f"{self.endpoint.worker_id}: num_users {self.num_users}"
@@ -107,22 +131,33 @@ class Member:
         """Take over the facts of a worker that fits; a new epoch voids what was booked on the old one."""
         if self.facts is None or self.facts.epoch != facts.epoch:
             self.holds.clear()
+            self.unreported.clear()
+            self._active = _Active()
             self.told_timing = None
         self.facts = facts
         self.state = WorkerState.CONNECTING
         self.why = ""
         self._load = None
 
-    def take_report(self, report: worker_pb2.LoadReport, *, now_s: float) -> None:
-        """Remember the worker's load; bookings that it includes count no longer on top."""
+    def take_report(self, report: worker_pb2.LoadReport, accepted: Collection[str] = (), *, now_s: float) -> None:
+        """Remember the worker's load; bookings that it includes count no longer on top.
+
+        `accepted` are the requests that it includes and the report before did not, one entry for each acceptance.
+        """
         if report != self.report:
             self.report = report
             self.load_version += 1
         self.reported_s = now_s
         self._load = None
-        for hold in self.holds:
-            if hold.is_acknowledged or now_s - hold.booked_s >= SETTLE_S:
-                hold.is_reported = True
+        if not self.unreported:
+            return
+        told = Counter(accepted)
+        for hold in list(self.unreported):
+            if told[hold.request_id] > 0:
+                told[hold.request_id] -= 1
+            elif now_s - hold.booked_s < SETTLE_S:
+                continue
+            del self.unreported[hold]
 
     def take_timing(self, timing: TimingModel) -> None:
         """Believe a new model of the worker's work."""
@@ -130,9 +165,12 @@ class Member:
         self._load = None
 
     def note_prefilled(self, hold: Hold) -> None:
-        """The first token of a booking has come."""
-        hold.is_prefilled = True
-        self._load = None
+        """The first token of a booking has come. Harmless when repeated."""
+        if hold in self.holds and not hold.is_prefilled:
+            self._active.count(hold, -1)
+            hold.is_prefilled = True
+            self._active.count(hold, 1)
+            self._load = None
 
     def load(self) -> WorkerLoad:
         """Return the last report plus the bookings that it does not include."""
@@ -143,28 +181,22 @@ class Member:
     def _add_up(self) -> WorkerLoad:
         assert self.facts is not None, f"{self.endpoint.worker_id}: no facts in state {self.state}"
         report = self.report
-        is_idle = not self.holds and report.num_running + report.num_waiting == 0
-        num_free_blocks = self.facts.num_blocks if is_idle else report.num_free_blocks
+        num_free_blocks = report.num_free_blocks
         num_sequences = report.num_running + report.num_waiting + report.num_reserved
         num_pending_tokens = report.num_pending_prefill_tokens
         # Whoever is in line on a decode worker decodes there next; on a prefill worker nobody ever does.
         num_decodes = num_sequences if self.endpoint.role == worker_pb2.WORKER_ROLE_DECODE else 0
         num_context_tokens = report.num_context_tokens
         free_at_s = self.reported_s + report.prefill_backlog_s
-        num_prefills = prompt_tokens = missing_tokens = active_blocks = 0
-        for hold in self.holds:
-            active_blocks += hold.num_blocks
+        for hold in self.unreported:
+            num_free_blocks -= hold.num_blocks
+            num_sequences += 1
+            num_decodes += hold.num_decodes
+            num_context_tokens += hold.num_context_tokens
             if not hold.is_prefilled:
-                num_prefills += hold.num_prompt_tokens > 0
-                prompt_tokens += hold.num_prompt_tokens
-                missing_tokens += hold.num_missing_tokens
-            if not hold.is_reported:
-                num_free_blocks -= hold.num_blocks
-                num_sequences += 1
                 num_pending_tokens += hold.num_missing_tokens
-                num_decodes += hold.num_decodes
-                num_context_tokens += hold.num_context_tokens
                 free_at_s = max(free_at_s, hold.booked_s) + hold.prefill_s
+        active = self._active
         return WorkerLoad(
             worker_id=self.endpoint.worker_id,
             num_blocks=self.facts.num_blocks,
@@ -178,9 +210,9 @@ class Member:
             num_cold_blocks=report.num_cold_blocks,
             num_cached_blocks=report.num_cached_blocks,
             num_active_requests=len(self.holds),
-            num_active_prefills=num_prefills,
-            num_active_prefill_tokens=prompt_tokens,
-            num_active_missing_tokens=missing_tokens,
-            num_active_blocks=active_blocks,
+            num_active_prefills=active.num_prefills,
+            num_active_prefill_tokens=active.num_prompt_tokens,
+            num_active_missing_tokens=active.num_missing_tokens,
+            num_active_blocks=active.num_blocks,
             timing=self.timing,
         )

@@ -225,7 +225,8 @@ class SimEngine:
         samples = self.core.drain_samples()
         if self._leap is not None:
             samples += self._leap.drain_samples()
-        self._on_report(StepReport(kv_events=kv_events, load=self.load(), samples=samples))
+        accepted = self.core.drain_accepted()
+        self._on_report(StepReport(kv_events=kv_events, load=self.load(), samples=samples, accepted=accepted))
         return bool(kv_events)
 
     def _dispatch(self, emitted: Emitted) -> None:

@@ -1,15 +1,17 @@
 """Fans one worker's KV events out to its watchers, coalesced for slow ones. Event loop only."""
 
 import asyncio
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from common.block_hash import BlockHashes
 from common.errors import KvrelayError, Overloaded, WorkerLost
-from common.ids import BlockHash
+from common.ids import BlockHash, RequestId
 from common.kv_events import KvEvents
 
 MAX_PENDING_CHANGES = 1 << 20
+MAX_PENDING_REQUESTS = 1 << 16
 
 
 class Watcher:
@@ -20,13 +22,15 @@ class Watcher:
 
     def __init__(self) -> None:
         self._changes: dict[BlockHash, bool] = {}
+        self._accepted: deque[RequestId] = deque(maxlen=MAX_PENDING_REQUESTS)
         self._end: KvrelayError | None = None
         self._woken = asyncio.Event()
 
-    def add(self, events: KvEvents) -> None:
-        """Merge newer events."""
+    def add(self, events: KvEvents, accepted: Sequence[RequestId] = ()) -> None:
+        """Merge newer events; `accepted` have entered the engine meanwhile."""
         if self._end is not None:
             return
+        self._accepted.extend(accepted)
         for block_hash in events.removed:
             self._changes[block_hash] = False
         for block_hash in events.stored:
@@ -57,6 +61,12 @@ class Watcher:
             removed=BlockHashes.of(h for h, stored in changes.items() if not stored),
         )
 
+    def take_accepted(self) -> tuple[RequestId, ...]:
+        """Return the requests that have entered the engine and were not told yet."""
+        accepted = tuple(self._accepted)
+        self._accepted.clear()
+        return accepted
+
 
 class KvEventHub:
     """All watchers of one worker.
@@ -83,7 +93,7 @@ class KvEventHub:
         finally:
             self._watchers.pop(watcher, None)
 
-    def publish(self, events: KvEvents) -> None:
-        """Hand events (possibly none) to every watcher and wake it."""
+    def publish(self, events: KvEvents, accepted: Sequence[RequestId] = ()) -> None:
+        """Hand events (possibly none) and accepted requests to every watcher and wake it."""
         for watcher in self._watchers:
-            watcher.add(events)
+            watcher.add(events, accepted)

@@ -205,7 +205,7 @@ class WorkerRuntime:
     def _on_report(self, report: StepReport) -> None:
         self.load = report.load
         self.timing.observe(report.samples)
-        self.hub.publish(report.kv_events)
+        self.hub.publish(report.kv_events, report.accepted)
 
 
 def _end_process(_error: Exception) -> None:

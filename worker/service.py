@@ -72,6 +72,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                         seq=seq,
                         kv_events=encode_events(events) if events else b"",
                         load=load_to_proto(runtime.load, backlog_s=runtime.backlog_s()),
+                        accepted_request_ids=watcher.take_accepted(),
                     )
                     if told != timing.version:
                         told = timing.version

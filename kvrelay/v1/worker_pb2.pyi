@@ -422,6 +422,7 @@ class WatchWorkerResponse(_message.Message):
     KV_EVENTS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
+    ACCEPTED_REQUEST_IDS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The worker's epoch."""
     seq: _builtins.int
@@ -436,6 +437,12 @@ class WatchWorkerResponse(_message.Message):
     def timing(self) -> Global___TimingReport:
         """With the first update, and when it has changed noticeably."""
 
+    @_builtins.property
+    def accepted_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Requests that the engine has accepted since the update before: `load` includes them from this one on. A router that
+        booked one of them counts it no longer on top. Once for each acceptance.
+        """
+
     def __init__(
         self,
         *,
@@ -444,10 +451,11 @@ class WatchWorkerResponse(_message.Message):
         kv_events: _builtins.bytes = ...,
         load: Global___LoadReport | None = ...,
         timing: Global___TimingReport | None = ...,
+        accepted_request_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "kv_events", b"kv_events", "load", b"load", "seq", b"seq", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_request_ids", b"accepted_request_ids", "epoch", b"epoch", "kv_events", b"kv_events", "load", b"load", "seq", b"seq", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -328,8 +328,9 @@ class CoreMachine(RuleBasedStateMachine):
         assert load.num_pending_prefill_tokens == sum(s.num_tokens - start for s, start in starts)
         pairs = sum(position + 1 for s, start in starts for position in range(start, s.num_tokens))
         assert load.num_pending_prefill_pairs == pairs
-        active = [*running, *scheduler.waiting, *scheduler.reserved]
-        assert load.num_context_tokens == sum(s.num_tokens for s in active if not s.is_pinned)
+        context = sum(s.num_tokens for s in (*running, *scheduler.waiting) if not s.is_pinned)
+        context += sum(s.num_samples * s.num_tokens for s in scheduler.reserved)
+        assert load.num_context_tokens == context
 
     @invariant()
     def expected_prefixes_are_what_a_walk_would_find(self) -> None:

@@ -48,7 +48,7 @@ def run(core: EngineCore, clock: ManualClock) -> tuple[StepSample, ...]:
     samples: tuple[StepSample, ...] = ()
     while core.has_work:
         core.step()
-        samples += core.drain_samples()
+        samples += core.report().samples
         clock.advance(HOST_S)
     return samples
 
@@ -107,7 +107,7 @@ def test_shape_of_a_mixed_step_counts_both() -> None:
     core.step()
     submit(core, make_request(range(100, 105), max_tokens=1, ignore_eos=True))
     core.step()
-    assert core.drain_samples()[-1].shape == StepShape(
+    assert core.report().samples[-1].shape == StepShape(
         num_prefill_tokens=5, num_prefill_pairs=15, num_decodes=1, num_context_tokens=7
     )
     run(core, clock)
@@ -117,7 +117,7 @@ def test_samples_that_nobody_asks_for_do_not_pile_up() -> None:
     core = make_core()
     submit(core, make_request([1], max_tokens=200, ignore_eos=True))
     run_until_idle(core)
-    assert 0 < len(core.drain_samples()) <= 64
+    assert 0 < len(core.report().samples) <= 64
 
 
 def test_waiting_prompt_counts_without_what_the_cache_holds_meanwhile() -> None:

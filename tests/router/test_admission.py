@@ -59,7 +59,13 @@ class PageChooser(Chooser):
             return Refused(reason=f"{self.num_free} pages are free", retry_after_s=1.0)
         self.num_free -= sought.num_tokens
         plan = Plan(kind=PlanKind.LOCAL, decode=WORKER, prefill=None, predicted_cached_tokens=0, reason="")
-        hold = Hold(member=self._member, epoch=cast(Any, 1), booked_s=0.0, num_blocks=sought.num_tokens)
+        hold = Hold(
+            member=self._member,
+            epoch=cast(Any, 1),
+            request_id=sought.request_id,
+            booked_s=0.0,
+            num_blocks=sought.num_tokens,
+        )
 
         def free(booking: Booking) -> None:
             self.num_free += booking.decode.num_blocks

@@ -5,11 +5,8 @@ import asyncio
 import pytest
 
 from common.block_hash import hash_blocks
-from common.ids import Epoch, WorkerId
-from kvrelay.v1 import worker_pb2
-from router.facts import Endpoint, WorkerFacts
-from router.member import SETTLE_S, Hold, Member
-from router.worker_client import WorkerClient
+from common.ids import WorkerId
+from router.facts import Endpoint
 from tests.router.fakes import (
     BLOCK_SIZE,
     DECODE,
@@ -161,61 +158,3 @@ async def test_routing_expects_the_blocks_that_it_sends() -> None:
     prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
     async with running_cluster(prefill, decode) as cluster:
         assert [await predicted(cluster), await predicted(cluster)] == [0, 3 * BLOCK_SIZE]
-
-
-async def test_load_counts_a_booking_until_the_worker_reports_it() -> None:
-    member = make_member(num_blocks=10)
-    member.take_report(worker_pb2.LoadReport(num_running=1, num_free_blocks=6), now_s=0.0)
-    hold = book(member, num_blocks=4, now_s=0.0)
-    assert (member.load().num_free_blocks, member.load().num_sequences) == (2, 2)
-    # This report was on its way before the worker took the request.
-    member.take_report(worker_pb2.LoadReport(num_running=1, num_free_blocks=6), now_s=0.01)
-    assert member.load().num_free_blocks == 2
-    hold.acknowledge()
-    member.take_report(worker_pb2.LoadReport(num_running=2, num_free_blocks=2), now_s=0.02)
-    assert (member.load().num_free_blocks, member.load().num_sequences) == (2, 2)
-
-
-async def test_load_counts_no_booking_for_long_without_an_acknowledgement() -> None:
-    member = make_member(num_blocks=10)
-    book(member, num_blocks=4, now_s=0.0)
-    member.take_report(worker_pb2.LoadReport(num_waiting=1, num_free_blocks=5), now_s=SETTLE_S)
-    assert member.load().num_free_blocks == 5
-
-
-async def test_new_epoch_voids_the_bookings_of_the_old_one() -> None:
-    member = make_member(num_blocks=10)
-    hold = book(member, num_blocks=4, now_s=0.0)
-    member.begin_life(make_facts(num_blocks=10, epoch=2))
-    assert (member.load().num_free_blocks, member.num_users) == (10, 1)
-    member.remove_hold(hold)
-    assert member.num_users == 0
-
-
-def make_facts(*, num_blocks: int, epoch: int = 1) -> WorkerFacts:
-    return WorkerFacts(
-        worker_id=WorkerId("d0"),
-        epoch=Epoch(epoch),
-        role=DECODE,
-        model_name="fake",
-        fingerprint="fake-model",
-        block_size=BLOCK_SIZE,
-        num_blocks=num_blocks,
-        vocab_size=256,
-        max_model_len=200,
-        hash_probe=b"",
-    )
-
-
-def make_member(*, num_blocks: int) -> Member:
-    endpoint = Endpoint(worker_id=WorkerId("d0"), role=DECODE, address="127.0.0.1:1")
-    member = Member(endpoint=endpoint, client=WorkerClient(endpoint.address))
-    member.begin_life(make_facts(num_blocks=num_blocks))
-    return member
-
-
-def book(member: Member, *, num_blocks: int, now_s: float) -> Hold:
-    assert member.facts is not None
-    hold = Hold(member=member, epoch=member.facts.epoch, num_blocks=num_blocks, booked_s=now_s)
-    member.add_hold(hold)
-    return hold

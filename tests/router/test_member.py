@@ -1,0 +1,296 @@
+"""What a router reckons a worker's load to be: reports that lag, bookings on top, every request counted once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from common.clock import ManualClock
+from common.ids import Epoch, RequestId, WorkerId
+from common.timing import GUESSED_TIMING, StepModel, TimingModel
+from kvrelay.v1 import worker_pb2
+from router.facts import Endpoint, WorkerFacts
+from router.member import SETTLE_S, Hold, Member
+from router.pool_timing import MIN_SAMPLES, PoolTiming
+from router.worker_client import WorkerClient
+from tests.router.fakes import BLOCK_SIZE, DECODE, PREFILL
+
+
+def make_facts(*, num_blocks: int, epoch: int = 1) -> WorkerFacts:
+    return WorkerFacts(
+        worker_id=WorkerId("d0"),
+        epoch=Epoch(epoch),
+        role=DECODE,
+        model_name="fake",
+        fingerprint="fake-model",
+        block_size=BLOCK_SIZE,
+        num_blocks=num_blocks,
+        vocab_size=256,
+        max_model_len=200,
+        hash_probe=b"",
+    )
+
+
+def make_member(
+    *, num_blocks: int = 10, worker_id: str = "d0", role: "worker_pb2.WorkerRole.ValueType" = DECODE
+) -> Member:
+    endpoint = Endpoint(worker_id=WorkerId(worker_id), role=role, address="127.0.0.1:1")
+    member = Member(endpoint=endpoint, client=cast("WorkerClient", None))  # a load is reckoned without the worker
+    member.begin_life(make_facts(num_blocks=num_blocks))
+    return member
+
+
+def book(member: Member, *, num_blocks: int = 4, now_s: float = 0.0, request_id: str = "r0", **work: float) -> Hold:
+    assert member.facts is not None
+    hold = Hold(
+        member=member,
+        epoch=member.facts.epoch,
+        request_id=RequestId(request_id),
+        num_blocks=num_blocks,
+        booked_s=now_s,
+        **work,  # type: ignore[arg-type]
+    )
+    member.add_hold(hold)
+    return hold
+
+
+def prompt_tokens(member: Member) -> tuple[int, int, int]:
+    load = member.load()
+    return load.num_pending_prefill_tokens, load.num_active_prefill_tokens, load.num_active_missing_tokens
+
+
+def test_load_counts_a_booking_until_the_worker_says_that_its_report_includes_it() -> None:
+    member = make_member()
+    member.take_report(worker_pb2.LoadReport(num_running=1, num_free_blocks=6), now_s=0.0)
+    book(member, num_blocks=4)
+    assert (member.load().num_free_blocks, member.load().num_sequences) == (2, 2)
+    # This report was on its way before the worker took the request.
+    member.take_report(worker_pb2.LoadReport(num_running=1, num_free_blocks=6), ["other"], now_s=0.01)
+    assert member.load().num_free_blocks == 2
+    member.take_report(worker_pb2.LoadReport(num_running=2, num_free_blocks=2), ["r0"], now_s=0.02)
+    assert (member.load().num_free_blocks, member.load().num_sequences) == (2, 2)
+
+
+def test_load_when_two_attempts_of_one_request_are_booked_counts_the_one_not_accepted_yet() -> None:
+    member = make_member(num_blocks=20)
+    for num_blocks in (4, 5):
+        book(member, num_blocks=num_blocks)
+    member.take_report(worker_pb2.LoadReport(num_running=1, num_free_blocks=16), ["r0"], now_s=0.1)
+    assert member.load().num_free_blocks == 11
+
+
+def test_load_counts_no_booking_for_long_without_a_word() -> None:
+    member = make_member()
+    book(member, num_blocks=4)
+    member.take_report(worker_pb2.LoadReport(num_waiting=1, num_free_blocks=5), now_s=SETTLE_S)
+    assert member.load().num_free_blocks == 5
+
+
+def test_new_epoch_voids_the_bookings_of_the_old_one() -> None:
+    member = make_member()
+    hold = book(member)
+    member.begin_life(make_facts(num_blocks=10, epoch=2))
+    member.take_report(worker_pb2.LoadReport(num_free_blocks=10), now_s=0.0)
+    load = member.load()
+    assert (load.num_free_blocks, load.num_active_blocks, member.num_users) == (10, 0, 1)
+    member.note_prefilled(hold)
+    member.remove_hold(hold)
+    assert (member.load().num_active_blocks, member.num_users) == (0, 0)
+
+
+def test_prefill_wait_is_the_reported_backlog_and_the_bookings_behind_it_and_passes_with_time() -> None:
+    member = make_member()
+    member.take_report(worker_pb2.LoadReport(prefill_backlog_s=2.0), now_s=10.0)
+    book(member, now_s=10.5, prefill_s=1.0, num_prompt_tokens=8, num_missing_tokens=8)
+    assert [member.load().prefill_wait_s(now_s) for now_s in (10.5, 11.0, 14.0)] == [2.5, 2.0, 0.0]
+
+
+def test_prefill_wait_of_a_booking_on_an_idle_worker_runs_from_the_booking() -> None:
+    member = make_member()
+    member.take_report(worker_pb2.LoadReport(), now_s=10.0)
+    book(member, now_s=50.0, prefill_s=1.0)
+    assert member.load().prefill_wait_s(50.25) == 0.75
+
+
+def test_first_token_ends_the_prefill_of_a_booking_that_no_report_has_shown() -> None:
+    member = make_member()
+    hold = book(member, now_s=1.0, prefill_s=5.0, num_prompt_tokens=8, num_missing_tokens=6)
+    load = member.load()
+    assert (load.num_pending_prefill_tokens, load.num_active_prefill_tokens, load.num_active_missing_tokens) == (
+        6,
+        8,
+        6,
+    )
+    for _ in range(2):
+        member.note_prefilled(hold)
+    load = member.load()
+    assert (load.num_pending_prefill_tokens, load.num_active_prefill_tokens, load.num_active_missing_tokens) == (
+        0,
+        0,
+        0,
+    )
+    assert load.prefill_wait_s(1.0) == 0.0
+    assert load.num_active_requests == 1
+
+
+@pytest.mark.parametrize(("role", "num_decodes"), [(DECODE, 6), (PREFILL, 0)])
+def test_whoever_is_on_a_decode_worker_will_decode_there(
+    role: "worker_pb2.WorkerRole.ValueType", num_decodes: int
+) -> None:
+    member = make_member(role=role)
+    report = worker_pb2.LoadReport(num_running=3, num_waiting=1, num_reserved=2, num_decoding=1)
+    member.take_report(report, now_s=0.0)
+    assert member.load().num_decodes == num_decodes
+
+
+# ── timing models of a pool ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def measured(step_s: float, *, num_prefills: int = 100, num_decodes: int = 100) -> TimingModel:
+    return TimingModel(
+        prefill=StepModel(constant_s=step_s, num_samples=num_prefills),
+        decode=StepModel(constant_s=step_s / 10, num_samples=num_decodes),
+        max_step_tokens=512,
+    )
+
+
+def told(models: Sequence[tuple[str, "worker_pb2.WorkerRole.ValueType", TimingModel]]) -> list[Member]:
+    pool, members = PoolTiming(), [make_member(worker_id=name, role=role) for name, role, _model in models]
+    for member, (_name, _role, model) in zip(members, models, strict=True):
+        pool.take(member, model, members)
+    return members
+
+
+def test_timing_of_a_new_worker_is_the_median_of_its_pool() -> None:
+    new = measured(99.0, num_prefills=MIN_SAMPLES - 1, num_decodes=0)
+    pool = [("p0", PREFILL, measured(3.0)), ("p1", PREFILL, measured(1.0)), ("p2", PREFILL, measured(2.0))]
+    members = told([*pool, ("p3", PREFILL, new), ("d0", DECODE, measured(7.0))])
+    assert [m.timing.prefill.constant_s for m in members] == [3.0, 1.0, 2.0, 2.0, 7.0]
+    assert members[3].timing.max_step_tokens == 512
+
+
+def test_timing_that_a_pool_never_measures_comes_from_the_other_pool() -> None:
+    prefill, decode = told(
+        [("p0", PREFILL, measured(2.0, num_decodes=0)), ("d0", DECODE, measured(8.0, num_prefills=0))]
+    )
+    assert (prefill.timing.prefill.constant_s, prefill.timing.decode.constant_s) == (2.0, 0.8)
+    assert (decode.timing.prefill.constant_s, decode.timing.decode.constant_s) == (2.0, 0.8)
+
+
+def test_timing_that_nobody_has_measured_is_the_guess() -> None:
+    (member,) = told([("p0", PREFILL, measured(2.0, num_prefills=0, num_decodes=0))])
+    assert (member.timing.prefill, member.timing.decode) == (GUESSED_TIMING.prefill, GUESSED_TIMING.decode)
+
+
+# ── reports that lag ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class _Report:
+    counted: frozenset[int]
+    accepted: list[str]
+
+
+@dataclass
+class _Worker:
+    """The other side: what it holds, and what it has written into the stream of updates."""
+
+    held: set[int] = field(default_factory=set)
+    news: list[str] = field(default_factory=list)
+    stream: list[_Report] = field(default_factory=list)
+
+
+_NUM_REQUESTS = 10
+_NUM_BLOCKS = 4**_NUM_REQUESTS
+
+
+@settings(max_examples=60, stateful_step_count=40, deadline=None)
+class LaggingReports(RuleBasedStateMachine):
+    """Request i occupies 4**i pages, so that the pages of a load tell how often each is counted."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.clock = ManualClock()
+        self.member = make_member(num_blocks=_NUM_BLOCKS)
+        self.member.take_report(worker_pb2.LoadReport(num_free_blocks=_NUM_BLOCKS), now_s=0.0)
+        self.worker = _Worker()
+        self.holds: dict[int, Hold] = {}
+        self.num_booked = 0
+
+    @precondition(lambda self: self.num_booked < _NUM_REQUESTS)
+    @rule(num_missing=st.integers(1, 9))
+    def book(self, num_missing: int) -> None:
+        i = self.num_booked
+        self.num_booked += 1
+        self.holds[i] = book(
+            self.member,
+            num_blocks=4**i,
+            now_s=self.clock.monotonic(),
+            request_id=f"r{i}",
+            num_prompt_tokens=10,
+            num_missing_tokens=num_missing,
+        )
+
+    @precondition(lambda self: self.holds.keys() - self.worker.held)
+    @rule(data=st.data())
+    def worker_accepts(self, data: st.DataObject) -> None:
+        i = data.draw(st.sampled_from(sorted(self.holds.keys() - self.worker.held)))
+        if f"r{i}" not in self.worker.news and not any(f"r{i}" in r.accepted for r in self.worker.stream):
+            self.worker.held.add(i)
+            self.worker.news.append(f"r{i}")
+
+    @rule()
+    def worker_reports(self) -> None:
+        self.worker.stream.append(_Report(frozenset(self.worker.held), self.worker.news))
+        self.worker.news = []
+
+    @precondition(lambda self: self.worker.stream)
+    @rule()
+    def report_arrives(self) -> None:
+        report = self.worker.stream.pop(0)
+        num_free = _NUM_BLOCKS - sum(4**i for i in report.counted)
+        self.member.take_report(
+            worker_pb2.LoadReport(num_free_blocks=num_free, num_running=len(report.counted)),
+            report.accepted,
+            now_s=self.clock.monotonic(),
+        )
+
+    @rule(seconds=st.floats(0, SETTLE_S / 64))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data())
+    def first_token_comes(self, data: st.DataObject) -> None:
+        self.member.note_prefilled(self.holds[data.draw(st.sampled_from(sorted(self.holds)))])
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data())
+    def request_ends(self, data: st.DataObject) -> None:
+        i = data.draw(st.sampled_from(sorted(self.holds)))
+        self.member.remove_hold(self.holds.pop(i))
+        self.worker.held.discard(i)
+
+    @invariant()
+    def each_running_request_is_counted_once_and_no_other_twice(self) -> None:
+        counted = _NUM_BLOCKS - self.member.load().num_free_blocks
+        for i in range(_NUM_REQUESTS):
+            times = counted // 4**i % 4
+            assert times == 1 if i in self.holds else times <= 1, (i, times)
+
+    @invariant()
+    def sums_over_bookings_are_what_a_count_would_give(self) -> None:
+        load, holds = self.member.load(), self.holds.values()
+        waiting = [hold for hold in holds if not hold.is_prefilled]
+        assert load.num_active_requests == len(holds)
+        assert load.num_active_blocks == sum(hold.num_blocks for hold in holds)
+        assert load.num_active_prefills == len(waiting)
+        assert load.num_active_prefill_tokens == sum(hold.num_prompt_tokens for hold in waiting)
+        assert load.num_active_missing_tokens == sum(hold.num_missing_tokens for hold in waiting)
+
+
+TestLaggingReports = LaggingReports.TestCase
