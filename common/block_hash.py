@@ -17,6 +17,7 @@ from common.ids import BlockHash
 from common.tokens import TOKEN_BYTES
 
 HASH_BYTES = 16
+_KEY_MASK = np.uint64((1 << 60) - 1)
 
 
 class BlockHashes(Sequence[BlockHash]):
@@ -38,9 +39,11 @@ class BlockHashes(Sequence[BlockHash]):
 
     @property
     def keys(self) -> list[int]:
-        """The first 64 bits of each hash, as integers; made once, not to be changed."""
+        """The first 60 bits of each hash, as integers, which so take 32 bytes each; made once, not to be changed."""
+        if not self.packed:
+            return []
         if self._keys is None:
-            self._keys = np.frombuffer(self.packed, dtype="<u8")[::2].tolist()
+            self._keys = (np.frombuffer(self.packed, dtype="<u8")[::2] & _KEY_MASK).tolist()
         return self._keys
 
     def digests(self) -> list[BlockHash]:

@@ -1,57 +1,101 @@
 """Which worker holds which blocks: one dictionary from block key to a bit mask of workers.
 
-A key is the first 64 bits of a block hash; a wrong match by collision costs a recomputation, never a wrong answer,
-because workers compare whole hashes. Each worker owns a bit (its *slot*). A snapshot moves the worker to a fresh slot,
-so replacing or dropping everything that a worker holds is O(1); the old bit is scrubbed from the dictionary
-in slices, a slice with every later change, and only then used again.
+A key is the first 60 bits of a block hash; a wrong match by collision costs a recomputation, never a wrong answer,
+because workers compare whole hashes. Each worker owns a bit (its *slot*), above the low bits of a value, which tell
+when the block was last used:
+
+    value = workers' bits << STAMP_BITS | number of the chunk (router.block_ages) that the key was last used in
+
+- *Lookup*: binary search over all workers at once, which splits where some hold a block and others do not. Workers
+  evict leaves before parents, so what one holds of a prompt has no holes, but for messages that have not come yet:
+  whoever acts on a number verifies it (`count_leading`).
+- *Updates* work on batches: the values of a batch are few different ones, so each is computed once and shared by all
+  its keys, and the rest is dictionary operations on whole lists.
+- *Memory* is bounded: beyond `max_blocks` the blocks go that were neither stored nor routed to for the longest time.
+- *A snapshot* moves its worker to a fresh slot, so replacing or dropping everything that a worker holds is O(1). The
+  old bit is scrubbed in slices, a slice with every later change, and only then used again.
+
+It assumes nothing about being the only router: it holds what workers publish, and what this router expects of them.
 """
 
-from collections import deque
+from collections import Counter, deque
+from itertools import repeat
 
 from common.block_hash import BlockHashes
 from common.ids import WorkerId
 from common.kv_events import KvEvents
+from router.block_ages import BlockAges
+from router.expectations import Expectations
+from router.prefix_match import PrefixMatches
 
-SCRUB_KEYS_PER_CHANGE = 4096
+CHUNK_KEYS = 4096
+"""So many keys at a time are aged, evicted and scrubbed: about a millisecond."""
+BYTES_PER_BLOCK = 230
+"""At most, all structures together, with 512 workers; see benchmarks/router."""
+STAMP_BITS = 36
+_STAMP = (1 << STAMP_BITS) - 1
+_NO_LIMIT = 1 << 62
 
 
 class PrefixIndex:
     """Prefix index over all workers. Event loop only; a lookup costs microseconds."""
 
-    def __init__(self) -> None:
-        self._masks: dict[int, int] = {}
+    def __init__(self, *, max_blocks: int = _NO_LIMIT, chunk_keys: int = CHUNK_KEYS) -> None:
+        self._max_blocks = max_blocks
+        self._chunk_keys = chunk_keys
+        self._values: dict[int, int] = {}
+        self._shared: dict[int, int] = {}
+        """Values given in this chunk: equal ones are one object, whoever stored them."""
+        self._ages = BlockAges(self._stamp_of, chunk_keys=chunk_keys)
+        self._expectations = Expectations()
         self._slots: dict[WorkerId, int] = {}
-        self._owners: dict[int, WorkerId] = {}
+        self._owners: list[WorkerId | None] = []
+        """By slot. Replaced, never changed: matches keep it."""
+        self._num_held: list[int] = []
+        """By slot."""
         self._free_slots: list[int] = []
-        self._num_slots = 0
+        self._live = 0
+        """Bits of the slots that have owners, as in values."""
         self._retired: set[int] = set()
-        self._scrubbing: deque[int] = deque()
         self._scrub_slots: set[int] = set()
-        self._live_mask = 0
-        # (slot, key) -> time after which an unconfirmed entry goes; in order of that time.
-        self._expected: dict[tuple[int, int], float] = {}
+        self._scrub_next = self._scrub_end = 0
+        self.num_evicted = 0
+        """Blocks forgotten for want of memory."""
 
     @property
     def num_blocks(self) -> int:
         """Distinct blocks known, entries not scrubbed yet included."""
-        return len(self._masks)
+        return len(self._values)
 
     @property
     def num_expected(self) -> int:
         """Entries that no worker has confirmed yet."""
-        return len(self._expected)
+        return len(self._expectations)
+
+    @property
+    def num_age_entries(self) -> int:
+        """Entries in the order of use, stale ones included."""
+        return self._ages.num_entries
+
+    def count_held(self, worker_id: WorkerId) -> int:
+        """Return how many blocks the worker holds, expected ones included."""
+        slot = self._slots.get(worker_id)
+        return 0 if slot is None else self._num_held[slot]
+
+    # Changes.
 
     def apply(self, worker_id: WorkerId, events: KvEvents) -> None:
         """Follow a batch of the worker's own events. A snapshot replaces everything, expectations included."""
         if events.is_snapshot:
             self.drop(worker_id)
         slot = self._slot(worker_id)
-        for key in events.removed.keys:
-            self._clear(slot, key)
-        bit = 1 << slot
-        for key in events.stored.keys:
-            self._masks[key] = self._masks.get(key, 0) | bit
-            self._expected.pop((slot, key), None)
+        removed, stored = events.removed.keys, events.stored.keys
+        if removed:
+            self._expectations.settle(slot, removed)
+            self._remove(slot, _unique(removed))
+        if stored:
+            self._expectations.settle(slot, stored)
+            self._add(slot, stored)
         self._scrub()
 
     def expect(self, worker_id: WorkerId, hashes: BlockHashes, *, expires_s: float) -> None:
@@ -60,33 +104,26 @@ class PrefixIndex:
         `expires_s` must not decrease from call to call.
         """
         slot = self._slot(worker_id)
-        bit = 1 << slot
-        for key in hashes.keys:
-            mask = self._masks.get(key, 0)
-            is_expected = self._expected.pop((slot, key), None) is not None
-            if mask & bit and not is_expected:
-                continue
-            self._masks[key] = mask | bit
-            self._expected[(slot, key)] = expires_s
+        keys = _unique(hashes.keys)
+        self._expectations.add(slot, self._unconfirmed(slot, keys), expires_s=expires_s)
+        self._add(slot, keys)
 
     def retract(self, worker_id: WorkerId, hashes: BlockHashes) -> None:
         """Forget those of the blocks that were expected of the worker and that no event has confirmed."""
         slot = self._slots.get(worker_id)
         if slot is None:
             return
-        for key in hashes.keys:
-            if (slot, key) in self._expected:
-                self._clear(slot, key)
+        expected = self._expectations.of(slot)
+        keys = [key for key in _unique(hashes.keys) if key in expected]
+        self._expectations.settle(slot, keys)
+        self._remove(slot, keys)
 
     def expire(self, now_s: float) -> int:
         """Forget expectations whose time has passed; returns how many."""
         num_expired = 0
-        while self._expected:
-            (slot, key), expires_s = next(iter(self._expected.items()))
-            if expires_s > now_s:
-                break
-            self._clear(slot, key)
-            num_expired += 1
+        for slot, keys in self._expectations.lapse(now_s):
+            self._remove(slot, keys)
+            num_expired += len(keys)
         return num_expired
 
     def drop(self, worker_id: WorkerId) -> None:
@@ -94,71 +131,151 @@ class PrefixIndex:
         slot = self._slots.pop(worker_id, None)
         if slot is None:
             return
-        del self._owners[slot]
-        self._live_mask &= ~(1 << slot)
+        self._own(slot, None)
+        self._live &= ~_bit(slot)
+        self._num_held[slot] = 0
         self._retired.add(slot)
-        for entry in [entry for entry in self._expected if entry[0] == slot]:
-            del self._expected[entry]
+        self._expectations.drop(slot)
         self._scrub()
 
-    def match(self, hashes: BlockHashes) -> dict[WorkerId, int]:
+    # Lookups.
+
+    def match(self, hashes: BlockHashes) -> PrefixMatches:
         """Return, for each worker that holds the first block, how many leading blocks it holds.
 
-        Found by galloping search over all workers at once, which reads a few dozen of the keys. Where a worker's
-        blocks have holes the number may be too high, never too low: confirm a choice with `count_leading`.
+        Reads a few dozen of the keys. Where a worker's blocks have holes the number may be too high, never too low:
+        confirm a choice with `count_leading`.
         """
         keys = hashes.keys
-        if not keys:
-            return {}
-        alive = self._masks.get(keys[0], 0) & self._live_mask
-        found: dict[WorkerId, int] = {}
-        low, step, last = 0, 1, len(keys) - 1
-        while alive and low < last:
-            high = min(low + step, last)
-            still = alive & self._masks.get(keys[high], 0)
-            self._bisect(keys, alive & ~still, low, high, found)
-            alive, low, step = still, high, step * 2
-        self._record(alive, len(keys), found)
-        return found
+        groups: list[tuple[int, int]] = []
+        get = self._values.get
+        alive = get(keys[0], 0) & self._live if keys else 0
+        if not alive:
+            return PrefixMatches(groups, self._owners)
+        last = len(keys) - 1
+        hold_all = alive & get(keys[last], 0)
+        # Each worker of an entry holds block `low` and lacks block `high`. Those with fewer blocks come first.
+        ranges = [(alive ^ hold_all, 0, last)] if hold_all != alive else []
+        while ranges:
+            workers, low, high = ranges.pop()
+            while high - low > 1:
+                middle = (low + high) >> 1
+                holders = workers & get(keys[middle], 0)
+                if holders == workers:
+                    low = middle
+                else:
+                    if holders:
+                        ranges.append((holders, middle, high))
+                        workers ^= holders
+                    high = middle
+            groups.append((high, workers >> STAMP_BITS))
+        if hold_all:
+            groups.append((len(keys), hold_all >> STAMP_BITS))
+        return PrefixMatches(groups, self._owners)
 
     def count_leading(self, worker_id: WorkerId, hashes: BlockHashes, *, at_most: int) -> int:
         """Return exactly how many leading blocks the worker holds, looking at `at_most` of them."""
         slot = self._slots.get(worker_id)
         if slot is None:
             return 0
-        bit = 1 << slot
-        for position, key in enumerate(hashes.keys[:at_most]):
-            if not self._masks.get(key, 0) & bit:
-                return position
-        return min(at_most, len(hashes))
+        bit = _bit(slot)
+        keys = hashes.keys[:at_most]
+        values = list(map(self._values.get, keys, repeat(0)))
+        kinds_without = {value for value in set(values) if not value & bit}
+        if not kinds_without:
+            return len(keys)
+        return next(position for position, value in enumerate(values) if value in kinds_without)
 
     def count_present(self, worker_id: WorkerId, hashes: BlockHashes, *, at_most: int) -> int:
         """Like `count_leading`, but ends before the first block that no event has confirmed."""
         num_leading = self.count_leading(worker_id, hashes, at_most=at_most)
-        if not self._expected or not num_leading:
+        expected = self._expectations.of(self._slots[worker_id]) if num_leading else {}
+        if not expected:
             return num_leading
-        slot = self._slots[worker_id]
-        for position, key in enumerate(hashes.keys[:num_leading]):
-            if (slot, key) in self._expected:
-                return position
-        return num_leading
+        leading = hashes.keys[:num_leading]
+        return next((position for position, key in enumerate(leading) if key in expected), num_leading)
 
-    def _bisect(self, keys: list[int], workers: int, low: int, high: int, found: dict[WorkerId, int]) -> None:
-        # Every worker of the mask holds block `low` and lacks block `high`.
-        while workers:
-            if high - low == 1:
-                self._record(workers, high, found)
-                return
-            middle = (low + high) // 2
-            holders = workers & self._masks.get(keys[middle], 0)
-            self._bisect(keys, workers & ~holders, low, middle, found)
-            workers, low = holders, middle
+    # Inside.
 
-    def _record(self, workers: int, num_blocks: int, found: dict[WorkerId, int]) -> None:
-        while workers:
-            bit = workers & -workers
-            found[self._owners[bit.bit_length() - 1]] = num_blocks
-            workers ^= bit
+    def _unconfirmed(self, slot: int, keys: list[int]) -> list[int]:
+        """Return the keys that no event has told of: those not held, and those only expected."""
+        bit, expected = _bit(slot), self._expectations.of(slot)
+        olds = list(map(self._values.get, keys, repeat(0)))
+        kinds = set(olds)
+        without = {old for old in kinds if not old & bit}
+        if len(without) == len(kinds):
+            return keys
+        if not without and not expected:
+            return []
+        return [key for key, old in zip(keys, olds, strict=True) if old in without or key in expected]
+
+    def _add(self, slot: int, keys: list[int]) -> None:
+        """Let a worker hold keys; they have been used just now."""
+        for begin in range(0, len(keys), self._chunk_keys):
+            self._add_chunk(slot, keys[begin : begin + self._chunk_keys] if len(keys) > self._chunk_keys else keys)
+            if self._ages.is_full:
+                self._begin_chunk()
+            if len(self._values) > self._max_blocks:
+                self._evict(len(self._values) - self._max_blocks)
+
+    def _add_chunk(self, slot: int, keys: list[int]) -> None:
+        bit, stamp, share = _bit(slot), self._ages.stamp, self._shared.setdefault
+        olds = list(map(self._values.get, keys, repeat(0)))
+        becomes: dict[int, int] = {}
+        for old in set(olds):
+            new = old & self._live | bit | stamp  # bits of retired slots go: a key is scrubbed where it is used again
+            becomes[old] = share(new, new)
+        if len(becomes) == 1:
+            news = dict.fromkeys(keys, becomes[olds[0]])
+        else:
+            news = dict(zip(keys, map(becomes.__getitem__, olds), strict=True))
+        if len(news) < len(keys):  # a key came twice; it is counted once
+            self._add_chunk(slot, list(news))
+            return
+        self._values.update(news)
+        self._num_held[slot] += len(keys) - _count({old for old in becomes if old & bit}, olds)
+        self._ages.use(keys)
+
+    def _remove(self, slot: int, keys: list[int]) -> None:
+        """Let a worker hold keys, all different, no longer."""
+        bit, pop = _bit(slot), self._values.pop
+        olds = list(map(self._values.get, keys, repeat(0)))
+        keep = self._live & ~bit
+        kinds = set(olds)
+        self._num_held[slot] -= _count({old for old in kinds if old & bit}, olds)
+        becomes = {old: old & (keep | _STAMP) if old & keep else 0 for old in kinds}
+        if any(becomes.values()):
+            for key, old in zip(keys, olds, strict=True):
+                new = becomes[old]
+                if new:
+                    self._values[key] = new
+                else:
+                    pop(key, None)
+        else:
+            deque(map(pop, keys, repeat(None)), maxlen=0)
+
+    def _evict(self, num_blocks: int) -> None:
+        while num_blocks > 0:
+            keys = self._ages.pop_oldest(num_blocks)
+            assert keys, f"{len(self._values)} blocks, none of them has an age"
+            for value, num_equal in Counter(map(self._values.pop, keys)).items():
+                workers = (value & self._live) >> STAMP_BITS
+                while workers:
+                    lowest = workers & -workers
+                    self._num_held[lowest.bit_length() - 1] -= num_equal
+                    workers ^= lowest
+            num_blocks -= len(keys)
+            self.num_evicted += len(keys)
+
+    def _stamp_of(self, key: int) -> int | None:
+        value = self._values.get(key)
+        return None if value is None else value & _STAMP
+
+    def _begin_chunk(self) -> None:
+        self._ages.begin_chunk(num_keys=len(self._values))
+        self._shared.clear()
+
+    # Slots.
 
     def _slot(self, worker_id: WorkerId) -> int:
         slot = self._slots.get(worker_id)
@@ -166,35 +283,59 @@ class PrefixIndex:
             if self._free_slots:
                 slot = self._free_slots.pop()
             else:
-                slot, self._num_slots = self._num_slots, self._num_slots + 1
+                slot = len(self._num_held)
+                self._num_held.append(0)
             self._slots[worker_id] = slot
-            self._owners[slot] = worker_id
-            self._live_mask |= 1 << slot
+            self._own(slot, worker_id)
+            self._live |= _bit(slot)
         return slot
 
-    def _clear(self, slot: int, key: int) -> None:
-        self._expected.pop((slot, key), None)
-        mask = self._masks.get(key, 0) & ~(1 << slot)
-        if mask:
-            self._masks[key] = mask
-        else:
-            self._masks.pop(key, None)
+    def _own(self, slot: int, worker_id: WorkerId | None) -> None:
+        owners = [*self._owners, *[None] * (len(self._num_held) - len(self._owners))]
+        owners[slot] = worker_id
+        self._owners = owners
 
     def _scrub(self) -> None:
-        # Slots retired during a pass wait for the next one: the pass may be past their keys.
+        """Clear retired bits from one slice of the keys."""
+        # Slots retired during a pass wait for the next one: the pass may be past their keys. Keys that are used
+        # during a pass lose retired bits then, so those that still have some lie in the chunks of its beginning.
         if not self._scrub_slots:
             if not self._retired:
                 return
             self._scrub_slots, self._retired = self._retired, set()
-            self._scrubbing = deque(self._masks)
-        keep = ~sum(1 << slot for slot in self._scrub_slots)
-        for _ in range(min(SCRUB_KEYS_PER_CHANGE, len(self._scrubbing))):
-            key = self._scrubbing.popleft()
-            mask = self._masks.get(key, 0) & keep
-            if mask:
-                self._masks[key] = mask
-            else:
-                self._masks.pop(key, None)
-        if not self._scrubbing:
+            self._begin_chunk()
+            self._scrub_next, self._scrub_end = self._ages.oldest, self._ages.stamp
+        num_seen = 0
+        while self._scrub_next < self._scrub_end and num_seen < self._chunk_keys:
+            keys = self._ages.fresh(self._scrub_next)
+            self._scrub_keys(keys)
+            self._scrub_next += 1
+            num_seen += len(keys) + 1
+        if self._scrub_next >= self._scrub_end:
             self._free_slots.extend(self._scrub_slots)
             self._scrub_slots = set()
+
+    def _scrub_keys(self, keys: list[int]) -> None:
+        olds = list(map(self._values.__getitem__, keys))
+        becomes = {old: old & (self._live | _STAMP) if old & self._live else 0 for old in set(olds)}
+        if all(old == new for old, new in becomes.items()):
+            return
+        for key, old in zip(keys, olds, strict=True):
+            new = becomes[old]
+            if new:
+                self._values[key] = new
+            else:
+                del self._values[key]
+
+
+def _bit(slot: int) -> int:
+    return 1 << (slot + STAMP_BITS)
+
+
+def _count(kinds: set[int], values: list[int]) -> int:
+    """Return how many of the values are of these kinds."""
+    return sum(map(kinds.__contains__, values)) if kinds else 0
+
+
+def _unique(keys: list[int]) -> list[int]:
+    return keys if len(set(keys)) == len(keys) else list(dict.fromkeys(keys))

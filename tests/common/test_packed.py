@@ -69,7 +69,7 @@ def test_hash_blocks_is_the_chain_of_its_definition(ids: list[int], block_size: 
 def test_block_hashes_behave_as_the_sequence_of_their_digests(left: list[BlockHash], right: list[BlockHash]) -> None:
     hashes = BlockHashes.of(left)
     assert (list(hashes), len(hashes), hashes.digests()) == (left, len(left), left)
-    assert hashes.keys == [int.from_bytes(digest[:8], "little") for digest in left]
+    assert hashes.keys == [int.from_bytes(digest[:8], "little") % 2**60 for digest in left]
     assert [hashes[i] for i in range(-len(left), len(left))] == left + left
     assert list(hashes[1:3]) == left[1:3]
     both = hashes + BlockHashes.of(right)

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from common.block_hash import BlockHashes
 from common.ids import BlockHash, WorkerId
 from common.kv_events import KvEvents
-from router.index import SCRUB_KEYS_PER_CHANGE, PrefixIndex
+from router.index import CHUNK_KEYS, PrefixIndex
 
 A, B = WorkerId("a"), WorkerId("b")
 WORKERS = [WorkerId(name) for name in "abcd"]
@@ -104,10 +104,10 @@ def test_removed_expected_block_is_forgotten() -> None:
 
 def test_dropped_worker_is_scrubbed_in_slices_and_its_slot_used_again() -> None:
     index = PrefixIndex()
-    store(index, A, *range(SCRUB_KEYS_PER_CHANGE + 10))
+    store(index, A, *range(CHUNK_KEYS + 10))
     index.drop(A)
     assert index.num_blocks == 10
-    assert index.match(blocks(*range(SCRUB_KEYS_PER_CHANGE + 10))) == {}
+    assert index.match(blocks(*range(CHUNK_KEYS + 10))) == {}
     store(index, B, 1 << 40)
     assert index.num_blocks == 1
     store(index, A, 1 << 41)
@@ -119,7 +119,7 @@ class AgainstNaive(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(chunk_keys=2)
         self.held: dict[WorkerId, set[int]] = {}
         self.expected: dict[tuple[WorkerId, int], float] = {}
         self.now_s = 0.0
@@ -175,8 +175,81 @@ class AgainstNaive(RuleBasedStateMachine):
                 exact = next((i for i in range(8 - start) if start + i not in known), 8 - start)
                 assert self.index.count_leading(worker, hashes, at_most=8) == exact
                 assert self.index.match(hashes).get(worker, 0) >= exact
+        for worker in WORKERS:
+            known = self.held.get(worker, set()) | {n for w, n in self.expected if w == worker}
+            assert self.index.count_held(worker) == len(known)
         assert self.index.num_expected == len(self.expected)
 
 
 TestAgainstNaive = AgainstNaive.TestCase
 TestAgainstNaive.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@given(st.lists(st.tuples(st.sampled_from(WORKERS), st.lists(st.integers(0, 30), max_size=6)), max_size=30))
+def test_index_over_its_limit_forgets_what_was_used_longest_ago(uses: list[tuple[WorkerId, list[int]]]) -> None:
+    index = PrefixIndex(max_blocks=8, chunk_keys=1)  # with such chunks the order is exact
+    order: dict[int, set[WorkerId]] = {}
+    for worker, numbers in uses:
+        store(index, worker, *numbers)
+        for number in numbers:
+            order[number] = order.pop(number, set()) | {worker}
+            while len(order) > 8:
+                del order[next(iter(order))]
+        for known in WORKERS:
+            mine = {number for number, workers in order.items() if known in workers}
+            assert index.count_held(known) == len(mine)
+            assert all(index.match(blocks(number)).get(known, 0) == (number in mine) for number in range(31))
+    assert index.num_blocks == len(order)
+
+
+@given(st.lists(st.lists(st.integers(0, 30), max_size=9), max_size=40), st.integers(1, 5))
+def test_index_over_its_limit_keeps_the_latest_blocks_whatever_the_chunks(
+    batches: list[list[int]], chunk_keys: int
+) -> None:
+    index = PrefixIndex(max_blocks=10, chunk_keys=chunk_keys)
+    for batch in batches:
+        store(index, A, *batch)
+        assert index.num_blocks <= 10
+        assert index.count_held(A) == index.num_blocks
+        assert all(index.match(blocks(number)) == {A: 1} for number in batch[-1:])
+        index.apply(A, KvEvents(removed=blocks(*batch[:2])))
+
+
+def test_routing_to_blocks_keeps_them_from_being_forgotten() -> None:
+    index = PrefixIndex(max_blocks=4, chunk_keys=1)
+    store(index, A, 0, 1, 2, 3)
+    index.expect(A, blocks(0, 1), expires_s=10.0)
+    store(index, B, 4, 5)
+    assert [dict(index.match(blocks(number))) for number in range(6)] == [{A: 1}, {A: 1}, {}, {}, {B: 1}, {B: 1}]
+    assert index.num_evicted == 2
+
+
+def test_entries_of_removed_and_used_again_blocks_do_not_pile_up() -> None:
+    index = PrefixIndex(chunk_keys=16)
+    for turn in range(400):
+        store(index, A, *range(turn % 7, turn % 7 + 20))
+        index.apply(A, KvEvents(removed=blocks(*range(turn % 3, 10))))
+    assert index.num_age_entries <= 2 * 30 + 6 * 16
+
+
+def test_matches_tell_groups_and_best_without_naming_everybody() -> None:
+    index = PrefixIndex()
+    workers = [WorkerId(f"w{number}") for number in range(100)]
+    for worker in workers:
+        store(index, worker, *range(4))
+    store(index, workers[7], *range(4, 9))
+    matches = index.match(blocks(*range(10)))
+    assert [(num_blocks, workers.bit_count()) for num_blocks, workers in matches.groups] == [(4, 99), (9, 1)]
+    assert (matches.longest, len(matches), matches.best(1)) == (9, 100, [(9, workers[7])])
+    assert [blocks for blocks, _worker in matches.best(2)] == [9, *[4] * 99]
+    matches.correct(workers[7], 5)
+    assert (matches[workers[7]], matches.get(WorkerId("unknown"))) == (5, 0)
+
+
+def test_matches_outlive_a_change_of_the_workers() -> None:
+    index = PrefixIndex()
+    store(index, A, 0)
+    matches = index.match(blocks(0))
+    index.drop(A)
+    store(index, B, 0)
+    assert matches == {A: 1}

@@ -1,0 +1,81 @@
+"""In which order blocks were last used: numbered chunks of keys, oldest first.
+
+A key lies in the chunk of its last use, and whoever owns the keys remembers that number (its *stamp*). An entry whose
+chunk is not the key's stamp is stale: the key was used again later, or is gone. Stale entries are swept out a chunk at
+a time, so nothing here ever walks over all keys at once. 8 bytes an entry, and at most about two entries a key.
+"""
+
+from array import array
+from collections.abc import Callable, Sequence
+
+
+class BlockAges:
+    """The chunks. `stamp_of` returns the stamp of a key, None for one that is gone."""
+
+    def __init__(self, stamp_of: Callable[[int], int | None], *, chunk_keys: int) -> None:
+        self._stamp_of = stamp_of
+        self._chunk_keys = chunk_keys
+        self._chunks: dict[int, array[int]] = {0: array("Q")}
+        self.oldest = 0
+        """Number of the first chunk that may hold anything."""
+        self._next_swept = 0
+        self.stamp = 0
+        """Number of the chunk that is being filled."""
+        self.num_entries = 0
+
+    def use(self, keys: Sequence[int]) -> None:
+        """Note that keys have been given the current stamp."""
+        self._chunks[self.stamp].extend(keys)
+        self.num_entries += len(keys)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is time for a new chunk."""
+        return len(self._chunks[self.stamp]) >= self._chunk_keys
+
+    def begin_chunk(self, *, num_keys: int) -> None:
+        """Stamp what is used from now on with the next number. `num_keys` is how many keys there are."""
+        self.stamp += 1
+        self._chunks[self.stamp] = array("Q")
+        # When more than half of the entries are stale, two chunks of them lose as many as one new chunk brings.
+        for _ in range(2):
+            if self.num_entries > 2 * num_keys + 2 * self._chunk_keys:
+                self._sweep()
+
+    def _sweep(self) -> None:
+        """Throw out the stale entries of the next old chunk."""
+        while self.oldest not in self._chunks:
+            self.oldest += 1
+        number = max(self._next_swept, self.oldest)
+        while number not in self._chunks:
+            number += 1
+        if number == self.stamp:
+            number = self.oldest
+        if number != self.stamp:
+            self._replace(number, self.fresh(number))
+        self._next_swept = number + 1
+
+    def fresh(self, number: int) -> list[int]:
+        """Return the keys whose last use is in a chunk."""
+        stamp_of = self._stamp_of
+        return [key for key in dict.fromkeys(self._chunks.get(number, ())) if stamp_of(key) == number]
+
+    def pop_oldest(self, num_keys: int) -> list[int]:
+        """Remove and return the least recently used keys: at most so many, none only when there are none."""
+        while True:
+            keys = self.fresh(self.oldest)
+            if keys:
+                self._replace(self.oldest, keys[num_keys:])
+                return keys[:num_keys]
+            if self.oldest == self.stamp:
+                return []
+            self._replace(self.oldest, [])
+            self.oldest += 1
+
+    def _replace(self, number: int, keys: Sequence[int]) -> None:
+        chunk = self._chunks.get(number, ())
+        self.num_entries += len(keys) - len(chunk)
+        if keys or number == self.stamp:
+            self._chunks[number] = array("Q", keys)
+        else:
+            self._chunks.pop(number, None)
