@@ -13,7 +13,6 @@ from common.errors import WorkerLost
 from common.ids import WorkerId
 from common.kv_events import KvEvents, decode_events
 from common.rpc import Connect, client_channel
-from common.timing import GUESSED_TIMING, TimingModel
 from common.timing_wire import timing_from_proto
 from kvrelay.v1 import sequence_pb2, worker_pb2
 from router.booking import Booking
@@ -23,6 +22,7 @@ from router.link import WorkerLink
 from router.member import Hold, Member, WorkerState
 from router.placement.plans import FleetView, Plan, Pull, RouteRequest
 from router.pool_timing import PoolTiming
+from router.roster import Roster
 from router.worker_client import Streams, WorkerClient
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class Fleet:
         self._retired: dict[Member, WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._model: ModelFacts | None = None
+        self._roster: Roster | None = None
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
 
@@ -108,6 +109,7 @@ class Fleet:
                     endpoint=endpoint, client=WorkerClient(endpoint.address, self._connect, streams=self._streams)
                 )
                 self._members[worker_id] = member
+                self._roster = None
                 self._links[worker_id] = WorkerLink(member, self, clock=self._clock)
                 self._links[worker_id].restart()
         self._notify()
@@ -124,6 +126,7 @@ class Fleet:
 
     def _retire(self, worker_id: WorkerId) -> None:
         member, link = self._members.pop(worker_id), self._links.pop(worker_id)
+        self._roster = None
         logger.info("worker leaves", extra={"worker_id": worker_id, "num_users": member.num_users})
         link.stop()
         self._index.drop(worker_id)
@@ -158,8 +161,8 @@ class Fleet:
             self._index.drop(member.endpoint.worker_id)
         was_ready = member.state is WorkerState.READY
         member.begin_life(facts)
-        if was_ready:  # subscribing again after a gap: its last report stands until the next one, in a moment
-            member.state = WorkerState.READY
+        # Subscribing again after a gap: its last report stands until the next one, in a moment.
+        self._enter(member, WorkerState.READY if was_ready else WorkerState.CONNECTING, "")
         return True
 
     def on_update(self, member: Member, update: worker_pb2.WatchWorkerResponse) -> None:
@@ -177,7 +180,7 @@ class Fleet:
             self._timing.take(member, timing, self._members.values())
         if member.state is not WorkerState.READY:
             logger.info("worker ready", extra={"worker_id": worker_id, "address": member.endpoint.address})
-            member.state = WorkerState.READY
+            self._enter(member, WorkerState.READY, "")
             self._timing.complete([member])
             accepted = [m.facts for m in self._members.values() if m.facts is not None and m.is_accepted]
             self._model = summarize(accepted) or self._model
@@ -190,10 +193,15 @@ class Fleet:
         self._leave(member, WorkerState.LOST, why)
 
     def _leave(self, member: Member, state: WorkerState, why: str) -> None:
-        member.state, member.why = state, why
+        self._enter(member, state, why)
         if self._members.get(member.endpoint.worker_id) is member:
             self._index.drop(member.endpoint.worker_id)
         self._notify()
+
+    def _enter(self, member: Member, state: WorkerState, why: str) -> None:
+        """Change a member's state: nobody else does, so that the roster is right."""
+        member.state, member.why = state, why
+        self._roster = None
 
     def suspect(self, hold: Hold, why: str) -> None:
         """A call to the worker failed: take it out of use until it has described itself again. Others keep theirs."""
@@ -203,35 +211,22 @@ class Fleet:
             return
         if member.facts is not None and member.facts.epoch == hold.epoch:
             logger.warning("worker suspected: %s", why, extra={"worker_id": worker_id})
-            member.state, member.why = WorkerState.CONNECTING, why
+            self._enter(member, WorkerState.CONNECTING, why)
             self._links[worker_id].restart()
 
     # Placement.
 
+    @property
+    def roster(self) -> Roster:
+        """Who is ready."""
+        if self._roster is None:
+            self._roster = Roster.of(self._members.values())
+        return self._roster
+
     def view(self, *, excluded: Collection[WorkerId]) -> FleetView:
         """Return the ready workers that are not excluded."""
-        members = self._members.values()
-        usable = [m for m in members if m.state is WorkerState.READY and m.endpoint.worker_id not in excluded]
-        return FleetView(
-            prefill=tuple(m.load() for m in usable if m.endpoint.role == worker_pb2.WORKER_ROLE_PREFILL),
-            decode=tuple(m.load() for m in usable if m.endpoint.role == worker_pb2.WORKER_ROLE_DECODE),
-            num_prefill=sum(m.is_accepted and m.endpoint.role == worker_pb2.WORKER_ROLE_PREFILL for m in members),
-            block_bytes=0 if self._model is None else self._model.block_bytes,
-            sources=frozenset(m.endpoint.worker_id for m in members if m.state is WorkerState.READY),
-        )
-
-    @property
-    def typical_timing(self) -> TimingModel:
-        """The timing model of any worker that computes prompts; a guess without one."""
-        ready = [m for m in self._members.values() if m.state is WorkerState.READY]
-        prefill = (m.timing for m in ready if m.endpoint.role == worker_pb2.WORKER_ROLE_PREFILL)
-        return next(prefill, None) or next((m.timing for m in ready), GUESSED_TIMING)
-
-    def prefill_free_at_s(self) -> float:
-        """Return when the first of those that compute prompts will have computed all that it was given."""
-        ready = [m for m in self._members.values() if m.state is WorkerState.READY]
-        prefill = [m for m in ready if m.endpoint.role == worker_pb2.WORKER_ROLE_PREFILL]
-        return min((m.load().prefill_free_at_s for m in prefill or ready), default=0.0)
+        block_bytes = 0 if self._model is None else self._model.block_bytes
+        return self.roster.view(excluded=excluded, block_bytes=block_bytes)
 
     def load_version(self, worker_id: WorkerId) -> int:
         """Return a number that changes with the worker's reported load."""

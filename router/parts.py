@@ -7,7 +7,7 @@ from common.config import RouterConfig
 from common.rpc import Connect, client_channel
 from router.admission.line import Admission
 from router.fleet import Fleet
-from router.index import PrefixIndex
+from router.index import BYTES_PER_BLOCK, PrefixIndex
 from router.metrics import RouterMetrics
 from router.orchestrator import Orchestrator
 from router.placement.chooser import Chooser
@@ -43,7 +43,8 @@ def build_router(
 
     Without a policy it has the one that the configuration names, whose random choices follow from the seed.
     """
-    index, metrics = PrefixIndex(), RouterMetrics()
+    index = PrefixIndex(max_blocks=(config.index_memory_mib << 20) // BYTES_PER_BLOCK)
+    metrics = RouterMetrics()
     fleet = Fleet(index=index, clock=clock, connect=connect, streams=Streams(config.decode_streams))
     if policy is None:
         settings = PolicySettings(
@@ -67,6 +68,9 @@ def build_router(
     metrics.watch("kvrelay_requests_active", "Requests with a plan", lambda: admission.num_active)
     metrics.watch("kvrelay_bookings", "Bookings held on workers", lambda: fleet.num_bookings)
     metrics.watch("kvrelay_index_blocks", "Blocks known to the prefix index", lambda: index.num_blocks)
+    metrics.watch(
+        "kvrelay_index_evicted_blocks", "Blocks the prefix index forgot for want of memory", lambda: index.num_evicted
+    )
     metrics.watch("kvrelay_workers_ready", "Workers in use", fleet.count_ready)
     return RouterParts(
         fleet=fleet,

@@ -22,6 +22,7 @@ from router.placement.feasibility import find_hopeless
 from router.placement.plans import Plan, RouteRequest
 from router.placement.policies.interface import Policy
 from router.placement.search import Exclusion, Search, Sought
+from router.prefix_match import PrefixMatches
 
 EXPECTED_TTL_S = 30.0
 """How long blocks that a plan will produce count as cached without a word from the worker."""
@@ -72,14 +73,13 @@ class Chooser:
 
     def opens_at_s(self) -> float:
         """Return when, as far as is known, the first worker can begin with another prompt soon enough."""
-        return self._fleet.prefill_free_at_s() - self._max_wait_s
+        return self._fleet.roster.prefill_free_at_s() - self._max_wait_s
 
     def work_s(self, sought: Sought) -> float:
         """Return how long the least work takes that is left of the prompt, at the pace of a typical worker."""
-        matches = self._index.match(sought.hashes)
-        num_blocks = min(max(matches.values(), default=0), (sought.num_tokens - 1) // sought.block_size)
+        num_blocks = min(self._index.match(sought.hashes).longest, (sought.num_tokens - 1) // sought.block_size)
         num_cached = num_blocks * sought.block_size
-        return self._fleet.typical_timing.prefill_s(sought.num_tokens - num_cached, num_cached)
+        return self._fleet.roster.typical_timing.prefill_s(sought.num_tokens - num_cached, num_cached)
 
     def exclude(self, search: Search, worker_id: WorkerId, *, retry_after_s: float | None) -> None:
         """Do not offer a worker that refused the search before its load changed or the time has passed."""
@@ -116,19 +116,20 @@ class Chooser:
         self.expect(plan.computes, search.sought.hashes)
         return booking
 
-    def _correct(self, matches: dict[WorkerId, int], plan: Plan, hashes: BlockHashes) -> bool:
+    def _correct(self, matches: PrefixMatches, plan: Plan, hashes: BlockHashes) -> bool:
         """Replace the chosen workers' matches by exact ones; returns whether that changed any."""
         changed = False
         for worker_id in (plan.decode, plan.prefill):
             if worker_id is not None and worker_id in matches:
                 exact = self._index.count_leading(worker_id, hashes, at_most=matches[worker_id])
-                changed |= exact != matches[worker_id]
-                matches[worker_id] = exact
+                if exact != matches[worker_id]:
+                    matches.correct(worker_id, exact)
+                    changed = True
         return changed
 
 
 def _route_request(
-    sought: Sought, matches: dict[WorkerId, int], *, now_s: float, count_present: Callable[[WorkerId], int]
+    sought: Sought, matches: PrefixMatches, *, now_s: float, count_present: Callable[[WorkerId], int]
 ) -> RouteRequest:
     return RouteRequest(
         request_id=sought.request_id,

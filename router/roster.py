@@ -1,0 +1,62 @@
+"""Who is ready, by pool: made anew only when a worker's state changes, for it is asked with every decision."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from common.ids import WorkerId
+from common.timing import GUESSED_TIMING, TimingModel
+from kvrelay.v1 import worker_pb2
+from router.member import Member, WorkerState
+from router.placement.plans import FleetView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roster:
+    """The members as of their last change of state; their loads are as of the moment of asking."""
+
+    prefill: tuple[Member, ...]
+    decode: tuple[Member, ...]
+    num_prefill: int
+    """Prefill workers in use, those that are not ready just now included."""
+    ready: frozenset[WorkerId]
+
+    @classmethod
+    def of(cls, members: Iterable[Member]) -> "Roster":
+        """Sort the members into their pools."""
+        pools: dict[int, list[Member]] = {worker_pb2.WORKER_ROLE_PREFILL: [], worker_pb2.WORKER_ROLE_DECODE: []}
+        num_prefill = 0
+        for member in members:
+            role = member.endpoint.role
+            num_prefill += member.is_accepted and role == worker_pb2.WORKER_ROLE_PREFILL
+            if member.state is WorkerState.READY:
+                pools[role].append(member)
+        prefill, decode = pools[worker_pb2.WORKER_ROLE_PREFILL], pools[worker_pb2.WORKER_ROLE_DECODE]
+        return cls(
+            prefill=tuple(prefill),
+            decode=tuple(decode),
+            num_prefill=num_prefill,
+            ready=frozenset(member.endpoint.worker_id for member in (*prefill, *decode)),
+        )
+
+    def view(self, *, excluded: Collection[WorkerId], block_bytes: int) -> FleetView:
+        """Return the ready workers that are not excluded."""
+        prefill, decode = self.prefill, self.decode
+        if excluded:
+            prefill = tuple(member for member in prefill if member.endpoint.worker_id not in excluded)
+            decode = tuple(member for member in decode if member.endpoint.worker_id not in excluded)
+        return FleetView(
+            prefill=tuple([member.load() for member in prefill]),
+            decode=tuple([member.load() for member in decode]),
+            num_prefill=self.num_prefill,
+            block_bytes=block_bytes,
+            sources=self.ready,
+        )
+
+    @property
+    def typical_timing(self) -> TimingModel:
+        """The timing model of any worker that computes prompts; a guess without one."""
+        return next((member.timing for member in self.prefill or self.decode), GUESSED_TIMING)
+
+    def prefill_free_at_s(self) -> float:
+        """Return when the first of those that compute prompts will have computed all that it was given."""
+        return min((member.load().prefill_free_at_s for member in self.prefill or self.decode), default=0.0)
