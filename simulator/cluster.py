@@ -37,7 +37,7 @@ from simulator.loop import VirtualClock, VirtualLoop
 from simulator.network import SimNetwork
 from simulator.records import Arrival, ClusterShape, RequestResult, SimRun, SimSettings, WorkerResult
 from simulator.token_log import TokenLog
-from simulator.worker import SimWorker, Surroundings, endpoints
+from simulator.worker import Pace, SimWorker, Surroundings, endpoints
 
 _WARM_UP_S = 10.0
 """Before the first arrival: routers get to know the workers. Taken off every reported time."""
@@ -241,8 +241,11 @@ class SimCluster:
             max_model_len=shape.max_model_len,
             answers=self._answers,
         )
-        times = settings.prefill_times if is_prefill else settings.decode_times
-        return SimWorker(endpoint, self._surroundings, executor, times)
+        pace = Pace(
+            times=settings.prefill_times if is_prefill else settings.decode_times,
+            timing=settings.prefill_timing if is_prefill else settings.decode_timing,
+        )
+        return SimWorker(endpoint, self._surroundings, executor, pace)
 
     def _router(self, number: int) -> RouterParts:
         make_policy = self.settings.make_policy

@@ -1,6 +1,6 @@
 """One simulated worker process: the real runtime and services on a simulated engine and network."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -9,9 +9,10 @@ import grpc
 from common.config import ServingConfig
 from common.fake_tokenizer import byte_tokenizer
 from common.ids import WorkerId
+from common.timing import TimingModel
 from decode_worker.server import add_services as add_decode
 from engine.core import EngineCore
-from engine.events import StepReport
+from engine.events import StepReport, StepSample
 from engine.executor import Executor
 from engine.thread import EngineDriver
 from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -24,6 +25,7 @@ from simulator.timing import StepTimes
 from simulator.token_log import TokenLog
 from worker.runtime import Outside, WorkerRuntime
 from worker.service import WorkerService
+from worker.timing import WorkerTiming
 
 _PORT = 1
 
@@ -39,13 +41,36 @@ class Surroundings:
     report_interval_s: float
 
 
+class _GivenTiming(WorkerTiming):
+    """A worker's picture of itself that it was born with."""
+
+    def __init__(self, model: TimingModel) -> None:
+        super().__init__(max_step_tokens=model.max_step_tokens)
+        self.model = model
+
+    def observe(self, samples: Iterable[StepSample]) -> None:
+        """Learn nothing."""
+
+    def observe_pull(self, peer: WorkerId, transport: int, num_bytes: int, seconds: float) -> None:
+        """Learn nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How fast a worker is, and what it knows of that."""
+
+    times: StepTimes
+    timing: TimingModel | None
+    """What it reports; None: what it fits to its own steps."""
+
+
 class SimWorker:
     """One life of a worker process. Event loop only."""
 
-    def __init__(self, endpoint: Endpoint, surroundings: Surroundings, executor: Executor, times: StepTimes) -> None:
+    def __init__(self, endpoint: Endpoint, surroundings: Surroundings, executor: Executor, pace: Pace) -> None:
         self.endpoint = endpoint
         self._surroundings = surroundings
-        self._times = times
+        self._times = pace.times
         self.runtime = WorkerRuntime(
             config=surroundings.config,
             role=endpoint.role,
@@ -58,6 +83,9 @@ class SimWorker:
                 drive=self._drive,
             ),
         )
+
+        if pace.timing is not None:
+            self.runtime.timing = _GivenTiming(pace.timing)
 
     @property
     def engine(self) -> SimEngine:
