@@ -6,14 +6,17 @@ a time, so nothing here ever walks over all keys at once. 8 bytes an entry, and 
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import repeat
 
 
 class BlockAges:
-    """The chunks. `stamp_of` returns the stamp of a key, None for one that is gone."""
+    """The chunks."""
 
-    def __init__(self, stamp_of: Callable[[int], int | None], *, chunk_keys: int) -> None:
-        self._stamp_of = stamp_of
+    def __init__(self, values: Mapping[int, int], *, stamp_mask: int, chunk_keys: int) -> None:
+        """`values`, under the mask, are the keys' stamps; read whenever they are needed."""
+        self._values = values
+        self._stamp_mask = stamp_mask
         self._chunk_keys = chunk_keys
         self._chunks: dict[int, array[int]] = {0: array("Q")}
         self.oldest = 0
@@ -57,8 +60,9 @@ class BlockAges:
 
     def fresh(self, number: int) -> list[int]:
         """Return the keys whose last use is in a chunk."""
-        stamp_of = self._stamp_of
-        return [key for key in dict.fromkeys(self._chunks.get(number, ())) if stamp_of(key) == number]
+        keys, mask = dict.fromkeys(self._chunks.get(number, ())), self._stamp_mask
+        values = map(self._values.get, keys, repeat(-1))  # no chunk has the stamp of -1
+        return [key for key, value in zip(keys, values, strict=True) if value & mask == number]
 
     def pop_oldest(self, num_keys: int) -> list[int]:
         """Remove and return the least recently used keys: at most so many, none only when there are none."""

@@ -8,7 +8,7 @@ when the block was last used:
 
 - *Lookup*: binary search over all workers at once, which splits where some hold a block and others do not. Workers
   evict leaves before parents, so what one holds of a prompt has no holes, but for messages that have not come yet:
-  whoever acts on a number verifies it (`count_leading`).
+  whoever acts on a number verifies it (`PrefixMatches.verify`).
 - *Updates* work on batches: the values of a batch are few different ones, so each is computed once and shared by all
   its keys, and the rest is dictionary operations on whole lists.
 - *Memory* is bounded: beyond `max_blocks` the blocks go that were neither stored nor routed to for the longest time.
@@ -26,13 +26,12 @@ from common.ids import WorkerId
 from common.kv_events import KvEvents
 from router.block_ages import BlockAges
 from router.expectations import Expectations
-from router.prefix_match import PrefixMatches
+from router.prefix_match import STAMP_BITS, Look, PrefixMatches, count_before_gap, first_positions, slot_bit
 
 CHUNK_KEYS = 4096
 """So many keys at a time are aged, evicted and scrubbed: about a millisecond."""
 BYTES_PER_BLOCK = 230
 """At most, all structures together, with 512 workers; see benchmarks/router."""
-STAMP_BITS = 36
 _STAMP = (1 << STAMP_BITS) - 1
 _NO_LIMIT = 1 << 62
 
@@ -46,7 +45,7 @@ class PrefixIndex:
         self._values: dict[int, int] = {}
         self._shared: dict[int, int] = {}
         """Values given in this chunk: equal ones are one object, whoever stored them."""
-        self._ages = BlockAges(self._stamp_of, chunk_keys=chunk_keys)
+        self._ages = BlockAges(self._values, stamp_mask=_STAMP, chunk_keys=chunk_keys)
         self._expectations = Expectations()
         self._slots: dict[WorkerId, int] = {}
         self._owners: list[WorkerId | None] = []
@@ -132,7 +131,7 @@ class PrefixIndex:
         if slot is None:
             return
         self._own(slot, None)
-        self._live &= ~_bit(slot)
+        self._live &= ~slot_bit(slot)
         self._num_held[slot] = 0
         self._retired.add(slot)
         self._expectations.drop(slot)
@@ -144,14 +143,14 @@ class PrefixIndex:
         """Return, for each worker that holds the first block, how many leading blocks it holds.
 
         Reads a few dozen of the keys. Where a worker's blocks have holes the number may be too high, never too low:
-        confirm a choice with `count_leading`.
+        confirm a choice with `PrefixMatches.verify`.
         """
         keys = hashes.keys
         groups: list[tuple[int, int]] = []
         get = self._values.get
         alive = get(keys[0], 0) & self._live if keys else 0
         if not alive:
-            return PrefixMatches(groups, self._owners)
+            return PrefixMatches(groups, self._owners, self._look_at(keys))
         last = len(keys) - 1
         hold_all = alive & get(keys[last], 0)
         # Each worker of an entry holds block `low` and lacks block `high`. Those with fewer blocks come first.
@@ -171,35 +170,24 @@ class PrefixIndex:
             groups.append((high, workers >> STAMP_BITS))
         if hold_all:
             groups.append((len(keys), hold_all >> STAMP_BITS))
-        return PrefixMatches(groups, self._owners)
+        return PrefixMatches(groups, self._owners, self._look_at(keys))
 
     def count_leading(self, worker_id: WorkerId, hashes: BlockHashes, *, at_most: int) -> int:
         """Return exactly how many leading blocks the worker holds, looking at `at_most` of them."""
         slot = self._slots.get(worker_id)
+        keys = hashes.keys[:at_most]
         if slot is None:
             return 0
-        bit = _bit(slot)
-        keys = hashes.keys[:at_most]
-        values = list(map(self._values.get, keys, repeat(0)))
-        kinds_without = {value for value in set(values) if not value & bit}
-        if not kinds_without:
-            return len(keys)
-        return next(position for position, value in enumerate(values) if value in kinds_without)
+        return count_before_gap(first_positions(self._values, keys), slot_bit(slot), len(keys))
 
-    def count_present(self, worker_id: WorkerId, hashes: BlockHashes, *, at_most: int) -> int:
-        """Like `count_leading`, but ends before the first block that no event has confirmed."""
-        num_leading = self.count_leading(worker_id, hashes, at_most=at_most)
-        expected = self._expectations.of(self._slots[worker_id]) if num_leading else {}
-        if not expected:
-            return num_leading
-        leading = hashes.keys[:num_leading]
-        return next((position for position, key in enumerate(leading) if key in expected), num_leading)
+    def _look_at(self, keys: list[int]) -> Look:
+        return Look(keys=keys, values=self._values, slots=self._slots, expectations=self._expectations)
 
     # Inside.
 
     def _unconfirmed(self, slot: int, keys: list[int]) -> list[int]:
         """Return the keys that no event has told of: those not held, and those only expected."""
-        bit, expected = _bit(slot), self._expectations.of(slot)
+        bit, expected = slot_bit(slot), self._expectations.of(slot)
         olds = list(map(self._values.get, keys, repeat(0)))
         kinds = set(olds)
         without = {old for old in kinds if not old & bit}
@@ -219,7 +207,7 @@ class PrefixIndex:
                 self._evict(len(self._values) - self._max_blocks)
 
     def _add_chunk(self, slot: int, keys: list[int]) -> None:
-        bit, stamp, share = _bit(slot), self._ages.stamp, self._shared.setdefault
+        bit, stamp, share = slot_bit(slot), self._ages.stamp, self._shared.setdefault
         olds = list(map(self._values.get, keys, repeat(0)))
         becomes: dict[int, int] = {}
         for old in set(olds):
@@ -238,7 +226,7 @@ class PrefixIndex:
 
     def _remove(self, slot: int, keys: list[int]) -> None:
         """Let a worker hold keys, all different, no longer."""
-        bit, pop = _bit(slot), self._values.pop
+        bit, pop = slot_bit(slot), self._values.pop
         olds = list(map(self._values.get, keys, repeat(0)))
         keep = self._live & ~bit
         kinds = set(olds)
@@ -267,10 +255,6 @@ class PrefixIndex:
             num_blocks -= len(keys)
             self.num_evicted += len(keys)
 
-    def _stamp_of(self, key: int) -> int | None:
-        value = self._values.get(key)
-        return None if value is None else value & _STAMP
-
     def _begin_chunk(self) -> None:
         self._ages.begin_chunk(num_keys=len(self._values))
         self._shared.clear()
@@ -287,7 +271,7 @@ class PrefixIndex:
                 self._num_held.append(0)
             self._slots[worker_id] = slot
             self._own(slot, worker_id)
-            self._live |= _bit(slot)
+            self._live |= slot_bit(slot)
         return slot
 
     def _own(self, slot: int, worker_id: WorkerId | None) -> None:
@@ -326,10 +310,6 @@ class PrefixIndex:
                 self._values[key] = new
             else:
                 del self._values[key]
-
-
-def _bit(slot: int) -> int:
-    return 1 << (slot + STAMP_BITS)
 
 
 def _count(kinds: set[int], values: list[int]) -> int:

@@ -1,10 +1,42 @@
 """What a lookup in the prefix index found: groups of workers that hold equally much of a prompt."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 
 from common.ids import WorkerId
+from router.expectations import Expectations
+
+STAMP_BITS = 36
+"""Low bits of the index's values; a bit for each slot follows."""
+
+
+def slot_bit(slot: int) -> int:
+    """Return the bit of a slot in the index's values."""
+    return 1 << (slot + STAMP_BITS)
+
+
+def first_positions(values: Mapping[int, int], keys: Sequence[int]) -> dict[int, int]:
+    """Return the different values of some keys, each with the first position that has it; 0 for an unknown key."""
+    found = list(map(values.get, keys, repeat(0)))
+    return dict(zip(reversed(found), range(len(found) - 1, -1, -1), strict=True))
+
+
+def count_before_gap(firsts: Mapping[int, int], bit: int, num_keys: int) -> int:
+    """Return how many leading keys have a bit, given their `first_positions`."""
+    return min((position for value, position in firsts.items() if not value & bit), default=num_keys)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """The index as a lookup sees it, and the keys that were looked up."""
+
+    keys: list[int]
+    values: Mapping[int, int]
+    slots: Mapping[WorkerId, int]
+    expectations: Expectations
 
 
 class PrefixMatches(Mapping[WorkerId, int]):
@@ -14,13 +46,15 @@ class PrefixMatches(Mapping[WorkerId, int]):
     a policy that looks for the longest prefix reads `groups` or `best`. Valid for one decision; event loop only.
     """
 
-    __slots__ = ("_by_worker", "_owners", "groups")
+    __slots__ = ("_by_worker", "_firsts", "_look", "_owners", "groups")
 
-    def __init__(self, groups: Sequence[tuple[int, int]], owners: Sequence[WorkerId | None]) -> None:
+    def __init__(self, groups: Sequence[tuple[int, int]], owners: Sequence[WorkerId | None], look: Look) -> None:
         """`groups`: (blocks, bit mask of slots), few blocks first; `owners`: by slot, not changed afterwards."""
         self.groups = groups
         self._owners = owners
+        self._look = look
         self._by_worker: dict[WorkerId, int] | None = None
+        self._firsts: dict[int, int] | None = None
 
     @property
     def longest(self) -> int:
@@ -38,9 +72,32 @@ class PrefixMatches(Mapping[WorkerId, int]):
             found.extend((num_blocks, worker_id) for worker_id in self._members(workers))
         return found
 
-    def correct(self, worker_id: WorkerId, num_blocks: int) -> None:
-        """Replace one worker's number. The groups stay as they were found."""
-        self._expanded()[worker_id] = num_blocks
+    def verify(self, worker_id: WorkerId) -> bool:
+        """Make one worker's number exact; returns whether it was. The groups stay as they were found."""
+        found = self.get(worker_id)
+        exact = min(found, self._count_exactly(worker_id)) if found else 0
+        if exact == found:
+            return True
+        self._expanded()[worker_id] = exact
+        return False
+
+    def count_present(self, worker_id: WorkerId) -> int:
+        """Return exactly how many leading blocks events have told of; others are only expected."""
+        num_blocks = min(self.get(worker_id), self._count_exactly(worker_id))
+        expected = self._look.expectations.of(self._look.slots.get(worker_id, -1))
+        if not expected or not num_blocks:
+            return num_blocks
+        leading = self._look.keys[:num_blocks]
+        return next((position for position, key in enumerate(leading) if key in expected), num_blocks)
+
+    def _count_exactly(self, worker_id: WorkerId) -> int:
+        """One walk over the keys serves all workers: their values are few different ones."""
+        look = self._look
+        if worker_id not in look.slots:
+            return 0
+        if self._firsts is None:
+            self._firsts = first_positions(look.values, look.keys[: self.longest])
+        return count_before_gap(self._firsts, slot_bit(look.slots[worker_id]), self.longest)
 
     def __getitem__(self, worker_id: WorkerId) -> int:
         return self._expanded()[worker_id]

@@ -8,7 +8,7 @@
    passes (`EXPECTED_TTL_S`); an attempt that fails takes them back (`expecting`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from common.block_hash import BlockHashes
@@ -54,16 +54,9 @@ class Chooser:
         }
         view = self._fleet.view(excluded=search.exclusions.keys())
         matches = self._index.match(sought.hashes)
-        request = _route_request(
-            sought,
-            matches,
-            now_s=now_s,
-            count_present=lambda worker_id: self._index.count_present(
-                worker_id, sought.hashes, at_most=matches.get(worker_id, 0)
-            ),
-        )
+        request = _route_request(sought, matches, now_s=now_s)
         plan = self._policy.choose(request, view)
-        while isinstance(plan, Plan) and self._correct(matches, plan, sought.hashes):
+        while isinstance(plan, Plan) and not _verify(matches, plan):
             plan = self._policy.choose(request, view)
         if not search.exclusions and (hopeless := find_hopeless(request, plan, view, shed=search.shed)) is not None:
             return hopeless
@@ -116,21 +109,14 @@ class Chooser:
         self.expect(plan.computes, search.sought.hashes)
         return booking
 
-    def _correct(self, matches: PrefixMatches, plan: Plan, hashes: BlockHashes) -> bool:
-        """Replace the chosen workers' matches by exact ones; returns whether that changed any."""
-        changed = False
-        for worker_id in (plan.decode, plan.prefill):
-            if worker_id is not None and worker_id in matches:
-                exact = self._index.count_leading(worker_id, hashes, at_most=matches[worker_id])
-                if exact != matches[worker_id]:
-                    matches.correct(worker_id, exact)
-                    changed = True
-        return changed
+
+def _verify(matches: PrefixMatches, plan: Plan) -> bool:
+    """Make the chosen workers' matches exact; returns whether they were."""
+    chosen = {plan.decode, plan.computes}
+    return all(matches.verify(worker_id) for worker_id in chosen)
 
 
-def _route_request(
-    sought: Sought, matches: PrefixMatches, *, now_s: float, count_present: Callable[[WorkerId], int]
-) -> RouteRequest:
+def _route_request(sought: Sought, matches: PrefixMatches, *, now_s: float) -> RouteRequest:
     return RouteRequest(
         request_id=sought.request_id,
         num_tokens=sought.num_tokens,
@@ -138,7 +124,7 @@ def _route_request(
         num_samples=sought.num_samples,
         num_decode_blocks=sought.num_decode_blocks,
         cached_blocks=matches,
-        count_present=count_present,
+        count_present=matches.count_present,
         now_s=now_s,
         waited_s=now_s - sought.received_s,
         ttft_slo_s=sought.ttft_slo_s,

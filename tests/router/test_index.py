@@ -174,7 +174,14 @@ class AgainstNaive(RuleBasedStateMachine):
                 known = self.held.get(worker, set()) | {n for w, n in self.expected if w == worker}
                 exact = next((i for i in range(8 - start) if start + i not in known), 8 - start)
                 assert self.index.count_leading(worker, hashes, at_most=8) == exact
-                assert self.index.match(hashes).get(worker, 0) >= exact
+                matches = self.index.match(hashes)
+                assert matches.get(worker) >= exact
+                was_exact = matches.get(worker) == exact
+                assert matches.verify(worker) is was_exact
+                assert matches.get(worker) == exact
+                confirmed = self.held.get(worker, set())
+                present = next((i for i in range(exact) if start + i not in confirmed), exact)
+                assert self.index.match(hashes).count_present(worker) == present
         for worker in WORKERS:
             known = self.held.get(worker, set()) | {n for w, n in self.expected if w == worker}
             assert self.index.count_held(worker) == len(known)
@@ -242,8 +249,7 @@ def test_matches_tell_groups_and_best_without_naming_everybody() -> None:
     assert [(num_blocks, workers.bit_count()) for num_blocks, workers in matches.groups] == [(4, 99), (9, 1)]
     assert (matches.longest, len(matches), matches.best(1)) == (9, 100, [(9, workers[7])])
     assert [blocks for blocks, _worker in matches.best(2)] == [9, *[4] * 99]
-    matches.correct(workers[7], 5)
-    assert (matches[workers[7]], matches.get(WorkerId("unknown"))) == (5, 0)
+    assert matches.get(WorkerId("unknown")) == 0
 
 
 def test_matches_outlive_a_change_of_the_workers() -> None:
