@@ -26,6 +26,7 @@ cooperative caching: Dahlin et al., OSDI 1994).
 """
 
 import heapq
+import math
 from collections.abc import Iterator, Sequence
 
 from common.errors import RefusalCause, Refused
@@ -34,8 +35,10 @@ from router.placement.plans import Candidate, FleetView, Keeper, Plan, PlanKind,
 from router.placement.policies.eligible import Eligible, find_eligible, refuse_without_prefill
 from router.placement.policies.interface import PolicySettings
 from router.placement.policies.prices import (
+    DELAY_PRICE,
     MIN_PULLED_BLOCKS,
     PREFILL_WORK_PRICE,
+    RESERVE_PRICE,
     Compute,
     Option,
     compute_on,
@@ -114,17 +117,20 @@ class Predictive:
         sources: Sequence[tuple[int, WorkerId]],
         eligible: Eligible,
     ) -> Iterator[Option]:
-        computes: list[Compute] = []
-        for decode in eligible.decode:
-            if (
-                not eligible.must_be_local
-                and request.missing_tokens(decode.worker_id) > self._settings.local_prefill_max_tokens
-            ):
-                continue
-            work_price = PREFILL_WORK_PRICE + decode.num_decodes
-            computes.append(compute_on(request, fleet, sources, decode, work_price=work_price))
+        reserve = 0.0 if eligible.must_be_local else RESERVE_PRICE
+        at_most = math.inf if eligible.must_be_local else self._settings.local_prefill_max_tokens
+        prices = {
+            decode.worker_id: PREFILL_WORK_PRICE + reserve + DELAY_PRICE * decode.num_decodes
+            for decode in eligible.decode
+            if request.missing_tokens(decode.worker_id) <= at_most
+        }
+        computes = (
+            compute_on(request, fleet, sources, decode, work_price=prices[decode.worker_id])
+            for decode in eligible.decode
+            if decode.worker_id in prices
+        )
         for compute in heapq.nsmallest(SHORTLIST, computes, key=self._compute_rank):
-            yield local_option(request, compute, compute.worker)
+            yield local_option(request, compute, work_price=prices[compute.worker.worker_id])
 
     def _plan(self, request: RouteRequest, fleet: FleetView, options: Sequence[Option]) -> Plan:
         best = options[0]

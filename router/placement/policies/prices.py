@@ -9,6 +9,11 @@ from router.placement.plans import FleetView, PlanKind, Pull, RouteRequest, Work
 MISS_PRICE = 10.0
 """Price of a missed objective, in multiples of the time to first token that was promised."""
 PREFILL_WORK_PRICE = 0.5
+"""Of a second of computation, for those that will come."""
+RESERVE_PRICE = 0.5
+"""The same on a decode worker beside prefill workers, beyond that: it is there to decode."""
+DELAY_PRICE = 0.1
+"""Of a second by which a sequence that decodes is held up: once, in an answer of many tokens."""
 HANDOFF_S = 3e-3
 """What the calls of a handoff take."""
 MIN_PULLED_BLOCKS = 2
@@ -79,11 +84,11 @@ def compute_on(
     return best
 
 
-def token_price(request: RouteRequest, decode: WorkerLoad) -> float:
+def token_price(request: RouteRequest, decode: WorkerLoad, *, held_up_s: float = 0.0) -> float:
     """Return what the answer costs on a decode worker: its own tokens, and the delay of everybody else's."""
     before, after = _gaps(request, decode)
     others = (after - before) * decode.num_decodes / 2  # half of their answers is still to come
-    return (after + others) * request.num_output_tokens + _missed_gaps(request, decode, before, after)
+    return (after + others) * request.num_output_tokens + _missed_gaps(request, decode, before, after + held_up_s)
 
 
 def _gaps(request: RouteRequest, decode: WorkerLoad) -> tuple[float, float]:
@@ -136,14 +141,17 @@ def remote_option(
     return Option(compute, decode, PlanKind.REMOTE, terms, _gaps(request, decode)[1])
 
 
-def local_option(request: RouteRequest, compute: Compute, decode: WorkerLoad) -> Option:
+def local_option(request: RouteRequest, compute: Compute, *, work_price: float) -> Option:
     """Return the plan by which a decode worker does everything."""
+    decode = compute.worker
+    # What prompts take here comes on top of the gaps of those that decode; spread over an answer like this one's.
+    held_up_s = (compute.wait_s + compute.compute_s) / max(1, request.num_output_tokens)
     terms = {
         "wait": compute.wait_s,
         "pull": max(0.0, compute.pull_s - compute.wait_s),
         "compute": compute.compute_s,
-        "work": (PREFILL_WORK_PRICE + decode.num_decodes) * compute.compute_s,
-        "tokens": token_price(request, decode),
+        "work": work_price * compute.compute_s,
+        "tokens": token_price(request, decode, held_up_s=held_up_s),
         "missed": _missed_first_token(request, compute.ready_s),
     }
     return Option(compute, decode, PlanKind.LOCAL, terms, _gaps(request, decode)[1])
