@@ -110,8 +110,9 @@ class RouterConfig(_Section):
         "mooncake",
         "oracle",
     ] = "predictive"
-    local_prefill_max_tokens: Annotated[int, Field(ge=0)] = 32
-    """A prompt with at most this many uncached tokens on the decode worker is prefilled there."""
+    local_prefill_max_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """A prompt with at most this many uncached tokens on the decode worker may be prefilled there. auto: any prompt for
+    which that costs less (policy predictive), at most 32 tokens under the other policies."""
     max_prefill_wait_s: Annotated[float, Field(gt=0)] = 0.1
     """A prompt that would wait longer than this at every worker waits in the router's line instead, where the most
     urgent goes first (policy predictive). Short enough to choose late, long enough that no worker runs dry."""

@@ -1,5 +1,6 @@
 """What a router is made of, put together: for `router.server`, and for whoever runs one without a server."""
 
+import math
 from dataclasses import dataclass
 
 from common.clock import Clock
@@ -31,6 +32,15 @@ class RouterParts:
     config: RouterConfig
 
 
+_LOCAL_LIMIT = 32
+
+
+def _local_limit(config: RouterConfig) -> float:
+    if config.local_prefill_max_tokens != "auto":
+        return config.local_prefill_max_tokens
+    return math.inf if config.policy == "predictive" else _LOCAL_LIMIT
+
+
 def build_router(
     config: RouterConfig,
     *,
@@ -48,7 +58,7 @@ def build_router(
     fleet = Fleet(index=index, clock=clock, connect=connect, streams=Streams(config.decode_streams))
     if policy is None:
         settings = PolicySettings(
-            local_prefill_max_tokens=config.local_prefill_max_tokens,
+            local_prefill_max_tokens=_local_limit(config),
             max_prefill_wait_s=config.max_prefill_wait_s,
             seed=seed,
         )

@@ -13,7 +13,7 @@ _ROW = re.compile(r"^\| `([a-z0-9_.]+)` \| `([^`]*)` \| \S.*\|$", re.MULTILINE)
 
 
 def keys(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every key below a section with its default as YAML writes it; the pools once, without a prefix, and one tenant."""
+    """Yield every key below a section with its default as YAML writes it; pools once, with no prefix; one tenant."""
     for name in type(section).model_fields:
         value = getattr(section, name)
         if name == "pools":

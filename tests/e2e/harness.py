@@ -26,7 +26,7 @@ def fake_config(*, launcher: str = "local", step_ms: float = 2.0, **sections: An
         "launcher": launcher,
         "model": {"engine": "fake", "fake_step_ms": step_ms, "max_model_len": 4096},
         "pools": {"prefill": dict(FAKE_POOL), "decode": dict(FAKE_POOL)},
-        "router": {"port": 0},
+        "router": {"port": 0, "local_prefill_max_tokens": 32},
     }
     return config | sections
 

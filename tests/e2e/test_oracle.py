@@ -96,7 +96,7 @@ def model_config(**changes: Any) -> dict[str, Any]:
 MODES: dict[str, dict[str, Any]] = {
     "disaggregated over shm, then cached": {"transfer": {"transports": ["shm"]}},
     "disaggregated over gRPC": {"transfer": {"transports": ["grpc"]}},
-    "local prefill on decode": {"router": {"local_prefill_max_tokens": 4096}},
+    "local prefill on decode": {"router": {"policy": "round_robin", "local_prefill_max_tokens": 4096}},
     # 1,912 tokens need 120 pages
     "tiny page pool": {"decode": {"num_blocks": 124, "max_running": 24}, "router": {"local_prefill_max_tokens": 24}},
     "chunk size 7": {

@@ -3,6 +3,7 @@
 The fleet's timing: 10 ms a step and 1 ms a prompt token, steps of 1000 tokens; decode steps of 20 ms, 1 ms a sequence.
 """
 
+import math
 from dataclasses import replace
 
 from hypothesis import given
@@ -52,7 +53,7 @@ def request(num_tokens: int, cached: dict[str, int] | None = None, **changes: ob
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
-def policy(*, local_prefill_max_tokens: int = 0, max_wait_s: float = 10.0) -> Predictive:
+def policy(*, local_prefill_max_tokens: float = 0, max_wait_s: float = 10.0) -> Predictive:
     return Predictive(PolicySettings(local_prefill_max_tokens=local_prefill_max_tokens, max_prefill_wait_s=max_wait_s))
 
 
@@ -207,3 +208,20 @@ def test_choice_is_among_the_workers_with_room_whatever_the_fleet_looks_like(
     if plan.pull is not None:
         assert plan.pull.source in view.sources
         assert plan.pull.source != plan.computes
+
+
+def test_prompt_of_any_length_goes_to_an_idle_decode_worker_rather_than_wait_long() -> None:
+    # 1.02 s of computation: 2.04 on d0 with its reserve, 1.53 on p0 and the wait there.
+    waits = {0.4: PlanKind.REMOTE, 0.6: PlanKind.LOCAL}
+    for wait_s, kind in waits.items():
+        view = fleet(load("p0", prefill_free_at_s=wait_s), load("d0"))
+        assert choose(request(1001), view, local_prefill_max_tokens=math.inf).kind is kind, wait_s
+
+
+def test_prompt_is_not_computed_where_it_would_break_the_gap_objective_of_those_who_decode() -> None:
+    # A second for the prompt, over 100 tokens: 10 ms on top of 24 of the batch, where 30 were promised.
+    view = fleet(load("p0", prefill_free_at_s=1.0), load("d0", num_decodes=3))
+    asked = request(1001, num_output_tokens=100, ttft_slo_s=10.0)
+    assert choose(asked, view, local_prefill_max_tokens=math.inf).kind is PlanKind.LOCAL
+    strict = replace(asked, itl_slo_s=0.030)
+    assert choose(strict, view, local_prefill_max_tokens=math.inf).kind is PlanKind.REMOTE

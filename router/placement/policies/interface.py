@@ -41,7 +41,7 @@ class Truth(Protocol):
 class PolicySettings:
     """What policies are made with. Each takes what concerns it."""
 
-    local_prefill_max_tokens: int = 0
+    local_prefill_max_tokens: float = 0
     """A prompt with at most this many uncached tokens on its decode worker is prefilled there."""
     max_prefill_wait_s: float = math.inf
     """Predictive alone: prompts that would wait longer at every worker wait in the router's line."""

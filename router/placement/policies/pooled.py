@@ -87,7 +87,7 @@ class PooledPolicy:
     """One selector for each stage."""
 
     def __init__(
-        self, *, whole: Selector, prefill: Selector, decode: Selector, local_prefill_max_tokens: int = 0
+        self, *, whole: Selector, prefill: Selector, decode: Selector, local_prefill_max_tokens: float = 0
     ) -> None:
         self._whole = whole
         self._prefill = prefill
