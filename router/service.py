@@ -134,6 +134,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             num_cancelled=totals.num_cancelled,
             num_failed=totals.num_failed,
             num_replans=totals.num_replans,
+            num_refused=self._parts.admission.num_refused,
         )
 
 

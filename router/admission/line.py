@@ -53,6 +53,7 @@ class Admission:
         self._metrics = metrics
         self._next_number = 0
         self._num_unplanned = 0
+        self._num_refused = 0
         self._num_changes = 0
         self._accounts: dict[str, Account] = {}
         self._queue: FairQueue[Seeker] = FairQueue()
@@ -74,6 +75,11 @@ class Admission:
     def num_queued(self) -> int:
         """Requests that wait for a plan, those that lost theirs included."""
         return self._num_unplanned + self._queue.num_first
+
+    @property
+    def num_refused(self) -> int:
+        """Requests refused before any worker was asked for anything."""
+        return self._num_refused
 
     @property
     def num_active(self) -> int:
@@ -125,6 +131,7 @@ class Admission:
 
     def _count(self, tenant: str, refused: Refused) -> Refused:
         self._metrics.count_refusal(tenant, refused.cause)
+        self._num_refused += 1
         return refused
 
     def _close(self, ticket: Ticket) -> None:

@@ -155,7 +155,8 @@ async def test_request_that_cannot_meet_its_deadline_is_refused_before_any_prefi
         assert 5.0 < caught.value.retry_after_s < 8.0
         assert not prefill.requests
         assert not decode.requests
-        assert (await cluster.until_idle()).num_failed == 1
+        status = await cluster.until_idle()
+        assert (status.num_failed, status.num_refused) == (1, 1)
         assert (await cluster.generate(make_request(10), timeout_s=30.0)).token_ids() == answer(prompt_of(10), 6)
 
 
