@@ -8,15 +8,7 @@ import numpy as np
 from common.errors import InvalidRequest
 from common.sampling import SamplingParams
 from common.tokens import TOKEN_BYTES, TokenArray, as_tokens, token_view, tokens_from_bytes
-from kvrelay.v1 import sampling_pb2, worker_pb2
-
-ROLE_NAMES = {worker_pb2.WORKER_ROLE_PREFILL: "prefill", worker_pb2.WORKER_ROLE_DECODE: "decode"}
-TRANSPORT_NAMES = {
-    worker_pb2.KV_TRANSPORT_GRPC: "grpc",
-    worker_pb2.KV_TRANSPORT_SHM: "shm",
-    worker_pb2.KV_TRANSPORT_CUDA_IPC: "cuda_ipc",
-}
-TRANSPORT_NUMBERS = {name: number for number, name in TRANSPORT_NAMES.items()}
+from kvrelay.v1 import sampling_pb2
 
 
 def sampling_from_proto(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from common.block_hash import hash_probe, hash_root
 from common.ids import BlockHash, Epoch, WorkerId
-from common.wire import ROLE_NAMES
+from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import worker_pb2
 
 

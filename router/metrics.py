@@ -6,7 +6,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from common.clock import Clock
-from common.wire import ROLE_NAMES
+from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import worker_pb2
 from router.record import RequestRecord
 from router.weighted_histogram import WeightedHistogram

@@ -11,7 +11,7 @@ from common.errors import InvalidRequest, KvrelayError, Overloaded, Refused
 from common.ids import RequestId, WorkerId, mint_request_id
 from common.lifecycle import LifeCycle
 from common.rpc import error_boundary, time_left_s
-from common.wire import ROLE_NAMES
+from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc
 from router.admission.account import Service

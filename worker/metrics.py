@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from common.metrics_server import MetricsServer
-from common.wire import ROLE_NAMES, TRANSPORT_NAMES
+from common.wire_names import ROLE_NAMES, TRANSPORT_NAMES
 from worker.prefix_pull import PullOutcome
 from worker.runtime import WorkerRuntime
 

@@ -14,7 +14,7 @@ from common.config import PoolConfig, ServingConfig
 from common.errors import StaleEpoch
 from common.ids import Epoch, WorkerId, mint_epoch
 from common.rpc import Connect, client_channel
-from common.wire import TRANSPORT_NUMBERS
+from common.wire_names import TRANSPORT_NUMBERS
 from engine.core import EngineCore
 from engine.events import Load, StepReport
 from engine.executor import Executor

@@ -16,7 +16,7 @@ from common.config import ConfigError, ServingConfig, load_config
 from common.log import setup_logging
 from common.metrics_server import MetricsServer
 from common.rpc import Server, start_server
-from common.wire import ROLE_NAMES
+from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from worker.metrics import serve_metrics
 from worker.runtime import WorkerRuntime

@@ -1,14 +1,14 @@
 """From messages to records: the only place of the client that reads protobuf."""
 
 import dataclasses
+import struct
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import grpc
-import numpy as np
 
 from common.errors import EngineFault, InvalidRequest, KvrelayError, Unreachable, from_rpc_error
-from common.wire import ROLE_NAMES, TRANSPORT_NAMES
+from common.wire_names import ROLE_NAMES, TRANSPORT_NAMES
 from kvrelay.client.records import (
     Accepted,
     Completed,
@@ -130,7 +130,7 @@ def _run(message: sampling_pb2.TokenRun) -> TokenRun:
     return TokenRun(
         sample_index=message.sample_index,
         first_token_index=message.first_token_index,
-        token_ids=tuple(np.frombuffer(message.tokens, dtype="<u4").tolist()),
+        token_ids=struct.unpack(f"<{len(message.tokens) // 4}I", message.tokens),
         finish_reason=_enum(_FINISH_REASONS, reason, "finish reason") if reason else None,
     )
 
