@@ -60,10 +60,12 @@ class _Line(Generic[T]):
     """Those of one tenant."""
 
     weight: float
-    heap: list[tuple[Rank, Place[T]]] = field(default_factory=list)
-    """With places that are no longer waited in."""
-    late: list[tuple[Rank, Place[T]]] = field(default_factory=list)
+    heap: list[tuple[Rank, int, Place[T]]] = field(default_factory=list)
+    """With places that are no longer waited in. Samples of one request that lost their workers rank alike: among them
+    who came first goes first."""
+    late: list[tuple[Rank, int, Place[T]]] = field(default_factory=list)
     """Those that cannot be in time any more."""
+    num_added: int = 0
     num_waiting: int = 0
     counter: float = 0.0
     is_held: bool = False
@@ -74,7 +76,8 @@ class _Line(Generic[T]):
 
     def add(self, place: Place[T]) -> None:
         place.is_waiting = True
-        heapq.heappush(self.heap, (place.rank, place))
+        self.num_added += 1
+        heapq.heappush(self.heap, (place.rank, self.num_added, place))
         self.num_waiting += 1
 
     def remove(self, place: Place[T]) -> None:
@@ -82,7 +85,7 @@ class _Line(Generic[T]):
         self.num_waiting -= 1
         if len(self.heap) + len(self.late) > max(2 * self.num_waiting, _MIN_STALE):
             for heap in (self.heap, self.late):
-                heap[:] = [entry for entry in heap if entry[1].is_waiting]
+                heap[:] = [entry for entry in heap if entry[-1].is_waiting]
                 heapq.heapify(heap)
 
     def take(self, now_s: float) -> Place[T]:
@@ -93,14 +96,14 @@ class _Line(Generic[T]):
 
     def _next(self, now_s: float) -> Place[T]:
         while self.heap:
-            _rank, place = heapq.heappop(self.heap)
+            _rank, order, place = heapq.heappop(self.heap)
             if not place.is_waiting:
                 continue
             if place.due_s >= now_s:
                 return place
-            heapq.heappush(self.late, ((place.rank[0], place.rank[-1]), place))
+            heapq.heappush(self.late, ((place.rank[0], place.rank[-1]), order, place))
         while True:
-            _rank, place = heapq.heappop(self.late)
+            _rank, _order, place = heapq.heappop(self.late)
             if place.is_waiting:
                 return place
 

@@ -62,6 +62,13 @@ def test_those_who_were_on_already_go_before_all_newcomers_in_order_of_arrival()
     assert (queue.num_first, drain(queue)) == (2, [1, 2, 3])
 
 
+def test_samples_of_one_request_that_were_on_already_go_in_the_order_in_which_they_came() -> None:
+    queue = make_queue(a=1)
+    for item in (7, 5, 6):
+        queue.push_first(item, number=1)
+    assert drain(queue) == [7, 5, 6]
+
+
 def test_tenant_with_three_times_the_weight_is_served_three_times_as_much() -> None:
     queue = make_queue(a=1, heavy=3)
     for number in range(80):
