@@ -23,6 +23,7 @@ from common.lifecycle import LifeCycle, State
 from common.structured import TaskCensus
 from kvrelay.v1 import decode_pb2, inference_pb2, prefill_pb2, sequence_pb2
 from router.booking import Booking
+from router.explain import plan_to_proto
 from router.ledger import as_runs
 from router.member import Hold
 from router.metrics import RouterMetrics
@@ -62,9 +63,19 @@ class Attempt:
     """Hears how many tokens of the prompt were found in the cache, once its computation begins."""
     on_transferred: Callable[[], None]
     """Hears that the decode worker holds the blocks of all known tokens."""
+    num_gaps_before: int = 0
+    """Gaps between tokens before the first token of this attempt, and the gap that ended with it."""
 
     async def run(self) -> None:
         """Deliver every missing token of the samples. Raises AttemptFailed."""
+        try:
+            await self._run()
+        finally:
+            decision = self.booking.decision
+            if decision.ttft_s is not None:
+                decision.mean_itl_s = self.record.ledger.mean_gap_s(skip=self.num_gaps_before)
+
+    async def _run(self) -> None:
         decode, prefill = self.booking.decode, self.booking.prefill
         self.life.advance(State.RESERVING)
         handoff_id = mint_handoff_id()
@@ -91,7 +102,8 @@ class Attempt:
         if self.booking.prefill is not None and not self.record.ledger.num_tokens:
             self.record.num_decode_cached_tokens = response.reserved.num_cached_tokens
         self.record.num_attempts = max(self.record.num_attempts, self.number)
-        self.record.outbox.put(inference_pb2.GenerateResponse(plan=self._plan_chosen()))
+        chosen = plan_to_proto(self.booking.plan, attempt=self.number)
+        self.record.outbox.put(inference_pb2.GenerateResponse(plan=chosen))
 
     # Remote plan.
 
@@ -139,6 +151,7 @@ class Attempt:
             batch.runs.extend(as_runs(finished.first_tokens))
         with _blaming(prefill):
             self.record.deliver(batch, expected=self.samples)
+        self._note_first_token()
 
     async def _decode_after(self, has_first_tokens: asyncio.Event, answer: Answer) -> None:
         """Follow the decode worker; what it sends waits until the first tokens are out, for it comes after them."""
@@ -182,6 +195,7 @@ class Attempt:
             has_end = self.record.deliver(batch, expected=self.samples)
         except KvrelayError as error:
             raise AttemptFailed(self.booking.decode, error) from error
+        self._note_first_token()  # of a local plan; a remote one has had it by now
         return has_end and not self._unfinished()
 
     async def _follow(self, answer: Answer, handle: Callable[[decode_pb2.DecodeResponse], bool]) -> None:
@@ -200,10 +214,18 @@ class Attempt:
         self.metrics.compare_cached_tokens(
             predicted=self.booking.plan.predicted_cached_tokens, actual=started.num_cached_tokens
         )
+        self.booking.decision.num_cached_tokens = started.num_cached_tokens
         if not self.record.ledger.num_tokens:
             self.record.num_cached_tokens = started.num_cached_tokens
             self.record.num_pulled_tokens = started.num_pulled_tokens
             self.on_started(started.num_cached_tokens)
+
+    def _note_first_token(self) -> None:
+        """Note, once, when the first token came; gaps between tokens count from here on."""
+        decision = self.booking.decision
+        if decision.ttft_s is None:
+            decision.ttft_s = self.record.clock.monotonic() - decision.decided_s
+            self.num_gaps_before = len(self.record.ledger.gaps)
 
     def _enter_prefilling(self) -> None:
         if self.life.state is State.RESERVING:
@@ -218,22 +240,6 @@ class Attempt:
 
     def _time_left_s(self) -> float:
         return max(self.record.deadline_s - asyncio.get_running_loop().time(), 0.001)
-
-    def _plan_chosen(self) -> inference_pb2.PlanChosen:
-        plan, source = self.booking.plan, self.booking.source
-        is_remote = plan.kind is PlanKind.REMOTE
-        return inference_pb2.PlanChosen(
-            kind=inference_pb2.PLAN_KIND_REMOTE if is_remote else inference_pb2.PLAN_KIND_LOCAL,
-            prefill_worker_id=plan.prefill or "",
-            decode_worker_id=plan.decode,
-            predicted_cached_tokens=plan.predicted_cached_tokens,
-            reason=plan.reason,
-            attempt=self.number,
-            source_worker_id=source.worker_id if source is not None else "",
-            num_source_blocks=source.num_blocks if source is not None else 0,
-            predicted_ttft_s=plan.predicted_ttft_s or 0.0,
-            predicted_itl_s=plan.predicted_itl_s or 0.0,
-        )
 
 
 def _handoff(prefill: Hold, handoff_id: HandoffId) -> decode_pb2.Handoff:

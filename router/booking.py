@@ -6,6 +6,7 @@ from types import TracebackType
 
 from kvrelay.v1 import sequence_pb2
 from router.member import Hold
+from router.placement.decisions import Decision
 from router.placement.plans import Plan
 
 
@@ -13,13 +14,18 @@ from router.placement.plans import Plan
 class Booking:
     """A booked plan. Leaving its `with` block releases everything, exactly once."""
 
-    plan: Plan
+    decision: Decision
     decode: Hold
     prefill: Hold | None
     """Set exactly when the plan is remote."""
     on_release: "Callable[[Booking], None]"
     source: sequence_pb2.KvSource | None = None
     """Where leading blocks are pulled from; None also when the plan's source was gone. Nothing is held there."""
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided."""
+        return self.decision.plan
 
     def __enter__(self) -> "Booking":
         return self

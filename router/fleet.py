@@ -7,6 +7,7 @@ state, load and prefix entries current. A removed member takes no new requests; 
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from common.clock import Clock
 from common.errors import WorkerLost
@@ -20,6 +21,7 @@ from router.facts import Endpoint, ModelFacts, WorkerFacts, check_report, find_m
 from router.index import PrefixIndex
 from router.link import WorkerLink
 from router.member import Hold, Member, WorkerState
+from router.placement.decisions import Decision
 from router.placement.plans import FleetView, Plan, Pull, RouteRequest
 from router.pool_timing import PoolTiming
 from router.roster import Roster
@@ -255,7 +257,15 @@ class Fleet:
             if hold is not None:
                 hold.member.add_hold(hold)
         source = None if plan.pull is None else self._source(plan.pull)
-        booking = Booking(plan=plan, decode=decode, prefill=prefill, source=source, on_release=self._release)
+        if source is None and plan.pull is not None:
+            plan = replace(plan, pull=None)
+        decision = Decision(
+            request_id=request.request_id,
+            num_tokens=request.num_tokens,
+            plan=plan,
+            decided_s=self._clock.monotonic(),
+        )
+        booking = Booking(decision=decision, decode=decode, prefill=prefill, source=source, on_release=self._release)
         self._bookings.add(booking)
         return booking
 

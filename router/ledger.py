@@ -40,6 +40,11 @@ class TokenLedger:
         """Delivered tokens of all samples."""
         return sum(len(sample.token_ids) for sample in self._samples)
 
+    def mean_gap_s(self, *, skip: int = 0) -> float | None:
+        """Return the mean gap, the first `skip` entries of `gaps` left out; None without any."""
+        gaps = self.gaps[skip:]
+        return sum(gap_s * count for gap_s, count in gaps) / sum(count for _, count in gaps) if gaps else None
+
     def output(self, sample_index: int) -> TokenArray:
         """Return a copy of the delivered tokens of a sample."""
         return self._samples[sample_index].token_ids[:]

@@ -8,11 +8,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from common.clock import Clock
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import worker_pb2
+from router.placement.decisions import Decision
 from router.record import RequestRecord
 from router.weighted_histogram import WeightedHistogram
 
 _LATENCY_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 _GAP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_ERRORS = (-0.5, -0.2, -0.1, -0.05, -0.01, 0.0, 0.01, 0.05, 0.1, 0.2, 0.5, 1.0)
+_RATIOS = (0.1, 0.2, 0.5, 0.67, 0.8, 0.9, 1.0, 1.11, 1.25, 1.5, 2.0, 5.0, 10.0)
 LAG_INTERVAL_S = 0.25
 
 
@@ -39,6 +42,13 @@ class RouterMetrics:
         self._actual = Counter(
             "kvrelay_actual_cached_tokens", "Prompt tokens found in the cache", registry=self.registry
         )
+        self._cache_error = self._histogram(
+            "kvrelay_prediction_cached_tokens_error", "(predicted - actual cached tokens) / tokens", _ERRORS
+        )
+        self._ttft_ratio = self._histogram(
+            "kvrelay_prediction_ttft_ratio", "Predicted / actual time to first token", _RATIOS
+        )
+        self._itl_ratio = self._histogram("kvrelay_prediction_itl_ratio", "Predicted / actual gap of tokens", _RATIOS)
         self._lag = self._histogram("kvrelay_event_loop_lag_seconds", "Lateness of the event loop", _GAP_S)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -83,6 +93,19 @@ class RouterMetrics:
         """Count what the index promised beside what the worker found."""
         self._predicted.inc(predicted)
         self._actual.inc(actual)
+
+    def compare_outcome(self, decision: Decision) -> None:
+        """Compare what an ended decision predicted with what came of it."""
+        plan = decision.plan
+        if decision.num_cached_tokens is not None:
+            error = plan.predicted_cached_tokens - decision.num_cached_tokens
+            self._cache_error.observe(error / max(decision.num_tokens, 1))
+        for ratio, predicted_s, actual_s in (
+            (self._ttft_ratio, plan.predicted_ttft_s, decision.ttft_s),
+            (self._itl_ratio, plan.predicted_itl_s, decision.mean_itl_s),
+        ):
+            if predicted_s is not None and actual_s:
+                ratio.observe(predicted_s / actual_s)
 
     async def watch_event_loop(self, clock: Clock) -> None:
         """Measure how late the event loop wakes a sleeper, until cancelled."""

@@ -15,7 +15,7 @@ A client that goes away, or whose deadline passes, cancels the task that runs th
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -43,6 +43,7 @@ from router.fleet import Fleet
 from router.metrics import RouterMetrics
 from router.outbox import Outbox
 from router.placement.chooser import Chooser
+from router.placement.decisions import Decision
 from router.placement.feasibility import Shed
 from router.placement.search import Search, Sought
 from router.record import Job, RequestRecord
@@ -224,7 +225,7 @@ class Orchestrator:
         seeker = self._seeker(leg)
         hashes = seeker.search.sought.hashes
         while True:
-            with await self._admission.place(seeker) as booking:
+            with await self._admission.place(seeker) as booking, self._following(leg, booking.decision):
                 self._check_model(leg)
                 attempt = Attempt(
                     record=leg.record,
@@ -242,6 +243,7 @@ class Orchestrator:
                         await attempt.run()
                     return
                 except AttemptFailed as failure:
+                    booking.decision.ended = type(failure.error).__name__
                     if not isinstance(failure.error, Overloaded):
                         self._suspect(leg, booking, failure)
                         raise
@@ -249,6 +251,10 @@ class Orchestrator:
                     refusing = failure.hold.member.endpoint.worker_id
                     self._metrics.count_refusal(failure.hold.member.endpoint.role)
                     self._chooser.exclude(seeker.search, refusing, retry_after_s=failure.error.retry_after_s)
+
+    def _following(self, leg: _Leg, decision: Decision) -> AbstractContextManager[None]:
+        tenant = leg.ticket.account.tenant.name
+        return self._chooser.decisions.following(decision, tenant=tenant, attempt=leg.num_attempts)
 
     def _check_model(self, leg: _Leg) -> None:
         """Raise WorkerLost when the workers now serve another model: it would go on with other tokens."""

@@ -74,6 +74,7 @@ def build_router(
     orchestrator = Orchestrator(
         fleet=fleet, admission=admission, chooser=chooser, metrics=metrics, clock=clock, config=config
     )
+    chooser.decisions.subscribe(metrics.compare_outcome)
     metrics.watch("kvrelay_requests_queued", "Requests that wait for a plan", lambda: admission.num_queued)
     metrics.watch("kvrelay_requests_active", "Requests with a plan", lambda: admission.num_active)
     metrics.watch("kvrelay_bookings", "Bookings held on workers", lambda: fleet.num_bookings)

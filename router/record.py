@@ -138,7 +138,7 @@ class RequestRecord:
             transfer_s=self.transfer.transfer_s,
             transfer_exposed_s=self.transfer.exposed_s,
             ttft_s=0.0 if self.ledger.first_token_s is None else self.ledger.first_token_s - received_s,
-            mean_itl_s=sum(gap_s * count for gap_s, count in gaps) / sum(count for _, count in gaps) if gaps else 0.0,
+            mean_itl_s=self.ledger.mean_gap_s() or 0.0,
             max_itl_s=max((gap_s for gap_s, _ in gaps), default=0.0),
             e2e_s=0.0 if self.ledger.last_token_s is None else self.ledger.last_token_s - received_s,
         )

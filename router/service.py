@@ -18,10 +18,12 @@ from router.admission.account import Service
 from router.admission.terms import Terms, read_terms
 from router.admission.ticket import Ticket
 from router.doorkeeper import Doorkeeper
+from router.explain import explain
 from router.facts import Endpoint
 from router.fleet import Fleet
 from router.member import Member, WorkerState
 from router.parts import RouterParts
+from router.placement.decisions import CAPACITY
 from router.record import Job
 from router.tenants import Tenant
 from router.validation import RequestReader
@@ -30,6 +32,7 @@ MAX_REQUEST_S = 3600.0
 """Deadline of a request whose client names none."""
 STATUS_TIMEOUT_S = 1.0
 MAX_WORKERS = 4096
+DEFAULT_EXPLAINED = 20
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -120,6 +123,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             timeout_s = time_left_s(context, at_most_s=STATUS_TIMEOUT_S)
             views = await asyncio.gather(*(_view(member, timeout_s) for member in self._parts.fleet.members))
             return pb.GetClusterStatusResponse(router=self._router_status(), workers=views)
+
+    async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:  # noqa: D102
+        async with error_boundary(context, "Explain"):
+            decisions = self._parts.chooser.decisions.latest(
+                tenant=self._identify(context).name,
+                limit=min(request.limit or DEFAULT_EXPLAINED, CAPACITY),
+                request_id=RequestId(request.request_id) if request.request_id else None,
+            )
+            return explain(decisions, policy=self._parts.config.policy, now_s=self._parts.clock.monotonic())
 
     def _router_status(self) -> pb.RouterStatus:
         totals = self._parts.orchestrator.totals

@@ -11,6 +11,7 @@ from kvrelay.cli.cluster import down, up
 from kvrelay.cli.console import out
 from kvrelay.cli.demo import demo
 from kvrelay.cli.errors import ErrorReportingGroup
+from kvrelay.cli.explain import explain
 from kvrelay.cli.generate import generate
 from kvrelay.cli.logs import logs
 from kvrelay.cli.model import fetch_model
@@ -56,6 +57,7 @@ _CLUSTER, _USE, _STUDY = "Cluster", "Use", "Study"
 app.command(rich_help_panel=_CLUSTER)(up)
 app.command(rich_help_panel=_CLUSTER)(down)
 app.command(rich_help_panel=_CLUSTER)(status)
+app.command(rich_help_panel=_CLUSTER)(explain)
 app.command(rich_help_panel=_CLUSTER)(logs)
 app.command("fetch-model", rich_help_panel=_CLUSTER)(fetch_model)
 app.command(rich_help_panel=_USE)(generate)

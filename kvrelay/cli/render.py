@@ -49,7 +49,8 @@ def throughput(num_tokens: int, elapsed_s: float) -> str:
 def stats_lines(generation: Generation, *, elapsed_s: float) -> list[str]:
     """Return what a request cost. `elapsed_s` is the client's own time from sending to the last token."""
     usage, timings, transfer = generation.usage, generation.timings, generation.transfer
-    lines = [f"plan      {plan_text(plan)} ({plan.reason})" for plan in generation.plans]
+    lines = [f"request   {generation.request_id}"]
+    lines += [f"plan      {plan_text(plan)} ({plan.reason})" for plan in generation.plans]
     lines.append(
         f"tokens    prompt {usage.num_prompt_tokens} · cached {usage.num_cached_tokens}"
         f" (on decode {usage.num_decode_cached_tokens}) · output {usage.num_output_tokens}"

@@ -22,6 +22,7 @@ from common.errors import (
     WorkerLost,
 )
 from kvrelay.client.async_client import AsyncClient, AsyncGenerationStream
+from kvrelay.client.decisions import Candidate, Decision, DecisionOutcome
 from kvrelay.client.records import (
     Accepted,
     ChatMessage,
@@ -56,12 +57,15 @@ __all__ = [
     "AsyncClient",
     "AsyncGenerationStream",
     "Cancelled",
+    "Candidate",
     "ChatMessage",
     "ChatTurn",
     "Client",
     "ClusterStatus",
     "Completed",
     "DeadlineExceeded",
+    "Decision",
+    "DecisionOutcome",
     "EngineFault",
     "Event",
     "FinishReason",

@@ -9,7 +9,14 @@ import grpc
 from common.errors import Cancelled
 from common.rpc import client_channel
 from kvrelay.client.collect import EventBuffer
-from kvrelay.client.convert import error_from_rpc, models_from_proto, status_from_proto, tokenization_from_proto
+from kvrelay.client.convert import (
+    decisions_from_proto,
+    error_from_rpc,
+    models_from_proto,
+    status_from_proto,
+    tokenization_from_proto,
+)
+from kvrelay.client.decisions import Decision
 from kvrelay.client.records import ChatTurn, Event, Generation, ModelInfo, Prompt, ServiceTerms, Tokenization
 from kvrelay.client.requests import SamplingOptions, as_conversation, credentials, generate_request, tokenize_request
 from kvrelay.client.status import ClusterStatus
@@ -184,6 +191,13 @@ class AsyncClient:
         """Return what the router and every worker hold right now."""
         request = inference_pb2.GetClusterStatusRequest()
         return status_from_proto(await self._unary(self._stub().GetClusterStatus, request, timeout_s))
+
+    async def explain(
+        self, request_id: str | None = None, *, limit: int = 20, timeout_s: float | None = None
+    ) -> tuple[Decision, ...]:
+        """Return why a request went where it went, or the latest decisions; newest first, at most `limit`."""
+        request = inference_pb2.ExplainRequest(request_id=request_id or "", limit=limit)
+        return decisions_from_proto(await self._unary(self._stub().Explain, request, timeout_s))
 
     async def aclose(self) -> None:
         """Close the channel; running calls are cancelled."""

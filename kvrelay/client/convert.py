@@ -9,6 +9,7 @@ import grpc
 
 from common.errors import EngineFault, InvalidRequest, KvrelayError, Unreachable, from_rpc_error
 from common.wire_names import ROLE_NAMES, TRANSPORT_NAMES
+from kvrelay.client.decisions import Candidate, Decision, DecisionOutcome
 from kvrelay.client.records import (
     Accepted,
     Completed,
@@ -89,6 +90,38 @@ def status_from_proto(message: inference_pb2.GetClusterStatusResponse) -> Cluste
     return ClusterStatus(
         router=_same_fields(RouterStatus, message.router, alarms=tuple(message.router.alarms)),
         workers=tuple(_worker(worker) for worker in message.workers),
+    )
+
+
+def decisions_from_proto(message: inference_pb2.ExplainResponse) -> tuple[Decision, ...]:
+    """Return the records. Raises EngineFault for a plan of a kind that this client does not know."""
+    return tuple(_decision(decision) for decision in message.decisions)
+
+
+def _decision(message: inference_pb2.Decision) -> Decision:
+    outcome = message.outcome
+    return _same_fields(
+        Decision,
+        message,
+        plan=_plan(message.plan),
+        candidates=tuple(_candidate(candidate) for candidate in message.candidates),
+        outcome=DecisionOutcome(
+            num_cached_tokens=outcome.num_cached_tokens if outcome.HasField("num_cached_tokens") else None,
+            ttft_s=outcome.ttft_s if outcome.HasField("ttft_s") else None,
+            mean_itl_s=outcome.mean_itl_s if outcome.HasField("mean_itl_s") else None,
+            ended=outcome.ended or None,
+        ),
+    )
+
+
+def _candidate(message: inference_pb2.Candidate) -> Candidate:
+    return _same_fields(
+        Candidate,
+        message,
+        kind=_enum(_PLAN_KINDS, message.kind, "plan kind"),
+        prefill_worker_id=message.prefill_worker_id or None,
+        source_worker_id=message.source_worker_id or None,
+        terms=dict(message.terms),
     )
 
 

@@ -8,7 +8,14 @@ import grpc
 
 from common.rpc import channel_options
 from kvrelay.client.collect import EventBuffer
-from kvrelay.client.convert import error_from_rpc, models_from_proto, status_from_proto, tokenization_from_proto
+from kvrelay.client.convert import (
+    decisions_from_proto,
+    error_from_rpc,
+    models_from_proto,
+    status_from_proto,
+    tokenization_from_proto,
+)
+from kvrelay.client.decisions import Decision
 from kvrelay.client.records import ChatTurn, Event, Generation, ModelInfo, Prompt, ServiceTerms, Tokenization
 from kvrelay.client.requests import SamplingOptions, as_conversation, credentials, generate_request, tokenize_request
 from kvrelay.client.status import ClusterStatus
@@ -166,6 +173,13 @@ class Client:
         """Return what the router and every worker hold right now."""
         request = inference_pb2.GetClusterStatusRequest()
         return status_from_proto(self._unary(self._stub.GetClusterStatus, request, timeout_s))
+
+    def explain(
+        self, request_id: str | None = None, *, limit: int = 20, timeout_s: float | None = None
+    ) -> tuple[Decision, ...]:
+        """Return why a request went where it went, or the latest decisions; newest first, at most `limit`."""
+        request = inference_pb2.ExplainRequest(request_id=request_id or "", limit=limit)
+        return decisions_from_proto(self._unary(self._stub.Explain, request, timeout_s))
 
     def close(self) -> None:
         """Close the channel; running calls are cancelled."""

@@ -18,6 +18,7 @@ from common.ids import WorkerId
 from router.booking import Booking
 from router.fleet import Fleet
 from router.index import PrefixIndex
+from router.placement.decisions import DecisionLog
 from router.placement.feasibility import find_hopeless
 from router.placement.plans import Plan, RouteRequest
 from router.placement.policies.interface import Policy
@@ -41,6 +42,7 @@ class Chooser:
         self._index = index
         self._policy = policy
         self._clock = clock
+        self.decisions = DecisionLog()
 
     def choose(self, search: Search) -> Booking | Refused:
         """Return a booked plan, or why there is none now. The caller releases the booking."""
@@ -62,7 +64,10 @@ class Chooser:
             return hopeless
         if isinstance(plan, Refused):
             return plan
-        return self._book(search, request, plan)
+        booking = self._book(search, request, plan)
+        booking.decision.decision_s = self._clock.monotonic() - now_s
+        self.decisions.add(booking.decision)
+        return booking
 
     def opens_at_s(self) -> float:
         """Return when, as far as is known, the first worker can begin with another prompt soon enough."""

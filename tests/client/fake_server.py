@@ -118,6 +118,54 @@ def worker_view(worker_id: str, role: int, *, state: str = "ready") -> inference
     return view
 
 
+def remote_decision() -> inference_pb2.Decision:
+    """A decision between two plans, and everything that came of it."""
+    options = [
+        ("prefill-0", "decode-1", 0.5, {"queue": 0.125, "prefill": 0.375}),
+        ("", "decode-0", 2.0, {"queue": 2.0}),
+    ]
+    remote, local = inference_pb2.PLAN_KIND_REMOTE, inference_pb2.PLAN_KIND_LOCAL
+    return inference_pb2.Decision(
+        request_id="req-1",
+        attempt=1,
+        age_s=90.0,
+        policy="predictive",
+        num_tokens=1000,
+        plan=inference_pb2.PlanChosen(
+            kind=remote,
+            prefill_worker_id="prefill-0",
+            decode_worker_id="decode-1",
+            predicted_cached_tokens=640,
+            reason="least cost",
+            attempt=1,
+            source_worker_id="decode-0",
+            num_source_blocks=40,
+            predicted_ttft_s=0.5,
+            predicted_itl_s=0.02,
+        ),
+        candidates=[
+            inference_pb2.Candidate(
+                kind=remote if prefill else local,
+                prefill_worker_id=prefill,
+                decode_worker_id=decode,
+                source_worker_id="decode-0" if prefill else "",
+                cost=cost,
+                terms=terms,
+            )
+            for prefill, decode, cost, terms in options
+        ],
+        num_candidates=6,
+        decision_s=0.0004,
+        outcome=inference_pb2.DecisionOutcome(num_cached_tokens=608, ttft_s=0.625, mean_itl_s=0.03, ended="completed"),
+    )
+
+
+def running_decision() -> inference_pb2.Decision:
+    """A decision by a policy that predicts and compares nothing, of which nothing is known yet."""
+    plan = inference_pb2.PlanChosen(kind=inference_pb2.PLAN_KIND_LOCAL, decode_worker_id="decode-1", attempt=2)
+    return inference_pb2.Decision(request_id="req-0", attempt=2, policy="random", num_tokens=8, plan=plan)
+
+
 class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
     """Plays `script` to every Generate call and remembers what it was asked."""
 
@@ -125,6 +173,8 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         self.script: list[Step] = hello_world()
         self.unary_error: KvrelayError | None = None
         self.generate_requests: list[inference_pb2.GenerateRequest] = []
+        self.explain_requests: list[inference_pb2.ExplainRequest] = []
+        self.decisions = [remote_decision(), running_decision()]
         self.tokenize_requests: list[inference_pb2.TokenizeRequest] = []
         self.time_remaining_s: float | None = None
         self.authorization: str | None = None
@@ -181,6 +231,11 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
                 worker_view("decode-0", worker_pb2.WORKER_ROLE_DECODE, state="lost"),
             ],
         )
+
+    def Explain(self, request: inference_pb2.ExplainRequest, context: Any) -> inference_pb2.ExplainResponse:
+        self.explain_requests.append(request)
+        self._maybe_abort(context)
+        return inference_pb2.ExplainResponse(decisions=self.decisions)
 
     def _maybe_abort(self, context: Any) -> None:
         if self.unary_error is not None:

@@ -106,6 +106,13 @@ async def test_timeout_raises_deadline_exceeded(fake: FakeInference, address: st
             await client.generate("Hi")
 
 
+async def test_explain_returns_decisions(fake: FakeInference, address: str) -> None:
+    async with AsyncClient(address) as client:
+        complete, _ = await client.explain("req-1")
+    assert (complete.outcome.ended, len(complete.candidates)) == ("completed", 2)
+    assert fake.explain_requests[0].request_id == "req-1"
+
+
 async def test_errors_are_typed(fake: FakeInference, address: str) -> None:
     async with AsyncClient(address) as client:
         fake.script = [InvalidRequest("bad", field="prompt")]

@@ -6,6 +6,7 @@ from common.errors import EngineFault
 from common.wire import pack_tokens
 from kvrelay.client.collect import EventBuffer
 from kvrelay.client.convert import events_from_proto
+from kvrelay.client.decisions import Candidate, Decision, DecisionOutcome
 from kvrelay.client.records import (
     Accepted,
     Completed,
@@ -35,6 +36,9 @@ from tests.client.fake_server import accepted, completed, local_plan
         (TransferStats, worker_pb2.TransferStats),
         (Completed, inference_pb2.Completed),
         (ModelInfo, inference_pb2.ModelInfo),
+        (Candidate, inference_pb2.Candidate),
+        (Decision, inference_pb2.Decision),
+        (DecisionOutcome, inference_pb2.DecisionOutcome),
         (RouterStatus, inference_pb2.RouterStatus),
         (WorkerLoad, worker_pb2.LoadReport),
         (WorkerStatus, worker_pb2.WorkerStatus),

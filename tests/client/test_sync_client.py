@@ -239,6 +239,22 @@ def test_tokenize_models_and_status_return_records(fake: FakeInference, address:
     assert (decode.role, decode.state, decode.status) == ("decode", "lost", None)
 
 
+def test_explain_returns_decisions_and_none_for_what_is_not_known(fake: FakeInference, address: str) -> None:
+    with Client(address) as client:
+        complete, running = client.explain("req-1", limit=5)
+        client.explain()
+    assert [(asked.request_id, asked.limit) for asked in fake.explain_requests] == [("req-1", 5), ("", 20)]
+    assert (complete.plan.kind, complete.plan.prefill_worker_id, complete.num_tokens) == ("remote", "prefill-0", 1000)
+    remote, local = complete.candidates
+    assert (remote.source_worker_id, remote.cost, remote.terms) == ("decode-0", 0.5, {"queue": 0.125, "prefill": 0.375})
+    assert (local.kind, local.prefill_worker_id, local.source_worker_id) == ("local", None, None)
+    outcome = complete.outcome
+    assert (outcome.num_cached_tokens, outcome.ttft_s, outcome.mean_itl_s) == (608, 0.625, 0.03)
+    assert outcome.ended == "completed"
+    unknown = running.outcome
+    assert (unknown.num_cached_tokens, unknown.ttft_s, unknown.mean_itl_s, unknown.ended) == (None, None, None, None)
+
+
 def test_one_client_serves_many_threads(address: str) -> None:
     texts: list[str] = []
     with Client(address) as client:

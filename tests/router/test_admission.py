@@ -25,6 +25,7 @@ from router.fleet import Fleet
 from router.index import PrefixIndex
 from router.member import Hold, Member
 from router.placement.chooser import Chooser
+from router.placement.decisions import Decision
 from router.placement.plans import Plan, PlanKind
 from router.placement.policies.interface import PolicySettings
 from router.placement.policies.registry import make_policy
@@ -72,7 +73,8 @@ class PageChooser(Chooser):
             booking.decode.num_blocks = 0
             self.change()
 
-        return Booking(plan=plan, decode=hold, prefill=None, on_release=free)
+        decision = Decision(request_id=sought.request_id, num_tokens=sought.num_tokens, plan=plan, decided_s=0.0)
+        return Booking(decision=decision, decode=hold, prefill=None, on_release=free)
 
     def work_s(self, sought: Sought) -> float:
         return float(sought.num_tokens)

@@ -1,0 +1,164 @@
+"""`Explain` through a real router: what it tells of requests that went well, badly, or elsewhere."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from common.config import ServingConfig
+from common.errors import Unauthenticated, from_rpc_error
+from kvrelay.v1 import inference_pb2
+from tests.router.fakes import (
+    DECODE,
+    PREFILL,
+    TIMEOUT_S,
+    FakeWorker,
+    Reply,
+    TestCluster,
+    config_with,
+    make_request,
+    running_cluster,
+)
+
+KEYS = {"a": "key-of-tenant-a-0123456789", "b": "key-of-tenant-b-0123456789"}
+
+
+async def explain(
+    cluster: TestCluster, request_id: str = "", *, limit: int = 0, key: str | None = None
+) -> list[inference_pb2.Decision]:
+    metadata = () if key is None else (("authorization", f"Bearer {key}"),)
+    asked = inference_pb2.ExplainRequest(request_id=request_id, limit=limit)
+    try:
+        response = await cluster.inference.Explain(asked, timeout=TIMEOUT_S, metadata=metadata)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    return list(response.decisions)
+
+
+def request_id_of(reply: Reply) -> str:
+    return reply.messages[0].accepted.request_id
+
+
+async def test_explain_tells_candidates_choice_and_outcome_of_a_finished_request() -> None:
+    workers = FakeWorker("p0", PREFILL, num_cached_tokens=4), FakeWorker("p1", PREFILL), FakeWorker("d0", DECODE)
+    async with running_cluster(*workers, config=config_with(policy="dynamo")) as cluster:
+        reply = await cluster.generate(make_request(10))
+        (decision,) = await explain(cluster)
+        assert decision.plan == reply.plans[0]
+        assert (decision.request_id, decision.attempt) == (request_id_of(reply), 1)
+        assert (decision.policy, decision.num_tokens, decision.num_candidates) == ("dynamo", 10, 2)
+        assert {each.prefill_worker_id for each in decision.candidates} == {"p0", "p1"}
+        chosen = decision.candidates[0]
+        assert (chosen.prefill_worker_id, chosen.kind) == (decision.plan.prefill_worker_id, decision.plan.kind)
+        # 10 tokens in blocks of 4 to compute, and three pages to decode in.
+        assert dict(chosen.terms)["prefill.prefill_blocks"] == 2.5
+        assert chosen.cost == 2.5 + 3.0
+        assert decision.outcome.num_cached_tokens == (4 if chosen.prefill_worker_id == "p0" else 0)
+        assert 0 < decision.outcome.ttft_s <= reply.completed.timings.ttft_s
+        assert decision.outcome.mean_itl_s == pytest.approx(reply.completed.timings.mean_itl_s)
+        assert decision.outcome.ended == "completed"
+
+
+async def test_explain_of_a_running_request_has_no_outcome_yet() -> None:
+    prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+    prefill.gates.close("prefill")
+    async with running_cluster(prefill, decode) as cluster:
+        generating = asyncio.create_task(cluster.generate(make_request(10)))
+        await prefill.gates.reached("prefill")
+        (decision,) = await explain(cluster)
+        outcome = decision.outcome
+        assert outcome == inference_pb2.DecisionOutcome()
+        prefill.gates.open("prefill")
+        await generating
+
+
+async def test_explain_by_request_tells_each_attempt_and_why_it_ended() -> None:
+    prefill, first, second = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE), FakeWorker("d1", DECODE)
+    second.set_load(num_running=3, num_free_blocks=64)
+    first.gates.close("token 3")
+    async with running_cluster(prefill, first, second) as cluster:
+        generating = asyncio.create_task(cluster.generate(make_request(10)))
+        await first.gates.reached("token 3")
+        await first.die()
+        reply: Reply = await generating
+        await cluster.generate(make_request(9))
+        decisions = await explain(cluster, request_id_of(reply))
+        assert [(each.attempt, each.outcome.ended) for each in decisions] == [(2, "completed"), (1, "WorkerLost")]
+        again, before = decisions
+        assert (before.num_tokens, again.num_tokens) == (10, 13)
+        # The first attempt delivered tokens 0 to 2, the second 3 to 5: the pause between them belongs to neither.
+        assert before.outcome.mean_itl_s + again.outcome.mean_itl_s < reply.completed.timings.max_itl_s
+        assert len(await explain(cluster)) == 3
+        assert [each.num_tokens for each in await explain(cluster, limit=1)] == [9]
+
+
+async def test_explain_tells_of_a_refusal_by_a_worker() -> None:
+    prefill, full, free = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE, num_refusals=1), FakeWorker("d1", DECODE)
+    free.set_load(num_running=3, num_free_blocks=64)
+    async with running_cluster(prefill, full, free) as cluster:
+        await cluster.generate(make_request(10))
+        ended = [(each.plan.decode_worker_id, each.outcome.ended) for each in await explain(cluster)]
+        assert ended == [("d1", "completed"), ("d0", "Overloaded")]
+
+
+async def test_explain_of_a_request_that_the_client_left_says_so() -> None:
+    prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+    decode.gates.close("token 1")
+    async with running_cluster(prefill, decode) as cluster:
+        call = cluster.inference.Generate(make_request(10), timeout=TIMEOUT_S)
+        reading = asyncio.create_task(cluster.read(call, Reply()))
+        await decode.gates.reached("token 1")
+        call.cancel()
+        await asyncio.wait([reading])
+        await cluster.until_idle()
+        (decision,) = await explain(cluster)
+        assert decision.outcome.ended == "Cancelled"
+
+
+async def test_explain_of_an_unknown_request_is_empty() -> None:
+    async with running_cluster(FakeWorker("d0", DECODE)) as cluster:
+        assert await explain(cluster, "req-of-somebody") == []
+
+
+async def test_explain_tells_a_tenant_nothing_of_another() -> None:
+    config = ServingConfig.model_validate(
+        {
+            "router": {"auth": "api_key", "salt_secret": "a-secret-of-this-test", "local_prefill_max_tokens": 0},
+            "tenants": [{"name": name, "api_keys": [key]} for name, key in KEYS.items()],
+        }
+    )
+    async with running_cluster(FakeWorker("d0", DECODE), config=config) as cluster:
+        reply = Reply()
+        metadata = (("authorization", f"Bearer {KEYS['a']}"),)
+        await cluster.read(cluster.inference.Generate(make_request(10), timeout=TIMEOUT_S, metadata=metadata), reply)
+        assert len(await explain(cluster, key=KEYS["a"])) == 1
+        assert await explain(cluster, key=KEYS["b"]) == []
+        assert await explain(cluster, request_id_of(reply), key=KEYS["b"]) == []
+        with pytest.raises(Unauthenticated):
+            await explain(cluster)
+
+
+@pytest.mark.parametrize("name", ["p0", "d0"], ids=["remote plan", "local plan"])
+async def test_a_prompt_that_is_computed_is_no_prefill_load_any_more(name: str) -> None:
+    decode = FakeWorker("d0", DECODE)
+    workers = {"d0": decode} if name == "d0" else {"p0": FakeWorker("p0", PREFILL), "d0": decode}
+    computes, gate = workers[name], "token 0" if name == "d0" else "first_token"
+    computes.gates.close(gate)
+    decode.gates.close("token 2")
+    async with running_cluster(*workers.values()) as cluster:
+        call = cluster.inference.Generate(make_request(10), timeout=TIMEOUT_S)
+        await computes.gates.reached(gate)
+        assert prefill_load(cluster, computes) == (1, 10)
+        computes.gates.open(gate)
+        async for message in call:
+            if message.HasField("tokens"):
+                break
+        assert prefill_load(cluster, computes) == (0, 0)
+        call.cancel()
+
+
+def prefill_load(cluster: TestCluster, worker: FakeWorker) -> tuple[int, int]:
+    """What the router counts as prompts under way on the worker: how many, and tokens to compute."""
+    view = cluster.router.fleet.view(excluded=())
+    load = next(each for each in (*view.prefill, *view.decode) if each.worker_id == worker.worker_id)
+    return load.num_active_prefills, load.num_active_missing_tokens
