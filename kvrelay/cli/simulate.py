@@ -149,7 +149,7 @@ def simulate(
             num_routers=routers,
             num_blocks=blocks,
             block_size=block_size,
-            max_step_tokens=step_tokens or (_STEP_TOKENS_DISAGGREGATED if num_prefill else _STEP_TOKENS_AGGREGATED),
+            max_step_tokens=step_tokens or _default_step_tokens(timing, num_prefill=num_prefill),
             hardware=_hardware(model, device, timing),
             slo=Slo(ttft_s=ttft, itl_s=itl),
             shed=shed.value,
@@ -198,6 +198,14 @@ def _workers(text: str, *, aggregated: bool) -> tuple[int, int]:
     except ValueError as error:
         raise CliError(f"--workers: {error}") from None
     return (0, num_prefill + num_decode) if aggregated else (num_prefill, num_decode)
+
+
+def _default_step_tokens(timing: Path | None, *, num_prefill: int) -> int:
+    from simulator.timing_file import read_timing
+
+    if timing is not None:
+        return read_timing(timing)[0].max_step_tokens
+    return _STEP_TOKENS_DISAGGREGATED if num_prefill else _STEP_TOKENS_AGGREGATED
 
 
 def _hardware(model: str, device: str, timing: Path | None) -> "Hardware":

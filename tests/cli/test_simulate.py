@@ -28,6 +28,21 @@ def test_simulate_aggregated_puts_all_workers_in_one_pool(run: Run, folder: Path
     assert [worker["worker_id"] for worker in workers] == ["decode-0", "decode-1"]
 
 
+def test_simulate_with_a_timing_file_takes_times_and_step_budget_from_it(run: Run, folder: Path) -> None:
+    step = '{"constant_s": 0.25}'
+    (folder / "slow.json").write_text(
+        f'{{"prefill": {step}, "decode": {step}, "max_step_tokens": 4096, "kv_bytes_per_token": 1024,'
+        ' "link": {"latency_s": 0.001, "bytes_per_s": 1e9}}'
+    )
+    result = run("simulate", "-t", SMALL, "-n", "1", "-p", "round_robin", "--timing", "slow.json", "-o", "out")
+    assert result.exit_code == 0, result.output
+    assert json.loads((folder / "out" / "settings.json").read_text())["max_step_tokens"] == 4096
+    only = json.loads((folder / "out" / "cells" / "round_robin@1" / "requests.jsonl").read_text())
+    num_prefill_steps = -(-only["num_prompt_tokens"] // 4096)
+    assert only["first_token_s"] == pytest.approx(0.25 * num_prefill_steps, abs=0.05)
+    assert only["gap_sum_s"] == pytest.approx(0.25 * (only["num_output_tokens"] - 1), rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
