@@ -135,6 +135,8 @@ class RouterConfig(_Section):
     """shared: all calls to a decode worker on one stream, one message per engine step; a quarter of the CPU time."""
     default_max_tokens: Annotated[int, Field(ge=1)] = 256
     max_message_mib: Annotated[int, Field(ge=1, le=64)] = 4
+    token_cache_mib: Annotated[int, Field(ge=0)] = 64
+    """Most memory for the tokens of conversations' earlier turns; 0 keeps none."""
     index_memory_mib: Annotated[int, Field(ge=1)] = 1024
     """Most memory for the prefix index: 4.5 million different blocks in 1024 MiB. Beyond it the blocks are forgotten
     that were used longest ago."""

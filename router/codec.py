@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from common.tokens import TokenArray
+from router.token_cache import Encoded
 
 
 class Codec(Protocol):
@@ -13,10 +14,11 @@ class Codec(Protocol):
         """Return the ids of plain text."""
         ...
 
-    async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> TokenArray:
+    async def encode_chat(self, messages: Sequence[tuple[str, str]], *, scope: bytes | None = None) -> Encoded:
         """Return the ids of a conversation of (role, content), rendered by the model's chat template.
 
-        Raises InvalidRequest when the template refuses it.
+        What it remembers of them it remembers for callers of the same scope; without one, nothing. Raises
+        InvalidRequest when the template refuses it.
         """
         ...
 

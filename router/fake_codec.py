@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from common.tokens import TokenArray, as_tokens
+from router.token_cache import Encoded
 
 NUM_BYTES = 256
 
@@ -14,9 +15,10 @@ class ByteCodec:
         """Return the bytes of `text`."""
         return as_tokens(text.encode())
 
-    async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> TokenArray:
+    async def encode_chat(self, messages: Sequence[tuple[str, str]], *, scope: bytes | None = None) -> Encoded:
         """Return the bytes of one `role: content` line per message, and of the line that the answer continues."""
-        return as_tokens("".join([*(f"{role}: {content}\n" for role, content in messages), "assistant:"]).encode())
+        text = "".join([*(f"{role}: {content}\n" for role, content in messages), "assistant:"])
+        return Encoded(as_tokens(text.encode()))
 
     def decode_pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
         """Return each byte as a character, where it is one; ids beyond bytes have no text."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 
 from common.clock import Clock, SystemClock
-from common.config import ServingConfig
+from common.config import RouterConfig, ServingConfig
 from common.metrics_server import MetricsServer
 from common.rpc import Server, start_server
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc
@@ -61,7 +61,7 @@ async def start_router(config: ServingConfig, *, model_dir: Path | None, host: s
     """
     if model_dir is None and config.model.engine != "fake":
         raise ValueError("a real model needs its folder, for the tokenizer")
-    return await serve_router(config, codec=await _load_codec(model_dir), host=host, port=port)
+    return await serve_router(config, codec=await _load_codec(model_dir, config.router), host=host, port=port)
 
 
 async def serve_router(
@@ -106,9 +106,9 @@ async def serve_router(
     )
 
 
-async def _load_codec(model_dir: Path | None) -> Codec:
+async def _load_codec(model_dir: Path | None, config: RouterConfig) -> Codec:
     if model_dir is None:
         return ByteCodec()
     from router.tokenizer import TextCodec  # the tokenizer library is not needed by the fake engine
 
-    return await asyncio.to_thread(TextCodec.load, model_dir)
+    return await asyncio.to_thread(TextCodec.load, model_dir, cache_mib=config.token_cache_mib)

@@ -99,7 +99,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 case "text":
                     tokens = await self._reader.encode_text(request.text, self._parts.fleet.model)
                 case "chat":
-                    tokens = await self._reader.encode_chat(request.chat, self._parts.fleet.model)
+                    tokens = (await self._reader.encode_chat(request.chat, self._parts.fleet.model)).token_ids
                 case _:
                     raise InvalidRequest("one of text and chat must be set", field="input")
             return pb.TokenizeResponse(token_ids=tokens, pieces=self._reader.pieces(tokens))

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import tokenizers
@@ -18,25 +18,38 @@ from common.errors import InvalidRequest
 from common.model_files import ModelNotFound
 from common.tokens import TokenArray, as_tokens
 from router.chat_template import ChatTemplate, check_unicode
+from router.token_cache import MIN_CACHED_TOKENS, Cuts, Encoded, KnownPrefix, TokenCache
 
 _NUM_THREADS = 2
+DEFAULT_CACHE_MIB = 64
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_Result = TypeVar("_Result")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextCodec:
     """Turns text and conversations into the token ids that transformers' tokenizer gives, and ids into text."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, chat_template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        chat_template: ChatTemplate | None,
+        *,
+        cache_mib: int = DEFAULT_CACHE_MIB,
+        min_cached_tokens: int = MIN_CACHED_TOKENS,
+    ) -> None:
+        self._min_cached_tokens = min_cached_tokens
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.tokenizer = tokenizer
         self._chat_template = chat_template
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
+        self._cuts = Cuts(tokenizer)
+        self._cache = TokenCache(max_bytes=cache_mib << 20)
         self._pieces: dict[int, str] = {}
 
     @classmethod
-    def load(cls, model_dir: Path) -> "TextCodec":
+    def load(cls, model_dir: Path, *, cache_mib: int = DEFAULT_CACHE_MIB) -> "TextCodec":
         """Read a Hugging Face folder; blocks for a good 100 ms. Raises ModelNotFound when it cannot be used."""
         path = model_dir / "tokenizer.json"
         if not path.is_file():
@@ -48,7 +61,7 @@ class TextCodec:
             template = ChatTemplate(source, special_tokens=named) if source is not None else None
         except jinja2.TemplateSyntaxError as error:
             raise ModelNotFound(f"the chat template in {model_dir} does not compile: {error}") from error
-        return cls(tokenizers.Tokenizer.from_file(str(path)), template)
+        return cls(tokenizers.Tokenizer.from_file(str(path)), template, cache_mib=cache_mib)
 
     @property
     def vocab_size(self) -> int:
@@ -65,15 +78,16 @@ class TextCodec:
         check_unicode(text, field="text")
         return await self._off_loop(lambda: self._encode(text, add_special_tokens=True))
 
-    async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> TokenArray:
+    async def encode_chat(self, messages: Sequence[tuple[str, str]], *, scope: bytes | None = None) -> Encoded:
         """Return the ids of a conversation of (role, content), up to where the assistant's answer begins.
 
-        Special tokens are those that the template writes. Raises InvalidRequest that names the field.
+        Special tokens are those that the template writes. What an earlier call of the same scope has tokenized of the
+        conversation is not tokenized again; without a scope everything is. Raises InvalidRequest that names the field.
         """
         template = self._chat_template
         if template is None:
             raise InvalidRequest("the model has no chat template; send text instead", field="chat")
-        return await self._off_loop(lambda: self._encode(template.render(messages), add_special_tokens=False))
+        return await self._off_loop(lambda: self._encode_on(template.render(messages), scope))
 
     def decode_pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
         """Return the text of each id by itself, its leading space included; part of a character shows as U+FFFD."""
@@ -83,12 +97,39 @@ class TextCodec:
         """Stop the threads; nothing can be encoded any more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _off_loop(self, work: Callable[[], TokenArray]) -> TokenArray:
+    async def _off_loop(self, work: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> TokenArray:
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return as_tokens(encoding.ids)
+
+    def _encode_on(self, text: str, scope: bytes | None) -> Encoded:
+        """Tokenize a rendered conversation from where it is known on."""
+        cuts = self._cuts.find(text) if scope is not None else []
+        if scope is None or not cuts:
+            return Encoded(self._encode(text, add_special_tokens=False))
+        digests = self._cache.digests(text, cuts, scope=scope)
+        found = self._cache.find(digests)
+        place, known = found if found is not None else (-1, None)
+        # From what is known to the last cut, which is kept for the next turn; and from there to the end.
+        begins = [cuts[place] if known is not None else None, cuts[-1]]
+        texts = [text[begins[0].start if begins[0] is not None else 0 : cuts[-1].end], text[cuts[-1].start :]]
+        if place == len(cuts) - 1:
+            begins, texts = begins[1:], texts[1:]
+        token_ids = known.token_ids[:] if known is not None else as_tokens(())
+        kept = known
+        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        for number, (begin, encoding) in enumerate(zip(begins, encodings, strict=True)):
+            ids = encoding.ids
+            if begin is not None and ids[:1] != [begin.token_id]:
+                return Encoded(self._encode(text, add_special_tokens=False))  # this tokenizer cannot be cut there
+            token_ids.extend(as_tokens(ids if begin is None else ids[1:]))
+            is_first_of_two = number == 0 and len(texts) == 2
+            if is_first_of_two and len(token_ids) >= self._min_cached_tokens:
+                kept = KnownPrefix(token_ids[:])
+                self._cache.keep(digests[-1], kept)
+        return Encoded(token_ids, known, kept)
 
     def _piece(self, token_id: int) -> str:
         if token_id not in self._pieces:

@@ -4,7 +4,6 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
-from common.block_hash import hash_blocks
 from common.errors import InvalidRequest, PromptTooLong, UnknownModel
 from common.ids import RequestId
 from common.sampling import SamplingParams
@@ -14,6 +13,7 @@ from kvrelay.v1 import inference_pb2, sampling_pb2
 from router.codec import Codec
 from router.facts import ModelFacts
 from router.record import Job
+from router.token_cache import Encoded
 
 CHAT_ROLES = ("system", "user", "assistant")
 MAX_CHARS_PER_TOKEN = 64
@@ -33,7 +33,8 @@ class RequestReader:
         """Return the job. Raises RequestError that names the field."""
         if message.model and message.model != model.name:
             raise UnknownModel(f"model {message.model!r} is not served; {model.name!r} is", field="model")
-        prompt = await self._prompt(message, model)
+        encoded = await self._prompt(message, model)
+        prompt = encoded.token_ids
         if not prompt:
             raise InvalidRequest("the prompt is empty", field="prompt")
         sampling = self._sampling(message.sampling, len(prompt), model)
@@ -41,7 +42,7 @@ class RequestReader:
         return Job(
             request_id=request_id,
             prompt_token_ids=prompt,
-            prompt_hashes=hash_blocks(prompt, root=model.root, block_size=model.block_size),
+            prompt_hashes=encoded.hashes(root=model.root, block_size=model.block_size),
             sampling=sampling,
             model=model,
         )
@@ -51,8 +52,10 @@ class RequestReader:
         _check_chars(len(text), model, field="text")
         return await self._codec.encode(text)
 
-    async def encode_chat(self, chat: inference_pb2.ChatPrompt, model: ModelFacts | None) -> TokenArray:
-        """Render and tokenize a conversation. Raises RequestError."""
+    async def encode_chat(
+        self, chat: inference_pb2.ChatPrompt, model: ModelFacts | None, *, scope: bytes | None = None
+    ) -> Encoded:
+        """Render and tokenize a conversation, with what is remembered in a scope. Raises RequestError."""
         if not chat.messages:
             raise InvalidRequest("the conversation has no message", field="chat.messages")
         for position, message in enumerate(chat.messages):
@@ -64,29 +67,33 @@ class RequestReader:
         # A template adds some text to each message, so empty messages count as well.
         num_chars = sum(len(message.content) + 1 for message in chat.messages)
         _check_chars(num_chars, model, field="chat.messages")
-        return await self._codec.encode_chat([(message.role, message.content) for message in chat.messages])
+        messages = [(message.role, message.content) for message in chat.messages]
+        return await self._codec.encode_chat(messages, scope=scope)
 
     def pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
         """Return the text of each token by itself."""
         return self._codec.decode_pieces(token_ids)
 
-    async def _prompt(self, message: inference_pb2.GenerateRequest, model: ModelFacts) -> TokenArray:
+    async def _prompt(self, message: inference_pb2.GenerateRequest, model: ModelFacts) -> Encoded:
         match message.WhichOneof("prompt"):
             case "text":
-                tokens = await self.encode_text(message.text, model)
+                encoded = Encoded(await self.encode_text(message.text, model))
             case "chat":
-                tokens = await self.encode_chat(message.chat, model)
+                encoded = await self.encode_chat(message.chat, model, scope=model.root)  # tenants' roots differ
             case "token_ids":
-                tokens = token_ids_from_proto(message.token_ids.ids, vocab_size=model.vocab_size, field="token_ids")
+                encoded = Encoded(
+                    token_ids_from_proto(message.token_ids.ids, vocab_size=model.vocab_size, field="token_ids")
+                )
             case _:
                 raise InvalidRequest("one of text, token_ids and chat must be set", field="prompt")
-        if len(tokens) + 1 > model.max_model_len:
+        num_tokens = len(encoded.token_ids)
+        if num_tokens + 1 > model.max_model_len:
             raise PromptTooLong(
-                f"the prompt has {len(tokens)} tokens; the model takes at most {model.max_model_len - 1},"
+                f"the prompt has {num_tokens} tokens; the model takes at most {model.max_model_len - 1},"
                 f" so that one can follow",
                 field="prompt",
             )
-        return tokens
+        return encoded
 
     def _sampling(
         self, message: sampling_pb2.SamplingParams, num_prompt_tokens: int, model: ModelFacts

@@ -106,7 +106,8 @@ def _load_codec(config: "ServingConfig") -> "Codec":
 async def _encode(codec: "Codec", source: str | Sequence[ChatMessage]) -> Sequence[int]:
     if isinstance(source, str):
         return await codec.encode(source)
-    return await codec.encode_chat([(message.role, message.content) for message in source])
+    encoded = await codec.encode_chat([(message.role, message.content) for message in source])
+    return encoded.token_ids
 
 
 def _sampling_params(options: SamplingOptions, config: "ServingConfig") -> "SamplingParams":

@@ -118,7 +118,7 @@ async def test_encode_chat_of_any_conversation_equals_transformers(any_model_dir
     for chat in CHATS:
         messages = [{"role": role, "content": content} for role, content in chat]
         token_ids = expected.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        assert await codec.encode_chat(chat) == as_tokens(token_ids)
+        assert (await codec.encode_chat(chat)).token_ids == as_tokens(token_ids)
     codec.close()
 
 
@@ -246,7 +246,7 @@ async def test_load_finds_template_and_special_tokens_in_the_tokenizer_config(
 ) -> None:
     codec = TextCodec.load(write_model(tmp_path, model_dir, chat_template=chat_template, eos_token=eos))
     assert codec.has_chat_template
-    assert (await codec.encode_chat([("user", "x")])).tolist() == [codec.tokenizer.token_to_id("</s>")]
+    assert (await codec.encode_chat([("user", "x")])).token_ids.tolist() == [codec.tokenizer.token_to_id("</s>")]
     codec.close()
 
 
@@ -255,7 +255,7 @@ async def test_load_prefers_the_template_file_and_reads_the_special_tokens_map(t
     (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}")
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": "<s>"}))
     codec = TextCodec.load(tmp_path)
-    assert (await codec.encode_chat([("user", "x")])).tolist() == [codec.tokenizer.token_to_id("</s>")]
+    assert (await codec.encode_chat([("user", "x")])).token_ids.tolist() == [codec.tokenizer.token_to_id("</s>")]
     codec.close()
 
 

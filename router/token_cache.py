@@ -1,0 +1,159 @@
+"""What is known of conversations' beginnings, so that the next turn tokenizes and hashes only what is new.
+
+A rendered conversation is cut right behind special tokens of the chat template: a tokenizer takes those out of the
+text before anything else and treats what lies between them apart, so nothing is ever merged across such a cut, and
+
+    ids(text) = ids(text[:cut]) + ids(text[start of the special token:])[1:]
+
+(the second part begins with the special token, not behind it: some tokenizers treat the first piece of a text in a way
+of its own). The ids up to the last cut are kept, under a keyed hash of the text before it, and those of the next turn
+are looked up from its last cut backwards. Callers in different *scopes* never meet, neither in ids nor in times.
+"""
+
+import hashlib
+import re
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import tokenizers
+
+from common.block_hash import BlockHashes, hash_blocks
+from common.ids import BlockHash
+from common.tokens import TokenArray
+
+MIN_CACHED_TOKENS = 64
+"""Shorter beginnings are not worth their place."""
+_BYTES_PER_TOKEN = 6
+"""4 of its id, and of its block's hash with the smallest blocks in use."""
+_BYTES_PER_PREFIX = 600
+
+
+@dataclass(slots=True, eq=False)
+class KnownPrefix:
+    """The ids of a text's beginning, and their block hashes once somebody has computed them."""
+
+    token_ids: TokenArray
+    root: BlockHash | None = None
+    block_size: int = 0
+    hashes: BlockHashes = field(default_factory=BlockHashes)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A tokenized prompt. `known` is what its beginning was found in, `kept` what was kept of it for the next turn."""
+
+    token_ids: TokenArray
+    known: KnownPrefix | None = None
+    kept: KnownPrefix | None = None
+
+    def hashes(self, *, root: BlockHash, block_size: int) -> BlockHashes:
+        """Return the hashes of all full blocks; hashes only the blocks that are new. Event loop only."""
+        known, hashes = self.known, BlockHashes()
+        if known is not None and (known.root, known.block_size) == (root, block_size):
+            hashes = known.hashes
+        parent = hashes[-1] if hashes else root
+        rest = self.token_ids[len(hashes) * block_size :]
+        hashes += hash_blocks(rest, root=parent, block_size=block_size)
+        if self.kept is not None:
+            self.kept.root, self.kept.block_size = root, block_size
+            self.kept.hashes = hashes[: len(self.kept.token_ids) // block_size]
+        return hashes
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A place where a text may be cut."""
+
+    start: int
+    """Of the special token before it, in characters."""
+    end: int
+    token_id: int
+
+
+class Cuts:
+    """Finds the places where a tokenizer's texts may be cut. Thread-safe."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        added = {
+            token.content: (token_id, token)
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if not token.normalized and token.content
+        }
+        self._ids = {
+            content: token_id
+            for content, (token_id, token) in added.items()
+            if token.special
+            and not (token.lstrip or token.rstrip)  # it takes neighbouring spaces along
+            and not any(other != content and other.startswith(content) for other in added)
+        }
+        if any(token.single_word for _token_id, token in added.values()):
+            self._ids = {}  # whether such a token counts depends on the characters around it
+        # As the tokenizer looks for them: the leftmost, and of those that begin there the longest.
+        longest_first = sorted(added, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first))) if self._ids else None
+
+    def find(self, text: str) -> list[Cut]:
+        """Return the cuts of a text, in order."""
+        return list(self._find(text))
+
+    def _find(self, text: str) -> Iterator[Cut]:
+        for match in self._pattern.finditer(text) if self._pattern is not None else ():
+            token_id = self._ids.get(match[0])
+            if token_id is not None:
+                yield Cut(match.start(), match.end(), token_id)
+
+
+class TokenCache:
+    """Known beginnings, least recently used first, within a bound of memory. Thread-safe."""
+
+    def __init__(self, *, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._prefixes: OrderedDict[bytes, KnownPrefix] = OrderedDict()
+        self._lock = threading.Lock()
+        self._key = secrets.token_bytes(32)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory in use, estimated."""
+        return self._num_bytes
+
+    def digests(self, text: str, cuts: list[Cut], *, scope: bytes) -> list[bytes]:
+        """Return a hash of the text before each cut, for one scope."""
+        state = hashlib.blake2b(len(scope).to_bytes(4, "little") + scope, key=self._key, digest_size=16)
+        found: list[bytes] = []
+        end = 0
+        for cut in cuts:
+            state.update(text[end : cut.end].encode())
+            found.append(state.digest())
+            end = cut.end
+        return found
+
+    def find(self, digests: list[bytes]) -> tuple[int, KnownPrefix] | None:
+        """Return the last of the digests that is known, by its place, with its beginning."""
+        with self._lock:
+            for place in range(len(digests) - 1, -1, -1):
+                known = self._prefixes.get(digests[place])
+                if known is not None:
+                    self._prefixes.move_to_end(digests[place])
+                    return place, known
+        return None
+
+    def keep(self, digest: bytes, prefix: KnownPrefix) -> None:
+        """Remember a beginning; forget those used longest ago when there are too many."""
+        with self._lock:
+            previous = self._prefixes.pop(digest, None)
+            if previous is not None:
+                self._num_bytes -= _size(previous)
+            self._prefixes[digest] = prefix
+            self._num_bytes += _size(prefix)
+            while self._num_bytes > self._max_bytes:
+                _digest, oldest = self._prefixes.popitem(last=False)
+                self._num_bytes -= _size(oldest)
+
+
+def _size(prefix: KnownPrefix) -> int:
+    return _BYTES_PER_PREFIX + _BYTES_PER_TOKEN * len(prefix.token_ids)
