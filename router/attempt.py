@@ -99,7 +99,7 @@ class Attempt:
         response = await _receive(answer, decode)
         if response is None or not response.HasField("reserved"):
             raise AttemptFailed(decode, EngineFault("the first message does not tell of a reservation"))
-        if self.booking.prefill is not None and not self.record.ledger.num_tokens:
+        if self.booking.prefill is not None and not self.record.ledger.has_tokens:
             self.record.num_decode_cached_tokens = response.reserved.num_cached_tokens
         self.record.num_attempts = max(self.record.num_attempts, self.number)
         chosen = plan_to_proto(self.booking.plan, attempt=self.number)
@@ -141,7 +141,7 @@ class Attempt:
     def _take_first_tokens(self, prefill: Hold, finished: prefill_pb2.PrefillFinished) -> None:
         prefill.member.note_prefilled(prefill)
         self._enter_prefilling()
-        if not self.record.ledger.num_tokens:
+        if not self.record.ledger.has_tokens:
             self.record.prefill_s = finished.prefill_s
         self.life.advance(State.HANDOFF)
         batch = decode_pb2.TokenBatch(prompt_logprobs=finished.prompt_logprobs)
@@ -176,12 +176,12 @@ class Attempt:
 
     def _take_local(self, response: decode_pb2.DecodeResponse) -> bool:
         if response.HasField("tokens"):
-            self._enter_prefilling()
             if self.life.state is not State.DECODING:
+                self._enter_prefilling()
                 self.booking.decode.member.note_prefilled(self.booking.decode)
-            self._enter_decoding()
-            if not self.record.ledger.num_tokens:
-                self.record.prefill_s = response.tokens.prefill_s
+                self._enter_decoding()
+                if not self.record.ledger.has_tokens:
+                    self.record.prefill_s = response.tokens.prefill_s
             return self._deliver(response.tokens)
         if response.HasField("prefill_started"):
             self._note_started(self.booking.decode, response.prefill_started)
@@ -215,7 +215,7 @@ class Attempt:
             predicted=self.booking.plan.predicted_cached_tokens, actual=started.num_cached_tokens
         )
         self.booking.decision.num_cached_tokens = started.num_cached_tokens
-        if not self.record.ledger.num_tokens:
+        if not self.record.ledger.has_tokens:
             self.record.num_cached_tokens = started.num_cached_tokens
             self.record.num_pulled_tokens = started.num_pulled_tokens
             self.on_started(started.num_cached_tokens)

@@ -36,6 +36,11 @@ class TokenLedger:
         self._previous_s: float | None = None
 
     @property
+    def has_tokens(self) -> bool:
+        """Whether anything was delivered."""
+        return self.first_token_s is not None
+
+    @property
     def num_tokens(self) -> int:
         """Delivered tokens of all samples."""
         return sum(len(sample.token_ids) for sample in self._samples)
@@ -53,11 +58,18 @@ class TokenLedger:
         """Return those of the samples that have not ended."""
         return [index for index in sample_indices if not self._samples[index].is_finished]
 
-    def accept(self, tokens: Sequence[sampling_pb2.SampleToken], *, expected: range) -> list[sampling_pb2.SampleToken]:
+    def accept(
+        self, tokens: Sequence[sampling_pb2.SampleToken], *, expected: range
+    ) -> Sequence[sampling_pb2.SampleToken]:
         """Take tokens of the samples `expected` and return the new ones; duplicates fall away.
 
         Raises EngineFault, and takes nothing, when an index is missing or a token belongs to another sample.
         """
+        if len(tokens) == 1 and tokens[0].sample_index in expected:  # what nearly every message is
+            token, sample = tokens[0], self._samples[tokens[0].sample_index]
+            if token.token_index == len(sample.token_ids) and not sample.is_finished:
+                self._take(token, sample)
+                return tokens
         num_known: dict[int, int] = {}
         new: list[sampling_pb2.SampleToken] = []
         for token in tokens:
@@ -72,12 +84,14 @@ class TokenLedger:
                 num_known[index] += 1
                 new.append(token)
         for token in new:
-            sample = self._samples[token.sample_index]
-            sample.token_ids.append(token.token_id)
-            if token.finish_reason:
-                self._finish(sample)
-            self._stamp(token.sample_index, 1)
+            self._take(token, self._samples[token.sample_index])
         return new
+
+    def _take(self, token: sampling_pb2.SampleToken, sample: Sample) -> None:
+        sample.token_ids.append(token.token_id)
+        if token.finish_reason:
+            self._finish(sample)
+        self._stamp(token.sample_index, 1)
 
     def accept_runs(self, runs: Sequence[sampling_pb2.TokenRun], *, expected: range) -> list[sampling_pb2.TokenRun]:
         """Take runs of the samples `expected` and return what is new of them; duplicates are cut away.

@@ -1,0 +1,222 @@
+"""What a streamed token costs the router: CPU time of its process per token that a client got.
+
+`python -m benchmarks.token_path --out results/token_path.json`
+
+Method. Three processes: a worker that computes nothing (`token_worker.py`), the router as it is deployed (`python -m
+router`, uvloop), and this one, the client, with 64 streams of one token a step. The router's CPU time (user + system,
+from the kernel) is read before and after a window that begins when every stream runs, and divided by the tokens that
+arrived here in between; requests begin and end outside the window. Each case is repeated and the median is reported,
+with the smallest and largest value. CPU time is used because the machine is shared: wall time would measure the others.
+What others do still shows a little (caches, frequency), a few per cent between repetitions and up to 20 % between days.
+
+Cases: `paced`, a step every 5 ms, where every token arrives alone; and `full`, where the worker sends as fast as it is
+read, so that tokens wait for the client's streams and are merged. Arms: `grpc alone`, a bare server that sends the same
+messages to the same client, without anything before it (its own process is measured): the part of a router's cost that
+is gRPC's sending; `per_request`, a stream per call between router
+and worker; `shared`, one stream for all with a message per step; `direct`, where the client streams from the worker and
+the router sees a checkpoint every 64 tokens.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+import uvloop
+import yaml
+
+from benchmarks.token_worker import WORKER_ID
+from common.process import PARENT_PID_ENV, Ready, parse_ready
+from common.rpc import client_channel, until_ready
+from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc, worker_pb2
+
+NUM_STREAMS = 64
+ITL_MS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """One repetition."""
+
+    router_us_per_token: float
+    kernel_us_per_token: float
+    """Part of it that was spent in system calls."""
+    tokens_per_s: float
+    tokens_per_message: float
+    """As the client got them."""
+    router_cores: float
+    """CPU time of the router per wall time."""
+
+
+class Streams:
+    """The client: reads all streams and counts."""
+
+    def __init__(self, stub: "inference_pb2_grpc.InferenceServiceAsyncStub") -> None:
+        self._stub = stub
+        self._tasks: list[asyncio.Task[None]] = []
+        self.num_tokens = 0
+        self.num_messages = 0
+        self.num_running = 0
+
+    async def start(self) -> None:
+        """Open all streams; returns when each has brought a token."""
+        self._tasks = [asyncio.create_task(self._read(i)) for i in range(NUM_STREAMS)]
+        async with asyncio.timeout(30):
+            while self.num_running < NUM_STREAMS:  # noqa: ASYNC110 - a benchmark may poll
+                await asyncio.sleep(0.05)
+
+    async def stop(self) -> None:
+        """Cancel all."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+
+    async def _read(self, seed: int) -> None:
+        request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[seed, 1, 2, 3]))
+        request.sampling.max_tokens = 1_000_000
+        has_begun = False
+        async for message in self._stub.Generate(request):
+            if message.HasField("tokens"):
+                self.num_tokens += len(message.tokens.tokens)
+                self.num_messages += 1
+                if not has_begun:
+                    has_begun = True
+                    self.num_running += 1
+
+
+async def measure(router_pid: int, streams: Streams, seconds: float) -> Window:
+    """Measure one window."""
+    loop, process = asyncio.get_running_loop(), psutil.Process(router_pid)
+    cpu, tokens, messages, started_s = process.cpu_times(), streams.num_tokens, streams.num_messages, loop.time()
+    await asyncio.sleep(seconds)
+    after, elapsed_s = process.cpu_times(), loop.time() - started_s
+    user_s, system_s = after.user - cpu.user, after.system - cpu.system
+    cpu_s = user_s + system_s
+    tokens, messages = streams.num_tokens - tokens, streams.num_messages - messages
+    return Window(
+        router_us_per_token=cpu_s / tokens * 1e6,
+        kernel_us_per_token=system_s / tokens * 1e6,
+        tokens_per_s=tokens / elapsed_s,
+        tokens_per_message=tokens / messages,
+        router_cores=cpu_s / elapsed_s,
+    )
+
+
+@asynccontextmanager
+async def process(*command: str) -> AsyncIterator[Ready]:
+    """Run a python module until the block is left; yields what its ready line says."""
+    environment = {**os.environ, PARENT_PID_ENV: str(os.getpid())}
+    started = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        *command,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env=environment,
+    )
+    try:
+        assert started.stdout is not None
+        ready = parse_ready((await started.stdout.readline()).decode())
+        if ready is None:
+            raise RuntimeError(f"{command[0]} did not start")
+        yield ready
+    finally:
+        started.kill()
+        await started.wait()
+
+
+async def run_floor(*, itl_ms: float, repeats: int, seconds: float) -> list[Window]:
+    """Let the client read the same messages straight from a bare gRPC server: what no router can do without."""
+    async with process("benchmarks.token_worker", "--itl-ms", str(itl_ms)) as worker:
+        return await _measure_streams(worker.address, worker.pid, repeats=repeats, seconds=seconds)
+
+
+async def _measure_streams(address: str, pid: int, *, repeats: int, seconds: float) -> list[Window]:
+    channel = client_channel(address)
+    streams = Streams(inference_pb2_grpc.InferenceServiceStub(channel))
+    await streams.start()
+    await asyncio.sleep(0.5)
+    windows = [await measure(pid, streams, seconds) for _ in range(repeats)]
+    await streams.stop()
+    await channel.close()
+    return windows
+
+
+async def run_case(*, arm: str, itl_ms: float, repeats: int, seconds: float) -> list[Window]:
+    """Run one arm of one case in fresh processes."""
+    config = {
+        "model": {"engine": "fake"},
+        "router": {"port": 0, "metrics_port": None, "decode_streams": arm, "max_queued": 1024},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "serving.yaml"
+        path.write_text(yaml.safe_dump(config), encoding="utf-8")
+        async with (
+            process("benchmarks.token_worker", "--itl-ms", str(itl_ms)) as worker,
+            process("router", "--config", str(path), "--die-with-parent") as router,
+        ):
+            channel = client_channel(router.address)
+            assert await until_ready(channel, timeout_s=10)
+            admin = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
+            endpoint = router_admin_pb2.WorkerEndpoint(
+                worker_id=WORKER_ID, role=worker_pb2.WORKER_ROLE_DECODE, address=worker.address
+            )
+            await admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=[endpoint]))
+            await channel.close()
+            return await _measure_streams(router.address, router.pid, repeats=repeats, seconds=seconds)
+
+
+def summary(windows: Sequence[Window]) -> str:
+    """Return one line."""
+    costs = [window.router_us_per_token for window in windows]
+    rate = statistics.median(window.tokens_per_s for window in windows)
+    merged = statistics.median(window.tokens_per_message for window in windows)
+    kernel = statistics.median(window.kernel_us_per_token for window in windows)
+    cores = statistics.median(window.router_cores for window in windows)
+    return (
+        f"{statistics.median(costs):6.1f} µs/token ({min(costs):.1f} to {max(costs):.1f}, kernel {kernel:.1f})"
+        f"  {rate:8.0f} tokens/s  {merged:5.1f} tokens/message  {cores:.2f} cores"
+    )
+
+
+async def run(args: argparse.Namespace) -> dict[str, list[Window]]:
+    """Run the cases that were asked for."""
+    results: dict[str, list[Window]] = {}
+    for case, itl_ms in (("paced", ITL_MS), ("full", 0.0)):
+        for arm in ("grpc alone", "per_request", "shared"):
+            name = f"{case}/{arm}"
+            if args.only and args.only not in name:
+                continue
+            if arm == "grpc alone":
+                windows = await run_floor(itl_ms=itl_ms, repeats=args.repeats, seconds=args.seconds)
+            else:
+                windows = await run_case(arm=arm, itl_ms=itl_ms, repeats=args.repeats, seconds=args.seconds)
+            results[name] = windows
+            print(f"{name:20}{summary(results[name])}", flush=True)
+    return results
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description="What a streamed token costs the router.")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--out", type=Path, help="JSON")
+    args = parser.parse_args()
+    results = uvloop.run(run(args))
+    if args.out is not None:
+        raw = {name: [asdict(window) for window in windows] for name, windows in results.items()}
+        args.out.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

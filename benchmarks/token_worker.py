@@ -1,0 +1,196 @@
+"""A decode worker that computes nothing: every call gets one token a step, at a given pace or as fast as it is read.
+
+`python -m benchmarks.token_worker --itl-ms 5` prints a ready line (common.process). What it costs is not the router's:
+it exists so that a router can be loaded without an engine on the same two cores.
+"""
+
+import argparse
+import asyncio
+import itertools
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import grpc
+import uvloop
+
+from common.block_hash import hash_probe, hash_root
+from common.ids import mint_epoch
+from common.process import Ready, die_with_parent, ready_line
+from common.rpc import start_server
+from kvrelay.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    sampling_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+
+WORKER_ID = "token-worker"
+FINGERPRINT = "tokens"
+BLOCK_SIZE = 16
+NUM_BLOCKS = 1 << 20
+TEXT = " token"
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class TokenWorker(
+    worker_pb2_grpc.WorkerServiceServicer,
+    decode_pb2_grpc.DecodeServiceServicer,
+    inference_pb2_grpc.InferenceServiceServicer,
+):
+    """Serves routers, and bare streams to clients: what gRPC alone costs who sends the tokens."""
+
+    def __init__(self, itl_s: float) -> None:
+        self._itl_s = itl_s
+        self._epoch = mint_epoch()
+        self._ticked = asyncio.Event()
+        self._ticker: asyncio.Task[None] | None = None
+
+    async def DescribeWorker(  # noqa: D102
+        self, request: worker_pb2.DescribeWorkerRequest, context: Context
+    ) -> worker_pb2.DescribeWorkerResponse:
+        return worker_pb2.DescribeWorkerResponse(
+            worker_id=WORKER_ID,
+            epoch=self._epoch,
+            role=worker_pb2.WORKER_ROLE_DECODE,
+            layout=worker_pb2.KvLayout(block_size=BLOCK_SIZE, fingerprint=FINGERPRINT),
+            num_blocks=NUM_BLOCKS,
+            max_model_len=1 << 20,
+            vocab_size=256,
+            model_name="tokens",
+            hash_probe=hash_probe(hash_root(model_fingerprint=FINGERPRINT), BLOCK_SIZE),
+        )
+
+    async def WatchWorker(  # type: ignore[override]  # noqa: D102
+        self, request: worker_pb2.WatchWorkerRequest, context: Context
+    ) -> None:
+        load = worker_pb2.LoadReport(num_free_blocks=NUM_BLOCKS, num_blocks=NUM_BLOCKS)
+        await context.write(worker_pb2.WatchWorkerResponse(epoch=self._epoch, load=load))
+        await asyncio.Event().wait()
+
+    async def GetWorkerStatus(  # noqa: D102
+        self, request: worker_pb2.GetWorkerStatusRequest, context: Context
+    ) -> worker_pb2.GetWorkerStatusResponse:
+        return worker_pb2.GetWorkerStatusResponse()
+
+    async def Decode(self, request: decode_pb2.DecodeRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
+        for message in _opening():
+            await context.write(message)
+        tokens = _tokens(request)
+        async for _ in self._steps():
+            token = next(tokens, None)
+            if token is None:
+                return
+            await context.write(decode_pb2.DecodeResponse(tokens=decode_pb2.TokenBatch(tokens=[token])))
+
+    async def DecodeMany(  # type: ignore[override]  # noqa: D102
+        self, request_iterator: AsyncIterator[decode_pb2.DecodeManyRequest], context: Context
+    ) -> None:
+        calls: dict[int, Iterator[sampling_pb2.SampleToken]] = {}
+        new: list[int] = []
+        writing = asyncio.create_task(self._write_steps(calls, new, context))
+        try:
+            async for request in request_iterator:
+                if request.HasField("open"):
+                    calls[request.call_id] = _tokens(request.open)
+                    new.append(request.call_id)
+                else:
+                    calls.pop(request.call_id, None)
+        finally:
+            writing.cancel()
+
+    async def _write_steps(
+        self, calls: dict[int, Iterator[sampling_pb2.SampleToken]], new: list[int], context: Context
+    ) -> None:
+        async for _ in self._steps():
+            message = decode_pb2.DecodeManyResponse()
+            for call_id in new:
+                message.updates.add(call_id=call_id, responses=_opening())
+            new.clear()
+            for call_id, tokens in list(calls.items()):
+                update = message.updates.add(call_id=call_id)
+                token = next(tokens, None)
+                if token is None:
+                    update.status_code = 0
+                    del calls[call_id]
+                else:
+                    update.responses.add().tokens.tokens.append(token)
+            if message.updates:
+                await context.write(message)
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
+        if self._ticker is None:
+            self._ticker = asyncio.create_task(self._tick())
+        for token in _tokens_up_to(request.sampling.max_tokens):
+            await self._ticked.wait()
+            message = inference_pb2.GenerateResponse()
+            message.tokens.tokens.append(token)
+            await context.write(message)
+
+    async def _tick(self) -> None:
+        """Wake all bare streams at once, as a step does."""
+        async for _ in self._steps():
+            ticked, self._ticked = self._ticked, asyncio.Event()
+            ticked.set()
+
+    async def _steps(self) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        next_s = loop.time()
+        while True:
+            yield
+            next_s += self._itl_s
+            await asyncio.sleep(max(next_s - loop.time(), 0.0))
+
+
+def _opening() -> list[decode_pb2.DecodeResponse]:
+    return [
+        decode_pb2.DecodeResponse(reserved=decode_pb2.Reserved()),
+        decode_pb2.DecodeResponse(prefill_started=decode_pb2.LocalPrefillStarted()),
+    ]
+
+
+def _tokens(request: decode_pb2.DecodeRequest) -> Iterator[sampling_pb2.SampleToken]:
+    return _tokens_up_to(request.sequence.sampling.max_tokens)
+
+
+def _tokens_up_to(max_tokens: int) -> Iterator[sampling_pb2.SampleToken]:
+    last = max_tokens - 1
+    for index in itertools.count():
+        reason = sampling_pb2.FINISH_REASON_LENGTH if index == last else sampling_pb2.FINISH_REASON_UNSPECIFIED
+        yield sampling_pb2.SampleToken(token_index=index, token_id=index % 250, text=TEXT, finish_reason=reason)
+        if index == last:
+            return
+
+
+async def _serve(itl_s: float) -> None:
+    worker: Any = TokenWorker(itl_s)  # Any: it has no other calls than those that are measured
+
+    def add(server: grpc.aio.Server) -> list[str]:
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(worker, server)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(worker, server)
+        return []
+
+    server = await start_server(add, host="127.0.0.1", port=0)
+    ready = Ready(address=f"127.0.0.1:{server.port}", metrics_port=0, pid=os.getpid())
+    sys.stdout.write(ready_line(ready) + "\n")
+    sys.stdout.flush()
+    await asyncio.Event().wait()
+
+
+def main() -> None:
+    """Serve until killed."""
+    parser = argparse.ArgumentParser(description="A decode worker that computes nothing.")
+    parser.add_argument("--itl-ms", type=float, default=5.0, help="time of a step; 0: as fast as the router reads")
+    args = parser.parse_args()
+    die_with_parent()
+    uvloop.run(_serve(args.itl_ms / 1000))
+
+
+if __name__ == "__main__":
+    main()
