@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -58,6 +59,9 @@ async def _serve(config: ServingConfig, model_dir: Path | None, host: str, port:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    # What was loaded stays, and need not be looked at again; what requests leave behind may wait a little.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
     router = await start_router(config, model_dir=model_dir, host=host, port=port)
     ready = Ready(address=router.address, metrics_port=router.metrics_port, pid=os.getpid())
     sys.stdout.write(ready_line(ready) + "\n")

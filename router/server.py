@@ -19,6 +19,7 @@ from router.codec import Codec
 from router.doorkeeper import make_doorkeeper
 from router.fake_codec import ByteCodec
 from router.fleet import Fleet
+from router.merge_window import MergeWindow
 from router.parts import build_router
 from router.service import InferenceService, RouterAdminService
 from router.validation import RequestReader
@@ -35,7 +36,8 @@ class RunningRouter:
     fleet: Fleet
     server: Server
     metrics_server: MetricsServer | None
-    lag_watch: "asyncio.Task[None]"
+    watches: "tuple[asyncio.Task[None], ...]"
+    """Of the event loop: how late and how busy it is."""
 
     @property
     def metrics_port(self) -> int:
@@ -46,9 +48,10 @@ class RunningRouter:
         """Report NOT_SERVING, let running requests end for `grace_s` seconds, cancel the rest, leave the workers."""
         await self.server.stop(grace_s)
         await self.fleet.aclose()
-        self.lag_watch.cancel()
-        with suppress(asyncio.CancelledError):
-            await self.lag_watch
+        for watch in self.watches:
+            watch.cancel()
+            with suppress(asyncio.CancelledError):
+                await watch
         if self.metrics_server is not None:
             await asyncio.to_thread(self.metrics_server.close)
 
@@ -72,6 +75,7 @@ async def serve_router(
     clock = SystemClock() if clock is None else clock
     parts = build_router(config, clock=clock, seed=secrets.randbits(64))
     metrics, fleet = parts.metrics, parts.fleet
+    merging = MergeWindow()
     reader = RequestReader(codec, default_max_tokens=config.default_max_tokens)
     default_terms = Terms(
         ttft_slo_s=serving.slo.ttft_s, ttft_tokens=serving.slo.ttft_tokens, itl_slo_s=serving.slo.itl_s
@@ -79,7 +83,8 @@ async def serve_router(
 
     def add_services(server: grpc.aio.Server) -> list[str]:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceService(parts, reader, doorkeeper=doorkeeper, default_terms=default_terms), server
+            InferenceService(parts, reader, doorkeeper=doorkeeper, default_terms=default_terms, merging=merging),
+            server,
         )
         router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(RouterAdminService(fleet), server)
         return [
@@ -102,7 +107,10 @@ async def serve_router(
         fleet=fleet,
         server=server,
         metrics_server=metrics_server,
-        lag_watch=asyncio.create_task(metrics.watch_event_loop(clock), name="event-loop lag"),
+        watches=(
+            asyncio.create_task(metrics.watch_event_loop(clock), name="event-loop lag"),
+            asyncio.create_task(merging.watch(), name="event-loop load"),
+        ),
     )
 
 

@@ -22,6 +22,7 @@ from router.explain import explain
 from router.facts import Endpoint
 from router.fleet import Fleet
 from router.member import Member, WorkerState
+from router.merge_window import MergeWindow
 from router.parts import RouterParts
 from router.placement.decisions import CAPACITY
 from router.record import Job
@@ -41,12 +42,20 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Serves clients."""
 
     def __init__(
-        self, parts: RouterParts, reader: RequestReader, *, doorkeeper: Doorkeeper, default_terms: Terms
+        self,
+        parts: RouterParts,
+        reader: RequestReader,
+        *,
+        doorkeeper: Doorkeeper,
+        default_terms: Terms,
+        merging: MergeWindow | None = None,
     ) -> None:
+        """`merging` is for who watches how busy the process is; without it every token goes out at once."""
         self._parts = parts
         self._doorkeeper = doorkeeper
         self._default_terms = default_terms
         self._reader = reader
+        self._merging = MergeWindow() if merging is None else merging
 
     # A coroutine that writes, not a generator: a generator that is cancelled while gRPC sends is closed only later.
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
@@ -63,6 +72,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 async with orchestrator.running(job, ticket, life, timeout_s=timeout_s) as outbox:
                     while (message := await outbox.get()) is not None:
                         await context.write(message)
+                        if message.HasField("tokens"):
+                            await self._merging.over()
                 if outbox.error is not None:
                     raise outbox.error
 
