@@ -53,6 +53,8 @@ class Pulled:
     kv_bytes: int
     transfer_s: float
     exposed_s: float
+    idle_s: float
+    """Waited for messages behind the first one with bytes."""
 
 
 @dataclass(slots=True)
@@ -64,6 +66,7 @@ class _Progress:
     filled: dict[int, int] = field(default_factory=dict)
     first_s: float | None = None
     last_s: float | None = None
+    idle_s: float = 0.0
 
 
 class KvPuller:
@@ -139,6 +142,8 @@ class KvPuller:
         async with AsyncExitStack() as mapped:
             while True:
                 message = await call.read()
+                if progress.last_s is not None:
+                    progress.idle_s += self._clock.monotonic() - progress.last_s
                 if not isinstance(message, pb.FetchBlocksResponse):
                     raise KvIncomplete(f"the transfer of {plan.wanted} ended without a manifest")
                 match message.WhichOneof("message"):
@@ -165,6 +170,7 @@ class KvPuller:
             kv_bytes=kv_bytes,
             transfer_s=(progress.last_s or 0.0) - (progress.first_s or 0.0),
             exposed_s=message.manifest.age_s,
+            idle_s=progress.idle_s,
         )
 
     def _tell(self, plan: PullPlan, pulled: Pulled, elapsed_s: float) -> None:
@@ -172,8 +178,8 @@ class KvPuller:
             return
         if isinstance(plan.wanted, WantedBlocks):
             self._on_pull(plan.peer, pulled.transport, pulled.kv_bytes, elapsed_s)
-        elif pulled.transfer_s <= pulled.exposed_s:  # the first block came after the end of the prefill
-            self._on_pull(plan.peer, pulled.transport, pulled.kv_bytes, pulled.exposed_s)
+        elif pulled.idle_s <= pulled.exposed_s:  # whatever was waited for came after the end of the prefill
+            self._on_pull(plan.peer, pulled.transport, pulled.kv_bytes, max(pulled.exposed_s, pulled.transfer_s))
 
     async def _to_end(self, work: Callable[..., None], *args: object) -> None:
         """Run `work` in the executor; a cancellation waits for it, since the pages may be freed right afterwards."""
