@@ -3,12 +3,18 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from common.parity import TextProbes
 from common.tokens import TokenArray
 from router.token_cache import Encoded
 
 
 class Codec(Protocol):
     """Turns text into token ids. Encoding runs off the event loop."""
+
+    @property
+    def probes(self) -> TextProbes:
+        """What it makes of the fixed texts: workers have to make the same of them."""
+        ...
 
     async def encode(self, text: str) -> TokenArray:
         """Return the ids of plain text."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from common.block_hash import hash_probe, hash_root
 from common.ids import BlockHash, Epoch, WorkerId
+from common.parity import NO_PROBES, TextProbes, find_text_mismatch
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import worker_pb2
 
@@ -38,6 +39,8 @@ class WorkerFacts:
     vocab_size: int
     max_model_len: int
     hash_probe: bytes
+    text_probes: TextProbes = NO_PROBES
+    """What its tokenizer and chat template make of fixed texts."""
     block_bytes: int = 0
     """KV bytes of one block."""
 
@@ -79,6 +82,7 @@ def facts_from_proto(described: worker_pb2.DescribeWorkerResponse) -> WorkerFact
         vocab_size=described.vocab_size,
         max_model_len=described.max_model_len,
         hash_probe=described.hash_probe,
+        text_probes=TextProbes(tokenizer=described.tokenizer_probe, template=described.template_probe),
         block_bytes=described.layout.block_bytes,
     )
 
@@ -89,8 +93,14 @@ def check_report(report: worker_pb2.LoadReport) -> None:
         raise ValueError(f"load.prefill_backlog_s is {report.prefill_backlog_s}")
 
 
-def find_mismatch(facts: WorkerFacts, *, endpoint: Endpoint, reference: WorkerFacts | None) -> str | None:
-    """Return why the worker cannot be used, or None. `reference` is any worker that is in use."""
+def find_mismatch(
+    facts: WorkerFacts, *, endpoint: Endpoint, reference: WorkerFacts | None, probes: TextProbes | None
+) -> str | None:
+    """Return why the worker cannot be used, or None.
+
+    `reference` is any worker that is in use, `probes` what the router makes of the fixed texts; None where no text is
+    served.
+    """
     if facts.worker_id != endpoint.worker_id:
         return f"{endpoint.address} is worker {facts.worker_id!r}, not {endpoint.worker_id!r}"
     if facts.role != endpoint.role:
@@ -98,7 +108,9 @@ def find_mismatch(facts: WorkerFacts, *, endpoint: Endpoint, reference: WorkerFa
     if min(facts.block_size, facts.num_blocks, facts.vocab_size, facts.max_model_len) < 1:
         return "block_size, num_blocks, vocab_size and max_model_len must be positive"
     if facts.hash_probe != hash_probe(hash_root(model_fingerprint=facts.fingerprint), facts.block_size):
-        return "hash_probe differs: worker and router hash blocks differently"
+        return "hash_probe differs: worker and router hash blocks differently; start both from one version of kvrelay"
+    if probes is not None and (why := find_text_mismatch(facts.text_probes, probes)) is not None:
+        return why
     if reference is None:
         return None
     for name in ("block_size", "block_bytes", "fingerprint", "vocab_size", "model_name"):

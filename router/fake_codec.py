@@ -2,14 +2,19 @@
 
 from collections.abc import Sequence
 
+from common.fake_template import LineTemplate
+from common.parity import byte_probes
 from common.tokens import TokenArray, as_tokens
 from router.token_cache import Encoded
 
 NUM_BYTES = 256
+_TEMPLATE = LineTemplate()
 
 
 class ByteCodec:
     """Token id = byte value of the UTF-8 text."""
+
+    probes = byte_probes(_TEMPLATE)
 
     async def encode(self, text: str) -> TokenArray:
         """Return the bytes of `text`."""
@@ -17,8 +22,7 @@ class ByteCodec:
 
     async def encode_chat(self, messages: Sequence[tuple[str, str]], *, scope: bytes | None = None) -> Encoded:
         """Return the bytes of one `role: content` line per message, and of the line that the answer continues."""
-        text = "".join([*(f"{role}: {content}\n" for role, content in messages), "assistant:"])
-        return Encoded(as_tokens(text.encode()))
+        return Encoded(as_tokens(_TEMPLATE.render(messages).encode()))
 
     def decode_pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
         """Return each byte as a character, where it is one; ids beyond bytes have no text."""

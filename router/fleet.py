@@ -13,6 +13,7 @@ from common.clock import Clock
 from common.errors import WorkerLost
 from common.ids import WorkerId
 from common.kv_events import KvEvents, decode_events
+from common.parity import TextProbes
 from common.rpc import Connect, client_channel
 from common.timing_wire import timing_from_proto
 from kvrelay.v1 import sequence_pb2, worker_pb2
@@ -40,10 +41,13 @@ class Fleet:
         clock: Clock,
         connect: Connect = client_channel,
         streams: Streams = Streams.SHARED,
+        probes: TextProbes | None = None,
     ) -> None:
+        """`probes`: what the router makes of the fixed texts; None where no text is served."""
         self._index = index
         self._connect = connect
         self._streams = streams
+        self._probes = probes
         self._clock = clock
         self._members: dict[WorkerId, Member] = {}
         self._links: dict[WorkerId, WorkerLink] = {}
@@ -153,7 +157,7 @@ class Fleet:
         """Accept or refuse a worker; a new epoch drops what was known and booked of the old one."""
         others = [m for m in self._members.values() if m is not member and m.is_accepted]
         reference = others[0].facts if others else None
-        why = find_mismatch(facts, endpoint=member.endpoint, reference=reference)
+        why = find_mismatch(facts, endpoint=member.endpoint, reference=reference, probes=self._probes)
         if why is not None:
             if why != member.why:
                 logger.error("worker refused: %s", why, extra={"worker_id": member.endpoint.worker_id})

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from common.clock import Clock
 from common.config import RouterConfig
+from common.parity import TextProbes
 from common.rpc import Connect, client_channel
 from router.admission.line import Admission
 from router.fleet import Fleet
@@ -48,14 +49,16 @@ def build_router(
     connect: Connect = client_channel,
     policy: Policy | None = None,
     seed: int = 0,
+    probes: TextProbes | None = None,
 ) -> RouterParts:
     """Return a router that knows no workers yet.
 
     Without a policy it has the one that the configuration names, whose random choices follow from the seed.
+    Workers have to make of text what `probes` says; None where no text is served.
     """
     index = PrefixIndex(max_blocks=(config.index_memory_mib << 20) // BYTES_PER_BLOCK)
     metrics = RouterMetrics()
-    fleet = Fleet(index=index, clock=clock, connect=connect, streams=Streams(config.decode_streams))
+    fleet = Fleet(index=index, clock=clock, connect=connect, streams=Streams(config.decode_streams), probes=probes)
     if policy is None:
         settings = PolicySettings(
             local_prefill_max_tokens=_local_limit(config),

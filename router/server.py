@@ -73,7 +73,7 @@ async def serve_router(
     """Start a router with a given codec and clock. Raises OSError when a port is taken, ConfigError for bad keys."""
     config, doorkeeper = serving.router, make_doorkeeper(serving)
     clock = SystemClock() if clock is None else clock
-    parts = build_router(config, clock=clock, seed=secrets.randbits(64))
+    parts = build_router(config, clock=clock, seed=secrets.randbits(64), probes=codec.probes)
     metrics, fleet = parts.metrics, parts.fleet
     merging = MergeWindow()
     reader = RequestReader(codec, default_max_tokens=config.default_max_tokens)

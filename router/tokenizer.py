@@ -5,24 +5,23 @@ releases it. So that one is used, on threads of its own, and the event loop goes
 """
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import jinja2
 import tokenizers
 
+from common.chat_template import ChatTemplate, check_unicode
 from common.errors import InvalidRequest
-from common.model_files import ModelNotFound
+from common.parity import TextProbes, text_probes
+from common.text_files import load_chat_template, load_tokenizer
 from common.tokens import TokenArray, as_tokens
-from router.chat_template import ChatTemplate, check_unicode
 from router.token_cache import MIN_CACHED_TOKENS, Cuts, Encoded, KnownPrefix, TokenCache
 
 _NUM_THREADS = 2
 DEFAULT_CACHE_MIB = 64
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _Result = TypeVar("_Result")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -51,17 +50,12 @@ class TextCodec:
     @classmethod
     def load(cls, model_dir: Path, *, cache_mib: int = DEFAULT_CACHE_MIB) -> "TextCodec":
         """Read a Hugging Face folder; blocks for a good 100 ms. Raises ModelNotFound when it cannot be used."""
-        path = model_dir / "tokenizer.json"
-        if not path.is_file():
-            raise ModelNotFound(f"{model_dir} holds no tokenizer.json: only fast tokenizers can be served")
-        config = _read_json(model_dir / "tokenizer_config.json")
-        named = _special_tokens({**_read_json(model_dir / "special_tokens_map.json"), **config})
-        source = _template_source(model_dir, config)
-        try:
-            template = ChatTemplate(source, special_tokens=named) if source is not None else None
-        except jinja2.TemplateSyntaxError as error:
-            raise ModelNotFound(f"the chat template in {model_dir} does not compile: {error}") from error
-        return cls(tokenizers.Tokenizer.from_file(str(path)), template, cache_mib=cache_mib)
+        return cls(load_tokenizer(model_dir), load_chat_template(model_dir), cache_mib=cache_mib)
+
+    @cached_property
+    def probes(self) -> TextProbes:
+        """What it makes of the fixed texts."""
+        return text_probes(self.tokenizer, self._chat_template)
 
     @property
     def vocab_size(self) -> int:
@@ -138,38 +132,3 @@ class TextCodec:
             # Some decoders strip the space before the first token: the second one shows it.
             self._pieces[token_id] = once if _REPLACEMENT in twice else twice[len(once) :]
         return self._pieces[token_id]
-
-
-def _template_source(model_dir: Path, config: dict[str, Any]) -> str | None:
-    """Return the chat template: the file of its own, else the one in the tokenizer's configuration."""
-    path = model_dir / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    configured = config.get("chat_template")
-    if isinstance(configured, list):
-        named = {each["name"]: each["template"] for each in configured}
-        if "default" not in named:
-            raise ModelNotFound(f"{model_dir}: of the chat templates {', '.join(named)} none is named default")
-        configured = named["default"]
-    if configured is not None and not isinstance(configured, str):
-        raise ModelNotFound(f"{model_dir}: chat_template in tokenizer_config.json is neither a string nor a list")
-    return configured
-
-
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return the named special tokens; each is a string, or an object whose `content` it is."""
-    found = {name: config[name] for name in _SPECIAL_TOKENS if config.get(name) is not None}
-    return {name: token if isinstance(token, str) else str(token["content"]) for name, token in found.items()}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return a file's JSON object; empty when there is no such file. Raises ModelNotFound when it is something else."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelNotFound(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelNotFound(f"{path} holds no JSON object")
-    return content

@@ -7,8 +7,11 @@ from pathlib import Path
 import tokenizers
 
 from common.config import PoolConfig, ServingConfig
+from common.fake_template import LineTemplate
 from common.fake_tokenizer import byte_tokenizer
 from common.model_files import resolve_model
+from common.parity import Template
+from common.text_files import load_chat_template, load_tokenizer
 from engine.executor import Executor
 from engine.fake import FakeExecutor, fake_shape
 from engine.memory import MemoryShare
@@ -41,7 +44,14 @@ def load_executor_for(config: ServingConfig, pool: PoolConfig) -> tuple[Executor
         )
         return fake, byte_tokenizer()
     model_dir = resolve_model(config.model.id, local_files_only=config.model.local_files_only)
-    return _load_torch(config, pool, model_dir), tokenizers.Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    return _load_torch(config, pool, model_dir), load_tokenizer(model_dir)
+
+
+def load_template_for(config: ServingConfig) -> Template | None:
+    """Return how the model's conversations are written, or None when it has no chat template. Raises ModelNotFound."""
+    if config.model.engine == "fake":
+        return LineTemplate()
+    return load_chat_template(resolve_model(config.model.id, local_files_only=config.model.local_files_only))
 
 
 def _load_torch(config: ServingConfig, pool: PoolConfig, model_dir: Path) -> Executor:

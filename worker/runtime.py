@@ -6,13 +6,16 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 
 import tokenizers
 
 from common.clock import Clock, SystemClock
 from common.config import PoolConfig, ServingConfig
 from common.errors import StaleEpoch
+from common.fake_template import LineTemplate
 from common.ids import Epoch, WorkerId, mint_epoch
+from common.parity import Template, TextProbes, text_probes
 from common.rpc import Connect, client_channel
 from common.wire_names import TRANSPORT_NUMBERS
 from engine.core import EngineCore
@@ -23,7 +26,7 @@ from kv_transfer.handoff import HandoffTable
 from kv_transfer.pull import KvPuller
 from kv_transfer.serve import KvTransferService, ServeSettings
 from kvrelay.v1 import worker_pb2
-from worker.factory import limits_for, load_executor_for
+from worker.factory import limits_for, load_executor_for, load_template_for
 from worker.kv_event_hub import KvEventHub
 from worker.peers import PeerChannels
 from worker.prefix_pull import PrefixPuller
@@ -73,6 +76,8 @@ class WorkerRuntime:
         self.epoch: Epoch = mint_epoch()
         self.executor = executor
         self.tokenizer = tokenizer
+        self.chat_template: Template | None = LineTemplate()
+        """How the model's conversations are written; the fake engine's until it is told."""
         self.clock = clock = outside.clock
         self.counters = Counters()
         self.bytes_sent: Counter[int] = Counter()
@@ -115,7 +120,8 @@ class WorkerRuntime:
         pool = pool_of(config, role)
         loop = asyncio.get_running_loop()
         executor, tokenizer = await loop.run_in_executor(None, load_executor_for, config, pool)
-        return cls(
+        chat_template = await loop.run_in_executor(None, load_template_for, config)
+        runtime = cls(
             config=config,
             role=role,
             worker_id=WorkerId(worker_id),
@@ -123,6 +129,13 @@ class WorkerRuntime:
             tokenizer=tokenizer,
             outside=REAL,
         )
+        runtime.chat_template = chat_template
+        return runtime
+
+    @cached_property
+    def probes(self) -> TextProbes:
+        """What this worker makes of the fixed texts."""
+        return text_probes(self.tokenizer, self.chat_template)
 
     @property
     def pool_config(self) -> PoolConfig:

@@ -56,6 +56,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             metrics_port=self.metrics_port,
             pid=os.getpid(),
             eos_token_ids=sorted(executor.eos_token_ids),
+            tokenizer_probe=runtime.probes.tokenizer,
+            template_probe=runtime.probes.template,
         )
 
     async def WatchWorker(  # type: ignore[override]  # noqa: D102

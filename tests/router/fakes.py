@@ -17,6 +17,7 @@ from common.config import RouterConfig, ServingConfig
 from common.errors import KvrelayError, Overloaded, StaleEpoch, from_rpc_error, to_status_bytes
 from common.ids import BlockHash, mint_epoch
 from common.kv_events import KvEvents, encode_events
+from common.parity import TextProbes
 from common.rpc import Server, client_channel, error_boundary, start_server
 from kvrelay.v1 import (
     decode_pb2,
@@ -72,6 +73,7 @@ class Shape:
     model_name: str = "fake"
     probe: bytes = b""
     """Empty: the right one."""
+    text: TextProbes = ByteCodec.probes
 
 
 class Gates:
@@ -241,6 +243,8 @@ class _Servicer(
             vocab_size=shape.vocab_size,
             model_name=shape.model_name,
             hash_probe=shape.probe or hash_probe(root, shape.block_size),
+            tokenizer_probe=shape.text.tokenizer,
+            template_probe=shape.text.template,
         )
 
     async def WatchWorker(self, request: worker_pb2.WatchWorkerRequest, context: Context) -> None:  # type: ignore[override]

@@ -1,12 +1,14 @@
 """Membership, parity, events and load, seen through a running router."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from common.block_hash import hash_blocks
 from common.ids import WorkerId
 from router.facts import Endpoint
+from router.fake_codec import ByteCodec
 from tests.router.fakes import (
     BLOCK_SIZE,
     DECODE,
@@ -37,6 +39,10 @@ async def predicted(cluster: TestCluster, num_prompt_tokens: int = 14) -> int:
         (Shape(model_name="x"), "model_name is 'x'"),
         (Shape(probe=b"0" * 16), "hash_probe differs"),
         (Shape(num_blocks=0), "must be positive"),
+        (Shape(text=replace(ByteCodec.probes, tokenizer=b"other")), "tokenizer_probe differs"),
+        (Shape(text=replace(ByteCodec.probes, tokenizer=b"")), "tokenizer_probe is missing"),
+        (Shape(text=replace(ByteCodec.probes, template=b"other")), "template_probe differs"),
+        (Shape(text=replace(ByteCodec.probes, template=b"")), "template_probe is missing"),
     ],
 )
 async def test_worker_that_does_not_fit_is_refused_and_says_why(shape: Shape, why: str) -> None:

@@ -1,4 +1,4 @@
-"""router.tokenizer and router.chat_template against transformers, and against hostile conversations."""
+"""router.tokenizer and common.chat_template against transformers, and against hostile conversations."""
 
 import asyncio
 import functools
@@ -13,10 +13,10 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, processors, trainers
 
+from common.chat_template import ChatTemplate
 from common.errors import InvalidRequest
 from common.model_files import ModelNotFound, default_model_dir
 from common.tokens import as_tokens
-from router.chat_template import ChatTemplate
 from router.tokenizer import TextCodec
 
 TEXTS = [

@@ -45,15 +45,18 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[tuple[str, str]]) -> str:
+    def render(self, messages: Sequence[tuple[str, str]], *, now: datetime | None = None) -> str:
         """Return the prompt for (role, content) messages, up to where the assistant's answer begins.
 
-        Raises InvalidRequest that names the message and its field, or tells what the template objects to.
+        Templates may write the date: today's, or that of `now`. Raises InvalidRequest that names the message and its
+        field, or tells what the template objects to.
         """
         _check(messages)
+        moment: dict[str, Any] = {} if now is None else {"strftime_now": now.strftime}
         try:
             return self._template.render(
                 **self._special_tokens,
+                **moment,
                 messages=[{"role": role, "content": content} for role, content in messages],
                 tools=None,
                 documents=None,
