@@ -17,11 +17,9 @@ from typing import Any
 from common.block_hash import hash_blocks
 from common.config import PoolConfig, PoolsConfig, ServingConfig, TransferConfig
 from common.errors import KvrelayError, Overloaded, Refused
-from common.ids import RequestId, WorkerId, mint_request_id, seeded_ids
+from common.ids import RequestId, mint_request_id, seeded_ids
 from common.lifecycle import LifeCycle
 from common.sampling import SamplingParams
-from engine.block_pool import BlockPool
-from engine.events import Load
 from kvrelay.v1 import inference_pb2, worker_pb2
 from router.admission.account import Service
 from router.admission.terms import Terms
@@ -123,16 +121,6 @@ class SimCluster:
         self.routers = [self._router(number) for number in range(shape.num_routers)]
         self._begin_s = 0.0
         self._num_ended = 0
-
-    # What an oracle may look at: `records.Truth`.
-
-    def pool(self, worker_id: WorkerId) -> BlockPool:
-        """Return a worker's pages."""
-        return self.workers[worker_id].engine.core.pool
-
-    def load(self, worker_id: WorkerId) -> Load:
-        """Return a worker's load."""
-        return self.workers[worker_id].engine.load()
 
     # A run.
 
@@ -248,12 +236,10 @@ class SimCluster:
         return SimWorker(endpoint, self._surroundings, executor, pace)
 
     def _router(self, number: int) -> RouterParts:
-        make_policy = self.settings.make_policy
         router = build_router(
             self.settings.router,
             clock=VirtualClock(self._loop),
             connect=self.network.connect_from(f"router-{number}:1"),
-            policy=None if make_policy is None else make_policy(self),
         )
         router.chooser.choose = _timed(router.chooser.choose, self.choice_s)  # type: ignore[method-assign, assignment]
         return router

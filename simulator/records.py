@@ -2,16 +2,11 @@
 
 import re
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from common.config import RouterConfig
-from common.ids import WorkerId
 from common.timing import TimingModel
-from engine.block_pool import BlockPool
-from engine.events import Load
-from router.placement.policies.interface import Policy
 from router.tenants import Tenant
 from simulator.timing import StepTimes
 
@@ -60,18 +55,6 @@ class NetworkShape:
     """Of each worker's link, each way; transfers that share a link queue there."""
 
 
-class Truth(Protocol):
-    """The workers as they are at this moment, which no router can know: for an oracle to compare with."""
-
-    def pool(self, worker_id: WorkerId) -> BlockPool:
-        """Return a worker's pages."""
-        ...
-
-    def load(self, worker_id: WorkerId) -> Load:
-        """Return a worker's load."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimSettings:
     """Everything else that a run depends on. Same shape, settings and arrivals: same results, byte for byte."""
@@ -87,8 +70,6 @@ class SimSettings:
     network: NetworkShape = field(default_factory=NetworkShape)
     router: RouterConfig = field(default_factory=RouterConfig)
     """Names the policy."""
-    make_policy: Callable[[Truth], Policy] | None = None
-    """Makes each router's policy in place of the one that `router` names."""
     report_interval_s: float = 0.1
     """Workers tell routers of load and KV events at most so often."""
     event_lag_s: float = 0.0

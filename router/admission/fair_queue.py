@@ -12,7 +12,7 @@ gives way to short ones, but only to those that come within `work_s / AGEING` se
 that the order of two that wait never changes, and a heap holds it.
 
 Who cannot be in time any more stands behind all who can: under overload, serving everybody late serves nobody. They go
-in order of arrival when nobody else waits, until their patience, or the server's, ends.
+in order of arrival when nobody else waits, and every LATE_TURN-th time even when others do, so that nobody starves.
 
 Every operation costs O(log n + tenants), however many wait.
 """
@@ -25,6 +25,8 @@ from typing import Generic, TypeVar
 
 AGEING = 0.3
 """Seconds of prefill that a second of waiting outweighs."""
+LATE_TURN = 64
+"""Of so many plans of a tenant, one is for somebody who is late already."""
 PROMPT_TOKEN_COST = 1.0
 OUTPUT_TOKEN_COST = 2.0
 FIRST = ""
@@ -67,6 +69,7 @@ class _Line(Generic[T]):
     """Those that cannot be in time any more."""
     num_added: int = 0
     num_waiting: int = 0
+    num_granted: int = 0
     counter: float = 0.0
     is_held: bool = False
 
@@ -95,6 +98,11 @@ class _Line(Generic[T]):
         return place
 
     def _next(self, now_s: float) -> Place[T]:
+        if self.num_granted % LATE_TURN == LATE_TURN - 1:
+            while self.late:
+                _rank, _order, place = heapq.heappop(self.late)
+                if place.is_waiting:
+                    return place
         while self.heap:
             _rank, order, place = heapq.heappop(self.heap)
             if not place.is_waiting:
@@ -160,6 +168,10 @@ class FairQueue(Generic[T]):
         place = line.take(now_s)
         self._note_left(line)
         return place
+
+    def grant(self, place: Place[T]) -> None:
+        """Who was taken out last has got what it waited for."""
+        place.line.num_granted += 1
 
     def restore(self, place: Place[T]) -> None:
         """Put somebody who was taken out back, at the same place. No more than a look: the counters stay."""

@@ -218,6 +218,7 @@ class Admission:
             outcome = self._ask(seeker)
             if isinstance(outcome, Booking):
                 self._grant(seeker, outcome)
+                self._queue.grant(place)
                 self._opens_s = self._chooser.opens_at_s()
                 for other in passed:
                     # Who waits for a busy worker is not kept waiting by those who go elsewhere.

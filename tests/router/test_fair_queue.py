@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from router.admission.fair_queue import AGEING, FairQueue, Place, rank
+from router.admission.fair_queue import AGEING, LATE_TURN, FairQueue, Place, rank
 
 TENANTS = {"a": 1.0, "b": 1.0, "heavy": 3.0}
 
@@ -289,3 +289,18 @@ def test_restore_keeps_a_late_one_behind_those_in_time() -> None:
     queue.push("in time", tenant="a", rank=rank(priority=0, work_s=1.0, due_s=9.0, number=1), due_s=9.0)
     order = [place.item for _ in range(2) if (place := queue.pop(now_s=5.0)) is not None]
     assert order == ["in time", "late"]
+
+
+def test_late_one_goes_after_so_many_plans_for_others() -> None:
+    queue = make_queue(a=1)
+    late = queue.push(-1, tenant="a", rank=rank(priority=0, work_s=0.0, due_s=1.0, number=0), due_s=1.0)
+    for number in range(1, 2 * LATE_TURN):
+        key = rank(priority=0, work_s=0.0, due_s=90.0 + number, number=number)
+        queue.push(number, tenant="a", rank=key, due_s=90.0 + number)
+    served: list[int] = []
+    while late.item not in served:
+        place = queue.pop(now_s=5.0)
+        assert place is not None
+        queue.grant(place)
+        served.append(place.item)
+    assert len(served) == LATE_TURN

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from common.errors import Refused
-from common.ids import RequestId, WorkerId
 from common.timing import LinkModel
 from router.placement.plans import FleetView, Plan, PlanKind, WorkerLoad
 from tests.router.fleets import TIMING, choose, fleet, policy, request, worker
@@ -361,35 +360,6 @@ def test_mooncake_refuses_a_missed_objective_only_if_told_to(ttft_slo_s: float, 
 
 
 # oracle
-
-
-class FakeTruth:
-    """Says that p0 is idle and holds nothing, p1 busy, and the answer long."""
-
-    def __init__(self, **loads: WorkerLoad) -> None:
-        self._loads = loads
-
-    def cached_blocks(self, request_id: RequestId) -> Mapping[WorkerId, int]:
-        return {WorkerId("p0"): 9}
-
-    def load(self, worker_id: WorkerId) -> WorkerLoad:
-        return self._loads[worker_id]
-
-    def num_output_tokens(self, request_id: RequestId) -> int:
-        return 100
-
-
-def test_oracle_believes_the_truth_over_the_view() -> None:
-    truth = FakeTruth(p0=worker("p0"), p1=worker("p1", prefill_free_at_s=5.0), d0=worker("d0", num_decodes=4))
-    view = fleet(worker("p0", prefill_free_at_s=5.0), worker("p1"), worker("d0"))
-    plan = choose(policy("oracle", truth=truth), request(cached={"p1": 9}), view)
-    assert (plan.prefill, plan.predicted_cached_tokens) == ("p0", 144)
-    assert plan.predicted_ttft_s == pytest.approx(0.016)
-
-
-def test_oracle_refuses_when_the_truth_leaves_no_room() -> None:
-    truth = FakeTruth(d0=worker("d0", free=10))
-    assert isinstance(policy("oracle", truth=truth).choose(request(), fleet(worker("d0"))), Refused)
 
 
 def test_oracle_prefers_an_idle_decode_worker_without_any_queue() -> None:

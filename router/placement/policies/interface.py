@@ -1,13 +1,11 @@
 """What a routing policy is, and what it may be told."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import Refused
-from common.ids import RequestId, WorkerId
-from router.placement.plans import FleetView, Plan, RouteRequest, WorkerLoad
+from router.placement.plans import FleetView, Plan, RouteRequest
 
 RETRY_AFTER_S = 1.0
 """When to ask again after a refusal, for want of anything better."""
@@ -18,22 +16,6 @@ class Policy(Protocol):
 
     def choose(self, request: RouteRequest, fleet: FleetView) -> Plan | Refused:
         """Return a plan whose workers are in the view, or why there is none now. Does not book."""
-        ...
-
-
-class Truth(Protocol):
-    """What only a simulator can tell: the state of the workers now, not as last reported."""
-
-    def cached_blocks(self, request_id: RequestId) -> Mapping[WorkerId, int]:
-        """Return how many leading blocks of the request each worker holds."""
-        ...
-
-    def load(self, worker_id: WorkerId) -> WorkerLoad:
-        """Return a worker's load."""
-        ...
-
-    def num_output_tokens(self, request_id: RequestId) -> int:
-        """Return how long the answer will be."""
         ...
 
 
@@ -49,5 +31,3 @@ class PolicySettings:
     """Of a policy's random choices."""
     refuses_over_slo: bool = False
     """Mooncake alone: refuse what is predicted to miss its objectives."""
-    truth: Truth | None = None
-    """The oracle alone; without it the oracle believes the view."""

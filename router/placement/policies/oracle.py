@@ -1,7 +1,7 @@
 """`oracle`: the least predicted time to first token whose decoding meets its objective, with perfect information.
 
-Reads the loads and caches of the workers as they are at this moment, and how long the answer will be, from a `Truth`
-that only a simulator has; without one it believes the view. Considers every local plan, and every prefill worker with
+It believes its view of the fleet, and the simulator makes the view perfect for it: reports without delay, exact timing
+models, the true length of the answer. Considers every local plan, and every prefill worker with
 and without a pull from the best holder, with the decode worker of the least inter-token latency. A local prompt delays
 the sequences that decode beside it once; this counts, spread over an answer of the request's length, as latency.
 
@@ -9,7 +9,6 @@ It looks at one request at a time: an upper bound on what knowing more can gain,
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from common.errors import Refused
 from router.placement.plans import FleetView, Plan, PlanKind, Pull, RouteRequest, WorkerLoad
@@ -21,19 +20,13 @@ from router.placement.policies.forecast import (
     forecast_prompt,
     make_forecast_plan,
 )
-from router.placement.policies.interface import Truth
 
 
 class Oracle:
     """Perfect information, one request at a time."""
 
-    def __init__(self, truth: Truth | None) -> None:
-        self._truth = truth
-
     def choose(self, request: RouteRequest, fleet: FleetView) -> Plan | Refused:
         """Choose among all plans."""
-        if self._truth is not None:
-            request, fleet = _look_up(request, fleet, self._truth)
         eligible = find_eligible(request, fleet)
         if isinstance(eligible, Refused):
             return eligible
@@ -41,21 +34,6 @@ class Oracle:
         if not eligible.must_be_local and not eligible.prefill:
             return refuse_without_prefill()
         return make_forecast_plan(min(options, key=lambda option: _key(request, option)), options)
-
-
-def _look_up(request: RouteRequest, fleet: FleetView, truth: Truth) -> tuple[RouteRequest, FleetView]:
-    request = replace(
-        request,
-        cached_blocks=truth.cached_blocks(request.request_id),
-        count_present=None,
-        num_output_tokens=truth.num_output_tokens(request.request_id),
-    )
-    fleet = replace(
-        fleet,
-        prefill=tuple(truth.load(worker.worker_id) for worker in fleet.prefill),
-        decode=tuple(truth.load(worker.worker_id) for worker in fleet.decode),
-    )
-    return request, fleet
 
 
 def _key(request: RouteRequest, option: PlanForecast) -> tuple[bool, float, float]:

@@ -117,8 +117,9 @@ class Predictive:
         sources: Sequence[tuple[int, WorkerId]],
         eligible: Eligible,
     ) -> Iterator[Option]:
-        reserve = 0.0 if eligible.must_be_local else RESERVE_PRICE
         at_most = math.inf if eligible.must_be_local else self._settings.local_prefill_max_tokens
+        is_reserved = at_most == math.inf and not eligible.must_be_local
+        reserve = RESERVE_PRICE if is_reserved else 0.0  # prompts below a limit that was set are welcome
         prices = {
             decode.worker_id: PREFILL_WORK_PRICE + reserve + DELAY_PRICE * decode.num_decodes
             for decode in eligible.decode

@@ -100,7 +100,7 @@ def _aibrix(settings: PolicySettings) -> Policy:
 
 
 def _oracle(settings: PolicySettings) -> Policy:
-    return Oracle(settings.truth)
+    return Oracle()
 
 
 POLICIES: Mapping[str, Factory] = MappingProxyType(
