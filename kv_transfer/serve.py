@@ -17,7 +17,7 @@ import grpc
 import xxhash
 
 from common.block_hash import HASH_BYTES, BlockHashes
-from common.errors import DeadlineExceeded, HandoffGone, InvalidRequest, LayoutMismatch, Overloaded, StaleEpoch
+from common.errors import HandoffGone, InvalidRequest, LayoutMismatch, Overloaded, StaleEpoch
 from common.ids import BlockId, Epoch, HandoffId
 from common.rpc import error_boundary
 from engine.core import EngineCore
@@ -244,7 +244,7 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         try:
             return await asyncio.wait_for(_next(request_iterator), self._settings.lease_ttl_s)
         except TimeoutError:
-            raise DeadlineExceeded("the puller did not say what it wants") from None
+            raise HandoffGone("the puller did not say what it wants") from None
 
     async def _await_ack(self, request_iterator: AsyncIterator[pb.FetchBlocksRequest]) -> None:
         try:

@@ -371,9 +371,9 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
 
     def _ended(self, task: "asyncio.Task[Status]") -> None:
         self.is_over = True
-        if self._is_abandoned:
+        if self._call.is_over:
             self._network.forget(self._call)
-        else:
+        if not self._is_abandoned:
             status = _HANDLER_CANCELLED if task.cancelled() else task.result()
             self._network.send(self._call, status, is_request=False, deliver=self._call.deliver)
         for callback in self._callbacks:

@@ -10,9 +10,7 @@ function of shape, settings and arrivals.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from common.block_hash import hash_blocks
 from common.config import PoolConfig, PoolsConfig, ServingConfig, TransferConfig
@@ -31,6 +29,7 @@ from router.placement.search import Search
 from router.record import Job
 from router.tenants import ANYBODY
 from simulator.executor import Answer, SimExecutor, sim_shape
+from simulator.guard import ending_on_faults
 from simulator.loop import VirtualClock, VirtualLoop
 from simulator.network import SimNetwork
 from simulator.records import Arrival, ClusterShape, RequestResult, SimRun, SimSettings, WorkerResult
@@ -65,34 +64,12 @@ async def _serve_all(
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
     cluster = SimCluster(loop, shape, settings)
-    with _ending_on_faults(loop) as fault:
+    with ending_on_faults(loop):
         await cluster.start()
         results = await cluster.serve_all(arrivals, progress)
         finished = cluster.finished(results)
         await cluster.aclose()
-    if fault:
-        raise fault[0]
     return finished
-
-
-@contextmanager
-def _ending_on_faults(loop: VirtualLoop) -> Iterator[list[BaseException]]:
-    """Cancel the running task when a callback, such as an engine's step, raises: asyncio would only log it."""
-    fault: list[BaseException] = []
-    task = asyncio.current_task()
-    assert task is not None
-
-    def take(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        fault.append(context.get("exception") or RuntimeError(context["message"]))
-        task.cancel()
-
-    loop.set_exception_handler(take)
-    try:
-        yield fault
-    except asyncio.CancelledError:
-        if not fault:
-            raise
-        raise fault[0] from None
 
 
 class SimCluster:

@@ -1,8 +1,8 @@
 """Steps a real engine core in virtual time, in place of the engine thread.
 
-Commands run between two steps, as there; a step takes the time that `StepTimes` says, then its results are taken. While
-a batch only decodes its steps are not taken one by one (`simulator/leap.py`), and tokens go out in runs
-(`simulator/bundle.py`): neither changes what happens, or when.
+Commands run between two steps, as there; a step takes the time that `StepTimes` says, then its results are taken. With
+a `SimExecutor`, which knows the tokens beforehand, steps of a batch that only decodes are not taken one by one
+(`simulator/leap.py`), and tokens go out in runs (`simulator/bundle.py`): neither changes what happens, or when.
 """
 
 import asyncio
@@ -237,5 +237,5 @@ class SimEngine:
                 for output in event.tokens:
                     if output.sample_index == 0:
                         self._log.note(group.request.request_id, output.token_index, now_s)
-            for due in self._kept.take(group, event):
+            for due in [event] if self._leap is None else self._kept.take(group, event):
                 group.sink(due)

@@ -46,6 +46,8 @@ class SeededFaults:
         self._random = random.Random(seed)
         self._now_s = now_s
         self._silent_until_s: dict[str, float] = {}
+        self.is_quiet = False
+        """Nothing happens now."""
         self.num_lost = 0
         self.num_repeated = 0
         self.num_late = 0
@@ -54,6 +56,8 @@ class SeededFaults:
     def fate(self, source: str, target: str) -> tuple[Fate, float]:
         """See `FaultInjector`."""
         rates, draw, now_s = self._rates, self._random.random, self._now_s()
+        if self.is_quiet:
+            return Fate.ARRIVE, 0.0
         late_s = 0.0
         if draw() < rates.stall:
             self.num_stalls += 1

@@ -104,7 +104,8 @@ class SimNetwork:
                 self.loop.call_later(KEEPALIVE_S, call.break_off, call.terms.target)
                 return
             delay_s += late_s
-        self.loop.call_later(delay_s, self._accept, call, request)
+        arrives_s = call.in_order(self.loop.time() + delay_s, is_request=True)
+        self.loop.call_at(arrives_s, self._accept, call, request)
 
     def _accept(self, call: ClientCall, request: object) -> None:
         if call.is_over:

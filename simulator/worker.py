@@ -1,5 +1,6 @@
 """One simulated worker process: the real runtime and services on a simulated engine and network."""
 
+import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -28,6 +29,8 @@ from worker.service import WorkerService
 from worker.timing import WorkerTiming
 
 _PORT = 1
+_NO_TIME_S = 1e-9
+"""In which everything happens that is ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +110,9 @@ class SimWorker:
         self._surroundings.network.listen(self.endpoint.address, server)
 
     async def crash(self) -> None:
-        """Die without a word."""
+        """Die without a word. Tokens that were only kept back have left before."""
         self.engine.stop()
+        await asyncio.sleep(_NO_TIME_S)
         self._surroundings.network.crash(self.endpoint.address)
         await self.runtime.aclose()
 
