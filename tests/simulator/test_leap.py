@@ -198,6 +198,8 @@ class Bench:
             sorted(self.stored) == sorted(pool.snapshot().stored),
         )
         outcome.num_steps, outcome.busy_s = self.engine.num_steps, self.engine.busy_s
+        for name in self.cancelled:
+            outcome.tokens.pop(name, None)
         if not self.cancelled:
             outcome.num_gaps = sum(count for _bound, count in self.log.gaps())
         return outcome
