@@ -6,7 +6,7 @@ state, load and prefix entries current. A removed member takes no new requests; 
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from common.clock import Clock
@@ -70,6 +70,11 @@ class Fleet:
     def members(self) -> tuple[Member, ...]:
         """The membership, prefill workers first."""
         return tuple(sorted(self._members.values(), key=lambda m: (m.endpoint.role, m.endpoint.worker_id)))
+
+    @property
+    def members_by_id(self) -> Mapping[WorkerId, Member]:
+        """The membership, in no order."""
+        return self._members
 
     @property
     def num_bookings(self) -> int:
@@ -181,6 +186,8 @@ class Fleet:
             self._index.drop(worker_id)
         if events:
             self._index.apply(worker_id, events)
+        if events.stored:
+            member.stored_s = self._clock.monotonic()
         member.take_report(update.load, update.accepted_request_ids, now_s=self._clock.monotonic())
         if timing is not None:
             self._timing.take(member, timing, self._members.values())

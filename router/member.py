@@ -83,6 +83,8 @@ class Member:
     report: worker_pb2.LoadReport = field(default_factory=worker_pb2.LoadReport)
     reported_s: float = 0.0
     """When the report came."""
+    stored_s: float = 0.0
+    """When it last told of blocks that it has stored."""
     timing: TimingModel = GUESSED_TIMING
     """What is believed of its speed."""
     told_timing: TimingModel | None = None

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from common.clock import Clock
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import worker_pb2
+from router.alarms import AlarmKind, Alarms
 from router.placement.decisions import Decision
 from router.record import RequestRecord
 from router.weighted_histogram import WeightedHistogram
@@ -60,6 +62,12 @@ class RouterMetrics:
     def watch(self, name: str, text: str, read: Callable[[], int]) -> None:
         """Export a gauge that is read at each scrape, on the scraper's thread."""
         Gauge(name, text, registry=self.registry).set_function(read)
+
+    def watch_alarms(self, alarms: Alarms) -> None:
+        """Export each alarm as a gauge, 1 while it stands."""
+        gauge = Gauge("kvrelay_routing_alarm", "1: this alarm stands", ["kind"], registry=self.registry)
+        for kind in AlarmKind:
+            gauge.labels(kind.value).set_function(partial(alarms.is_raised, kind))
 
     def observe(self, record: RequestRecord) -> None:
         """Take the durations of a completed request."""

@@ -8,6 +8,7 @@ from common.config import RouterConfig
 from common.parity import TextProbes
 from common.rpc import Connect, client_channel
 from router.admission.line import Admission
+from router.alarms import Alarms
 from router.fleet import Fleet
 from router.index import BYTES_PER_BLOCK, PrefixIndex
 from router.metrics import RouterMetrics
@@ -29,6 +30,7 @@ class RouterParts:
     admission: Admission
     orchestrator: Orchestrator
     metrics: RouterMetrics
+    alarms: Alarms
     clock: Clock
     config: RouterConfig
 
@@ -77,7 +79,14 @@ def build_router(
     orchestrator = Orchestrator(
         fleet=fleet, admission=admission, chooser=chooser, metrics=metrics, clock=clock, config=config
     )
+    alarms = Alarms(
+        members=lambda: fleet.members_by_id,
+        block_size=lambda: 0 if fleet.model is None else fleet.model.block_size,
+        clock=clock,
+    )
     chooser.decisions.subscribe(metrics.compare_outcome)
+    chooser.decisions.subscribe(alarms.note)
+    metrics.watch_alarms(alarms)
     metrics.watch("kvrelay_requests_queued", "Requests that wait for a plan", lambda: admission.num_queued)
     metrics.watch("kvrelay_requests_active", "Requests with a plan", lambda: admission.num_active)
     metrics.watch("kvrelay_bookings", "Bookings held on workers", lambda: fleet.num_bookings)
@@ -93,6 +102,7 @@ def build_router(
         admission=admission,
         orchestrator=orchestrator,
         metrics=metrics,
+        alarms=alarms,
         clock=clock,
         config=config,
     )

@@ -37,7 +37,7 @@ class RunningRouter:
     server: Server
     metrics_server: MetricsServer | None
     watches: "tuple[asyncio.Task[None], ...]"
-    """Of the event loop: how late and how busy it is."""
+    """Of the event loop: how late and how busy it is; and of the routing: whether it works."""
 
     @property
     def metrics_port(self) -> int:
@@ -110,6 +110,7 @@ async def serve_router(
         watches=(
             asyncio.create_task(metrics.watch_event_loop(clock), name="event-loop lag"),
             asyncio.create_task(merging.watch(), name="event-loop load"),
+            asyncio.create_task(parts.alarms.watch(), name="alarms"),
         ),
     )
 

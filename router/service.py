@@ -158,6 +158,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             num_failed=totals.num_failed,
             num_replans=totals.num_replans,
             num_refused=self._parts.admission.num_refused,
+            alarms=self._parts.alarms.texts,
         )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
+from rich.text import Text
 
 from kvrelay.cli.split_table import SplitTable
 from kvrelay.client import ClusterStatus, Generation, PlanChosen, WorkerView
@@ -114,10 +115,11 @@ def status_view(status: ClusterStatus, *, address: str) -> RenderableType:
         f" {router.num_replans} replans\n"
         f"held: {router.num_bookings} bookings, {router.num_request_tasks} tasks"
     )
+    alarms = [Text(f"ALARM {text}", style="bold red") for text in router.alarms]
     counts = ("run", "wait", "pages used", "cached", "total", "leases", "reserved", "tasks", "preempted")
     headers = ("worker", "state", *counts, "prefix hits", "KV in", "KV out", "up", "pid")
     rows = ([worker.worker_id, worker.state, *_worker_cells(worker)] for worker in status.workers)
-    return Group(lines, "", SplitTable(headers, rows, num_left=2))
+    return Group(lines, *alarms, "", SplitTable(headers, rows, num_left=2))
 
 
 def _worker_cells(worker: WorkerView) -> list[str]:

@@ -106,6 +106,7 @@ class Chooser:
 
     def _book(self, search: Search, request: RouteRequest, plan: Plan) -> Booking:
         booking = self._fleet.book(plan, request)
+        booking.decision.num_hashed_blocks = len(search.sought.hashes)
         for worker_id in (plan.decode, plan.prefill):
             if worker_id is not None:
                 search.version_when_booked[worker_id] = self._fleet.load_version(worker_id)

@@ -34,6 +34,8 @@ class Decision:
     tenant: str = ""
     """Whose request it is: nobody else may see it."""
     attempt: int = 0
+    num_hashed_blocks: int = 0
+    """Full blocks that caches may hold; 0 for a request that no cache serves."""
     num_cached_tokens: int | None = None
     """Found in the cache, pulled ones included."""
     ttft_s: float | None = None

@@ -12,6 +12,7 @@ def test_status_shows_router_and_workers(run: Run, address: str) -> None:
     assert result.exit_code == 0
     assert f"router {address} · policy predictive" in result.stdout
     assert "2 active · 11 completed" in result.stdout
+    assert "ALARM no_updates: p0 is silent" in result.stdout
     prefill = next(line for line in result.stdout.splitlines() if line.startswith(" prefill-0"))
     cells = [cell.strip() for cell in prefill.split("│")]
     assert cells == [
@@ -25,6 +26,7 @@ def test_status_shows_router_and_workers(run: Run, address: str) -> None:
 def test_status_as_json_has_every_field(run: Run, address: str) -> None:
     status = json.loads(run("status", "-a", address, "--json").stdout)
     assert status["router"]["num_completed"] == 11
+    assert status["router"]["alarms"] == ["no_updates: p0 is silent"]
     assert status["workers"][0]["status"]["load"]["num_free_blocks"] == 60
     assert status["workers"][1]["status"] is None
 

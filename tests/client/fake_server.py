@@ -225,7 +225,9 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.GetClusterStatusResponse:
         self._maybe_abort(context)
         return inference_pb2.GetClusterStatusResponse(
-            router=inference_pb2.RouterStatus(policy="predictive", num_active=2, num_completed=11, num_failed=1),
+            router=inference_pb2.RouterStatus(
+                policy="predictive", num_active=2, num_completed=11, num_failed=1, alarms=["no_updates: p0 is silent"]
+            ),
             workers=[
                 worker_view("prefill-0", worker_pb2.WORKER_ROLE_PREFILL),
                 worker_view("decode-0", worker_pb2.WORKER_ROLE_DECODE, state="lost"),

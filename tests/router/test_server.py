@@ -12,6 +12,7 @@ from common.config import parse_config
 from common.process import parse_ready
 from common.rpc import client_channel
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
+from router.alarms import AlarmKind
 from router.codec import Codec
 from router.fake_codec import ByteCodec
 from router.server import start_router
@@ -94,6 +95,7 @@ async def test_metrics_tell_outcomes_latencies_and_cache_predictions() -> None:
     assert samples["kvrelay_actual_cached_tokens_total"] == 4
     assert samples["kvrelay_requests_queued"] == samples["kvrelay_requests_active"] == 0
     assert samples["kvrelay_workers_ready"] == 2
+    assert [samples[f'kvrelay_routing_alarm{{kind="{kind.value}"}}'] for kind in AlarmKind] == [0, 0, 0]
 
 
 async def test_byte_codec_is_a_codec_and_takes_any_text() -> None:

@@ -1,0 +1,228 @@
+"""When routing by prefixes is said not to work, of whom, and when it is said to work again."""
+
+import logging
+
+import pytest
+
+from common.clock import ManualClock
+from common.ids import RequestId, WorkerId
+from kvrelay.v1 import worker_pb2
+from router.alarms import (
+    CLEAR_ABOVE,
+    MIN_DECISIONS,
+    MIN_UNHEARD,
+    RAISE_BELOW,
+    SILENCE_S,
+    WINDOW_DECISIONS,
+    AlarmKind,
+    Alarms,
+)
+from router.member import Member, WorkerState
+from router.placement.decisions import Decision
+from router.placement.plans import Plan, PlanKind
+from tests.router.fakes import BLOCK_SIZE
+from tests.router.test_member import make_facts, make_member
+
+P0, P1 = WorkerId("p0"), WorkerId("p1")
+
+
+class Router:
+    """The alarms of a router with two workers, and the moves that they hear of."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock(1000.0)
+        self.members: dict[WorkerId, Member] = {}
+        for worker_id in (P0, P1):
+            member = self.members[worker_id] = make_member(worker_id=worker_id)
+            member.state, member.reported_s = WorkerState.READY, self.clock.monotonic()
+        self.alarms = Alarms(members=lambda: self.members, block_size=lambda: BLOCK_SIZE, clock=self.clock)
+
+    def decide(
+        self, *, predicted: int = 0, found: int | None = 0, worker_id: WorkerId = P0, num_hashed_blocks: int = 10
+    ) -> Decision:
+        """Let a request be decided and end; the alarms hear of it."""
+        plan = Plan(
+            kind=PlanKind.LOCAL, decode=worker_id, prefill=None, predicted_cached_tokens=predicted, reason="test"
+        )
+        decision = Decision(
+            request_id=RequestId("r"),
+            num_tokens=10 * BLOCK_SIZE,
+            plan=plan,
+            decided_s=self.clock.monotonic(),
+            num_hashed_blocks=num_hashed_blocks,
+            num_cached_tokens=found,
+            ttft_s=None if found is None else 0.1,
+        )
+        self.alarms.note(decision)
+        return decision
+
+    def hear_of_blocks(self, worker_id: WorkerId = P0) -> None:
+        self.members[worker_id].stored_s = self.clock.monotonic()
+
+    def hear_load(self, *, num_running: int) -> None:
+        report = worker_pb2.LoadReport(num_running=num_running)
+        self.members[P0].take_report(report, now_s=self.clock.monotonic())
+
+    def standing(self) -> list[str]:
+        self.alarms.check()
+        kinds = [text.split(":")[0] for text in self.alarms.texts]
+        assert kinds == [kind.value for kind in AlarmKind if self.alarms.is_raised(kind)]
+        return kinds
+
+
+# ── promises ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_promises_that_come_true_raise_nothing() -> None:
+    router = Router()
+    for _ in range(2 * WINDOW_DECISIONS):
+        router.decide(predicted=100, found=100)
+    assert router.standing() == []
+
+
+def test_broken_promises_raise_an_alarm_that_names_the_worst_worker() -> None:
+    router = Router()
+    for _ in range(MIN_DECISIONS):
+        router.decide(predicted=100, found=20)
+        router.decide(predicted=100, found=90, worker_id=P1)
+    assert router.standing() == ["predicted_hits"]
+    (text,) = router.alarms.texts
+    assert "55% were found (worst: p0 20%, p1 90%)" in text
+
+
+@pytest.mark.parametrize(("num_decisions", "kinds"), [(MIN_DECISIONS - 1, []), (MIN_DECISIONS, ["predicted_hits"])])
+def test_few_decisions_prove_nothing(num_decisions: int, kinds: list[str]) -> None:
+    router = Router()
+    for _ in range(num_decisions):
+        router.decide(predicted=100, found=0)
+    for _ in range(1000):
+        router.decide(predicted=0, found=0, num_hashed_blocks=0)  # nothing was promised
+        router.decide(predicted=100, found=None)  # nothing is known
+    assert router.standing() == kinds
+
+
+def test_tokens_found_beyond_a_promise_make_up_for_no_other_promise() -> None:
+    router = Router()
+    for _ in range(MIN_DECISIONS):
+        router.decide(predicted=100, found=0)
+        router.decide(predicted=100, found=1000)
+    assert router.standing() == ["predicted_hits"]
+
+
+def test_promises_weigh_by_their_tokens() -> None:
+    router = Router()
+    router.decide(predicted=100_000, found=100_000)
+    for _ in range(MIN_DECISIONS):
+        router.decide(predicted=10, found=0)
+    assert router.standing() == []
+
+
+def test_alarm_of_promises_clears_only_well_above_where_it_was_raised() -> None:
+    router = Router()
+    for share, kinds in (
+        (RAISE_BELOW + 0.01, []),
+        (RAISE_BELOW - 0.01, ["predicted_hits"]),
+        (CLEAR_ABOVE - 0.01, ["predicted_hits"]),
+        (CLEAR_ABOVE + 0.01, []),
+        (RAISE_BELOW + 0.01, []),
+    ):
+        for _ in range(WINDOW_DECISIONS):
+            router.decide(predicted=1000, found=round(1000 * share))
+        assert router.standing() == kinds, share
+
+
+# ── events ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def compute_unheard(router: Router, num_prompts: int) -> None:
+    for _ in range(num_prompts):
+        router.decide(found=BLOCK_SIZE)
+        router.clock.advance(SILENCE_S / 2)
+
+
+def test_worker_that_computes_and_tells_of_no_block_raises_an_alarm_until_it_does() -> None:
+    router = Router()
+    compute_unheard(router, MIN_UNHEARD)
+    assert router.standing() == ["no_kv_events"]
+    assert "p0 (3 prompts in 15 s)" in router.alarms.texts[0]
+    router.hear_of_blocks(P1)
+    assert router.standing() == ["no_kv_events"]
+    router.hear_of_blocks(P0)
+    assert router.standing() == []
+
+
+@pytest.mark.parametrize(("num_prompts", "wait_s"), [(MIN_UNHEARD - 1, 100.0), (MIN_UNHEARD, 0.0)])
+def test_few_prompts_or_a_short_time_without_blocks_raise_nothing(num_prompts: int, wait_s: float) -> None:
+    router = Router()
+    for _ in range(num_prompts):
+        router.decide(found=0)
+    router.clock.advance(wait_s)
+    assert router.standing() == []
+
+
+def test_worker_that_tells_of_blocks_between_decision_and_end_raises_nothing() -> None:
+    router = Router()
+    for _ in range(10):
+        decision = router.decide(found=0, num_hashed_blocks=0)
+        router.clock.advance(SILENCE_S)
+        router.hear_of_blocks()
+        decision.num_hashed_blocks = 10
+        router.alarms.note(decision)
+    assert router.standing() == []
+
+
+def test_prompts_without_a_new_full_block_need_no_event() -> None:
+    router = Router()
+    for found, num_hashed_blocks in ((10 * BLOCK_SIZE, 10), (0, 0), (2 * BLOCK_SIZE + 1, 2)):
+        for _ in range(MIN_UNHEARD):
+            router.decide(found=found, num_hashed_blocks=num_hashed_blocks)
+            router.clock.advance(SILENCE_S)
+    assert router.standing() == []
+
+
+@pytest.mark.parametrize("what", ["leaves", "restarts"])
+def test_worker_that_leaves_or_restarts_takes_its_silence_along(what: str) -> None:
+    router = Router()
+    compute_unheard(router, MIN_UNHEARD)
+    assert router.standing() == ["no_kv_events"]
+    if what == "leaves":
+        del router.members[P0]
+    else:
+        router.members[P0].begin_life(make_facts(num_blocks=10, epoch=2))
+    assert router.standing() == []
+
+
+# ── updates ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("num_running", "kinds"), [(1, ["no_updates"]), (0, [])])
+def test_only_a_worker_that_was_busy_owes_an_update(num_running: int, kinds: list[str]) -> None:
+    router = Router()
+    router.hear_load(num_running=num_running)
+    router.clock.advance(SILENCE_S - 0.5)
+    assert router.standing() == []
+    router.clock.advance(0.5)
+    assert router.standing() == kinds
+    router.hear_load(num_running=num_running)
+    assert router.standing() == []
+
+
+def test_worker_that_is_lost_is_not_silent_but_lost() -> None:
+    router = Router()
+    router.hear_load(num_running=1)
+    router.members[P0].state = WorkerState.LOST
+    router.clock.advance(SILENCE_S)
+    assert router.standing() == []
+
+
+def test_alarm_is_logged_when_it_is_raised_and_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    router = Router()
+    router.hear_load(num_running=1)
+    router.clock.advance(SILENCE_S)
+    with caplog.at_level(logging.INFO, logger="router.alarms"):
+        for _ in range(3):
+            router.alarms.check()
+        router.hear_load(num_running=1)
+        for _ in range(3):
+            router.alarms.check()
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
