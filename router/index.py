@@ -19,6 +19,7 @@ It assumes nothing about being the only router: it holds what workers publish, a
 """
 
 from collections import Counter, deque
+from collections.abc import Iterator
 from itertools import repeat
 
 from common.block_hash import BlockHashes
@@ -94,7 +95,8 @@ class PrefixIndex:
             self._remove(slot, _unique(removed))
         if stored:
             self._expectations.settle(slot, stored)
-            self._add(slot, stored)
+            for keys in self._chunks(stored):
+                self._put(slot, keys, list(map(self._values.get, keys, repeat(0))))
         self._scrub()
 
     def expect(self, worker_id: WorkerId, hashes: BlockHashes, *, expires_s: float) -> None:
@@ -103,9 +105,12 @@ class PrefixIndex:
         `expires_s` must not decrease from call to call.
         """
         slot = self._slot(worker_id)
-        keys = _unique(hashes.keys)
-        self._expectations.add(slot, self._unconfirmed(slot, keys), expires_s=expires_s)
-        self._add(slot, keys)
+        unconfirmed: list[int] = []
+        for keys in self._chunks(hashes.keys):
+            olds = list(map(self._values.get, keys, repeat(0)))
+            unconfirmed += self._unconfirmed(slot, keys, olds)
+            self._put(slot, keys, olds)
+        self._expectations.add(slot, unconfirmed, expires_s=expires_s)
 
     def retract(self, worker_id: WorkerId, hashes: BlockHashes) -> None:
         """Forget those of the blocks that were expected of the worker and that no event has confirmed."""
@@ -120,7 +125,8 @@ class PrefixIndex:
     def expire(self, now_s: float) -> int:
         """Forget expectations whose time has passed; returns how many."""
         num_expired = 0
-        for slot, keys in self._expectations.lapse(now_s):
+        for slot, lapsed in self._expectations.lapse(now_s):
+            keys = _unique(lapsed)
             self._remove(slot, keys)
             num_expired += len(keys)
         return num_expired
@@ -185,11 +191,16 @@ class PrefixIndex:
 
     # Inside.
 
-    def _unconfirmed(self, slot: int, keys: list[int]) -> list[int]:
+    def _chunks(self, keys: list[int]) -> Iterator[list[int]]:
+        if len(keys) <= self._chunk_keys:
+            yield keys
+            return
+        for begin in range(0, len(keys), self._chunk_keys):
+            yield keys[begin : begin + self._chunk_keys]
+
+    def _unconfirmed(self, slot: int, keys: list[int], olds: list[int]) -> list[int]:
         """Return the keys that no event has told of: those not held, and those only expected."""
-        bit, expected = slot_bit(slot), self._expectations.of(slot)
-        olds = list(map(self._values.get, keys, repeat(0)))
-        kinds = set(olds)
+        bit, expected, kinds = slot_bit(slot), self._expectations.of(slot), set(olds)
         without = {old for old in kinds if not old & bit}
         if len(without) == len(kinds):
             return keys
@@ -197,18 +208,9 @@ class PrefixIndex:
             return []
         return [key for key, old in zip(keys, olds, strict=True) if old in without or key in expected]
 
-    def _add(self, slot: int, keys: list[int]) -> None:
-        """Let a worker hold keys; they have been used just now."""
-        for begin in range(0, len(keys), self._chunk_keys):
-            self._add_chunk(slot, keys[begin : begin + self._chunk_keys] if len(keys) > self._chunk_keys else keys)
-            if self._ages.is_full:
-                self._begin_chunk()
-            if len(self._values) > self._max_blocks:
-                self._evict(len(self._values) - self._max_blocks)
-
-    def _add_chunk(self, slot: int, keys: list[int]) -> None:
+    def _put(self, slot: int, keys: list[int], olds: list[int]) -> None:
+        """Let a worker hold at most a chunk of keys, whose values were `olds`; they have been used just now."""
         bit, stamp, share = slot_bit(slot), self._ages.stamp, self._shared.setdefault
-        olds = list(map(self._values.get, keys, repeat(0)))
         becomes: dict[int, int] = {}
         for old in set(olds):
             new = old & self._live | bit | stamp  # bits of retired slots go: a key is scrubbed where it is used again
@@ -218,11 +220,14 @@ class PrefixIndex:
         else:
             news = dict(zip(keys, map(becomes.__getitem__, olds), strict=True))
         if len(news) < len(keys):  # a key came twice; it is counted once
-            self._add_chunk(slot, list(news))
-            return
+            olds = list(dict(zip(keys, olds, strict=True)).values())
+        self._num_held[slot] += len(news) - _count({old for old in becomes if old & bit}, olds)
         self._values.update(news)
-        self._num_held[slot] += len(keys) - _count({old for old in becomes if old & bit}, olds)
         self._ages.use(keys)
+        if self._ages.is_full:
+            self._begin_chunk()
+        if len(self._values) > self._max_blocks:
+            self._evict(len(self._values) - self._max_blocks)
 
     def _remove(self, slot: int, keys: list[int]) -> None:
         """Let a worker hold keys, all different, no longer."""

@@ -1,0 +1,210 @@
+"""Runs the parts and reports; the method is in the package's docstring."""
+
+import argparse
+import json
+import random
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.peers.venv import PeerPackages, VenvFailed, ensure_venv
+from benchmarks.router.arms import ArmMissing, RequestArm, kvrelay_arm, sglang_arm, vllm_arm
+from benchmarks.router.clients import Load
+from benchmarks.router.in_process import (
+    NUM_BLOCKS,
+    measure_decisions,
+    measure_hashing,
+    measure_lookups,
+    measure_memory,
+    measure_updates,
+)
+from benchmarks.router.stats import Figures, quantile
+
+DYNAMO = PeerPackages(name="ai-dynamo-runtime-1.6.1", steps=(("install", "ai-dynamo-runtime==1.6.1"),))
+PARTS = ("hashing", "index", "decision", "requests")
+POLICIES = ("predictive", "random")
+NUM_CONNECTIONS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """How much is measured."""
+
+    num_rounds: int
+    lookups: tuple[tuple[int, int], ...]
+    """(workers, blocks)."""
+    updates: tuple[tuple[int, int], ...]
+    """(workers, blocks in a batch)."""
+    num_updated: int
+    decisions: tuple[tuple[int, int], ...]
+    """(workers, tokens)."""
+    requests: tuple[tuple[int, int, int], ...]
+    """(prompt tokens, chunks of the answer, requests in a round)."""
+
+
+FULL = Extent(
+    num_rounds=5,
+    lookups=tuple((workers, blocks) for blocks in (128, 1024, 8192) for workers in (8, 64, 512)),
+    updates=((8, 1000), (512, 1000), (512, 64), (512, 1)),
+    num_updated=1_000_000,
+    decisions=tuple((workers, tokens) for tokens in (1024, 16_384, 131_072) for workers in (8, 64, 512)),
+    requests=((50, 1, 1000), (50, 32, 300), (2048, 1, 600), (16_384, 1, 200)),
+)
+QUICK = Extent(
+    num_rounds=2,
+    lookups=((8, 128), (64, 1024)),
+    updates=((8, 1000),),
+    num_updated=20_000,
+    decisions=((8, 1024), (64, 4096)),
+    requests=((50, 1, 50),),
+)
+
+
+def main() -> None:
+    """Parse the command line, measure, print, write."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.router", description="What the router costs.")
+    parser.add_argument("--quick", action="store_true", help="a few seconds, to see that everything runs")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--without-peers", action="store_true")
+    parser.add_argument("--json", type=Path, help="where to write all rounds")
+    args = parser.parse_args()
+    console, figures = Console(), Figures()
+    extent = QUICK if args.quick else FULL
+    started_s, rng = time.monotonic(), random.Random(1)
+    for round_idx in range(extent.num_rounds):
+        console.print(f"round {round_idx + 1} of {extent.num_rounds}, {time.monotonic() - started_s:.0f} s")
+        for part, measure in _in_process(extent, figures, rng, with_peers=not args.without_peers):
+            if part in args.parts:
+                measure()
+    if "requests" in args.parts:
+        _measure_requests(extent, figures, rng, with_peers=not args.without_peers)
+    for table in _tables(figures):
+        console.print(table)
+    for arm, why in figures.missing.items():
+        console.print(f"[bold]{arm} was not measured[/bold]: {why}")
+    if args.json is not None:
+        args.json.write_text(json.dumps(_report(figures, extent, args.parts), indent=1) + "\n", encoding="utf-8")
+
+
+def _in_process(
+    extent: Extent, figures: Figures, rng: random.Random, *, with_peers: bool
+) -> list[tuple[str, Callable[[], None]]]:
+    """Return one round of what runs in this process."""
+    steps: list[tuple[str, Callable[[], None]]] = [("hashing", lambda: measure_hashing(figures, rng))]
+    for workers, blocks in extent.lookups:
+
+        def look_up(workers: int = workers, blocks: int = blocks) -> None:
+            measure_lookups(figures, rng, num_workers=workers, num_blocks=blocks)
+            if with_peers:
+                _measure_dynamo(figures, num_workers=workers, num_blocks=blocks)
+
+        steps.append(("index", look_up))
+    for workers, batch in extent.updates:
+
+        def update(workers: int = workers, batch: int = batch) -> None:
+            num_blocks = extent.num_updated // (1 if batch > 1 else 10)
+            measure_updates(figures, rng, num_workers=workers, batch=batch, num_blocks=num_blocks)
+            measure_memory(figures, num_workers=workers, batch=batch, num_blocks=num_blocks)
+
+        steps.append(("index", update))
+    for workers, tokens in extent.decisions:
+
+        def decide(workers: int = workers, tokens: int = tokens) -> None:
+            for policy in POLICIES:
+                measure_decisions(figures, rng, policy=policy, num_workers=workers, num_tokens=tokens)
+
+        steps.append(("decision", decide))
+    return steps
+
+
+def _measure_dynamo(figures: Figures, *, num_workers: int, num_blocks: int) -> None:
+    """Let the peer's radix tree do the same, in its own process."""
+    if DYNAMO.name in figures.missing:
+        return
+    try:
+        python = ensure_venv(DYNAMO, print) / "bin" / "python"
+        arguments = [str(number) for number in (num_workers, num_blocks, NUM_BLOCKS)]
+        script = Path(__file__).with_name("dynamo_arm.py")
+        done = subprocess.run([python, script, *arguments], check=True, capture_output=True, text=True)
+    except (VenvFailed, subprocess.CalledProcessError) as error:
+        figures.missing[DYNAMO.name] = str(getattr(error, "stderr", None) or error)
+        return
+    found = json.loads(done.stdout.splitlines()[-1])
+    case = f"{num_blocks} blocks × {num_workers} workers"
+    figures.add("index", f"match, {case}", "dynamo RadixTree", us_p50=found["match_us"])
+    figures.add("index", f"match, all workers' numbers, {case}", "dynamo RadixTree", us_p50=found["match_all_us"])
+    figures.add(
+        "index", f"stored, {case}", "dynamo RadixTree", million_blocks_per_s=found["million_stored_per_s"]
+    )  # fmt: skip
+
+
+def _measure_requests(extent: Extent, figures: Figures, rng: random.Random, *, with_peers: bool) -> None:
+    for num_tokens, num_chunks, num_requests in extent.requests:
+        with ExitStack() as stack:
+            arms = [stack.enter_context(kvrelay_arm())]
+            for name, start in (("sglang-router", sglang_arm), ("vllm-router", vllm_arm)) if with_peers else ():
+                if name not in figures.missing:
+                    try:
+                        arms.append(stack.enter_context(start(num_chunks)))
+                    except ArmMissing as error:
+                        figures.missing[name] = str(error)
+            for round_idx in range(extent.num_rounds + 1):
+                prompts = [rng.choices(range(40_000), k=num_tokens) for _ in range(num_requests)]
+                load = Load(prompts=prompts, num_chunks=num_chunks, num_connections=NUM_CONNECTIONS)
+                for arm in arms:
+                    _measure_round(figures if round_idx else Figures(), arm, load)  # the first one warms up
+
+
+def _measure_round(figures: Figures, arm: RequestArm, load: Load) -> None:
+    router_s, mock_s = arm.cpu_s()
+    measured = arm.run(load)
+    router_end_s, mock_end_s = arm.cpu_s()
+    num_requests = len(load.prompts)
+    figures.add(
+        "requests",
+        f"{len(load.prompts[0])} tokens, {load.num_chunks} chunks",
+        arm.name,
+        requests_per_s=num_requests / measured.wall_s,
+        router_CPU_us_per_request=(router_end_s - router_s) / num_requests * 1e6,
+        mock_CPU_us_per_request=(mock_end_s - mock_s) / num_requests * 1e6,
+        first_chunk_ms_p50=quantile(measured.first_chunk_s, 0.5) * 1e3,
+        first_chunk_ms_p99=quantile(measured.first_chunk_s, 0.99) * 1e3,
+    )
+
+
+def _tables(figures: Figures) -> list[Table]:
+    """One table a part: a line for each case and arm, a column for each unit; median (range)."""
+    parts: dict[str, dict[tuple[str, str], dict[str, str]]] = {}
+    for figure in figures.all.values():
+        text = f"{figure.median:.4g} ({min(figure.rounds):.3g}–{max(figure.rounds):.3g})"
+        parts.setdefault(figure.part, {}).setdefault((figure.case, figure.arm), {})[figure.unit] = text
+    tables: list[Table] = []
+    for part, lines in parts.items():
+        units = list(dict.fromkeys(unit for cells in lines.values() for unit in cells))
+        table = Table("case", "arm", *units, title=part, title_justify="left")
+        for (case, arm), cells in lines.items():
+            table.add_row(case, arm, *(cells.get(unit, "") for unit in units))
+        tables.append(table)
+    return tables
+
+
+def _report(figures: Figures, extent: Extent, parts: Sequence[str]) -> dict[str, object]:
+    return {
+        "method": "benchmarks/router/__init__.py",
+        "cores": psutil.cpu_count(),
+        "parts": list(parts),
+        "extent": asdict(extent),
+        "missing": figures.missing,
+        "figures": [asdict(figure) | {"median": figure.median} for figure in figures.all.values()],
+    }
+
+
+if __name__ == "__main__":
+    main()

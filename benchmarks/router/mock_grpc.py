@@ -1,0 +1,135 @@
+"""kvrelay mock workers: the workers' gRPC services without engines; a prompt is done at once, then come the tokens.
+
+    python -m benchmarks.router.mock_grpc NUM_WORKERS      prints the ports, then serves until its input ends
+
+Even workers prefill, odd ones decode. No KV moves: a decode worker says at once that its blocks have come.
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import grpc
+import uvloop
+
+from common.block_hash import hash_probe, hash_root
+from common.kv_events import KvEvents, encode_events
+from common.rpc import Server, start_server
+from kvrelay.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    sampling_pb2,
+    sequence_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+
+BLOCK_SIZE = 16
+FINGERPRINT = "mock"
+NUM_BLOCKS = 1 << 20
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def _token(index: int, sequence: sequence_pb2.SequenceSpec) -> sampling_pb2.SampleToken:
+    is_last = index + 1 >= sequence.sampling.max_tokens
+    reason = sampling_pb2.FINISH_REASON_LENGTH if is_last else sampling_pb2.FINISH_REASON_UNSPECIFIED
+    return sampling_pb2.SampleToken(token_index=index, token_id=7, text="word ", finish_reason=reason)
+
+
+def _answers(request: decode_pb2.DecodeRequest) -> Iterator[decode_pb2.DecodeResponse]:
+    yield decode_pb2.DecodeResponse(reserved=decode_pb2.Reserved())
+    first = 0
+    if request.HasField("handoff"):
+        yield decode_pb2.DecodeResponse(transferred=worker_pb2.TransferStats(num_blocks=1))
+        first = 1
+    else:
+        yield decode_pb2.DecodeResponse(prefill_started=decode_pb2.LocalPrefillStarted())
+    for index in range(first, request.sequence.sampling.max_tokens):
+        batch = decode_pb2.TokenBatch(tokens=[_token(index, request.sequence)])
+        yield decode_pb2.DecodeResponse(tokens=batch)
+
+
+class MockWorker(
+    worker_pb2_grpc.WorkerServiceServicer,
+    prefill_pb2_grpc.PrefillServiceServicer,
+    decode_pb2_grpc.DecodeServiceServicer,
+):
+    """One worker."""
+
+    def __init__(self, number: int) -> None:
+        self._worker_id = f"w{number}"
+        roles = (worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE)
+        self._role = roles[number % 2]
+
+    async def DescribeWorker(  # noqa: D102
+        self, request: worker_pb2.DescribeWorkerRequest, context: Context
+    ) -> worker_pb2.DescribeWorkerResponse:
+        return worker_pb2.DescribeWorkerResponse(
+            worker_id=self._worker_id,
+            epoch=1,
+            role=self._role,
+            layout=worker_pb2.KvLayout(block_size=BLOCK_SIZE, fingerprint=FINGERPRINT),
+            num_blocks=NUM_BLOCKS,
+            max_model_len=1 << 18,
+            vocab_size=50_000,
+            model_name="mock",
+            hash_probe=hash_probe(hash_root(model_fingerprint=FINGERPRINT), BLOCK_SIZE),
+        )
+
+    async def WatchWorker(self, request: worker_pb2.WatchWorkerRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
+        update = worker_pb2.WatchWorkerResponse(
+            epoch=1,
+            kv_events=encode_events(KvEvents(is_snapshot=True)),
+            load=worker_pb2.LoadReport(num_free_blocks=NUM_BLOCKS, num_blocks=NUM_BLOCKS),
+        )
+        await context.write(update)
+        await asyncio.Event().wait()
+
+    async def GetWorkerStatus(  # noqa: D102
+        self, request: worker_pb2.GetWorkerStatusRequest, context: Context
+    ) -> worker_pb2.GetWorkerStatusResponse:
+        return worker_pb2.GetWorkerStatusResponse(status=worker_pb2.WorkerStatus(epoch=1))
+
+    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
+        await context.write(prefill_pb2.PrefillResponse(started=prefill_pb2.PrefillStarted()))
+        finished = prefill_pb2.PrefillFinished(first_tokens=[_token(0, request.sequence)], prefill_s=0.0)
+        await context.write(prefill_pb2.PrefillResponse(finished=finished))
+
+    async def Decode(self, request: decode_pb2.DecodeRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
+        for answer in _answers(request):
+            await context.write(answer)
+
+    async def DecodeMany(  # type: ignore[override]  # noqa: D102
+        self, request_iterator: AsyncIterator[decode_pb2.DecodeManyRequest], context: Context
+    ) -> None:
+        async for message in request_iterator:
+            if message.HasField("open"):
+                for answer in _answers(message.open):
+                    update = decode_pb2.CallUpdate(call_id=message.call_id, responses=[answer])
+                    await context.write(decode_pb2.DecodeManyResponse(updates=[update]))
+                end = decode_pb2.CallUpdate(call_id=message.call_id, status_code=0)
+                await context.write(decode_pb2.DecodeManyResponse(updates=[end]))
+
+
+async def _serve(num_workers: int) -> None:
+    servers: list[Server] = []  # a server that nobody holds stops
+    for number in range(num_workers):
+        worker = MockWorker(number)
+
+        def add(server: grpc.aio.Server, worker: MockWorker = worker) -> list[str]:
+            worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
+            prefill_pb2_grpc.add_PrefillServiceServicer_to_server(worker, server)
+            decode_pb2_grpc.add_DecodeServiceServicer_to_server(worker, server)
+            return []
+
+        servers.append(await start_server(add, host="127.0.0.1", port=0))
+    print(*(server.port for server in servers), flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+
+
+if __name__ == "__main__":
+    uvloop.run(_serve(int(sys.argv[1])))
