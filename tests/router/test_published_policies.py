@@ -388,3 +388,25 @@ def test_oracle_pulls_when_that_is_faster_than_computing() -> None:
     assert plan.pull is not None
     assert plan.pull.source == "d0"
     assert plan.predicted_ttft_s == pytest.approx(0.01 + 0.009 + 0.016)
+
+
+def test_oracle_prefers_a_later_first_token_to_delaying_a_large_batch() -> None:
+    # Local 160 ms and 160 ms for each of 20 others, at a tenth: 480 ms. Remote after 200 ms: 360 ms.
+    view = fleet(worker("p0", prefill_free_at_s=0.2), worker("d0", num_decodes=20))
+    assert choose(policy("oracle"), request(), view).kind is PlanKind.REMOTE
+    idle = fleet(worker("p0", prefill_free_at_s=0.2), worker("d0", num_decodes=10))
+    assert choose(policy("oracle"), request(), idle).kind is PlanKind.LOCAL
+
+
+def test_oracle_misses_one_objective_rather_than_two() -> None:
+    # Local, the first token is in time and the gap, 11 ms + 160 ms / 4, is not. Remote, both are late.
+    wanted = request(num_output_tokens=4, itl_slo_s=0.005, ttft_slo_s=0.3)
+    view = fleet(worker("p0", prefill_free_at_s=0.2), worker("d0", num_decodes=1))
+    assert choose(policy("oracle"), wanted, view).kind is PlanKind.LOCAL
+
+
+@pytest.mark.parametrize(("wait_s", "is_planned"), [(0.1, True), (0.11, False)])
+def test_oracle_leaves_a_prompt_that_would_wait_long_in_the_line(wait_s: float, is_planned: bool) -> None:
+    view = fleet(worker("p0", prefill_free_at_s=wait_s), worker("d0", num_decodes=200))
+    plan = policy("oracle", max_prefill_wait_s=0.1).choose(request(), view)
+    assert isinstance(plan, Plan) is is_planned

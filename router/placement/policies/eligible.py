@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.errors import Refused
+from common.errors import RefusalCause, Refused
 from router.placement.plans import Candidate, FleetView, Plan, PlanKind, RouteRequest, WorkerLoad
 from router.placement.policies.interface import RETRY_AFTER_S
 
@@ -41,6 +41,15 @@ def refuse(reason: str) -> Refused:
 def refuse_without_prefill() -> Refused:
     """Return the refusal of a prompt that needs a prefill worker while none may be chosen."""
     return refuse("no prefill worker is available")
+
+
+def refuse_busy(wait_s: float, max_wait_s: float) -> Refused:
+    """Return the refusal of a prompt that waits in the router's line until a worker can begin with it soon."""
+    return Refused(
+        reason=f"every worker is busy with prompts for {wait_s:.1f} s",
+        retry_after_s=wait_s - max_wait_s,
+        cause=RefusalCause.BUSY,
+    )
 
 
 def make_plan(

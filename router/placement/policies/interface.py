@@ -26,7 +26,7 @@ class PolicySettings:
     local_prefill_max_tokens: float = 0
     """A prompt with at most this many uncached tokens on its decode worker is prefilled there."""
     max_prefill_wait_s: float = math.inf
-    """Predictive alone: prompts that would wait longer at every worker wait in the router's line."""
+    """Predictive and the oracle: prompts that would wait longer at every worker wait in the router's line."""
     seed: int = 0
     """Of a policy's random choices."""
     refuses_over_slo: bool = False

@@ -1,18 +1,19 @@
-"""`oracle`: the least predicted time to first token whose decoding meets its objective, with perfect information.
+"""`oracle`: the fewest missed objectives, then the least predicted time to first token, with perfect information.
 
 It believes its view of the fleet, and the simulator makes the view perfect for it: reports without delay, exact timing
-models, the true length of the answer. Considers every local plan, and every prefill worker with
-and without a pull from the best holder, with the decode worker of the least inter-token latency. A local prompt delays
-the sequences that decode beside it once; this counts, spread over an answer of the request's length, as latency.
+models, the true length of the answer. Considers every local plan, and every prefill worker with and without a pull from
+the best holder; the decode worker of a remote plan is that of the least gap between tokens. The gap counts the prompts
+that a worker computes meanwhile, spread over the answer. A local prompt delays all that decode beside it, each at
+DELAY_PRICE. As with `predictive`, a prompt that would wait longer than `max_prefill_wait_s` stays in the router's line.
 
-It looks at one request at a time: an upper bound on what knowing more can gain, not on what placement can.
+It looks at one request at a time: a bound on what knowing more can gain, not on what placement can.
 """
 
 from collections.abc import Iterator
 
 from common.errors import Refused
 from router.placement.plans import FleetView, Plan, PlanKind, Pull, RouteRequest, WorkerLoad
-from router.placement.policies.eligible import Eligible, find_eligible, refuse_without_prefill
+from router.placement.policies.eligible import Eligible, find_eligible, refuse_busy, refuse_without_prefill
 from router.placement.policies.forecast import (
     PlanForecast,
     PromptForecast,
@@ -20,31 +21,42 @@ from router.placement.policies.forecast import (
     forecast_prompt,
     make_forecast_plan,
 )
+from router.placement.policies.interface import PolicySettings
+from router.placement.policies.prices import DELAY_PRICE
 
 
 class Oracle:
-    """Perfect information, one request at a time."""
+    """The best plan that is known, one request at a time."""
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self._max_prefill_wait_s = settings.max_prefill_wait_s
 
     def choose(self, request: RouteRequest, fleet: FleetView) -> Plan | Refused:
         """Choose among all plans."""
         eligible = find_eligible(request, fleet)
         if isinstance(eligible, Refused):
             return eligible
-        options = [*_local_options(request, eligible, fleet), *_remote_options(request, eligible, fleet)]
         if not eligible.must_be_local and not eligible.prefill:
             return refuse_without_prefill()
-        return make_forecast_plan(min(options, key=lambda option: _key(request, option)), options)
+        options = [*_local_options(request, eligible, fleet), *_remote_options(request, eligible, fleet)]
+        best = min(options, key=lambda option: _key(request, option))
+        if best.prompt.queue_s > self._max_prefill_wait_s:
+            return refuse_busy(best.prompt.queue_s, self._max_prefill_wait_s)
+        return make_forecast_plan(best, options)
 
 
-def _key(request: RouteRequest, option: PlanForecast) -> tuple[bool, float, float]:
-    return option.itl_s > request.itl_slo_s, option.prompt.ttft_s, option.itl_s
+def _key(request: RouteRequest, option: PlanForecast) -> tuple[int, float, float]:
+    """Return what is to be low: objectives missed, the time to the first token with what it delays, the gap."""
+    prompt = option.prompt
+    missed = (option.itl_s > request.itl_slo_s) + (request.waited_s + prompt.ttft_s > request.ttft_slo_s)
+    delayed_s = prompt.prefill_s * option.decode.num_decodes if option.kind is PlanKind.LOCAL else 0.0
+    return missed, prompt.ttft_s + DELAY_PRICE * delayed_s, option.itl_s
 
 
 def _local_options(request: RouteRequest, eligible: Eligible, fleet: FleetView) -> Iterator[PlanForecast]:
     for worker in eligible.decode:
         for prompt in _forecast_with_pull(request, worker, fleet, num_decodes=worker.num_decodes):
-            delay_s = prompt.prefill_s / max(request.num_output_tokens, 1) if worker.num_decodes else 0.0
-            itl_s = _itl_s(request, worker) + delay_s
+            itl_s = _itl_s(request, worker, prefill_s=prompt.prefill_s if worker.num_decodes else 0.0)
             yield PlanForecast(kind=PlanKind.LOCAL, prompt=prompt, decode=worker, itl_s=itl_s)
 
 
@@ -72,5 +84,8 @@ def _forecast_with_pull(
         yield forecast_prompt(request, worker, pull=pull, block_bytes=fleet.block_bytes, num_decodes=num_decodes)
 
 
-def _itl_s(request: RouteRequest, worker: WorkerLoad) -> float:
-    return forecast_itl_s(request, worker, num_output_tokens=request.num_output_tokens)
+def _itl_s(request: RouteRequest, worker: WorkerLoad, *, prefill_s: float = 0.0) -> float:
+    """Predict the mean gap between tokens, with the prompts that the worker computes meanwhile."""
+    stall_s = worker.prefill_wait_s(request.now_s) + prefill_s
+    gap_s = forecast_itl_s(request, worker, num_output_tokens=request.num_output_tokens)
+    return gap_s + stall_s / max(request.num_output_tokens, 1)

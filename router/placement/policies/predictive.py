@@ -29,10 +29,10 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 
-from common.errors import RefusalCause, Refused
+from common.errors import Refused
 from common.ids import WorkerId
 from router.placement.plans import Candidate, FleetView, Keeper, Plan, PlanKind, RouteRequest, WorkerLoad
-from router.placement.policies.eligible import Eligible, find_eligible, refuse_without_prefill
+from router.placement.policies.eligible import Eligible, find_eligible, refuse_busy, refuse_without_prefill
 from router.placement.policies.interface import PolicySettings
 from router.placement.policies.prices import (
     DELAY_PRICE,
@@ -77,11 +77,7 @@ class Predictive:
         options.sort(key=lambda option: (option.cost, self._last_turns(option)))
         best = options[0]
         if best.compute.wait_s > self._settings.max_prefill_wait_s:
-            return Refused(
-                reason=f"every worker is busy with prompts for {best.compute.wait_s:.1f} s",
-                retry_after_s=best.compute.wait_s - self._settings.max_prefill_wait_s,
-                cause=RefusalCause.BUSY,
-            )
+            return refuse_busy(best.compute.wait_s, self._settings.max_prefill_wait_s)
         return self._plan(request, fleet, options)
 
     def _remote(

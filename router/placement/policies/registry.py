@@ -99,10 +99,6 @@ def _aibrix(settings: PolicySettings) -> Policy:
     )
 
 
-def _oracle(settings: PolicySettings) -> Policy:
-    return Oracle()
-
-
 POLICIES: Mapping[str, Factory] = MappingProxyType(
     {
         "predictive": Predictive,
@@ -119,6 +115,6 @@ POLICIES: Mapping[str, Factory] = MappingProxyType(
         "ray_prefix": _ray_prefix,
         "aibrix": _aibrix,
         "mooncake": Mooncake,
-        "oracle": _oracle,
+        "oracle": Oracle,
     }
 )
