@@ -5,6 +5,8 @@ KvrelayError
 │   ├── InvalidRequest        a field has a bad value               INVALID_ARGUMENT + BadRequest(field)
 │   ├── PromptTooLong         prompt does not fit                   INVALID_ARGUMENT + BadRequest(field)
 │   └── UnknownModel          no such model is served               NOT_FOUND
+├── AccessDenied              a capability is wrong or has expired  PERMISSION_DENIED
+├── ClientGone                a client left its direct stream       CANCELLED
 ├── Unauthenticated           no identity, or an unknown one        UNAUTHENTICATED
 ├── Overloaded                refused for now, retry later          RESOURCE_EXHAUSTED + RetryInfo
 ├── DeadlineExceeded          the caller's deadline passed          DEADLINE_EXCEEDED
@@ -72,6 +74,18 @@ class Unauthenticated(KvrelayError):
     """The caller did not show who it is. The message never repeats what was shown."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class AccessDenied(KvrelayError):
+    """What was shown gives no right to this (any more)."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+
+class ClientGone(KvrelayError):
+    """A client that was to stream its tokens from the worker did not come, or left and did not come back."""
+
+    code = grpc.StatusCode.CANCELLED
 
 
 class Overloaded(KvrelayError):

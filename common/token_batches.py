@@ -1,6 +1,6 @@
 """Token messages that wait for a slow reader become one: nothing is dropped, and little is held."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvrelay.v1 import decode_pb2, inference_pb2, sampling_pb2
 
@@ -25,3 +25,16 @@ def merge_tokens(
         else:
             before.tokens += run.tokens
             before.finish_reason = run.finish_reason
+
+
+def runs_of(tokens: Iterable[sampling_pb2.SampleToken]) -> list[sampling_pb2.TokenRun]:
+    """Return each token as a run of its own, without its text."""
+    return [
+        sampling_pb2.TokenRun(
+            sample_index=token.sample_index,
+            first_token_index=token.token_index,
+            tokens=token.token_id.to_bytes(4, "little"),
+            finish_reason=token.finish_reason,
+        )
+        for token in tokens
+    ]

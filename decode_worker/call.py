@@ -13,9 +13,10 @@ import asyncio
 import logging
 from functools import partial
 
-from common.errors import KvIncomplete, Overloaded, Refused
+from common.errors import Cancelled, KvIncomplete, KvrelayError, Overloaded, Refused
 from common.ids import Epoch, HandoffId, WorkerId
 from common.rpc import to_report
+from decode_worker.direct import GRACE_S, DirectAnswer, DirectTable
 from decode_worker.outlet import Outlet
 from engine.core import EngineCore
 from engine.events import EngineEvent, Failed, Started, Tokens
@@ -36,8 +37,11 @@ logger = logging.getLogger(__name__)
 class DecodeCall:
     """Serves one DecodeRequest into an outlet. Event loop only."""
 
-    def __init__(self, runtime: WorkerRuntime, outlet: Outlet) -> None:
+    def __init__(self, runtime: WorkerRuntime, directs: DirectTable, outlet: Outlet) -> None:
         self._runtime = runtime
+        self._directs = directs
+        self._direct: DirectAnswer | None = None
+        """Set: the tokens are kept for the client, and the outlet gets checkpoints only."""
         self._outlet = outlet
         self._held: list[EngineEvent] | None = []
         """Events that have to wait until what comes before them has been said; None from then on."""
@@ -57,6 +61,7 @@ class DecodeCall:
                 raise Overloaded(group.reason, retry_after_s=group.retry_after_s)
             self._group = group
             try:
+                self._open_direct(request, spec)
                 reserved = pb.Reserved(num_cached_tokens=group.leader.num_cached if has_handoff else 0)
                 self._outlet.put(pb.DecodeResponse(reserved=reserved))
                 if has_handoff:
@@ -64,9 +69,32 @@ class DecodeCall:
                     await self._start(pulled.manifest)
                     self._outlet.put(pb.DecodeResponse(transferred=_stats(pulled)))
                 await self._until_over()
+                if self._direct is not None:
+                    await self._direct.delivered()
                 logger.info("decode done", extra={"request_id": spec.request_id, "num_steps": self._num_steps})
             finally:
                 runtime.engine.post(lambda core: core.cancel(group))
+                if self._direct is not None:
+                    self._close_direct(self._direct)
+                self._over.cancel()
+
+    def _open_direct(self, request: pb.DecodeRequest, spec: EngineRequest) -> None:
+        if request.HasField("direct"):
+            samples = range(spec.first_sample_index, spec.first_sample_index + spec.sampling.n)
+            self._direct = DirectAnswer(request.direct, samples, self._outlet.put_tokens, self._lose_client)
+            self._directs.add(self._direct)
+
+    def _lose_client(self, error: KvrelayError) -> None:
+        if not self._over.done():
+            self._over.set_exception(error)
+
+    def _close_direct(self, answer: DirectAnswer) -> None:
+        """End the client's stream. One that has got everything may still come back for what was lost on the way."""
+        if answer.is_delivered:
+            asyncio.get_running_loop().call_later(GRACE_S, self._directs.remove, answer)
+        else:
+            self._directs.remove(answer)
+            answer.close(Cancelled("the answer is not generated here any more"))
 
     async def _reserve(self, spec: EngineRequest) -> Group | Refused:
         return await self._runtime.engine.acquire(lambda core: core.reserve(spec, self._sink), _cancel_if_granted)
@@ -163,14 +191,16 @@ class DecodeCall:
         else:
             runs = self._streams.take_runs(tokens)
         if messages or runs:
-            self._outlet.put_tokens(
-                pb.TokenBatch(
-                    tokens=messages,
-                    runs=runs,
-                    prompt_logprobs=prompt_logprobs_to_proto(tokens.prompt_logprobs),
-                    prefill_s=tokens.prefill_s or 0.0,
-                )
+            batch = pb.TokenBatch(
+                tokens=messages,
+                runs=runs,
+                prompt_logprobs=prompt_logprobs_to_proto(tokens.prompt_logprobs),
+                prefill_s=tokens.prefill_s or 0.0,
             )
+            if self._direct is None:
+                self._outlet.put_tokens(batch)
+            else:
+                self._direct.put(batch)
 
 
 def _cancel_if_granted(core: EngineCore, group: Group | Refused) -> None:

@@ -3,7 +3,8 @@
 import grpc
 
 from common.config import ServingConfig
-from decode_worker.service import DecodeService
+from decode_worker.direct import DirectTable
+from decode_worker.service import DecodeService, DirectService
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
 from worker.runtime import WorkerRuntime
 from worker.shell import RunningWorker, start_worker
@@ -13,10 +14,12 @@ ROLE = worker_pb2.WORKER_ROLE_DECODE
 
 def add_services(server: grpc.aio.Server, runtime: WorkerRuntime) -> list[str]:
     """Register the services of this kind of worker."""
-    service = DecodeService(runtime)
+    directs = DirectTable()
+    service = DecodeService(runtime, directs)
     runtime.on_drain.append(service.drain)
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(service, server)
-    return [decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name]
+    decode_pb2_grpc.add_DirectServiceServicer_to_server(DirectService(directs), server)
+    return [decode_pb2.DESCRIPTOR.services_by_name[name].full_name for name in ("DecodeService", "DirectService")]
 
 
 async def start_decode_worker(config: ServingConfig, *, worker_id: str, host: str, port: int) -> RunningWorker:

@@ -1,4 +1,7 @@
-"""DecodeService: one call per stream, or all calls of a router on one. What a call does is in `call.py`."""
+"""DecodeService: one call per stream, or all calls of a router on one; what a call does is in `call.py`.
+
+DirectService: what clients stream by themselves (`direct.py`).
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,6 +12,7 @@ import grpc
 from common.rpc import error_boundary
 from common.structured import TaskCensus
 from decode_worker.call import DecodeCall
+from decode_worker.direct import DirectTable
 from decode_worker.outlet import Outlet
 from decode_worker.shared_stream import SharedStream
 from kvrelay.v1 import decode_pb2 as pb
@@ -21,9 +25,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
     """Serves one runtime."""
 
-    def __init__(self, runtime: WorkerRuntime) -> None:
+    def __init__(self, runtime: WorkerRuntime, directs: DirectTable) -> None:
         self._runtime = runtime
         self._census = TaskCensus()
+        self._directs = directs
         self._shared: set[SharedStream] = set()
         self._is_draining = False
 
@@ -60,4 +65,18 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             self._shared.discard(stream)
 
     async def _serve(self, request: pb.DecodeRequest, outlet: Outlet) -> None:
-        await DecodeCall(self._runtime, outlet).run(request)
+        await DecodeCall(self._runtime, self._directs, outlet).run(request)
+
+
+class DirectService(decode_pb2_grpc.DirectServiceServicer):
+    """Serves clients that were sent here by a router."""
+
+    def __init__(self, directs: DirectTable) -> None:
+        self._directs = directs
+
+    async def StreamTokens(  # type: ignore[override]  # noqa: D102
+        self, request: pb.StreamTokensRequest, context: Context
+    ) -> None:
+        async with error_boundary(context, "StreamTokens"):
+            answer = self._directs.claim(request.capability)
+            await answer.stream(request.num_received, context.write)

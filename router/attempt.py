@@ -21,14 +21,15 @@ from common.errors import EngineFault, KvrelayError
 from common.ids import HandoffId, mint_handoff_id
 from common.lifecycle import LifeCycle, State
 from common.structured import TaskCensus
+from common.token_batches import runs_of
 from kvrelay.v1 import decode_pb2, inference_pb2, prefill_pb2, sequence_pb2
 from router.booking import Booking
+from router.direct import direct_access
 from router.explain import plan_to_proto
-from router.ledger import as_runs
 from router.member import Hold
 from router.metrics import RouterMetrics
 from router.placement.plans import Keeper, Plan, PlanKind
-from router.record import RequestRecord
+from router.record import Delivery, RequestRecord
 from router.worker_client import Incoming
 
 END_OF_STREAM_TIMEOUT_S = 1.0
@@ -63,6 +64,8 @@ class Attempt:
     """Hears how many tokens of the prompt were found in the cache, once its computation begins."""
     on_transferred: Callable[[], None]
     """Hears that the decode worker holds the blocks of all known tokens."""
+    _access: decode_pb2.DirectAccess | None = None
+    """Set: the client gets the decode worker's tokens from there."""
     num_gaps_before: int = 0
     """Gaps between tokens before the first token of this attempt, and the gap that ended with it."""
 
@@ -78,12 +81,15 @@ class Attempt:
     async def _run(self) -> None:
         decode, prefill = self.booking.decode, self.booking.prefill
         self.life.advance(State.RESERVING)
+        if self.record.job.delivery is Delivery.DIRECT:
+            self._access = direct_access()
         handoff_id = mint_handoff_id()
         request = decode_pb2.DecodeRequest(
             sequence=self.record.sequence(self.samples, _retention(self.booking.plan, Keeper.DECODE)),
             handoff=None if prefill is None else _handoff(prefill, handoff_id),
             epoch=decode.epoch,
             source=self.booking.source if prefill is None else None,
+            direct=self._access,
         )
         with decode.member.client.decode(request, timeout_s=self._time_left_s()) as answer:
             await self._reserve(answer)
@@ -104,6 +110,10 @@ class Attempt:
         self.record.num_attempts = max(self.record.num_attempts, self.number)
         chosen = plan_to_proto(self.booking.plan, attempt=self.number)
         self.record.outbox.put(inference_pb2.GenerateResponse(plan=chosen))
+        if self._access is not None:
+            address, capability = decode.member.endpoint.address, self._access.capability
+            grant = inference_pb2.DirectGrant(address=address, capability=capability, attempt=self.number)
+            self.record.outbox.put(inference_pb2.GenerateResponse(direct=grant))
 
     # Remote plan.
 
@@ -148,7 +158,7 @@ class Attempt:
         if self.record.job.sampling.detokenize:
             batch.tokens.extend(finished.first_tokens)
         else:
-            batch.runs.extend(as_runs(finished.first_tokens))
+            batch.runs.extend(runs_of(finished.first_tokens))
         with _blaming(prefill):
             self.record.deliver(batch, expected=self.samples)
         self._note_first_token()
@@ -192,7 +202,8 @@ class Attempt:
     def _deliver(self, batch: decode_pb2.TokenBatch) -> bool:
         """Deliver tokens of the decode worker; returns whether every sample has ended. Raises AttemptFailed."""
         try:
-            has_end = self.record.deliver(batch, expected=self.samples)
+            take = self.record.deliver if self._access is None else self.record.note_checkpoint
+            has_end = take(batch, expected=self.samples)
         except KvrelayError as error:
             raise AttemptFailed(self.booking.decode, error) from error
         self._note_first_token()  # of a local plan; a remote one has had it by now

@@ -145,16 +145,3 @@ class TokenLedger:
             elif num_tokens > 1:
                 self.gaps.append((0.0, num_tokens - 1))
             self._previous_s = now_s
-
-
-def as_runs(tokens: Iterable[sampling_pb2.SampleToken]) -> list[sampling_pb2.TokenRun]:
-    """Return each token as a run of its own, without its text."""
-    return [
-        sampling_pb2.TokenRun(
-            sample_index=token.sample_index,
-            first_token_index=token.token_index,
-            tokens=token.token_id.to_bytes(4, "little"),
-            finish_reason=token.finish_reason,
-        )
-        for token in tokens
-    ]

@@ -8,10 +8,11 @@ and halves when it is not, so a router under load trades some milliseconds of sm
 
 import asyncio
 import time
+from pathlib import Path
 
 SAMPLE_S = 0.1
 BUSY = 0.85
-"""Part of the time that the loop's thread computes: above this, the window grows …"""
+"""Part of the time that the loop's thread computes, or would if it had a core: above this, the window grows …"""
 CALM = 0.45
 """… and below this it shrinks; between them it stays, so that its own success does not end it."""
 MIN_WINDOW_S = 0.004
@@ -45,14 +46,23 @@ class MergeWindow:
 
     async def watch(self) -> None:
         """Adapt until cancelled."""
-        wall_s, cpu_s = time.monotonic(), time.thread_time()
+        wall_s, wanted_s = time.monotonic(), _wanted_s()
         while True:
             await asyncio.sleep(SAMPLE_S)
-            wall_before_s, cpu_before_s = wall_s, cpu_s
-            wall_s, cpu_s = time.monotonic(), time.thread_time()
-            self.adapt((cpu_s - cpu_before_s) / (wall_s - wall_before_s))
+            wall_before_s, wanted_before_s = wall_s, wanted_s
+            wall_s, wanted_s = time.monotonic(), _wanted_s()
+            self.adapt((wanted_s - wanted_before_s) / (wall_s - wall_before_s))
 
     def _finish(self) -> None:
         if self._end is not None:
             self._end.set()
             self._end = None
+
+
+def _wanted_s() -> float:
+    """Return how long this thread has computed, and waited for a core where the kernel tells."""
+    try:
+        computed_ns, waited_ns, _ = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return time.thread_time()
+    return (int(computed_ns) + int(waited_ns)) / 1e9

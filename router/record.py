@@ -1,5 +1,6 @@
 """One request as the router keeps it: what was asked, what was delivered, what the workers reported."""
 
+import enum
 from dataclasses import dataclass, field, replace
 
 from common.block_hash import BlockHashes, hash_blocks
@@ -16,6 +17,14 @@ from router.ledger import TokenLedger
 from router.outbox import Outbox
 
 
+class Delivery(enum.Enum):
+    """Who brings a client its tokens."""
+
+    ROUTER = "router"
+    DIRECT = "direct"
+    """The decode worker; the router keeps checkpoints."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A request that passed every check."""
@@ -26,6 +35,7 @@ class Job:
     """Of the prompt's full blocks."""
     sampling: SamplingParams
     model: ModelFacts
+    delivery: Delivery = Delivery.ROUTER
 
     def hashes(self, output: TokenArray) -> BlockHashes:
         """Return the hashes of the full blocks of prompt and output. The prompt is not hashed again."""
@@ -95,6 +105,12 @@ class RequestRecord:
         if tokens or runs:
             self.outbox.put_tokens(tokens, runs, prompt_logprobs)
         return ledger.num_finished > num_finished
+
+    def note_checkpoint(self, batch: decode_pb2.TokenBatch, *, expected: range) -> bool:
+        """Remember tokens that the client gets from the worker. Returns and raises like `deliver`."""
+        num_finished = self.ledger.num_finished
+        self.ledger.accept_runs(batch.runs, expected=expected)
+        return self.ledger.num_finished > num_finished
 
     def add_transfer(self, stats: worker_pb2.TransferStats) -> None:
         """Count KV that was handed over."""

@@ -12,7 +12,7 @@ from common.wire import sampling_from_proto, token_ids_from_proto
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from router.codec import Codec
 from router.facts import ModelFacts
-from router.record import Job
+from router.record import Delivery, Job
 from router.token_cache import Encoded
 
 CHAT_ROLES = ("system", "user", "assistant")
@@ -40,6 +40,7 @@ class RequestReader:
         sampling = self._sampling(message.sampling, len(prompt), model)
         _check_pages(len(prompt), sampling, model)
         return Job(
+            delivery=Delivery.DIRECT if message.direct else Delivery.ROUTER,
             request_id=request_id,
             prompt_token_ids=prompt,
             prompt_hashes=encoded.hashes(root=model.root, block_size=model.block_size),

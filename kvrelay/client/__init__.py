@@ -7,7 +7,9 @@ with Client() as client:
 """
 
 from common.errors import (
+    AccessDenied,
     Cancelled,
+    ClientGone,
     DeadlineExceeded,
     EngineFault,
     InvalidRequest,
@@ -54,9 +56,11 @@ from kvrelay.client.sync_client import DEFAULT_ADDRESS, Client, GenerationStream
 __all__ = [
     "DEFAULT_ADDRESS",
     "Accepted",
+    "AccessDenied",
     "AsyncClient",
     "AsyncGenerationStream",
     "Cancelled",
+    "ClientGone",
     "Candidate",
     "ChatMessage",
     "ChatTurn",

@@ -17,11 +17,12 @@ from kvrelay.client.convert import (
     tokenization_from_proto,
 )
 from kvrelay.client.decisions import Decision
+from kvrelay.client.direct import DirectCall
 from kvrelay.client.records import ChatTurn, Event, Generation, ModelInfo, Prompt, ServiceTerms, Tokenization
 from kvrelay.client.requests import SamplingOptions, as_conversation, credentials, generate_request, tokenize_request
 from kvrelay.client.status import ClusterStatus
 from kvrelay.client.sync_client import DEFAULT_ADDRESS
-from kvrelay.v1 import inference_pb2, inference_pb2_grpc
+from kvrelay.v1 import decode_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 _T = TypeVar("_T")
 
@@ -33,7 +34,9 @@ class AsyncGenerationStream(AsyncIterator[Event]):
     `break` does in `async for event in client.stream(…)`) cancels the request at once: the cluster stops computing it.
     """
 
-    def __init__(self, call: "grpc.aio.UnaryStreamCall[Any, inference_pb2.GenerateResponse]", *, address: str) -> None:
+    def __init__(
+        self, call: "grpc.aio.UnaryStreamCall[Any, inference_pb2.GenerateResponse] | DirectCall", *, address: str
+    ) -> None:
         self._call = call
         self._messages = aiter(call)
         self._address = address
@@ -103,14 +106,22 @@ class AsyncClient:
 
     `timeout_s` is the deadline of every call that does not name its own; None waits as long as the cluster does. A
     stream's deadline covers all of it. `api_key` tells a cluster that asks for one who is calling.
+    `direct` streams tokens straight from the decode workers, which must be reachable from here; nothing else changes.
     """
 
     def __init__(
-        self, address: str = DEFAULT_ADDRESS, *, timeout_s: float | None = None, api_key: str | None = None
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        timeout_s: float | None = None,
+        api_key: str | None = None,
+        direct: bool = False,
     ) -> None:
         self.address = address
         self._timeout_s = timeout_s
         self._metadata = credentials(api_key)
+        self._is_direct = direct
+        self._worker_channels: dict[str, grpc.aio.Channel] = {}
         self._channel: grpc.aio.Channel | None = None
         self._lazy_stub: inference_pb2_grpc.InferenceServiceAsyncStub | None = None  # a class of the type stubs only
 
@@ -145,7 +156,11 @@ class AsyncClient:
     ) -> AsyncGenerationStream:
         """Send the request and return its events. Raises InvalidRequest for values that cannot be sent."""
         request = generate_request(prompt, sampling, model=model, label=label, terms=terms)
+        request.direct = self._is_direct
         call = self._stub().Generate(request, timeout=self._deadline_s(timeout_s), metadata=self._metadata)
+        if self._is_direct:
+            num_samples = request.sampling.n if request.sampling.HasField("n") else 1
+            return AsyncGenerationStream(DirectCall(call, self._worker, num_samples=num_samples), address=self.address)
         return AsyncGenerationStream(call, address=self.address)
 
     async def chat(
@@ -202,8 +217,10 @@ class AsyncClient:
     async def aclose(self) -> None:
         """Close the channel; running calls are cancelled."""
         channel, self._channel, self._lazy_stub = self._channel, None, None
-        if channel is not None:
-            await channel.close()
+        worker_channels, self._worker_channels = self._worker_channels, {}
+        for one in (channel, *worker_channels.values()):
+            if one is not None:
+                await one.close()
 
     async def _unary(self, method: Callable[..., Awaitable[_T]], request: Any, timeout_s: float | None) -> _T:
         try:
@@ -220,6 +237,12 @@ class AsyncClient:
             self._channel = client_channel(self.address)
             self._lazy_stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         return self._lazy_stub
+
+    def _worker(self, address: str) -> "decode_pb2_grpc.DirectServiceAsyncStub":
+        """Return the stub of a decode worker that tokens are streamed from."""
+        if address not in self._worker_channels:
+            self._worker_channels[address] = client_channel(address)
+        return decode_pb2_grpc.DirectServiceStub(self._worker_channels[address])
 
     def _deadline_s(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout_s

@@ -19,6 +19,7 @@ from common.ids import BlockHash, mint_epoch
 from common.kv_events import KvEvents, encode_events
 from common.parity import TextProbes
 from common.rpc import Server, client_channel, error_boundary, start_server
+from common.token_batches import runs_of
 from kvrelay.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -34,7 +35,6 @@ from kvrelay.v1 import (
     worker_pb2_grpc,
 )
 from router.fake_codec import ByteCodec
-from router.ledger import as_runs
 from router.server import RunningRouter, serve_router
 
 PREFILL, DECODE = worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE
@@ -359,7 +359,7 @@ class _Servicer(
                 if sequence.sampling.detokenize:
                     batch.tokens.extend(tokens)
                 else:
-                    batch.runs.extend(as_runs(tokens))
+                    batch.runs.extend(runs_of(tokens))
                 await write(decode_pb2.DecodeResponse(tokens=batch))
 
 

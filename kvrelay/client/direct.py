@@ -1,0 +1,192 @@
+"""Answers that come straight from the decode workers, put together so that a reader sees no difference.
+
+The router's call still tells of plans and of the end, and brings the first tokens of a remote plan. Where the others
+are a DirectGrant says; a worker that is lost is followed by a grant for another one. Every token is taken once and in
+order, whoever brings it: what comes twice falls away, what comes early waits, and the end waits for the last token.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+
+from common.errors import Cancelled, EngineFault
+from kvrelay.v1 import decode_pb2, inference_pb2, sampling_pb2
+
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+_TAIL_TIMEOUT_S = 5.0
+
+Piece = sampling_pb2.SampleToken | sampling_pb2.TokenRun
+
+
+class InOrder:
+    """Makes one answer of the tokens of several streams."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._next = [0] * num_samples
+        self._early: list[dict[int, Piece]] = [{} for _ in range(num_samples)]
+        self._num_finished = 0
+        self._has_prompt_logprobs = False
+
+    @property
+    def num_received(self) -> list[int]:
+        """Tokens of each sample so far."""
+        return self._next
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every sample has ended."""
+        return self._num_finished == len(self._next)
+
+    def take(
+        self, tokens: decode_pb2.TokenBatch | inference_pb2.TokenDelta
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        """Yield what follows. Raises EngineFault for a sample that was not asked for."""
+        if not self._has_prompt_logprobs and tokens.prompt_logprobs:
+            self._has_prompt_logprobs = True
+            delta = inference_pb2.TokenDelta(prompt_logprobs=tokens.prompt_logprobs)
+            yield inference_pb2.GenerateResponse(tokens=delta)
+        pieces: list[Piece] = [*tokens.tokens, *tokens.runs]
+        for piece in pieces:
+            if piece.sample_index >= len(self._next):
+                raise EngineFault(f"a token of sample {piece.sample_index}; there are {len(self._next)}")
+            early, first = self._early[piece.sample_index], _first(piece)
+            if first not in early or _length(early[first]) < _length(piece):
+                early[first] = piece
+            yield from self._release(piece.sample_index)
+
+    def _release(self, sample_index: int) -> Iterator[inference_pb2.GenerateResponse]:
+        """Yield those of the early pieces that follow now."""
+        early = self._early[sample_index]
+        while early and (first := min(early)) <= self._next[sample_index]:
+            piece, position = early.pop(first), self._next[sample_index]
+            end = first + _length(piece)
+            if end <= position:
+                continue
+            self._next[sample_index] = end
+            self._num_finished += piece.finish_reason != sampling_pb2.FINISH_REASON_UNSPECIFIED
+            delta = inference_pb2.TokenDelta()
+            if isinstance(piece, sampling_pb2.SampleToken):
+                delta.tokens.append(piece)
+            else:
+                delta.runs.add(
+                    sample_index=sample_index,
+                    first_token_index=position,
+                    tokens=piece.tokens[4 * (position - first) :],
+                    finish_reason=piece.finish_reason,
+                )
+            yield inference_pb2.GenerateResponse(tokens=delta)
+
+
+class DirectCall:
+    """A Generate call whose tokens come from the workers: iterated and cancelled like the call itself."""
+
+    def __init__(
+        self,
+        call: "grpc.aio.UnaryStreamCall[Any, inference_pb2.GenerateResponse]",
+        connect: Callable[[str], Any],
+        *,
+        num_samples: int,
+    ) -> None:
+        """`connect` returns the DirectService stub of an address. Starts reading at once."""
+        self._call = call
+        self._connect = connect
+        self._answer = InOrder(num_samples)
+        self._inbox: asyncio.Queue[inference_pb2.GenerateResponse | BaseException | None] = asyncio.Queue()
+        self._changed = asyncio.Event()
+        self._tasks = {asyncio.create_task(self._read_router())}
+
+    def __aiter__(self) -> "DirectCall":
+        return self
+
+    async def __anext__(self) -> inference_pb2.GenerateResponse:
+        message = await self._inbox.get()
+        if isinstance(message, inference_pb2.GenerateResponse):
+            return message
+        self._stop()
+        if message is None:
+            raise StopAsyncIteration
+        raise message
+
+    def done(self) -> bool:
+        """Whether the router's call is over."""
+        return self._call.done()
+
+    def cancel(self) -> bool:
+        """Cancel the router's call, and with it everything."""
+        self._stop()
+        return self._call.cancel()
+
+    def _stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def _read_router(self) -> None:
+        completed: inference_pb2.GenerateResponse | None = None
+        try:
+            async for message in self._call:
+                if message.HasField("direct"):
+                    self._tasks.add(asyncio.create_task(self._read_worker(message.direct)))
+                elif message.HasField("tokens"):
+                    self._take(message.tokens)
+                elif message.HasField("completed"):
+                    completed = message
+                else:
+                    self._inbox.put_nowait(message)
+            if completed is not None:
+                await self._last_token()
+                self._inbox.put_nowait(completed)
+            self._inbox.put_nowait(None)
+        except (grpc.aio.AioRpcError, EngineFault) as error:
+            self._inbox.put_nowait(error)
+        except asyncio.CancelledError:  # of the call, when another task has closed the client; or of this one
+            self._inbox.put_nowait(Cancelled("the client was closed during the call"))
+
+    async def _last_token(self) -> None:
+        """Wait until everything has come; the worker keeps it that long. Raises EngineFault when it does not come."""
+        try:
+            async with asyncio.timeout(_TAIL_TIMEOUT_S):
+                while not self._answer.is_complete:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise EngineFault("the last tokens could not be fetched from the decode worker") from None
+
+    async def _read_worker(self, grant: inference_pb2.DirectGrant) -> None:
+        """Read tokens where they are. What fails here is tried again: the router decides when it is in vain."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            request = decode_pb2.StreamTokensRequest(
+                capability=grant.capability, num_received=self._answer.num_received
+            )
+            stream = self._connect(grant.address).StreamTokens(request)
+            try:
+                async for message in stream:
+                    pause_s = _FIRST_PAUSE_S
+                    self._take(message.tokens)
+                return
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.PERMISSION_DENIED:
+                    return  # over there: another grant follows, or the end
+            except EngineFault as error:
+                self._inbox.put_nowait(error)
+                return
+            finally:
+                stream.cancel()
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _take(self, tokens: decode_pb2.TokenBatch | inference_pb2.TokenDelta) -> None:
+        for message in self._answer.take(tokens):
+            self._inbox.put_nowait(message)
+        self._changed.set()
+
+
+def _first(piece: Piece) -> int:
+    return piece.token_index if isinstance(piece, sampling_pb2.SampleToken) else piece.first_token_index
+
+
+def _length(piece: Piece) -> int:
+    return 1 if isinstance(piece, sampling_pb2.SampleToken) else len(piece.tokens) // 4

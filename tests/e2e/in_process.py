@@ -1,0 +1,78 @@
+"""A router in front of real workers with fake engines, over real gRPC, all in this process."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from common.config import ServingConfig, parse_config
+from common.rpc import client_channel
+from decode_worker.server import add_services as add_decode
+from kvrelay.client import AsyncClient
+from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc, worker_pb2
+from prefill_worker.server import add_services as add_prefill
+from router.fake_codec import ByteCodec
+from router.server import RunningRouter, serve_router
+from tests.worker.cluster import make_runtime
+from worker.shell import RunningWorker, start_worker
+
+PREFILL, DECODE = worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE
+TIMEOUT_S = 10.0
+
+
+@dataclass(slots=True, kw_only=True)
+class System:
+    """A running system."""
+
+    router: RunningRouter
+    workers: dict[str, RunningWorker]
+    address: str
+
+    def client(self, **options: Any) -> AsyncClient:
+        return AsyncClient(self.address, timeout_s=30, **options)
+
+    async def kill(self, worker_id: str) -> None:
+        """Break every connection of a worker, as its death would."""
+        await self.workers[worker_id].server.grpc_server.stop(None)
+
+    async def until_idle(self) -> None:
+        """Wait until no living worker and no router holds anything."""
+        async with asyncio.timeout(TIMEOUT_S), self.client() as client:
+            while True:
+                status = await client.status()
+                held = status.router.num_active + status.router.num_bookings + status.router.num_request_tasks
+                for view in status.workers:
+                    if view.status is not None:
+                        held += view.status.num_used_blocks + view.status.num_request_tasks + view.status.num_leases
+                if not held:
+                    return
+
+
+@asynccontextmanager
+async def running_system(
+    *, num_prefill: int = 1, num_decode: int = 1, router: dict[str, Any] | None = None, **fake: Any
+) -> AsyncIterator[System]:
+    """Start everything and wait until the router uses every worker; `fake` shapes the engines (make_runtime)."""
+    config: ServingConfig = parse_config(
+        {"model": {"engine": "fake"}, "router": {"recovery_timeout_s": 5.0, **(router or {})}}, source="test"
+    )
+    async with AsyncExitStack() as stack:
+        running = await serve_router(config, codec=ByteCodec(), host="127.0.0.1", port=0)
+        stack.push_async_callback(running.stop, 0)
+        endpoints, workers = [], {}
+        for role, name, count, add in ((PREFILL, "p", num_prefill, add_prefill), (DECODE, "d", num_decode, add_decode)):
+            for i in range(count):
+                runtime = make_runtime(role, f"{name}{i}", transports=("grpc",), **dict(fake))
+                worker = workers[f"{name}{i}"] = await start_worker(runtime, add, host="127.0.0.1", port=0)
+                stack.push_async_callback(worker.stop, 0)
+                endpoints.append(
+                    router_admin_pb2.WorkerEndpoint(worker_id=f"{name}{i}", role=role, address=worker.address)
+                )
+        channel = client_channel(running.address)
+        stack.push_async_callback(channel.close)
+        admin = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
+        async with asyncio.timeout(TIMEOUT_S):
+            while running.fleet.count_ready() < len(endpoints):
+                await admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=endpoints))
+        yield System(router=running, workers=workers, address=running.address)
