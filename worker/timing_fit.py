@@ -27,6 +27,7 @@ _CAUCHY = 2.385  # 95 % efficient when there are no outliers
 _MIN_SCALE = 0.01  # timers and schedulers are not better than that
 _MIN_SECONDS = 1e-9
 _NUM_ROUNDS = 12
+_ENOUGH = 2e-3  # rounds end when no prediction moves by a larger share
 _MIN_NEW_SAMPLES = 64
 _MAX_DRIFT = 0.1
 
@@ -104,7 +105,7 @@ def fit_weights(features: Array, seconds: Array, sample_weights: Array, prior: A
         # The second factor bounds what a step 20 times too slow can do while the scale is still that of a wrong model.
         trust = sample_weights / (1 + (errors / scale) ** 2) / np.maximum(1.0, np.abs(ratios - 1) / scale)
         before, weights = weights, _solve(features / predicted[:, None], seconds / predicted, trust, prior, ridge)
-        if np.abs(features @ (weights - before)).max() <= 1e-3 * predicted.min():
+        if (np.abs(features @ (weights - before)) <= _ENOUGH * predicted).all():
             break
     return weights
 
