@@ -7,10 +7,10 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from router.chat_template import ChatTemplate
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from common.block_hash import hash_blocks, hash_root
+from common.chat_template import ChatTemplate
 from common.tokens import as_tokens
 from router.token_cache import Cuts, Encoded, KnownPrefix, TokenCache
 from router.tokenizer import TextCodec
