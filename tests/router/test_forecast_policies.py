@@ -1,7 +1,7 @@
 """The policies that predict times, `mooncake` and `oracle`, worked by hand.
 
-Blocks have 16 tokens and the standard request 160. A prompt token takes a millisecond; gaps between tokens are 10 ms and
-a millisecond per sequence.
+Blocks have 16 tokens and the standard request 160. A prompt token takes a millisecond; gaps between tokens are 10 ms
+and a millisecond per sequence.
 """
 
 from dataclasses import replace
