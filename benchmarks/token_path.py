@@ -24,11 +24,12 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import grpc
 import psutil
 import uvloop
 import yaml
@@ -36,7 +37,15 @@ import yaml
 from benchmarks.token_worker import WORKER_ID
 from common.process import PARENT_PID_ENV, Ready, parse_ready
 from common.rpc import client_channel, until_ready
-from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc, worker_pb2
+from kvrelay.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    router_admin_pb2,
+    router_admin_pb2_grpc,
+    worker_pb2,
+)
 
 NUM_STREAMS = 64
 ITL_MS = 5.0
@@ -59,8 +68,10 @@ class Window:
 class Streams:
     """The client: reads all streams and counts."""
 
-    def __init__(self, stub: "inference_pb2_grpc.InferenceServiceAsyncStub") -> None:
+    def __init__(self, stub: "inference_pb2_grpc.InferenceServiceAsyncStub", *, direct: bool) -> None:
         self._stub = stub
+        self._is_direct = direct
+        self._workers: dict[str, grpc.aio.Channel] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.num_tokens = 0
         self.num_messages = 0
@@ -78,18 +89,37 @@ class Streams:
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
+        for channel in self._workers.values():
+            await channel.close()
 
     async def _read(self, seed: int) -> None:
-        request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[seed, 1, 2, 3]))
+        request = inference_pb2.GenerateRequest(
+            token_ids=inference_pb2.TokenIds(ids=[seed, 1, 2, 3]), direct=self._is_direct
+        )
         request.sampling.max_tokens = 1_000_000
-        has_begun = False
+        counting = self._count()
+        next(counting)
         async for message in self._stub.Generate(request):
             if message.HasField("tokens"):
-                self.num_tokens += len(message.tokens.tokens)
-                self.num_messages += 1
-                if not has_begun:
-                    has_begun = True
-                    self.num_running += 1
+                counting.send(len(message.tokens.tokens))
+            elif message.HasField("direct"):
+                await self._read_direct(message.direct, counting)
+
+    async def _read_direct(self, grant: inference_pb2.DirectGrant, counting: Generator[None, int, None]) -> None:
+        channel = self._workers.setdefault(grant.address, client_channel(grant.address))
+        stub = decode_pb2_grpc.DirectServiceStub(channel)
+        request = decode_pb2.StreamTokensRequest(capability=grant.capability)
+        async for message in stub.StreamTokens(request):
+            counting.send(len(message.tokens.tokens))
+
+    def _count(self) -> Generator[None, int, None]:
+        """Count the messages of one stream; each is sent its number of tokens."""
+        num_tokens = yield
+        self.num_running += 1
+        while True:
+            self.num_tokens += num_tokens
+            self.num_messages += 1
+            num_tokens = yield
 
 
 async def measure(router_pid: int, streams: Streams, seconds: float) -> Window:
@@ -139,9 +169,11 @@ async def run_floor(*, itl_ms: float, repeats: int, seconds: float) -> list[Wind
         return await _measure_streams(worker.address, worker.pid, repeats=repeats, seconds=seconds)
 
 
-async def _measure_streams(address: str, pid: int, *, repeats: int, seconds: float) -> list[Window]:
+async def _measure_streams(
+    address: str, pid: int, *, repeats: int, seconds: float, direct: bool = False
+) -> list[Window]:
     channel = client_channel(address)
-    streams = Streams(inference_pb2_grpc.InferenceServiceStub(channel))
+    streams = Streams(inference_pb2_grpc.InferenceServiceStub(channel), direct=direct)
     await streams.start()
     await asyncio.sleep(0.5)
     windows = [await measure(pid, streams, seconds) for _ in range(repeats)]
@@ -152,9 +184,10 @@ async def _measure_streams(address: str, pid: int, *, repeats: int, seconds: flo
 
 async def run_case(*, arm: str, itl_ms: float, repeats: int, seconds: float) -> list[Window]:
     """Run one arm of one case in fresh processes."""
+    streams = "per_request" if arm == "per_request" else "shared"
     config = {
         "model": {"engine": "fake"},
-        "router": {"port": 0, "metrics_port": None, "decode_streams": arm, "max_queued": 1024},
+        "router": {"port": 0, "metrics_port": None, "decode_streams": streams, "max_queued": 1024},
     }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "serving.yaml"
@@ -171,7 +204,9 @@ async def run_case(*, arm: str, itl_ms: float, repeats: int, seconds: float) -> 
             )
             await admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=[endpoint]))
             await channel.close()
-            return await _measure_streams(router.address, router.pid, repeats=repeats, seconds=seconds)
+            return await _measure_streams(
+                router.address, router.pid, repeats=repeats, seconds=seconds, direct=arm == "direct"
+            )
 
 
 def summary(windows: Sequence[Window]) -> str:
@@ -191,7 +226,7 @@ async def run(args: argparse.Namespace) -> dict[str, list[Window]]:
     """Run the cases that were asked for."""
     results: dict[str, list[Window]] = {}
     for case, itl_ms in (("paced", ITL_MS), ("full", 0.0)):
-        for arm in ("grpc alone", "per_request", "shared"):
+        for arm in ("grpc alone", "per_request", "shared", "direct"):
             name = f"{case}/{arm}"
             if args.only and args.only not in name:
                 continue

@@ -10,6 +10,7 @@ import itertools
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -19,6 +20,7 @@ from common.block_hash import hash_probe, hash_root
 from common.ids import mint_epoch
 from common.process import Ready, die_with_parent, ready_line
 from common.rpc import start_server
+from decode_worker.direct import DirectAnswer, DirectTable
 from kvrelay.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -28,6 +30,7 @@ from kvrelay.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from router.fake_codec import ByteCodec
 
 WORKER_ID = "token-worker"
 FINGERPRINT = "tokens"
@@ -38,9 +41,17 @@ TEXT = " token"
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+@dataclass(slots=True)
+class _Call:
+    tokens: Iterator[sampling_pb2.SampleToken]
+    direct: DirectAnswer | None = None
+    checkpoints: list[decode_pb2.TokenBatch] = field(default_factory=list)
+
+
 class TokenWorker(
     worker_pb2_grpc.WorkerServiceServicer,
     decode_pb2_grpc.DecodeServiceServicer,
+    decode_pb2_grpc.DirectServiceServicer,
     inference_pb2_grpc.InferenceServiceServicer,
 ):
     """Serves routers, and bare streams to clients: what gRPC alone costs who sends the tokens."""
@@ -48,6 +59,7 @@ class TokenWorker(
     def __init__(self, itl_s: float) -> None:
         self._itl_s = itl_s
         self._epoch = mint_epoch()
+        self._directs = DirectTable()
         self._ticked = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
 
@@ -63,6 +75,8 @@ class TokenWorker(
             max_model_len=1 << 20,
             vocab_size=256,
             model_name="tokens",
+            tokenizer_probe=ByteCodec.probes.tokenizer,
+            template_probe=ByteCodec.probes.template,
             hash_probe=hash_probe(hash_root(model_fingerprint=FINGERPRINT), BLOCK_SIZE),
         )
 
@@ -91,37 +105,52 @@ class TokenWorker(
     async def DecodeMany(  # type: ignore[override]  # noqa: D102
         self, request_iterator: AsyncIterator[decode_pb2.DecodeManyRequest], context: Context
     ) -> None:
-        calls: dict[int, Iterator[sampling_pb2.SampleToken]] = {}
+        calls: dict[int, _Call] = {}
         new: list[int] = []
         writing = asyncio.create_task(self._write_steps(calls, new, context))
         try:
             async for request in request_iterator:
                 if request.HasField("open"):
-                    calls[request.call_id] = _tokens(request.open)
+                    calls[request.call_id] = self._begin(request.open)
                     new.append(request.call_id)
                 else:
                     calls.pop(request.call_id, None)
         finally:
             writing.cancel()
 
-    async def _write_steps(
-        self, calls: dict[int, Iterator[sampling_pb2.SampleToken]], new: list[int], context: Context
-    ) -> None:
+    async def _write_steps(self, calls: dict[int, "_Call"], new: list[int], context: Context) -> None:
         async for _ in self._steps():
             message = decode_pb2.DecodeManyResponse()
             for call_id in new:
                 message.updates.add(call_id=call_id, responses=_opening())
             new.clear()
-            for call_id, tokens in list(calls.items()):
-                update = message.updates.add(call_id=call_id)
-                token = next(tokens, None)
+            for call_id, call in list(calls.items()):
+                token = next(call.tokens, None)
                 if token is None:
-                    update.status_code = 0
+                    message.updates.add(call_id=call_id, status_code=0)
                     del calls[call_id]
+                elif call.direct is None:
+                    message.updates.add(call_id=call_id).responses.add().tokens.tokens.append(token)
                 else:
-                    update.responses.add().tokens.tokens.append(token)
+                    call.direct.put(decode_pb2.TokenBatch(tokens=[token]))
+                    if call.checkpoints:
+                        responses = [decode_pb2.DecodeResponse(tokens=batch) for batch in call.checkpoints]
+                        message.updates.add(call_id=call_id, responses=responses)
+                        call.checkpoints.clear()
             if message.updates:
                 await context.write(message)
+
+    def _begin(self, request: decode_pb2.DecodeRequest) -> "_Call":
+        call = _Call(_tokens(request))
+        if request.HasField("direct"):
+            call.direct = DirectAnswer(request.direct, range(1), call.checkpoints.append, lambda _error: None)
+            self._directs.add(call.direct)
+        return call
+
+    async def StreamTokens(  # type: ignore[override]  # noqa: D102
+        self, request: decode_pb2.StreamTokensRequest, context: Context
+    ) -> None:
+        await self._directs.claim(request.capability).stream(request.num_received, context.write)
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
         if self._ticker is None:
@@ -173,6 +202,7 @@ async def _serve(itl_s: float) -> None:
     def add(server: grpc.aio.Server) -> list[str]:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(worker, server)
+        decode_pb2_grpc.add_DirectServiceServicer_to_server(worker, server)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(worker, server)
         return []
 
