@@ -107,7 +107,7 @@ async def _turn(client: AsyncClient, messages: Sequence[ChatMessage]) -> tuple[T
         cached_tokens=usage.num_cached_tokens,
         pulled_tokens=usage.num_pulled_tokens,
         ttft_s=timings.ttft_s,
-        itl_s=timings.mean_itl_s,
+        itl_s=timings.mean_itl_s or 0.0,
     )
     return turn, "".join(pieces)
 

@@ -58,7 +58,7 @@ def policy(*, local_prefill_max_tokens: float = 0, max_wait_s: float = 10.0) -> 
 
 
 def choose(asked: RouteRequest, view: FleetView, **settings: float) -> Plan:
-    plan = policy(**settings).choose(asked, view)  # type: ignore[arg-type]
+    plan = policy(**settings).choose(asked, view)
     assert isinstance(plan, Plan)
     return plan
 
