@@ -26,10 +26,12 @@ from kvrelay.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from router.fake_codec import ByteCodec
 
 BLOCK_SIZE = 16
 FINGERPRINT = "mock"
 NUM_BLOCKS = 1 << 20
+PROBES = ByteCodec().probes
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -78,6 +80,8 @@ class MockWorker(
             vocab_size=50_000,
             model_name="mock",
             hash_probe=hash_probe(hash_root(model_fingerprint=FINGERPRINT), BLOCK_SIZE),
+            tokenizer_probe=PROBES.tokenizer,
+            template_probe=PROBES.template,
         )
 
     async def WatchWorker(self, request: worker_pb2.WatchWorkerRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
