@@ -76,6 +76,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write all rounds")
     args = parser.parse_args()
     console, figures = Console(), Figures()
+    if not console.is_terminal:
+        console = Console(width=200)
     extent = QUICK if args.quick else FULL
     started_s, rng = time.monotonic(), random.Random(1)
     for round_idx in range(extent.num_rounds):
