@@ -1,6 +1,6 @@
 """What a lookup in the prefix index found: groups of workers that hold equally much of a prompt."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -108,6 +108,14 @@ class PrefixMatches(Mapping[WorkerId, int]):
         if by_worker is None:
             by_worker = self._expanded()
         return by_worker.get(worker_id, default)
+
+    def items(self) -> ItemsView[WorkerId, int]:
+        """Return the pairs; the inherited view would look each one up."""
+        return self._expanded().items()
+
+    def values(self) -> ValuesView[int]:
+        """Return the numbers."""
+        return self._expanded().values()
 
     def __contains__(self, worker_id: object) -> bool:
         return worker_id in self._expanded()
