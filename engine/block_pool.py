@@ -1,32 +1,40 @@
-"""Which page holds what: reference counts, the prefix cache, and eviction order. Bookkeeping only, no bytes.
+"""Which page holds what: reference counts, the prefix cache, and eviction. Bookkeeping only, no bytes.
 
 A page is *held* (reference count > 0) or *free*. A free page may still be *cached*: its KV is reachable by block hash
-until the page is handed out again. Free pages are handed out empty ones first, then those that were to be kept briefly,
-then the others; cached ones in LRU order.
+until the page is handed out again. Free pages are handed out empty ones first, then cached ones in the order of
+`common/eviction.py`. A page is *reused* when a request found it in the cache, or computed the same block beside it.
 
-Leaf before parent: whoever holds a block holds its parents too, and `release` frees tails first, so in a list of free
-pages a child always lies before its parent. For that to hold, a block is published only behind its published parent
-(`Scheduler` keeps this): the cached blocks always form prefix trees without holes. Nor does a parent go briefly where
-a child of it is kept: whoever kept the child held the parent too, and a page that had two holders is always kept.
+Leaf before parent: the cached blocks always form prefix trees without holes. That holds because
+
+1. whoever holds a block holds its parents, and `release` frees tails first: a child becomes free before its parent;
+2. a block is published only behind its published parent (`Pages` keeps this);
+3. who reuses a block reuses all before it (`acquire`, `mark_reused`): the parent of a warm block is warm;
+4. a block that was not reused was held by one request alone, which divides its table once (`Keeping`), front to end:
+   the parent of such a block is in no lower segment.
 """
 
-import enum
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from common.block_hash import BlockHashes
+from common.eviction import EvictionOrder, Segment
 from common.ids import BlockHash, BlockId
 from common.kv_events import KvEvents
 
 
-class Retention(enum.Enum):
-    """How long the pages of a sequence that is over stay cached."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """Segments of a table's pages that nobody has reused, when they become free."""
 
-    KEEP = "keep"
-    """Until they are the least recently used ones."""
-    BRIEF = "brief"
-    """They go before all that are kept, unless somebody used them again."""
+    num_front: int
+    front: Segment = Segment.COLD
+    end: Segment = Segment.TAIL
+    """Not higher than `front`."""
+
+
+KEEP_ALL = Keeping(num_front=1 << 62)
+KEEP_BRIEFLY = Keeping(num_front=0, end=Segment.BRIEF)
 
 
 class BlockPool:
@@ -38,16 +46,15 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, BlockId] = {}
-        self._is_shared = bytearray(num_blocks)  # 1: had a second holder since it was handed out
+        self._is_reused = bytearray(num_blocks)
         self._empty = list(range(num_blocks - 1, -1, -1))
-        self._brief: OrderedDict[int, None] = OrderedDict()
-        self._kept: OrderedDict[int, None] = OrderedDict()
+        self._cached: EvictionOrder[int] = EvictionOrder()
         self._changes: dict[BlockHash, bool] = {}  # True: stored, False: removed; the last change of a hash wins
 
     @property
     def num_free(self) -> int:
         """Pages that `allocate` can hand out, cached ones included."""
-        return len(self._empty) + len(self._brief) + len(self._kept)
+        return len(self._empty) + len(self._cached)
 
     @property
     def num_used(self) -> int:
@@ -57,12 +64,12 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         """Free pages that still hold reusable KV."""
-        return len(self._brief) + len(self._kept)
+        return len(self._cached)
 
     @property
     def num_cold(self) -> int:
-        """Free pages that are handed out before any that is to be kept."""
-        return len(self._empty) + len(self._brief)
+        """Free pages that are empty or were used once."""
+        return len(self._empty) + len(self._cached) - self._cached.count(Segment.WARM)
 
     def ref_count(self, block_id: int) -> int:
         """Return the number of holders."""
@@ -95,40 +102,51 @@ class BlockPool:
         return sum(1 for block_id in block_ids if self._ref_counts[block_id] == 0)
 
     def acquire(self, block_ids: Sequence[int]) -> None:
-        """Add a holder to each page."""
+        """Add a holder that found these pages in the cache, from the first block of its table on: they are reused."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
-                del (self._brief if block_id in self._brief else self._kept)[block_id]
+                self._cached.remove(block_id)
             self._ref_counts[block_id] += 1
-            self._is_shared[block_id] = 1
+            self._is_reused[block_id] = 1
+
+    def mark_reused(self, block_table: Sequence[int], num_blocks: int) -> None:
+        """The held pages of a table's first blocks are reused. O(those that were not)."""
+        for i in range(num_blocks - 1, -1, -1):
+            block_id = block_table[i]
+            if self._is_reused[block_id]:
+                return  # and so are all before it
+            self._is_reused[block_id] = 1
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        """Add a holder for the same request to held pages."""
+        for block_id in block_ids:
+            assert self._ref_counts[block_id] > 0, f"block {block_id} is shared by nobody"
+            self._ref_counts[block_id] += 1
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
         """Return fresh pages with one holder each, evicting cached ones as needed. The caller checked `num_free`."""
         assert num_blocks <= self.num_free, f"{num_blocks} blocks asked for, {self.num_free} free"
         taken: list[BlockId] = []
         for _ in range(num_blocks):
-            if self._empty:
-                block_id = self._empty.pop()
-            else:
-                block_id, _none = (self._brief or self._kept).popitem(last=False)
-                self._unpublish(block_id)
+            block_id = self._empty.pop() if self._empty else self._evict()
             self._ref_counts[block_id] = 1
-            self._is_shared[block_id] = 0
+            self._is_reused[block_id] = 0
             taken.append(BlockId(block_id))
         return taken
 
-    def release(self, block_ids: Sequence[int], retention: Retention = Retention.KEEP) -> None:
+    def release(self, block_ids: Sequence[int], keeping: Keeping = KEEP_ALL) -> None:
         """Remove a holder from each page of a block table (given in table order), tail first."""
-        for block_id in reversed(block_ids):
+        for i in range(len(block_ids) - 1, -1, -1):
+            block_id = block_ids[i]
             self._ref_counts[block_id] -= 1
             assert self._ref_counts[block_id] >= 0, f"block {block_id}: ref_cnt {self._ref_counts[block_id]}"
             if self._ref_counts[block_id] == 0:
                 if self._hash_of[block_id] is None:
                     self._empty.append(block_id)
-                elif retention is Retention.BRIEF and not self._is_shared[block_id]:
-                    self._brief[block_id] = None
+                elif self._is_reused[block_id]:
+                    self._cached.put(block_id, Segment.WARM)
                 else:
-                    self._kept[block_id] = None
+                    self._cached.put(block_id, keeping.front if i < keeping.num_front else keeping.end)
 
     def publish(self, block_id: BlockId, block_hash: BlockHash) -> BlockId:
         """Make a full, held page reachable by its hash. Returns the page that is: another one, if that came first."""
@@ -156,9 +174,11 @@ class BlockPool:
         """Return all published blocks."""
         return KvEvents(stored=BlockHashes.of(self._block_of), is_snapshot=True)
 
-    def _unpublish(self, block_id: int) -> None:
+    def _evict(self) -> int:
+        block_id = self._cached.evict()
         block_hash = self._hash_of[block_id]
-        if block_hash is not None:
-            self._hash_of[block_id] = None
-            del self._block_of[block_hash]
-            self._changes[block_hash] = False
+        assert block_hash is not None, f"block {block_id} is cached without a hash"
+        self._hash_of[block_id] = None
+        del self._block_of[block_hash]
+        self._changes[block_hash] = False
+        return block_id

@@ -92,7 +92,7 @@ class Load:
     num_cached_blocks: int
     num_blocks: int
     num_cold_blocks: int
-    """Free pages that are handed out before any that is to be kept."""
+    """Free pages that are empty, or used once."""
     num_decoding: int
     """Running sequences that decode."""
     num_context_tokens: int

@@ -3,9 +3,10 @@
 from array import array
 from collections.abc import Sequence as Seq
 
+from common.eviction import num_admitted
 from common.ids import BlockHash, BlockId
-from engine.block_pool import BlockPool
-from engine.sequence import Sequence
+from engine.block_pool import KEEP_BRIEFLY, BlockPool, Keeping
+from engine.sequence import Retention, Sequence
 
 
 class Pages:
@@ -14,6 +15,8 @@ class Pages:
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool = pool
         self._block_size = block_size
+        self.num_admitted = num_admitted(pool.num_blocks)
+        """New blocks of one sequence that are no tail (`common/eviction.py`)."""
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the pages that `num_tokens` tokens need."""
@@ -62,7 +65,7 @@ class Pages:
 
     def hold_sources(self, copies: Seq[tuple[BlockId, BlockId]]) -> None:
         """Keep what a launched step copies from until `release_sources`: its owners may be gone before that."""
-        self._pool.acquire([source for source, _target in copies])
+        self._pool.share([source for source, _target in copies])
 
     def release_sources(self, copies: Seq[tuple[BlockId, BlockId]]) -> None:
         """The copies have been made."""
@@ -70,11 +73,14 @@ class Pages:
 
     def share(self, sequence: Sequence) -> None:
         """Add a reference to every page of a sequence that was just forked."""
-        self._pool.acquire(sequence.block_table)
+        self._pool.share(sequence.block_table)
 
     def release(self, sequence: Sequence) -> None:
         """Give everything back."""
-        self._pool.release(sequence.block_table, sequence.request.retention)
+        keeping = KEEP_BRIEFLY
+        if sequence.request.retention is Retention.KEEP:
+            keeping = Keeping(num_front=sequence.num_cached // self._block_size + self.num_admitted)
+        self._pool.release(sequence.block_table, keeping)
         self._pool.release(sequence.retired_blocks)
         sequence.block_table, sequence.retired_blocks = array("i"), []
         sequence.num_computed = sequence.num_ready = sequence.num_cached = sequence.num_published = 0
@@ -100,6 +106,7 @@ class Pages:
         own = BlockId(block_table[i])
         published = self._pool.publish(own, block_hash)
         if published != own:
+            self._pool.mark_reused(block_table, i)
             self._pool.acquire([published])
             block_table[i] = published
             retired_blocks.append(own)

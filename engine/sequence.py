@@ -8,7 +8,15 @@ from common.block_hash import BlockHashes, extend_hash
 from common.ids import BlockHash, BlockId, RequestId
 from common.sampling import SamplingParams
 from common.tokens import TokenArray, as_tokens
-from engine.block_pool import Retention
+
+
+class Retention(enum.Enum):
+    """How long the pages of a sequence that is over stay cached."""
+
+    KEEP = "keep"
+    """Until it is their turn (`common/eviction.py`)."""
+    BRIEF = "brief"
+    """They go before all others, unless somebody used them again: another worker keeps these blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

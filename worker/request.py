@@ -4,9 +4,8 @@ from common.block_hash import HASH_BYTES, BlockHashes
 from common.errors import InvalidRequest
 from common.ids import BlockHash, RequestId
 from common.wire import sampling_from_proto, unpack_tokens
-from engine.block_pool import Retention
 from engine.executor import Executor
-from engine.sequence import EngineRequest
+from engine.sequence import EngineRequest, Retention
 from kvrelay.v1 import sequence_pb2
 
 

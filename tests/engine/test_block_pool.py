@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from common.block_hash import hash_blocks, hash_root
+from common.eviction import Segment
 from common.ids import BlockHash, BlockId
-from engine.block_pool import BlockPool, Retention
+from engine.block_pool import KEEP_ALL, KEEP_BRIEFLY, BlockPool, Keeping
 
 ROOT = hash_root(model_fingerprint="test")
 BLOCK_SIZE = 2
@@ -20,6 +21,7 @@ NUM_BLOCKS = 8
 class Holder:
     tokens: list[int]
     table: list[BlockId]
+    keeping: Keeping
     num_published: int = 0
     hashes: list[BlockHash] = field(default_factory=list)
 
@@ -32,8 +34,13 @@ class PoolMachine(RuleBasedStateMachine):
         self.tokens_of: dict[BlockHash, tuple[int, ...]] = {}
         self.cached_at_router: set[BlockHash] = set()
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=10))
-    def admit(self, tokens: list[int]) -> None:
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=10),
+        num_front=st.integers(0, 4),
+        keeping=st.sampled_from([KEEP_ALL, KEEP_BRIEFLY, None]),
+        is_published=st.booleans(),
+    )
+    def admit(self, tokens: list[int], num_front: int, keeping: Keeping | None, is_published: bool) -> None:
         hashes = list(hash_blocks(tokens, root=ROOT, block_size=BLOCK_SIZE))
         cached = self.pool.match_prefix(hashes)
         num_fresh = -(-len(tokens) // BLOCK_SIZE) - len(cached)
@@ -42,17 +49,23 @@ class PoolMachine(RuleBasedStateMachine):
         for i, block_hash in enumerate(hashes):
             self.tokens_of[block_hash] = tuple(tokens[: (i + 1) * BLOCK_SIZE])
         self.pool.acquire(cached)
+        keeping = keeping or Keeping(num_front=len(cached) + num_front)
         table = [*cached, *self.pool.allocate(num_fresh)]
-        self.holders.append(Holder(tokens, table, len(cached), hashes))
+        self.holders.append(Holder(tokens, table, keeping, len(cached), hashes))
+        while is_published and self.holders[-1].num_published < len(hashes):
+            self.publish(self.holders[-1])
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
     def publish_next(self, data: st.DataObject) -> None:
-        holder = data.draw(st.sampled_from(self.holders))
+        self.publish(data.draw(st.sampled_from(self.holders)))
+
+    def publish(self, holder: Holder) -> None:
         i = holder.num_published
         if i < len(holder.hashes):
             published = self.pool.publish(holder.table[i], holder.hashes[i])
             if published != holder.table[i]:
+                self.pool.mark_reused(holder.table, i)
                 self.pool.acquire([published])
                 self.pool.release([holder.table[i]])
                 holder.table[i] = published
@@ -62,8 +75,10 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         holder = data.draw(st.sampled_from(self.holders))
-        self.pool.acquire(holder.table)
-        copy = Holder(list(holder.tokens), list(holder.table), holder.num_published, list(holder.hashes))
+        self.pool.share(holder.table)
+        copy = Holder(
+            list(holder.tokens), list(holder.table), holder.keeping, holder.num_published, list(holder.hashes)
+        )
         self.holders.append(copy)
 
     @precondition(lambda self: self.holders)
@@ -71,7 +86,22 @@ class PoolMachine(RuleBasedStateMachine):
     def free(self, data: st.DataObject) -> None:
         holder = data.draw(st.sampled_from(self.holders))
         self.holders.remove(holder)
-        self.pool.release(holder.table, data.draw(st.sampled_from(Retention)))
+        self.pool.release(holder.table, holder.keeping)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def grow(self, data: st.DataObject) -> None:
+        holder = data.draw(st.sampled_from(self.holders))
+        if len(holder.tokens) % BLOCK_SIZE == 0:
+            if not self.pool.num_free:
+                return
+            holder.table += self.pool.allocate(1)
+        elif not self.pool.is_writable(holder.table[-1]):
+            return
+        holder.tokens.append(data.draw(st.integers(0, 1)))
+        holder.hashes = list(hash_blocks(holder.tokens, root=ROOT, block_size=BLOCK_SIZE))
+        for i, block_hash in enumerate(holder.hashes):
+            self.tokens_of[block_hash] = tuple(holder.tokens[: (i + 1) * BLOCK_SIZE])
 
     @invariant()
     def free_plus_used_is_total(self) -> None:
@@ -162,16 +192,55 @@ def test_allocate_takes_brief_blocks_before_older_kept_ones() -> None:
     pool = BlockPool(4)
     kept, brief = _published(pool, [0, 0, 0, 1]), _published(pool, [1, 1, 1, 0])
     pool.release(kept)
-    pool.release(brief, Retention.BRIEF)
-    assert pool.num_cold == 2
-    assert pool.allocate(3) == [brief[1], brief[0], kept[1]]
+    pool.release(brief, Keeping(num_front=1, end=Segment.BRIEF))
+    assert pool.allocate(3) == [brief[1], kept[1], kept[0]]
 
 
 def test_release_keeps_brief_blocks_that_were_used_again() -> None:
     pool = BlockPool(4)
     first, second = _published(pool, [0, 0, 0, 1]), _published(pool, [1, 1, 1, 0])
-    pool.release(first, Retention.BRIEF)
+    pool.release(first, KEEP_BRIEFLY)
     pool.acquire([first[0]])
-    pool.release([first[0]], Retention.BRIEF)
-    pool.release(second, Retention.BRIEF)
+    pool.release([first[0]], KEEP_BRIEFLY)
+    pool.release(second, KEEP_BRIEFLY)
+    assert pool.num_cold == 3
     assert pool.allocate(4) == [first[1], second[1], second[0], first[0]]
+
+
+def test_block_that_two_samples_computed_does_not_outlive_its_parent() -> None:
+    pool = BlockPool(3)
+    hashes = hash_blocks([0, 0, 0, 1], root=ROOT, block_size=BLOCK_SIZE)
+    (parent,) = pool.allocate(1)
+    pool.publish(parent, hashes[0])
+    pool.share([parent])
+    first, second = pool.allocate(2)
+    pool.publish(first, hashes[1])
+    assert pool.publish(second, hashes[1]) == first
+    pool.mark_reused([parent, second], 1)
+    pool.acquire([first])
+    for table in ([second], [parent, first], [parent, first]):
+        pool.release(table, KEEP_BRIEFLY)
+    assert pool.allocate(3) == [second, first, parent]
+
+
+def test_sharing_within_a_request_is_no_reuse() -> None:
+    pool = BlockPool(2)
+    table = _published(pool, [0, 0, 0, 1])
+    pool.share(table)
+    pool.release(table)
+    pool.release(table)
+    assert pool.num_cold == 2
+
+
+def test_long_prompts_that_come_once_leave_a_shared_prefix_in_the_cache() -> None:
+    pool = BlockPool(40)
+    shared = _published(pool, [0] * 20)
+    pool.release(shared)
+    for _ in range(2):
+        pool.acquire(shared)
+        pool.release(shared)
+    for token in (2, 3):
+        once = _published(pool, [token] * 60)
+        pool.release(once, Keeping(num_front=3))
+    assert pool.match_prefix(hash_blocks([0] * 20, root=ROOT, block_size=BLOCK_SIZE)) == shared
+    assert len(pool.match_prefix(hash_blocks([3] * 60, root=ROOT, block_size=BLOCK_SIZE))) == 30

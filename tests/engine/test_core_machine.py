@@ -112,14 +112,16 @@ class CoreMachine(RuleBasedStateMachine):
         max_steps_in_flight=st.sampled_from([1, 2, 2]),
         num_blocks=st.integers(5, 12),
         max_step_tokens=st.integers(3, 16),
+        num_admitted=st.integers(0, 3),
     )
-    def start(self, max_steps_in_flight: int, num_blocks: int, max_step_tokens: int) -> None:
+    def start(self, max_steps_in_flight: int, num_blocks: int, max_step_tokens: int, num_admitted: int) -> None:
         self.core = make_core(
             num_blocks=num_blocks,
             max_step_tokens=max_step_tokens,
             max_running=6,
             max_steps_in_flight=max_steps_in_flight,
         )
+        self.core.scheduler.pages.num_admitted = num_admitted
         self.faults = Faults(self.core.executor.launch)
         self.core.executor.launch = self.faults.launch  # type: ignore[method-assign]
 

@@ -1,0 +1,207 @@
+"""Which blocks to evict: hit rates of eviction policies on a trace, offline.
+
+    python -m benchmarks.eviction --trace mooncake_conversation.jsonl [--json results.json]
+
+Method: every request of the trace, in order, goes to the worker that holds its longest prefix, or to the next one in
+turn when no worker holds more than its first block (which nearly all prompts share). A worker is a cache of blocks;
+nothing takes time, and nothing is held. A block is a hit when it and all blocks before it are cached. Hit rate: hits
+over all blocks. Blocks enter a cache tail first, so that a child is always evicted before its parent.
+
+`lru`; `slru`, with a protected segment of a share of the cache (Karedla, Love, Wherry 1994); `lru, used once first`, as
+LRU-2 does (O'Neil, O'Neil, Weikum 1993); `kvrelay` (`common/eviction.py`, the code that workers run), and the same
+without its rule for long prompts; `clairvoyant`: what is not asked for again goes first, then what is asked for last
+(Belady 1966), no policy but a bound.
+"""
+
+import argparse
+import heapq
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from common.eviction import EvictionOrder, Segment, num_admitted
+from simulator.traces import read_trace
+
+SIZES = ((4, 1000), (8, 1000), (4, 3000), (8, 3000))
+"""Workers, blocks each."""
+
+Prompt = Sequence[int]
+NEVER = 1 << 62
+
+
+class Cache(Protocol):
+    """One worker's cache."""
+
+    def __contains__(self, block: int) -> bool: ...
+
+    def use(self, prompt: Prompt, num_hits: int, now: int) -> None:
+        """Serve request number `now`, whose first `num_hits` blocks are cached, and keep what is worth it."""
+        ...
+
+
+class Lru:
+    """Least recently used."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._blocks
+
+    def use(self, prompt: Prompt, num_hits: int, now: int) -> None:
+        """See `Cache`."""
+        for block in reversed(prompt):
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        while len(self._blocks) > self._capacity:
+            self._blocks.popitem(last=False)
+
+
+class Segmented:
+    """Blocks that were hit are protected, up to a share of the cache; those that leave it start again as new ones."""
+
+    def __init__(self, capacity: int, protected_share: float) -> None:
+        self._capacity = capacity
+        self._max_protected = int(protected_share * capacity)
+        self._new: OrderedDict[int, None] = OrderedDict()
+        self._protected: OrderedDict[int, None] = OrderedDict()
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._new or block in self._protected
+
+    def use(self, prompt: Prompt, num_hits: int, now: int) -> None:
+        """See `Cache`."""
+        for block in reversed(prompt[num_hits:]):
+            self._new[block] = None
+            self._new.move_to_end(block)
+        for block in reversed(prompt[:num_hits]):
+            self._new.pop(block, None)
+            self._protected[block] = None
+            self._protected.move_to_end(block)
+        while len(self._protected) > self._max_protected:
+            self._new[self._protected.popitem(last=False)[0]] = None
+        while len(self._new) + len(self._protected) > self._capacity:
+            (self._new or self._protected).popitem(last=False)
+
+
+class Ours:
+    """The workers' policy."""
+
+    def __init__(self, capacity: int, num_kept: int) -> None:
+        self._capacity = capacity
+        self._num_kept = num_kept
+        self._order: EvictionOrder[int] = EvictionOrder()
+        self._blocks: set[int] = set()
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._blocks
+
+    def use(self, prompt: Prompt, num_hits: int, now: int) -> None:
+        """See `Cache`."""
+        for i in reversed(range(len(prompt))):
+            block = prompt[i]
+            if i < num_hits:
+                self._order.remove(block)
+                self._order.put(block, Segment.WARM)
+            else:
+                self._blocks.add(block)
+                self._order.put(block, Segment.COLD if i < num_hits + self._num_kept else Segment.TAIL)
+        while len(self._order) > self._capacity:
+            self._blocks.remove(self._order.evict())
+
+
+class Clairvoyant:
+    """Knows when each block of each request is asked for next."""
+
+    def __init__(self, capacity: int, next_uses: Sequence[Mapping[int, int]]) -> None:
+        self._capacity = capacity
+        self._next_uses = next_uses
+        self._next: dict[int, int] = {}
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._next
+
+    def use(self, prompt: Prompt, num_hits: int, now: int) -> None:
+        """See `Cache`."""
+        coming = self._next_uses[now]
+        for block in prompt:
+            self._next[block] = coming.get(block, NEVER)
+        if len(self._next) > self._capacity:
+            wanted = [block for block, when in self._next.items() if when < NEVER]
+            if len(wanted) > self._capacity:
+                wanted = heapq.nsmallest(self._capacity, wanted, key=self._next.__getitem__)
+            self._next = {block: self._next[block] for block in wanted}
+
+
+def next_uses(prompts: Sequence[Prompt]) -> list[dict[int, int]]:
+    """Return, for each request, the number of the next request that has a block of it, by block."""
+    latest: dict[int, int] = {}
+    uses: list[dict[int, int]] = []
+    for now in reversed(range(len(prompts))):
+        uses.append({block: latest[block] for block in prompts[now] if block in latest})
+        latest.update(dict.fromkeys(prompts[now], now))
+    return uses[::-1]
+
+
+def hit_rate(prompts: Sequence[Prompt], workers: Sequence[Cache]) -> float:
+    """Return the share of blocks that are hits."""
+    num_hits = num_turns = 0
+    for now, prompt in enumerate(prompts):
+        held = [sum(1 for _ in _leading(prompt, worker)) for worker in workers]
+        best = max(held)
+        if best > 1:
+            chosen = held.index(best)
+        else:
+            chosen = num_turns % len(workers)
+            num_turns += 1
+        num_hits += held[chosen]
+        workers[chosen].use(prompt, held[chosen], now)
+    return num_hits / sum(map(len, prompts))
+
+
+def _leading(prompt: Prompt, worker: Cache) -> Iterator[int]:
+    for block in prompt:
+        if block not in worker:
+            return
+        yield block
+
+
+def policies(prompts: Sequence[Prompt]) -> dict[str, Callable[[int], Cache]]:
+    """Return makers of caches of so many blocks, by name."""
+    uses = next_uses(prompts)
+    return {
+        "lru": Lru,
+        "slru, 20 % protected": lambda capacity: Segmented(capacity, 0.2),
+        "slru, 80 % protected": lambda capacity: Segmented(capacity, 0.8),
+        "lru, used once first": lambda capacity: Segmented(capacity, 1.0),
+        "kvrelay": lambda capacity: Ours(capacity, num_admitted(capacity)),
+        "kvrelay, all admitted": lambda capacity: Ours(capacity, capacity),
+        "clairvoyant": lambda capacity: Clairvoyant(capacity, uses),
+    }
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, required=True, help="a trace in Mooncake's format")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    args = parser.parse_args()
+    prompts = [request.block_ids for request in read_trace(args.trace).requests]
+    results: dict[str, dict[str, float]] = {}
+    print("| policy |" + "".join(f" {workers} × {blocks} |" for workers, blocks in SIZES))
+    print("|---|" + "---|" * len(SIZES))
+    for name, make in policies(prompts).items():
+        rates = [hit_rate(prompts, [make(blocks) for _ in range(workers)]) for workers, blocks in SIZES]
+        print(f"| {name} |" + "".join(f" {rate:.1%} |" for rate in rates), flush=True)
+        results[name] = {
+            f"{workers}x{blocks}": round(rate, 5) for (workers, blocks), rate in zip(SIZES, rates, strict=True)
+        }
+    if args.json is not None:
+        args.json.write_text(json.dumps({"trace": args.trace.name, "hit_rate": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
