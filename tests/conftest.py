@@ -11,7 +11,8 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # In CI the same examples each time: a new counterexample belongs to the person who looks for it, not to whose change is
-# being tested. Everywhere else Hypothesis keeps searching.
-hypothesis.settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    hypothesis.settings.load_profile("ci")
+# being tested. Everywhere else Hypothesis keeps searching. How long an example takes says nothing on a busy machine.
+_slow = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=_slow)
+hypothesis.settings.register_profile("here", deadline=None, suppress_health_check=_slow)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
