@@ -1,6 +1,6 @@
 """Which workers of a view could serve a request, and the two kinds of plan."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.errors import RefusalCause, Refused
@@ -12,9 +12,9 @@ from router.placement.policies.interface import RETRY_AFTER_S
 class Eligible:
     """The workers that could serve one request now."""
 
-    prefill: tuple[WorkerLoad, ...]
+    prefill: Sequence[WorkerLoad]
     """That could hold the prompt."""
-    decode: tuple[WorkerLoad, ...]
+    decode: Sequence[WorkerLoad]
     """With enough free pages; at least one."""
     must_be_local: bool
     """No prefill worker could ever compute the prompt."""

@@ -28,12 +28,14 @@ cooperative caching: Dahlin et al., OSDI 1994).
 import heapq
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from common.errors import Refused
 from common.ids import WorkerId
 from router.placement.plans import Candidate, FleetView, Keeper, Plan, PlanKind, RouteRequest, WorkerLoad
 from router.placement.policies.eligible import Eligible, find_eligible, refuse_busy, refuse_without_prefill
 from router.placement.policies.interface import PolicySettings
+from router.placement.policies.preselection import preselect
 from router.placement.policies.prices import (
     DELAY_PRICE,
     MIN_PULLED_BLOCKS,
@@ -67,6 +69,11 @@ class Predictive:
         eligible = find_eligible(request, fleet)
         if isinstance(eligible, Refused):
             return eligible
+        eligible = replace(
+            eligible,
+            prefill=preselect(request, eligible.prefill, self._turns),
+            decode=preselect(request, eligible.decode, self._turns),
+        )
         sources = _sources(request, fleet)
         options = [
             *self._remote(request, fleet, sources, eligible),
