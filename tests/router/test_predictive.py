@@ -228,11 +228,12 @@ def test_prompt_is_not_computed_where_it_would_break_the_gap_objective_of_those_
 
 
 def test_in_a_large_fleet_the_free_and_the_warm_worker_are_still_found() -> None:
-    crowd = [load(f"p{i}", prefill_free_at_s=5.0) for i in range(100)]
+    far = replace(TIMING, links={None: LinkModel(latency_s=100.0, bytes_per_s=1e9)})
+    crowd = [load(f"p{i}", prefill_free_at_s=5.0, timing=far) for i in range(100)]
     decodes = [load(f"d{i}", num_decodes=9) for i in range(100)]
     free, idle = load("p-free"), load("d-idle")
     plan = choose(request(1001), fleet(*crowd, free, *decodes, idle))
     assert (plan.prefill, plan.decode) == ("p-free", "d-idle")
-    warm = load("p-warm", prefill_free_at_s=5.1)
+    warm = load("p-warm", prefill_free_at_s=5.1, timing=far)
     plan = choose(request(50_001, {"p-warm": 499}), fleet(*crowd, warm, *decodes, idle))
     assert plan.prefill == "p-warm"
