@@ -381,7 +381,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
 
     async def _status_of(self, handler: Any, request: object) -> Status:
         """Run the handler; return how it ended."""
-        argument = self._requests() if handler.request_streaming else request
+        argument = _Requests(self) if handler.request_streaming else request
         try:
             if handler.response_streaming:
                 behavior = handler.stream_stream if handler.request_streaming else handler.unary_stream
@@ -399,6 +399,18 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             return Status(grpc.StatusCode.UNKNOWN, f"Unexpected {type(error)}: {error}")
         return self._status
 
-    async def _requests(self) -> AsyncIterator[Any]:
-        while (message := await self.read()) is not EOF:
-            yield message
+
+class _Requests:
+    """The requests of a call, to be iterated: no generator, which would have to be finalized when it is left early."""
+
+    def __init__(self, call: ServerCall) -> None:
+        self._call = call
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        message = await self._call.read()
+        if message is EOF:
+            raise StopAsyncIteration
+        return message

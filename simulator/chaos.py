@@ -27,7 +27,7 @@ from router.admission.ticket import Ticket
 from router.parts import RouterParts, build_router
 from router.record import Job
 from simulator.faults import FaultRates, SeededFaults
-from simulator.guard import ending_on_faults
+from simulator.guard import collecting_rarely, ending_on_faults
 from simulator.invariants import AnswerCheck, Violation, leftovers
 from simulator.loop import VirtualClock, VirtualLoop
 from simulator.network import SimNetwork
@@ -91,7 +91,7 @@ class ChaosReport:
 
 def run_chaos(settings: ChaosSettings, *, progress: Callable[[int], None] | None = None) -> ChaosReport:
     """Run the walk. Blocks; needs a thread without a running loop. Raises what a bug raises."""
-    with seeded_ids(settings.seed), asyncio.Runner(loop_factory=VirtualLoop) as runner:
+    with collecting_rarely(), seeded_ids(settings.seed), asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(_walk(settings, progress))
 
 

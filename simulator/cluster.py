@@ -29,7 +29,7 @@ from router.placement.search import Search
 from router.record import Job
 from router.tenants import ANYBODY
 from simulator.executor import Answer, SimExecutor, sim_shape
-from simulator.guard import ending_on_faults
+from simulator.guard import collecting_rarely, ending_on_faults
 from simulator.loop import VirtualClock, VirtualLoop
 from simulator.network import SimNetwork
 from simulator.records import Arrival, ClusterShape, RequestResult, SimRun, SimSettings, WorkerResult
@@ -52,7 +52,7 @@ def run(
     Raises what a bug in any part raises.
     """
     started_s = time.perf_counter()
-    with seeded_ids(settings.seed), asyncio.Runner(loop_factory=VirtualLoop) as runner:
+    with collecting_rarely(), seeded_ids(settings.seed), asyncio.Runner(loop_factory=VirtualLoop) as runner:
         finished = runner.run(_serve_all(shape, settings, arrivals, progress))
     finished.wall_s = time.perf_counter() - started_s
     return finished

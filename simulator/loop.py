@@ -8,7 +8,7 @@ import asyncio
 import heapq
 from asyncio.events import Handle, TimerHandle
 from collections.abc import Callable
-from contextvars import Context
+from contextvars import Context, copy_context
 from typing import Any, TypeVarTuple
 
 _Ts = TypeVarTuple("_Ts")
@@ -21,10 +21,39 @@ class Deadlock(RuntimeError):
     """Everybody waits for something that nothing can bring about any more."""
 
 
-class _Timer(TimerHandle):
-    """A timer that knows whether it is in the heap."""
+class _Callback(Handle):
+    """A handle that is made in one call; nobody debugs in virtual time."""
 
-    is_set = True
+    __slots__ = ()
+
+    def __init__(
+        self, callback: Callable[..., object], args: Any, loop: "VirtualLoop", context: Context | None
+    ) -> None:
+        self._callback = callback
+        self._args = args
+        self._loop = loop
+        self._context = copy_context() if context is None else context
+        self._cancelled = False
+        self._source_traceback = self._repr = None
+
+
+class _Timer(TimerHandle):
+    """A timer that knows whether it is in the heap, made likewise."""
+
+    __slots__ = ("is_set",)
+
+    def __init__(
+        self, when: float, callback: Callable[..., object], args: Any, loop: "VirtualLoop", context: Context | None
+    ) -> None:
+        self._when = when
+        self._callback = callback
+        self._args = args
+        self._loop = loop
+        self._context = copy_context() if context is None else context
+        self._cancelled = False
+        self._scheduled = False
+        self._source_traceback = self._repr = None
+        self.is_set = True
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -53,7 +82,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def call_soon(self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None) -> Handle:
         """Run `callback` after everything that is ready now."""
-        handle = Handle(callback, args, self, context)
+        handle = _Callback(callback, args, self, context)
         self._ready.append(handle)
         return handle
 
