@@ -35,7 +35,7 @@ from engine.group import Group, Sink
 from engine.landing import Landing, Landings
 from engine.load import measure_load
 from engine.pipeline import Pipeline
-from engine.scheduler import Scheduler, SchedulerLimits, StepPlan
+from engine.scheduler import NOBODY, Elsewhere, Scheduler, SchedulerLimits, StepPlan
 from engine.sequence import EngineRequest, Sequence, SequenceState
 from engine.step_timer import StepTimer
 
@@ -146,10 +146,10 @@ class EngineCore:
         """Plan and launch a step, then take the results that are due."""
         return self.begin_step() + self.finish_step()
 
-    def begin_step(self) -> Emitted:
+    def begin_step(self, elsewhere: Elsewhere = NOBODY) -> Emitted:
         """Plan the next step; the events of requests that it starts can go out before it is computed."""
         self._timer.begin()
-        self._plan = self.scheduler.schedule()
+        self._plan = self.scheduler.schedule(elsewhere)
         self._is_stalled = not self._plan.batch and self._pipeline.num_steps == 0
         emitted: Emitted = []
         for sequence in self._plan.admitted:

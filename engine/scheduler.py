@@ -16,6 +16,7 @@ is then made with nothing in flight, and can preempt.
 """
 
 from bisect import insort
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from common.errors import Refused
@@ -64,6 +65,23 @@ class StepPlan:
             num_decodes=self.num_decodes,
             num_context_tokens=self.num_context_tokens,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elsewhere:
+    """Running sequences whose decoding somebody else looks after: in the step, but not in its plan.
+
+    They are advanced by `Scheduler.advance` and have taken the page for their next token (`Scheduler.make_writable`).
+    Who looks after them brings them up to date before anybody is preempted.
+    """
+
+    sequences: Container[Sequence] = ()
+    num_sequences: int = 0
+    num_context_tokens: int = 0
+    """That they read in the step."""
+
+
+NOBODY = Elsewhere()
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:
@@ -181,13 +199,19 @@ class Scheduler:
 
     # ── stepping ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def schedule(self) -> StepPlan:
+    def schedule(self, elsewhere: Elsewhere = NOBODY) -> StepPlan:
         """Plan the next step: allocates pages, preempts when they run out, admits when there is room."""
-        plan = StepPlan()
+        plan = StepPlan(
+            num_tokens=elsewhere.num_sequences,
+            num_decodes=elsewhere.num_sequences,
+            num_context_tokens=elsewhere.num_context_tokens,
+        )
         preemptions_before = self.num_preemptions
         decoding: list[tuple[Sequence, int]] = []
         prefilling: list[tuple[Sequence, int]] = []
         for sequence in self.running:
+            if sequence in elsewhere.sequences:
+                continue
             num_to_run = sequence.num_to_run
             if num_to_run:
                 (decoding if num_to_run == 1 else prefilling).append((sequence, num_to_run))

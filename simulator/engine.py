@@ -1,8 +1,8 @@
 """Steps a real engine core in virtual time, in place of the engine thread.
 
 Commands run between two steps, as there; a step takes the time that `StepTimes` says, then its results are taken. With
-a `SimExecutor`, which knows the tokens beforehand, steps of a batch that only decodes are not taken one by one
-(`simulator/leap.py`), and tokens go out in runs (`simulator/bundle.py`): neither changes what happens, or when.
+a `SimExecutor`, which knows the tokens beforehand, decodes are not planned one by one (`simulator/leap.py`), and tokens
+go out in runs (`simulator/bundle.py`): neither changes what happens, or when.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from common.timing import StepShape
 from engine.core import Emitted, EngineCore
 from engine.events import Load, StepReport, Tokens
+from engine.scheduler import NOBODY
 from simulator.bundle import KeptTokens
 from simulator.executor import SimExecutor
 from simulator.leap import DecodeLeap
@@ -27,8 +28,9 @@ T = TypeVar("T")
 class SimEngine:
     """An `engine.thread.EngineDriver` on a virtual loop. All methods on the loop.
 
-    Three things may be pending, and `_timer` is set for it: the beginning of a step, the end of one, or a boundary of a
-    leap. What a step or a command without a caller raises goes to the loop's exception handler.
+    At any moment one thing at most is pending, and `_timer` is set for it: the beginning of a step, the end of one, or
+    a boundary of steps that hold nothing but decodes. What a step or a command without a caller raises goes to the
+    loop's exception handler.
     """
 
     def __init__(
@@ -51,8 +53,6 @@ class SimEngine:
         self._timer: asyncio.Handle | None = None
         self._wakes_at_s = 0.0
         self._is_running = False
-        self._is_steady = False
-        """The last step changed nothing that a waiting sequence could wait for."""
         self._num_steps = 0
         self._busy_s = 0.0
 
@@ -89,7 +89,7 @@ class SimEngine:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._leap is not None and self._leap.is_active:
+        if self._leap is not None:
             self._leap.break_off(self._loop.time())
         for group, event in self._kept.flush_all():
             group.sink(event)
@@ -128,16 +128,15 @@ class SimEngine:
             return
         if self._timer is None:
             self._timer = self._loop.call_soon(self._begin)
-        elif self._leap is not None and self._leap.is_active:
+        elif self._leap is not None and self._leap.is_running:
             boundary, ends_s = self._leap.next_boundary(self._loop.time())
             if ends_s < self._wakes_at_s:
                 self._timer.cancel()
-                self._set_boundary(boundary, ends_s)
+                self._set_boundary(self._leap, boundary, ends_s)
 
-    def _run_commands(self) -> int:
-        """Run what was asked for; return how many there were."""
+    def _run_commands(self) -> None:
+        """Run what was asked for."""
         core, commands = self.core, self._commands
-        num_commands = len(commands)
         while commands:
             command, done = commands.popleft()
             try:
@@ -150,46 +149,58 @@ class SimEngine:
             else:
                 if done is not None and not done.done():
                     done.set_result(result)
-            core.wake()
-        return num_commands
 
-    # ── one step ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _begin(self) -> None:
-        """Run commands, then plan a step and let its time pass."""
+        """Run commands, then plan what comes next and let its time pass."""
+        self._timer = None
+        self._run_commands()
         core, leap = self.core, self._leap
-        num_commands = self._run_commands()
-        if leap is not None:
-            may_leap = not core.scheduler.waiting or (self._is_steady and num_commands == 0)
-            if may_leap and leap.enter(self._loop.time()):
-                self._report()
-                self._set_boundary(*leap.next_due())
-                return
-        num_preemptions = core.scheduler.num_preemptions
-        emitted = core.begin_step() if core.has_work else []
-        plan = core.plan
-        if not plan.batch:
-            self._dispatch(emitted + core.finish_step())
-            self._report()
-            self._timer = None
-            return
-        # A plan that preempts does not look at those who wait.
-        self._is_steady = not (plan.admitted or plan.is_short or core.scheduler.num_preemptions > num_preemptions)
-        seconds = self._seconds(plan.shape)
-        self._num_steps += 1
-        self._busy_s += seconds
-        self._timer = self._loop.call_later(seconds, self._end)
-        self._dispatch(emitted)
+        core.wake()  # what waits may fit now: nobody comes here unless something has happened
+        num_decodes = 0 if leap is None else leap.gather(self._loop.time())
+        if leap is None or num_decodes == 0:
+            self._plan(None)
+        elif core.scheduler.waiting or len(core.scheduler.running) > num_decodes:
+            self._plan(leap)
+        else:
+            self._set_boundary(leap, *leap.run())
         self._report()
 
-    def _end(self) -> None:
-        """Take the results of the step, and begin the next one."""
+    def _plan(self, leap: DecodeLeap | None) -> None:
+        """Plan a step beside the decodes that a leap looks after, and let it take its time."""
         core = self.core
-        before = core.scheduler.running[:]
-        emitted = core.finish_step()
+        emitted = core.begin_step(NOBODY if leap is None else leap.elsewhere) if core.has_work else []
+        if core.plan.batch:
+            seconds = self._seconds(core.plan.shape)
+            self._num_steps += 1
+            self._busy_s += seconds
+            if leap is not None:
+                leap.step(seconds)
+            self._timer = self._loop.call_later(seconds, self._end, leap)
+        else:
+            emitted += core.finish_step()
+            if leap is not None:
+                self._set_boundary(leap, *leap.run())
+            elif core.has_work:  # the results of the last steps in flight have brought some
+                self._timer = self._loop.call_soon(self._begin)
         self._dispatch(emitted)
-        has_published = self._report()
-        self._is_steady &= not has_published and before == core.scheduler.running
+
+    def _end(self, leap: DecodeLeap | None) -> None:
+        """Take the results of a step, and begin the next one."""
+        if leap is not None:
+            self._dispatch(leap.complete_step(self._loop.time()))
+        self._dispatch(self.core.finish_step())
+        self._report()
+        self._begin()
+
+    def _set_boundary(self, leap: DecodeLeap, boundary: int, at_s: float) -> None:
+        self._wakes_at_s = at_s
+        self._timer = self._loop.call_at(at_s, self._reach, leap, boundary)
+
+    def _reach(self, leap: DecodeLeap, boundary: int) -> None:
+        """Go on at a boundary of steps that hold nothing but decodes."""
+        self._dispatch(leap.complete(boundary, self._loop.time()))
         self._begin()
 
     def _seconds(self, shape: StepShape) -> float:
@@ -198,36 +209,16 @@ class SimEngine:
         constant_s, per_context_token_s = self._times.decode_line(shape.num_decodes)
         return constant_s + shape.num_context_tokens * per_context_token_s
 
-    # ── many steps ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _set_boundary(self, boundary: int, at_s: float) -> None:
-        self._wakes_at_s = at_s
-        self._timer = self._loop.call_at(at_s, self._reach, boundary)
-
-    def _reach(self, boundary: int) -> None:
-        """Handle a boundary of a leap: what happens to its sequences, then commands, then go on."""
-        leap = self._leap
-        assert leap is not None, "a boundary without a leap"
-        self._dispatch(leap.complete(boundary, self._loop.time()))
-        self._run_commands()
-        if leap.go_on():
-            self._set_boundary(*leap.next_due())
-            self._report()
-        else:
-            self._is_steady = False
-            self._begin()
-
     # ── telling ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _report(self) -> bool:
-        """Tell the worker of load and cache; return whether the cache has changed."""
-        kv_events = self.core.pool.drain_events()
+    def _report(self) -> None:
+        """Tell the worker of load and cache."""
         samples = self.core.drain_samples()
         if self._leap is not None:
             samples += self._leap.drain_samples()
         accepted = self.core.drain_accepted()
+        kv_events = self.core.pool.drain_events()
         self._on_report(StepReport(kv_events=kv_events, load=self.load(), samples=samples, accepted=accepted))
-        return bool(kv_events)
 
     def _dispatch(self, emitted: Emitted) -> None:
         """Hand events to their requests."""

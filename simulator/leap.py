@@ -1,16 +1,18 @@
-"""Steps of a batch that only decodes, taken without taking them one by one.
+"""Decoding without planning every step of it.
 
-As long as such a batch stays together, step after step does the same: each sequence computes one token and samples the
-next one. All that can happen to a sequence by itself is known beforehand: it ends, it fills a block, or it needs a new
-page. So the batch is left alone until the first of these, and then only the sequences that it happens to are brought up
-to date. A step's end is computed from when the batch last changed: its time is affine in the context (`StepTimes`),
-which grows by one token per sequence and step.
+What a decoding sequence does by itself is known beforehand, as long as its tokens are: in every step it computes one
+token and samples the next one, until it ends, has filled a block, or needs a new page. So sequences that decode are
+left alone until the first of these, and then only those that it happens to are brought up to date. Other work, prompts
+above all, is planned beside them as ever (`Scheduler.schedule`).
 
-    steps        0 ──── 1 ──── 2 ──── 3 ──── 4 ──── …      boundaries are numbered by the steps completed
+    boundary     0 ──── 1 ──── 2 ──── 3 ──── 4 ──── …      numbered by the steps completed
     sequence A   joined ──────────────────▶ ends           due at 4
     sequence B          joined ──▶ block full              due at 3, then again
 
-The outcome, in state, events and times, is that of the same steps taken one by one (tests/simulator/test_leap.py).
+While nothing else is in the steps, none of them needs a turn of the loop: the end of the n-th next one is computed,
+since its time is affine in the context (`StepTimes`), which grows by one token per sequence and step.
+
+The outcome, in state, events and times, is that of the same steps planned one by one (tests/simulator/test_leap.py).
 """
 
 import heapq
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 from common.timing import StepShape
 from engine.core import Emitted, EngineCore
 from engine.events import FinishReason, StepSample
+from engine.scheduler import Elsewhere
 from engine.sequence import Sequence, SequenceState
 from simulator.bundle import KeptTokens
 from simulator.executor import EOS_TOKEN_ID, Answer, SimExecutor
@@ -29,24 +32,24 @@ from simulator.token_log import TokenLog
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A sequence of the batch, up to date as of boundary `since`."""
+    """A decoding sequence, up to date as of boundary `since`."""
 
     sequence: Sequence
     answer: Answer
     since: int
     num_context_tokens: int
     """That its next step reads, as of then."""
-    first_gap_s: float
-    """From its last token to the end of its first step here; 0 once that is noted."""
     first_segment: int
     """Index of the segment that it joined."""
+    first_gap_s: float = 0.0
+    """From its last token to the end of its first step here; 0 once that is noted."""
     due: int = -1
     """Boundary at which something happens to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Steps of one composition of the batch."""
+    """Steps of one composition: decodes alone, or one step with other work in it."""
 
     start: int
     """Boundary."""
@@ -58,6 +61,8 @@ class _Segment:
     num_joined: int
     num_context_tokens: int
     """In the first step."""
+    is_pure: bool
+    """Nothing but decodes."""
 
     def context_at(self, boundary: int) -> int:
         """Return the context tokens of the step behind a boundary."""
@@ -88,7 +93,7 @@ class _Segment:
 
 
 class DecodeLeap:
-    """The batch of one engine while it only decodes. Between `enter` and `leave` nobody else steps the core."""
+    """The decoding sequences of one engine. Between two steps: `complete`, `gather`, then `run` or `step`."""
 
     def __init__(self, core: EngineCore, times: StepTimes, log: TokenLog, kept: KeptTokens) -> None:
         assert isinstance(core.executor, SimExecutor), "tokens must be known before their steps are computed"
@@ -98,8 +103,12 @@ class DecodeLeap:
         self._log = log
         self._kept = kept
         self._members: dict[Sequence, _Member] = {}
-        self._batch: list[Sequence] = []
-        """The running sequences as they were when last looked at."""
+        self._running: list[Sequence] = []
+        """What ran when it was last looked at, others included."""
+        self._num_context_tokens = 0
+        """That the members' next step reads."""
+        self._newcomers: list[_Member] = []
+        """Since the last segment began."""
         self._due: list[tuple[int, int, _Member]] = []
         """(boundary, place in line, member); entries of members that have left, or are due at another boundary by now,
         are skipped."""
@@ -112,77 +121,85 @@ class DecodeLeap:
         self._now_s = 0.0
         self._samples: list[StepSample] = []
         self.num_steps = 0
+        """Without other work in them, up to the last change."""
         self.busy_s = 0.0
+        """Time of these."""
 
     @property
-    def is_active(self) -> bool:
-        """Whether the batch is in here."""
-        return self._segment is not None
+    def elsewhere(self) -> Elsewhere:
+        """Return the members' part of the next step."""
+        return Elsewhere(
+            sequences=self._members,
+            num_sequences=len(self._members),
+            num_context_tokens=self._num_context_tokens,
+        )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether steps are taken that hold nothing but decodes."""
+        return self._segment is not None and self._segment.is_pure
 
     def num_tokens_behind(self, now_s: float) -> int:
         """Return how many tokens the members' sequences lack, together."""
-        if self._segment is None:
-            return 0
-        boundary, _ends_s = self._last_boundary(now_s)
+        boundary = self._boundary
+        if self.is_running:
+            boundary, _ends_s = self._last_boundary(now_s)
         return sum(boundary - member.since for member in self._members.values())
-
-    # ── entering and leaving ────────────────────────────────────────────────────────────────────────────────────────
 
     def drain_samples(self) -> tuple[StepSample, ...]:
         """Return how long steps took since the last call, one sample of each composition of the batch."""
         samples, self._samples = tuple(self._samples), []
         return samples
 
-    def enter(self, now_s: float) -> bool:
-        """Take over the running batch between two steps, if it only decodes; else change nothing.
+    # ── between steps ───────────────────────────────────────────────────────────────────────────────────────────────
 
-        Sequences that wait must have been looked at, in vain, since anything has changed.
+    def gather(self, now_s: float) -> int:
+        """Let sequences that decode now join, forget those that are gone, and take the pages that the next step needs.
+
+        Returns the number of members. When pages run out it is 0: who is preempted is not decided here, so everybody is
+        up to date and planned as ever in the next step.
         """
-        running = self._core.scheduler.running
-        if not running or not all(map(_can_join, running)):
-            return False
-        self._boundary, self._now_s = 0, now_s
-        self._core.stop_timing()
-        return self._regroup()
+        self._now_s = now_s
+        self._regroup()
+        needy, self._needy = sorted(self._needy, key=lambda member: member.sequence.order), []
+        for member in needy:
+            if member.sequence not in self._members:
+                continue
+            if not self._core.scheduler.make_writable(member.sequence):
+                self.leave()
+                break
+            self._plan(member)
+        return len(self._members)
+
+    def run(self) -> tuple[int, float]:
+        """Take steps with nothing but decodes in them, until `complete`; returns where something is due, and when."""
+        if not self.is_running:
+            constant_s, per_context_token_s = self._times.decode_line(len(self._members))
+            self._core.stop_timing()
+            self._open(constant_s, per_context_token_s, is_pure=True)
+        return self._next_due()
+
+    def step(self, seconds: float) -> None:
+        """Take one step, which other work shares."""
+        self._open(seconds, 0.0, is_pure=False)
 
     def leave(self) -> None:
-        """Bring every sequence up to date and give the batch back. At a boundary that has been completed."""
+        """Bring every sequence up to date and look after none. At a boundary that has been completed."""
         self._close_segment()
         for member in self._members.values():
             self._catch_up(member)
-        self._members, self._batch, self._due, self._needy, self._longest_s = {}, [], [], [], []
+        self._members, self._running, self._due, self._longest_s = {}, [], [], []
+        self._newcomers, self._needy, self._num_context_tokens = [], [], 0
 
     def break_off(self, now_s: float) -> None:
         """Do so at any time: the step that runs is lost."""
-        self.complete(*self._last_boundary(now_s))
+        if self.is_running:
+            self.complete(*self._last_boundary(now_s))
         self.leave()
-
-    # ── time ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def next_due(self) -> tuple[int, float]:
-        """Return the boundary at which something happens by itself, and its time."""
-        assert self._segment is not None, "nothing runs"
-        while not self._is_valid(self._due[0]):
-            heapq.heappop(self._due)
-        boundary = self._due[0][0]
-        return boundary, self._segment.end_s(boundary)
-
-    def next_boundary(self, now_s: float) -> tuple[int, float]:
-        """Return the end of the step that runs now, and its time: that is when commands run."""
-        assert self._segment is not None, "nothing runs"
-        boundary = max(self._segment.first_boundary_at(now_s), self._boundary + 1)
-        return boundary, self._segment.end_s(boundary)
-
-    def _last_boundary(self, now_s: float) -> tuple[int, float]:
-        """Return the latest boundary that has been reached, and its time."""
-        assert self._segment is not None, "nothing runs"
-        boundary, ends_s = self.next_boundary(now_s)
-        return (boundary, ends_s) if ends_s <= now_s else (boundary - 1, self._segment.end_s(boundary - 1))
-
-    # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def complete(self, boundary: int, now_s: float) -> Emitted:
         """All steps up to a boundary are over; nothing was due before it. Returns the events of what happens at it."""
+        self._num_context_tokens += (boundary - self._boundary) * len(self._members)
         self._boundary, self._now_s = boundary, now_s
         due: list[_Member] = []
         while self._due and self._due[0][0] <= boundary:
@@ -203,58 +220,102 @@ class DecodeLeap:
                 emitted.append((group, self._kept.flush(group, reason)))
         return emitted
 
-    def go_on(self) -> bool:
-        """Prepare the next step, at a boundary that has been completed and whose commands have run.
+    def complete_step(self, now_s: float) -> Emitted:
+        """The step that other work shared is over."""
+        return self.complete(self._boundary + 1, now_s)
 
-        False: it is none that can be taken here. The batch has been given back then.
-        """
-        scheduler = self._core.scheduler
-        come = []
-        if scheduler.running != self._batch:
-            come = [sequence for sequence in scheduler.running if sequence not in self._members]
-        if scheduler.waiting or not scheduler.running or not all(map(_can_join, come)):
-            self.leave()
-            return False
-        if scheduler.running != self._batch:
-            return self._regroup()
-        return self._take_pages()
+    # ── time ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _regroup(self) -> bool:
-        """Begin a segment with the sequences that run now."""
-        running, members = self._core.scheduler.running, self._members
-        context = 0 if self._segment is None else self._segment.context_at(self._boundary)
+    def next_boundary(self, now_s: float) -> tuple[int, float]:
+        """Return the end of the step that runs now, and its time: that is when commands run. While `is_running`."""
+        assert self._segment is not None, "nothing runs"
+        boundary = max(self._segment.first_boundary_at(now_s), self._boundary + 1)
+        return boundary, self._segment.end_s(boundary)
+
+    def _last_boundary(self, now_s: float) -> tuple[int, float]:
+        """Return the latest boundary that has been reached, and its time."""
+        assert self._segment is not None, "nothing runs"
+        boundary, ends_s = self.next_boundary(now_s)
+        return (boundary, ends_s) if ends_s <= now_s else (boundary - 1, self._segment.end_s(boundary - 1))
+
+    def _next_due(self) -> tuple[int, float]:
+        assert self._segment is not None, "nothing runs"
+        while not self._is_valid(self._due[0]):
+            heapq.heappop(self._due)
+        boundary = self._due[0][0]
+        return boundary, self._segment.end_s(boundary)
+
+    # ── segments ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _open(self, constant_s: float, per_context_token_s: float, *, is_pure: bool) -> None:
         self._close_segment()
-        for member in [m for m in members.values() if m.sequence.state is not SequenceState.RUNNING]:
-            del members[member.sequence]
-            context -= member.num_context_tokens + self._boundary - member.since
-        come = [sequence for sequence in running if sequence not in members]
-        context += sum(sequence.num_tokens for sequence in come)
-        constant_s, per_context_token_s = self._times.decode_line(len(running))
-        self._segment = _Segment(
+        segment = self._segment = _Segment(
             start=self._boundary,
             start_s=self._now_s,
             constant_s=constant_s,
             per_context_token_s=per_context_token_s,
-            num_sequences=len(running),
-            num_joined=len(come),
-            num_context_tokens=context,
+            num_sequences=len(self._members),
+            num_joined=len(self._newcomers),
+            num_context_tokens=self._num_context_tokens,
+            is_pure=is_pure,
         )
-        first_s = self._segment.end_s(self._boundary + 1)
-        for sequence in come:
-            self._join(sequence, first_s)
-        self._batch = running[:]
-        return self._take_pages()
+        first_s = segment.end_s(self._boundary + 1)
+        for member in self._newcomers:
+            last_s = self._log.last_s(member.sequence.request.request_id, default_s=self._now_s)
+            member.first_gap_s = first_s - last_s
+        self._newcomers = []
 
-    def _join(self, sequence: Sequence, first_s: float) -> None:
+    def _close_segment(self) -> None:
+        segment, self._segment = self._segment, None
+        if segment is None or segment.start == self._boundary:
+            return
+        num_steps = self._boundary - segment.start
+        first_s, last_s = segment.step_s(segment.start + 1), segment.step_s(self._boundary)
+        self._longest_s.append(last_s)
+        # The first gaps of those that have joined are longer, and counted apart.
+        self._log.count_rising_gaps(first_s, last_s, num_steps * segment.num_sequences - segment.num_joined)
+        if not segment.is_pure:
+            return  # the engine counts it
+        self.num_steps += num_steps
+        self.busy_s += self._now_s - segment.start_s
+        shape = StepShape(
+            num_decodes=segment.num_sequences,
+            num_context_tokens=(segment.context_at(segment.start) + segment.context_at(self._boundary - 1)) // 2,
+        )
+        self._samples.append(StepSample(shape=shape, seconds=(self._now_s - segment.start_s) / num_steps))
+
+    # ── members ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _regroup(self) -> None:
+        """Let the members be the sequences that decode now."""
+        running, members = self._core.scheduler.running, self._members
+        has_changed = running != self._running
+        if not has_changed and len(running) == len(members):
+            return
+        come = [sequence for sequence in running if sequence not in members and _can_join(sequence)]
+        gone: list[_Member] = []
+        if has_changed:
+            self._running = running[:]
+            gone = [member for member in members.values() if member.sequence.state is not SequenceState.RUNNING]
+        if come or gone:
+            self._close_segment()
+        for member in gone:
+            del members[member.sequence]
+            self._num_context_tokens -= member.num_context_tokens + self._boundary - member.since
+        for sequence in come:
+            self._join(sequence)
+
+    def _join(self, sequence: Sequence) -> None:
         member = _Member(
             sequence=sequence,
             answer=self._executor.answer(sequence),
             since=self._boundary,
             num_context_tokens=sequence.num_tokens,
-            first_gap_s=first_s - self._log.last_s(sequence.request.request_id, default_s=self._now_s),
             first_segment=len(self._longest_s),
         )
         self._members[sequence] = member
+        self._num_context_tokens += sequence.num_tokens
+        self._newcomers.append(member)
         self._plan(member)
 
     def _plan(self, member: _Member) -> None:
@@ -273,18 +334,6 @@ class DecodeLeap:
         )
         member.due = self._boundary + max(1, num_steps)
         heapq.heappush(self._due, (member.due, sequence.order, member))
-
-    def _take_pages(self) -> bool:
-        """Take the pages that the next step needs. False, and the batch is given back, when there are too few."""
-        needy, self._needy = sorted(self._needy, key=lambda member: member.sequence.order), []
-        for member in needy:
-            if member.sequence.state is not SequenceState.RUNNING:
-                continue
-            if not self._core.scheduler.make_writable(member.sequence):
-                self.leave()
-                return False
-            self._plan(member)
-        return True
 
     def _catch_up(self, member: _Member) -> None:
         """Apply to a sequence the steps that it has taken since it was up to date."""
@@ -306,23 +355,6 @@ class DecodeLeap:
         member.since, member.first_gap_s = self._boundary, 0.0
         member.first_segment = len(self._longest_s)
         member.num_context_tokens += num_steps
-
-    def _close_segment(self) -> None:
-        segment, self._segment = self._segment, None
-        if segment is None or segment.start == self._boundary:
-            return
-        num_steps = self._boundary - segment.start
-        first_s, last_s = segment.step_s(segment.start + 1), segment.step_s(self._boundary)
-        self._longest_s.append(last_s)
-        # The first gaps of those that have joined are longer, and counted apart.
-        self._log.count_rising_gaps(first_s, last_s, num_steps * segment.num_sequences - segment.num_joined)
-        self.num_steps += num_steps
-        self.busy_s += self._now_s - segment.start_s
-        shape = StepShape(
-            num_decodes=segment.num_sequences,
-            num_context_tokens=(segment.context_at(segment.start) + segment.context_at(self._boundary - 1)) // 2,
-        )
-        self._samples.append(StepSample(shape=shape, seconds=(self._now_s - segment.start_s) / num_steps))
 
     def _is_valid(self, entry: tuple[int, int, _Member]) -> bool:
         member = entry[2]
