@@ -2,15 +2,16 @@
 
 A page is *held* (reference count > 0) or *free*. A free page may still be *cached*: its KV is reachable by block hash
 until the page is handed out again. Free pages are handed out empty ones first, then cached ones in the order of
-`common/eviction.py`. A page is *reused* when a request found it in the cache, or computed the same block beside it.
+`common/eviction.py`. A page is *reused* when a request found it here, or computed the same block beside it. What was
+pulled for a request was not found here, nor is what another worker pulls from here used here again.
 
 Leaf before parent: the cached blocks always form prefix trees without holes. That holds because
 
 1. whoever holds a block holds its parents, and `release` frees tails first: a child becomes free before its parent;
 2. a block is published only behind its published parent (`Pages` keeps this);
-3. who reuses a block reuses all before it (`acquire`, `mark_reused`): the parent of a warm block is warm;
-4. a block that was not reused was held by one request alone, which divides its table once (`Keeping`), front to end:
-   the parent of such a block is in no lower segment.
+3. who reuses a block reuses all before it (`mark_reused`): the parent of a warm block is warm;
+4. a block that was not reused belonged to one request alone, which divides its table once (`Keeping`), front to end:
+   the parent of such a block is in no lower segment. (Pulls of it or from it keep all that they hold.)
 """
 
 from bisect import bisect_left
@@ -102,26 +103,19 @@ class BlockPool:
         return sum(1 for block_id in block_ids if self._ref_counts[block_id] == 0)
 
     def acquire(self, block_ids: Sequence[int]) -> None:
-        """Add a holder that found these pages in the cache, from the first block of its table on: they are reused."""
+        """Add a holder to each page."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 self._cached.remove(block_id)
             self._ref_counts[block_id] += 1
-            self._is_reused[block_id] = 1
 
     def mark_reused(self, block_table: Sequence[int], num_blocks: int) -> None:
-        """The held pages of a table's first blocks are reused. O(those that were not)."""
+        """A request found a table's first blocks here, which it holds. O(those that nobody had found before)."""
         for i in range(num_blocks - 1, -1, -1):
             block_id = block_table[i]
             if self._is_reused[block_id]:
                 return  # and so are all before it
             self._is_reused[block_id] = 1
-
-    def share(self, block_ids: Sequence[int]) -> None:
-        """Add a holder for the same request to held pages."""
-        for block_id in block_ids:
-            assert self._ref_counts[block_id] > 0, f"block {block_id} is shared by nobody"
-            self._ref_counts[block_id] += 1
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
         """Return fresh pages with one holder each, evicting cached ones as needed. The caller checked `num_free`."""

@@ -93,13 +93,13 @@ class EngineCore:
         """Put a request in line: prefill here, then decode. Raises PromptTooLong when it can never fit."""
         self._check_fits(request, num_new_tokens=request.sampling.max_tokens)
         landing = landing or self.arrive(NO_HASHES)
-        return self._enter(self._group(request, sink, landing), self.scheduler.add, landing)
+        return self._enter(Group(request=request, sink=sink, queued_s=landing.queued_s), self.scheduler.add, landing)
 
     def add_prefill_only(self, request: EngineRequest, sink: Sink, landing: Landing | None = None) -> Group | Refused:
         """Put a request in line for prompt and first tokens; its pages stay until `cancel`. Raises PromptTooLong."""
         self._check_fits(request, num_new_tokens=0)
         landing = landing or self.arrive(NO_HASHES)
-        group = self._group(request, sink, landing)
+        group = Group(request=request, sink=sink, queued_s=landing.queued_s)
         group.holds_after_prefill = True
         return self._enter(group, self.scheduler.add, landing)
 
@@ -107,7 +107,9 @@ class EngineCore:
         """Grant pages for a request whose KV will be pulled. Raises PromptTooLong."""
         self._check_fits(request, num_new_tokens=request.sampling.max_tokens)
         landing = self.arrive(NO_HASHES)
-        return self._enter(self._group(request, sink, landing), self.scheduler.reserve, landing)
+        return self._enter(
+            Group(request=request, sink=sink, queued_s=landing.queued_s), self.scheduler.reserve, landing
+        )
 
     def commit(self, group: Group, num_tokens: int) -> None:
         """The first `num_tokens` tokens' KV of a reservation is in its pages, verified."""
@@ -219,16 +221,12 @@ class EngineCore:
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _group(self, request: EngineRequest, sink: Sink, landing: Landing) -> Group:
-        size = self.scheduler.limits.block_size
-        pulled = range(landing.num_cached * size, landing.num_landed * size)
-        return Group(request=request, sink=sink, queued_s=landing.queued_s, pulled_tokens=pulled)
-
     def _enter(self, group: Group, enter: Callable[[Sequence], Refused | None], landing: Landing) -> Group | Refused:
         self.landings.release(landing)
         leader = Sequence.from_request(group.request, block_size=self.scheduler.limits.block_size, order=landing.order)
         leader.max_num_tokens = min(leader.max_num_tokens, self.executor.max_model_len)
         leader.is_pinned = group.holds_after_prefill
+        leader.pulled_blocks = landing.pulled
         refused = enter(leader)
         if refused is not None:
             return refused

@@ -24,8 +24,6 @@ class Group:
     queued_s: float
     holds_after_prefill: bool = False
     """Keep the pages after the prompt instead of decoding: a puller will come."""
-    pulled_tokens: range = range(0)
-    """Prompt tokens whose KV was pulled into the cache for this request."""
     sequences: list[Sequence] = field(default_factory=list)
     prefill_started_s: float | None = None
     reported_prefill: bool = False
@@ -47,9 +45,10 @@ class Group:
         if self.prefill_started_s is not None:
             return None
         self.prefill_started_s = now_s
-        pulled = range(self.pulled_tokens.start, min(sequence.num_cached, self.pulled_tokens.stop))
         return Started(
-            num_cached_tokens=sequence.num_cached, queue_s=now_s - self.queued_s, num_pulled_tokens=len(pulled)
+            num_cached_tokens=sequence.num_cached,
+            queue_s=now_s - self.queued_s,
+            num_pulled_tokens=sequence.num_pulled_tokens,
         )
 
     def tokens_event(self, outputs: Seq[TokenOutput], now_s: float) -> Tokens:

@@ -37,6 +37,11 @@ class Landing:
         return tuple(map(BlockId, self.block_table))
 
     @property
+    def pulled(self) -> range:
+        """Indexes of the blocks that are here by this pull."""
+        return range(self.num_cached, self.num_landed)
+
+    @property
     def num_missing(self) -> int:
         """Blocks to pull."""
         return len(self.hashes) - self.num_cached
@@ -76,6 +81,7 @@ class Landings:
         if num_left < self._scheduler.num_spoken_for:
             return Refused(reason=f"{self._pool.num_free} pages are free; too few for a pull", retry_after_s=0.5)
         self._pool.acquire(cached)
+        self._pool.mark_reused(cached, len(cached))
         landing.block_table = array("i", [*cached, *self._pool.allocate(num_fresh)])
         return None
 

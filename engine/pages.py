@@ -31,6 +31,7 @@ class Pages:
         if num_fresh + num_spared > self._pool.num_free - self._pool.num_matched_free(cached):
             return False
         self._pool.acquire(cached)
+        self._pool.mark_reused(cached, sequence.num_found(len(cached)))
         sequence.block_table = array("i", [*cached, *self._pool.allocate(num_fresh)])
         sequence.num_cached = sequence.num_ready = sequence.num_computed = len(cached) * self._block_size
         sequence.num_published = len(cached)
@@ -65,7 +66,7 @@ class Pages:
 
     def hold_sources(self, copies: Seq[tuple[BlockId, BlockId]]) -> None:
         """Keep what a launched step copies from until `release_sources`: its owners may be gone before that."""
-        self._pool.share([source for source, _target in copies])
+        self._pool.acquire([source for source, _target in copies])
 
     def release_sources(self, copies: Seq[tuple[BlockId, BlockId]]) -> None:
         """The copies have been made."""
@@ -73,7 +74,7 @@ class Pages:
 
     def share(self, sequence: Sequence) -> None:
         """Add a reference to every page of a sequence that was just forked."""
-        self._pool.share(sequence.block_table)
+        self._pool.acquire(sequence.block_table)
 
     def release(self, sequence: Sequence) -> None:
         """Give everything back."""
@@ -106,7 +107,7 @@ class Pages:
         own = BlockId(block_table[i])
         published = self._pool.publish(own, block_hash)
         if published != own:
-            self._pool.mark_reused(block_table, i)
             self._pool.acquire([published])
             block_table[i] = published
+            self._pool.mark_reused(block_table, i + 1)
             retired_blocks.append(own)

@@ -83,6 +83,8 @@ class Sequence:
     pending_row: int | None = None
     """Where the latest pending token lies among its step's tokens; None when the next step must not run without
     knowing it."""
+    pulled_blocks: range = range(0)
+    """Indexes of the blocks that were pulled into the cache for this request."""
     num_cached: int = 0
     num_expected: int = 0
     """In line: leading tokens that the cache held when it was last asked."""
@@ -127,6 +129,17 @@ class Sequence:
     def waits_for_tokens(self) -> bool:
         """Whether the value of a sampled token decides how, or whether, the next step runs."""
         return self.is_pinned or self.request.sampling.has_penalties
+
+    @property
+    def num_pulled_tokens(self) -> int:
+        """Of the cached tokens: those that were pulled for this request."""
+        first, stop = self.pulled_blocks.start, self.pulled_blocks.stop
+        return max(0, min(self.num_cached, stop * self.block_size) - first * self.block_size)
+
+    def num_found(self, num_cached_blocks: int) -> int:
+        """Return how many of the cached blocks before it has used again, and not brought along."""
+        is_more = num_cached_blocks > self.pulled_blocks.stop
+        return num_cached_blocks if is_more else min(num_cached_blocks, self.pulled_blocks.start)
 
     @property
     def num_samples(self) -> int:

@@ -49,6 +49,7 @@ class PoolMachine(RuleBasedStateMachine):
         for i, block_hash in enumerate(hashes):
             self.tokens_of[block_hash] = tuple(tokens[: (i + 1) * BLOCK_SIZE])
         self.pool.acquire(cached)
+        self.pool.mark_reused(cached, len(cached))
         keeping = keeping or Keeping(num_front=len(cached) + num_front)
         table = [*cached, *self.pool.allocate(num_fresh)]
         self.holders.append(Holder(tokens, table, keeping, len(cached), hashes))
@@ -65,17 +66,17 @@ class PoolMachine(RuleBasedStateMachine):
         if i < len(holder.hashes):
             published = self.pool.publish(holder.table[i], holder.hashes[i])
             if published != holder.table[i]:
-                self.pool.mark_reused(holder.table, i)
                 self.pool.acquire([published])
                 self.pool.release([holder.table[i]])
                 holder.table[i] = published
+                self.pool.mark_reused(holder.table, i + 1)
             holder.num_published += 1
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         holder = data.draw(st.sampled_from(self.holders))
-        self.pool.share(holder.table)
+        self.pool.acquire(holder.table)
         copy = Holder(
             list(holder.tokens), list(holder.table), holder.keeping, holder.num_published, list(holder.hashes)
         )
@@ -201,6 +202,7 @@ def test_release_keeps_brief_blocks_that_were_used_again() -> None:
     first, second = _published(pool, [0, 0, 0, 1]), _published(pool, [1, 1, 1, 0])
     pool.release(first, KEEP_BRIEFLY)
     pool.acquire([first[0]])
+    pool.mark_reused(first, 1)
     pool.release([first[0]], KEEP_BRIEFLY)
     pool.release(second, KEEP_BRIEFLY)
     assert pool.num_cold == 3
@@ -212,12 +214,12 @@ def test_block_that_two_samples_computed_does_not_outlive_its_parent() -> None:
     hashes = hash_blocks([0, 0, 0, 1], root=ROOT, block_size=BLOCK_SIZE)
     (parent,) = pool.allocate(1)
     pool.publish(parent, hashes[0])
-    pool.share([parent])
+    pool.acquire([parent])
     first, second = pool.allocate(2)
     pool.publish(first, hashes[1])
     assert pool.publish(second, hashes[1]) == first
-    pool.mark_reused([parent, second], 1)
     pool.acquire([first])
+    pool.mark_reused([parent, first], 2)
     for table in ([second], [parent, first], [parent, first]):
         pool.release(table, KEEP_BRIEFLY)
     assert pool.allocate(3) == [second, first, parent]
@@ -226,7 +228,7 @@ def test_block_that_two_samples_computed_does_not_outlive_its_parent() -> None:
 def test_sharing_within_a_request_is_no_reuse() -> None:
     pool = BlockPool(2)
     table = _published(pool, [0, 0, 0, 1])
-    pool.share(table)
+    pool.acquire(table)
     pool.release(table)
     pool.release(table)
     assert pool.num_cold == 2
@@ -238,6 +240,7 @@ def test_long_prompts_that_come_once_leave_a_shared_prefix_in_the_cache() -> Non
     pool.release(shared)
     for _ in range(2):
         pool.acquire(shared)
+        pool.mark_reused(shared, len(shared))
         pool.release(shared)
     for token in (2, 3):
         once = _published(pool, [token] * 60)

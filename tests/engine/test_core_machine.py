@@ -6,7 +6,7 @@ page that changes hands too early, or is published with the wrong content, becom
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from engine.executor import ScheduledSequence, StepHandle, StepResult
 from engine.fake import token_kv
 from engine.group import Group
 from engine.landing import Landing
-from engine.sequence import EngineRequest, SequenceState
+from engine.sequence import EngineRequest, Retention, SequenceState
 from tests.builders import BLOCK_SIZE, Collector, assert_empty, expected_tokens, make_core, make_request
 
 STOP_TOKEN = ord("e")  # one of the fake's letters
@@ -132,10 +132,10 @@ class CoreMachine(RuleBasedStateMachine):
         sampling=SAMPLING,
         n=st.sampled_from([1, 1, 1, 2, 3]),
         kind=st.sampled_from(["add", "add", "prefill", "reserve"]),
-        num_steps=st.integers(0, 3),
+        retention=st.sampled_from(Retention),
     )
-    def enter(self, prompt: list[int], sampling: dict[str, Any], n: int, kind: str, num_steps: int) -> None:
-        request = make_request(prompt, n=n, ignore_eos=True, **sampling)
+    def enter(self, prompt: list[int], sampling: dict[str, Any], n: int, kind: str, retention: Retention) -> None:
+        request = replace(make_request(prompt, n=n, ignore_eos=True, **sampling), retention=retention)
         enter = {"add": self.core.add, "prefill": self.core.add_prefill_only, "reserve": self.core.reserve}[kind]
         collector = Collector()
         try:
@@ -145,7 +145,6 @@ class CoreMachine(RuleBasedStateMachine):
         if not isinstance(group, Refused):
             self.works.append(Work(group, collector, kind, first_index=int(kind == "reserve")))
             self.core.wake()
-        self.step(num_steps)
 
     @rule(data=st.data())
     def take_over(self, data: st.DataObject) -> None:
@@ -198,9 +197,10 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.start(work.group, list(zip(first, is_over, strict=True)))
         self.core.wake()
 
-    @rule(prompt=PROMPTS, sampling=SAMPLING)
-    def begin_to_pull(self, prompt: list[int], sampling: dict[str, Any]) -> None:
+    @rule(prompt=PROMPTS, sampling=SAMPLING, retention=st.sampled_from(Retention))
+    def begin_to_pull(self, prompt: list[int], sampling: dict[str, Any], retention: Retention) -> None:
         request = make_request(prompt, ignore_eos=True, **sampling | {"num_prompt_logprobs": None})
+        request = replace(request, retention=retention)
         landing = self.core.arrive(request.block_hashes[: (len(prompt) - 1) // BLOCK_SIZE])
         self.core.landings.reserve(landing)
         self.landings.append((landing, request))
