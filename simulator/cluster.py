@@ -12,22 +12,15 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 
-from common.block_hash import hash_blocks
 from common.config import PoolConfig, PoolsConfig, ServingConfig, TransferConfig
-from common.errors import KvrelayError, Overloaded, Refused
-from common.ids import RequestId, mint_request_id, seeded_ids
-from common.lifecycle import LifeCycle
-from common.sampling import SamplingParams
-from kvrelay.v1 import inference_pb2, worker_pb2
-from router.admission.account import Service
-from router.admission.terms import Terms
-from router.admission.ticket import Ticket
+from common.errors import Refused
+from common.ids import RequestId, seeded_ids
+from kvrelay.v1 import worker_pb2
 from router.booking import Booking
 from router.facts import Endpoint
 from router.parts import RouterParts, build_router
 from router.placement.search import Search
-from router.record import Job
-from router.tenants import ANYBODY
+from simulator.client import SimClient
 from simulator.executor import Answer, SimExecutor, sim_shape
 from simulator.guard import collecting_rarely, ending_on_faults
 from simulator.loop import VirtualClock, VirtualLoop
@@ -96,10 +89,9 @@ class SimCluster:
             endpoint.worker_id: self._worker(endpoint) for endpoint in endpoints(shape.num_prefill, shape.num_decode)
         }
         self.routers = [self._router(number) for number in range(shape.num_routers)]
+        self.clients = [SimClient(router, loop, settings, self._answers, self.log) for router in self.routers]
         self._begin_s = 0.0
         self._num_ended = 0
-
-    # A run.
 
     async def start(self) -> None:
         """Start workers and routers and wait until these know each other."""
@@ -113,6 +105,8 @@ class SimCluster:
             num_ready = router.fleet.count_ready()
             assert num_ready == len(members), f"{num_ready} of {len(members)} workers are ready"
         self._begin_s = self._loop.time()
+        for client in self.clients:
+            client.begin_s = self._begin_s
 
     async def serve_all(self, arrivals: Iterable[Arrival], progress: Progress | None = None) -> list[RequestResult]:
         """Serve a workload; returns when its last request has ended."""
@@ -138,41 +132,13 @@ class SimCluster:
                 tenant=arrival.tenant,
             )
             results.append(result)
-            task = self._loop.create_task(self.serve(arrival, result, self.routers[index % len(self.routers)]))
+            client = self.clients[index % len(self.clients)]
+            task = self._loop.create_task(client.ask(arrival, result))
             running[task] = None
             task.add_done_callback(ended)
         while running:
             await asyncio.wait(running)
         return results
-
-    async def serve(self, arrival: Arrival, result: RequestResult, router: RouterParts) -> None:
-        """Serve one request and note what becomes of it."""
-        life = LifeCycle(mint_request_id(), router.clock)
-        request_id = life.request_id
-        self._answers[request_id] = Answer(arrival.num_output_tokens, arrival.answer)
-        deadline_s = self._loop.time() + self.settings.timeout_s
-        try:
-            with (
-                router.orchestrator.account(life, time_left_s=lambda: deadline_s - self._loop.time()),
-                self._admit(arrival, router) as ticket,
-            ):
-                job = self._job(arrival, request_id, router)
-                _take_tokens(router, ticket, job)
-                running = router.orchestrator.running(job, ticket, life, timeout_s=self.settings.timeout_s)
-                async with running as outbox:
-                    while (message := await outbox.get()) is not None:
-                        self._take(result, message)
-                if outbox.error is not None:
-                    raise outbox.error
-        except KvrelayError as error:
-            result.refusal = f"{type(error).__name__}: {error.message}"
-        result.end_s = self._now_s()
-        times = self.log.times(request_id)
-        if times is not None:
-            result.gap_sum_s = times.last_s - times.first_s
-            result.gap_max_s = times.gap_max_s
-        self.log.forget(request_id)
-        del self._answers[request_id]
 
     def finished(self, results: list[RequestResult]) -> SimRun:
         """Return the run's record."""
@@ -191,8 +157,6 @@ class SimCluster:
             await router.fleet.aclose()
         for worker in self.workers.values():
             await worker.aclose()
-
-    # Inside.
 
     def _now_s(self) -> float:
         return self._loop.time() - self._begin_s
@@ -221,52 +185,6 @@ class SimCluster:
         router.chooser.choose = _timed(router.chooser.choose, self.choice_s)  # type: ignore[method-assign, assignment]
         return router
 
-    def _admit(self, arrival: Arrival, router: RouterParts) -> Ticket:
-        """Return a place in line. Raises Overloaded."""
-        settings = self.settings
-        ttft_slo_s = settings.ttft_slo_s if arrival.ttft_slo_s is None else arrival.ttft_slo_s
-        terms = Terms(priority=arrival.priority, ttft_slo_s=ttft_slo_s, itl_slo_s=settings.itl_slo_s)
-        admitted = router.admission.admit(settings.tenants.get(arrival.tenant, ANYBODY), terms)
-        if isinstance(admitted, Refused):
-            raise Overloaded(admitted.reason, retry_after_s=admitted.retry_after_s)
-        return admitted
-
-    def _job(self, arrival: Arrival, request_id: RequestId, router: RouterParts) -> Job:
-        model = router.fleet.model
-        assert model is not None, "the routers have met the workers"
-        sampling = SamplingParams(
-            temperature=0.0, max_tokens=arrival.max_tokens or arrival.num_output_tokens, detokenize=False
-        )
-        return Job(
-            request_id=request_id,
-            prompt_token_ids=arrival.prompt,
-            prompt_hashes=hash_blocks(arrival.prompt, root=model.root, block_size=model.block_size),
-            sampling=sampling,
-            model=model,
-        )
-
-    def _take(self, result: RequestResult, message: inference_pb2.GenerateResponse) -> None:
-        """Note what a message to the client tells."""
-        match message.WhichOneof("event"):
-            case "tokens":
-                if result.first_token_s is None:
-                    result.first_token_s = self._now_s()
-            case "plan":
-                plan = message.plan
-                result.prefill_worker, result.decode_worker = plan.prefill_worker_id, plan.decode_worker_id
-                if plan.attempt == 1:
-                    result.predicted_cached_tokens = plan.predicted_cached_tokens
-                    result.predicted_ttft_s = plan.predicted_ttft_s or None
-                    result.predicted_itl_s = plan.predicted_itl_s or None
-            case "completed":
-                usage, transfer = message.completed.usage, message.completed.transfer
-                result.num_output_tokens = usage.num_output_tokens
-                result.num_cached_tokens = usage.num_cached_tokens
-                result.num_pulled_tokens = usage.num_pulled_tokens
-                result.num_decode_cached_tokens = usage.num_decode_cached_tokens
-                result.transfer_bytes, result.transfer_exposed_s = transfer.kv_bytes, transfer.exposed_s
-                result.num_attempts = message.completed.num_attempts
-
 
 def _config(shape: ClusterShape, settings: SimSettings) -> ServingConfig:
     pool = PoolConfig(
@@ -282,15 +200,6 @@ def _config(shape: ClusterShape, settings: SimSettings) -> ServingConfig:
         transfer=TransferConfig(transports=("cuda_ipc", "grpc")),
         router=settings.router,
     )
-
-
-def _take_tokens(router: RouterParts, ticket: Ticket, job: Job) -> None:
-    """Count the request's size against its tenant's rate. Raises Overloaded."""
-    output = ticket.account.expected_output_tokens(at_most=job.sampling.max_tokens)
-    expected = Service(num_prompt_tokens=len(job.prompt_token_ids), num_output_tokens=output)
-    refused = router.admission.take_tokens(ticket, expected)
-    if refused is not None:
-        raise Overloaded(refused.reason, retry_after_s=refused.retry_after_s)
 
 
 _Choose = Callable[[Search], Booking | Refused]

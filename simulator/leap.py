@@ -16,7 +16,6 @@ The outcome, in state, events and times, is that of the same steps planned one b
 """
 
 import heapq
-import math
 from dataclasses import dataclass
 
 from common.timing import StepShape
@@ -26,6 +25,7 @@ from engine.scheduler import Elsewhere
 from engine.sequence import Sequence, SequenceState
 from simulator.bundle import KeptTokens
 from simulator.executor import EOS_TOKEN_ID, Answer, SimExecutor
+from simulator.segment import Segment
 from simulator.timing import StepTimes
 from simulator.token_log import TokenLog
 
@@ -45,51 +45,6 @@ class _Member:
     """From its last token to the end of its first step here; 0 once that is noted."""
     due: int = -1
     """Boundary at which something happens to it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    """Steps of one composition: decodes alone, or one step with other work in it."""
-
-    start: int
-    """Boundary."""
-    start_s: float
-    constant_s: float
-    """Of a step without context."""
-    per_context_token_s: float
-    num_sequences: int
-    num_joined: int
-    num_context_tokens: int
-    """In the first step."""
-    is_pure: bool
-    """Nothing but decodes."""
-
-    def context_at(self, boundary: int) -> int:
-        """Return the context tokens of the step behind a boundary."""
-        return self.num_context_tokens + self.num_sequences * (boundary - self.start)
-
-    def end_s(self, boundary: int) -> float:
-        """Return when a boundary is reached."""
-        n = boundary - self.start
-        context = n * self.num_context_tokens + self.num_sequences * (n * (n - 1) // 2)
-        return self.start_s + n * self.constant_s + context * self.per_context_token_s
-
-    def step_s(self, boundary: int) -> float:
-        """Return how long the step before a boundary takes."""
-        return self.constant_s + self.context_at(boundary - 1) * self.per_context_token_s
-
-    def first_boundary_at(self, time_s: float) -> int:
-        """Return the first boundary at or after a time."""
-        square = self.per_context_token_s * self.num_sequences / 2
-        linear = self.constant_s + self.per_context_token_s * self.num_context_tokens - square
-        left_s = time_s - self.start_s
-        root = math.sqrt(linear * linear + 4 * square * left_s)
-        boundary = self.start + max(1, int(2 * left_s / (linear + root)))
-        while self.end_s(boundary) < time_s:
-            boundary += 1
-        while boundary > self.start + 1 and self.end_s(boundary - 1) >= time_s:
-            boundary -= 1
-        return boundary
 
 
 class DecodeLeap:
@@ -114,7 +69,7 @@ class DecodeLeap:
         are skipped."""
         self._needy: list[_Member] = []
         """Those that need a page for the next step."""
-        self._segment: _Segment | None = None
+        self._segment: Segment | None = None
         self._longest_s: list[float] = []
         """Of each segment that is over: its longest step."""
         self._boundary = 0
@@ -249,7 +204,7 @@ class DecodeLeap:
 
     def _open(self, constant_s: float, per_context_token_s: float, *, is_pure: bool) -> None:
         self._close_segment()
-        segment = self._segment = _Segment(
+        segment = self._segment = Segment(
             start=self._boundary,
             start_s=self._now_s,
             constant_s=constant_s,

@@ -4,7 +4,8 @@ Messages are handed over as objects, which nobody may change afterwards. Each ta
 a call arrive in order. KV payload takes its bytes' time on the link of the worker that sends it and on that of the one
 that receives it; transfers that share a link wait in line there.
 
-What calls look like from both sides (statuses, cancellation, deadlines, closed channels) is in `simulator/calls.py`.
+What calls look like from both sides (statuses, cancellation, deadlines, closed channels) is in `client_call.py` and
+`server_call.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +15,12 @@ from typing import Any
 import grpc
 
 from kvrelay.v1 import kv_transfer_pb2
-from simulator.calls import CallTerms, ClientCall, ServerCall, Status
+from simulator.client_call import ClientCall
 from simulator.faults import Fate, FaultInjector
 from simulator.loop import VirtualLoop
+from simulator.messages import CallTerms, Status
 from simulator.records import NetworkShape
+from simulator.server_call import ServerCall
 
 KEEPALIVE_S = 15.0
 """A broken connection is noticed after this long: ping interval and timeout of `common.rpc`."""
