@@ -1,4 +1,4 @@
-"""Which cached block goes first: the one policy that workers evict by and routers predict by.
+"""Which cached block goes first: the one policy that workers evict by.
 
 Cached blocks that nobody holds are in one of four segments: *brief* (somebody else keeps them), *tail* (the far end of
 what a long prompt brought), *cold* (used once) and *warm* (used again since they were cached). When room is needed,
@@ -23,7 +23,6 @@ costs more, by its attention, but nothing can be kept without all that is before
 import enum
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
@@ -89,23 +88,3 @@ class EvictionOrder(Generic[T]):
                 if entries and (outlived := (self._now - next(iter(entries.values()))) * rate) > most:
                     oldest, most = entries, outlived
         return oldest.popitem(last=False)[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Displaced:
-    """What new blocks push out of a cache."""
-
-    num_cold: int
-    num_warm: int
-
-
-def displaced(num_new: int, *, num_empty: int, num_cold: int, num_warm: int) -> Displaced:
-    """Return what `num_new` blocks displace where so many free ones are empty, cold (or lower) and warm.
-
-    Ages at the two ends keep their ratio, so both segments lose the same share of what they hold.
-    """
-    num_evicted = min(max(num_new - num_empty, 0), num_cold + num_warm)
-    if not num_evicted:
-        return Displaced(num_cold=0, num_warm=0)
-    num_from_warm = round(num_evicted * num_warm / (num_cold + num_warm))
-    return Displaced(num_cold=num_evicted - num_from_warm, num_warm=num_from_warm)
