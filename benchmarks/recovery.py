@@ -147,7 +147,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write every outcome to this file")
     args = parser.parse_args()
     console = Console(width=140)
-    with running_cluster(launcher=args.launcher, model={"dtype": "float32"}, console=console) as (address, _config):
+    model, router = {"dtype": "float32"}, {"local_prefill_max_tokens": 32}
+    with running_cluster(launcher=args.launcher, model=model, router=router, console=console) as (address, _config):
         outcomes = asyncio.run(_measure(address, args.rounds, console))
     _report(outcomes, console)
     if args.json is not None:

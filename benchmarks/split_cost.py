@@ -144,7 +144,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write every sample to this file")
     args = parser.parse_args()
     console = Console(width=120)
-    with running_cluster(launcher=args.launcher, console=console) as (address, config):
+    router = {"local_prefill_max_tokens": 32}  # what is measured is the handoff
+    with running_cluster(launcher=args.launcher, router=router, console=console) as (address, config):
         samples = asyncio.run(_measure(args, console, address, LocalEngine.load(config)))
     _report(samples, console)
     if args.json is not None:

@@ -67,7 +67,9 @@ def _running(config: ServingConfig) -> Iterator[str]:
         update={
             "name": "benchmark-cuda",
             "launcher": "local",
-            "router": config.router.model_copy(update={"port": 0, "metrics_port": None}),
+            "router": config.router.model_copy(
+                update={"port": 0, "metrics_port": None, "local_prefill_max_tokens": 0}  # every prompt is handed over
+            ),
         }
     )
     with tempfile.TemporaryDirectory() as folder:

@@ -171,7 +171,7 @@ def test_launch_leaves_the_sequences_alone_and_results_do_not_read_them(qwen3: P
     before = (sequence.num_computed, list(sequence.token_ids), list(sequence.block_table))
     handle = executor.launch([ScheduledSequence(sequence, 9, 1)])
     assert (sequence.num_computed, list(sequence.token_ids), list(sequence.block_table)) == before
-    sequence.token_ids.clear()
+    del sequence.token_ids[:]
     sequence.block_table = array("i")
     (result,) = handle.results()
     assert (len(result.sampled), len(result.prompt_logprobs)) == (1, 8)
