@@ -191,7 +191,6 @@ class SimEngine:
         if leap is not None:
             self._dispatch(leap.complete_step(self._loop.time()))
         self._dispatch(self.core.finish_step())
-        self._report()
         self._begin()
 
     def _set_boundary(self, leap: DecodeLeap, boundary: int, at_s: float) -> None:
