@@ -35,6 +35,7 @@ from common.errors import (
 from common.lifecycle import LifeCycle, State
 from common.structured import TaskCensus, all_or_first_failure
 from kvrelay.v1 import inference_pb2
+from router.admission.account import Service
 from router.admission.line import Admission
 from router.admission.ticket import Seeker, Ticket
 from router.attempt import Attempt, AttemptFailed
@@ -135,6 +136,14 @@ class Orchestrator:
         duration_s = round(life.stamps[-1][1] - life.received_s, 6)
         extra = {"request_id": life.request_id, "outcome": outcome, "duration_s": duration_s}
         logger.info("request ended", extra=extra)
+
+    def take_tokens(self, ticket: Ticket, job: Job) -> None:
+        """Count the request's size against its tenant's rate, before it runs. Raises Overloaded."""
+        output = ticket.account.expected_output_tokens(at_most=job.sampling.max_tokens) * job.sampling.n
+        expected = Service(num_prompt_tokens=len(job.prompt_token_ids), num_output_tokens=output)
+        refused = self._admission.take_tokens(ticket, expected)
+        if refused is not None:
+            raise Overloaded(refused.reason, retry_after_s=refused.retry_after_s)
 
     @asynccontextmanager
     async def running(self, job: Job, ticket: Ticket, life: LifeCycle, *, timeout_s: float) -> AsyncIterator[Outbox]:

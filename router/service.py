@@ -14,7 +14,6 @@ from common.rpc import error_boundary, time_left_s
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc
-from router.admission.account import Service
 from router.admission.terms import Terms, read_terms
 from router.admission.ticket import Ticket
 from router.doorkeeper import Doorkeeper
@@ -67,7 +66,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 self._admit(request, self._identify(context)) as ticket,
             ):
                 job = await self._read(request, context, life.request_id, ticket.account.tenant)
-                self._take_tokens(ticket, job)
+                orchestrator.take_tokens(ticket, job)
                 timeout_s = time_left_s(context, at_most_s=MAX_REQUEST_S)
                 async with orchestrator.running(job, ticket, life, timeout_s=timeout_s) as outbox:
                     while (message := await outbox.get()) is not None:
@@ -88,14 +87,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if isinstance(admitted, Refused):
             raise Overloaded(admitted.reason, retry_after_s=admitted.retry_after_s)
         return admitted
-
-    def _take_tokens(self, ticket: Ticket, job: Job) -> None:
-        """Count the request's size against its tenant's rate. Raises Overloaded."""
-        output = ticket.account.expected_output_tokens(at_most=job.sampling.max_tokens) * job.sampling.n
-        expected = Service(num_prompt_tokens=len(job.prompt_token_ids), num_output_tokens=output)
-        refused = self._parts.admission.take_tokens(ticket, expected)
-        if refused is not None:
-            raise Overloaded(refused.reason, retry_after_s=refused.retry_after_s)
 
     async def _read(self, request: pb.GenerateRequest, context: Context, request_id: RequestId, tenant: Tenant) -> Job:
         """Return the checked request; waits for the first worker to tell what the model is. Raises KvrelayError."""

@@ -6,7 +6,6 @@ from common.ids import RequestId, mint_request_id
 from common.lifecycle import LifeCycle
 from common.sampling import SamplingParams
 from kvrelay.v1 import inference_pb2
-from router.admission.account import Service
 from router.admission.terms import Terms
 from router.admission.ticket import Ticket
 from router.parts import RouterParts
@@ -51,7 +50,7 @@ class SimClient:
                 self._admit(arrival) as ticket,
             ):
                 job = self._job(arrival, request_id)
-                self._take_tokens(ticket, job)
+                router.orchestrator.take_tokens(ticket, job)
                 async with router.orchestrator.running(job, ticket, life, timeout_s=settings.timeout_s) as outbox:
                     while (message := await outbox.get()) is not None:
                         self._note(result, message)
@@ -79,14 +78,6 @@ class SimClient:
         if isinstance(admitted, Refused):
             raise Overloaded(admitted.reason, retry_after_s=admitted.retry_after_s)
         return admitted
-
-    def _take_tokens(self, ticket: Ticket, job: Job) -> None:
-        """Count the request's size against its tenant's rate. Raises Overloaded."""
-        output = ticket.account.expected_output_tokens(at_most=job.sampling.max_tokens)
-        expected = Service(num_prompt_tokens=len(job.prompt_token_ids), num_output_tokens=output)
-        refused = self._router.admission.take_tokens(ticket, expected)
-        if refused is not None:
-            raise Overloaded(refused.reason, retry_after_s=refused.retry_after_s)
 
     def _job(self, arrival: Arrival, request_id: RequestId) -> Job:
         model = self._router.fleet.model
