@@ -18,7 +18,7 @@ when the block was last used:
 It assumes nothing about being the only router: it holds what workers publish, and what this router expects of them.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from itertools import repeat
 
@@ -27,7 +27,7 @@ from common.ids import WorkerId
 from common.kv_events import KvEvents
 from router.block_ages import BlockAges
 from router.expectations import Expectations
-from router.prefix_match import STAMP_BITS, Look, PrefixMatches, count_before_gap, first_positions, slot_bit
+from router.prefix_match import STAMP_BITS, Look, PrefixMatches, slot_bit
 
 CHUNK_KEYS = 4096
 """So many keys at a time are aged, evicted and scrubbed: about a millisecond."""
@@ -51,8 +51,6 @@ class PrefixIndex:
         self._slots: dict[WorkerId, int] = {}
         self._owners: list[WorkerId | None] = []
         """By slot. Replaced, never changed: matches keep it."""
-        self._num_held: list[int] = []
-        """By slot."""
         self._free_slots: list[int] = []
         self._live = 0
         """Bits of the slots that have owners, as in values."""
@@ -76,11 +74,6 @@ class PrefixIndex:
     def num_age_entries(self) -> int:
         """Entries in the order of use, stale ones included."""
         return self._ages.num_entries
-
-    def count_held(self, worker_id: WorkerId) -> int:
-        """Return how many blocks the worker holds, expected ones included."""
-        slot = self._slots.get(worker_id)
-        return 0 if slot is None else self._num_held[slot]
 
     # Changes.
 
@@ -138,7 +131,6 @@ class PrefixIndex:
             return
         self._own(slot, None)
         self._live &= ~slot_bit(slot)
-        self._num_held[slot] = 0
         self._retired.add(slot)
         self._expectations.drop(slot)
         self._scrub()
@@ -178,14 +170,6 @@ class PrefixIndex:
             groups.append((len(keys), hold_all >> STAMP_BITS))
         return PrefixMatches(groups, self._owners, self._look_at(keys))
 
-    def count_leading(self, worker_id: WorkerId, hashes: BlockHashes, *, at_most: int) -> int:
-        """Return exactly how many leading blocks the worker holds, looking at `at_most` of them."""
-        slot = self._slots.get(worker_id)
-        keys = hashes.keys[:at_most]
-        if slot is None:
-            return 0
-        return count_before_gap(first_positions(self._values, keys), slot_bit(slot), len(keys))
-
     def _look_at(self, keys: list[int]) -> Look:
         return Look(keys=keys, values=self._values, slots=self._slots, expectations=self._expectations)
 
@@ -219,9 +203,6 @@ class PrefixIndex:
             news = dict.fromkeys(keys, becomes[olds[0]])
         else:
             news = dict(zip(keys, map(becomes.__getitem__, olds), strict=True))
-        if len(news) < len(keys):  # a key came twice; it is counted once
-            olds = list(dict(zip(keys, olds, strict=True)).values())
-        self._num_held[slot] += len(news) - _count({old for old in becomes if old & bit}, olds)
         self._values.update(news)
         self._ages.use(keys)
         if self._ages.is_full:
@@ -235,7 +216,6 @@ class PrefixIndex:
         olds = list(map(self._values.get, keys, repeat(0)))
         keep = self._live & ~bit
         kinds = set(olds)
-        self._num_held[slot] -= _count({old for old in kinds if old & bit}, olds)
         becomes = {old: old & (keep | _STAMP) if old & keep else 0 for old in kinds}
         if any(becomes.values()):
             for key, old in zip(keys, olds, strict=True):
@@ -251,12 +231,7 @@ class PrefixIndex:
         while num_blocks > 0:
             keys = self._ages.pop_oldest(num_blocks)
             assert keys, f"{len(self._values)} blocks, none of them has an age"
-            for value, num_equal in Counter(map(self._values.pop, keys)).items():
-                workers = (value & self._live) >> STAMP_BITS
-                while workers:
-                    lowest = workers & -workers
-                    self._num_held[lowest.bit_length() - 1] -= num_equal
-                    workers ^= lowest
+            deque(map(self._values.pop, keys), maxlen=0)
             num_blocks -= len(keys)
             self.num_evicted += len(keys)
 
@@ -269,18 +244,14 @@ class PrefixIndex:
     def _slot(self, worker_id: WorkerId) -> int:
         slot = self._slots.get(worker_id)
         if slot is None:
-            if self._free_slots:
-                slot = self._free_slots.pop()
-            else:
-                slot = len(self._num_held)
-                self._num_held.append(0)
+            slot = self._free_slots.pop() if self._free_slots else len(self._owners)
             self._slots[worker_id] = slot
             self._own(slot, worker_id)
             self._live |= slot_bit(slot)
         return slot
 
     def _own(self, slot: int, worker_id: WorkerId | None) -> None:
-        owners = [*self._owners, *[None] * (len(self._num_held) - len(self._owners))]
+        owners = [*self._owners, *[None] * (slot + 1 - len(self._owners))]
         owners[slot] = worker_id
         self._owners = owners
 
@@ -315,11 +286,6 @@ class PrefixIndex:
                 self._values[key] = new
             else:
                 del self._values[key]
-
-
-def _count(kinds: set[int], values: list[int]) -> int:
-    """Return how many of the values are of these kinds."""
-    return sum(map(kinds.__contains__, values)) if kinds else 0
 
 
 def _unique(keys: list[int]) -> list[int]:
