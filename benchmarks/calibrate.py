@@ -1,6 +1,6 @@
 """Does the simulator tell the time? A trace replayed on real workers and, with what these report, in virtual time.
 
-    python -m benchmarks.calibrate --trace tests/simulator/data/small.jsonl [--load 0.5] [--rounds 3] [--json FILE]
+    python -m benchmarks.calibrate --trace tests/data/small.jsonl [--load 0.5] [--rounds 3] [--json FILE]
 
 Method. 1P+1D of the default model (launcher local, processes and client on this machine's cores) serves the first
 requests of the trace, lengths divided by `--shrink`: a warm-up, then rounds with prompts of other tokens, so that each
@@ -35,7 +35,7 @@ from router.worker_client import WorkerClient
 from simulator.cluster import run
 from simulator.records import Arrival, ClusterShape, NetworkShape, SimSettings
 from simulator.timing import FittedTimes
-from simulator.traces import PromptWriter, Trace, TraceRequest, read_trace
+from workload.traces import PromptWriter, Trace, TraceRequest, read_trace
 
 FIRST_TOKEN, NUM_TOKENS = 1000, 40_000
 """Ordinary tokens of the default model's vocabulary."""

@@ -23,11 +23,12 @@ import numpy as np
 from common.config import RouterConfig
 from common.timing import TimingModel
 from simulator.records import Arrival, ClusterShape, NetworkShape, RequestResult, SimRun, SimSettings
-from simulator.results import Slo, Summary, summarize
+from simulator.results import Summary, summarize
 from simulator.roofline import Roofline
 from simulator.timing import FittedTimes, StepTimes
 from simulator.timing_file import read_timing
-from simulator.traces import MOONCAKE_BLOCK_SIZE, PromptWriter, Trace, read_trace
+from workload.slo import Slo
+from workload.traces import MOONCAKE_BLOCK_SIZE, PromptWriter, Trace, read_trace
 
 MAX_TOKENS = 2048
 """What every request allows: a router cannot know how long an answer will be."""

@@ -13,33 +13,7 @@ from typing import Any
 import numpy as np
 
 from simulator.records import RequestResult, SimRun, WorkerResult
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slo:
-    """What users were promised."""
-
-    ttft_s: float
-    """Request to first token, for each started `ttft_tokens` of its prompt, counted in fractions above the first."""
-    itl_s: float
-    """Mean gap between a request's tokens."""
-    ttft_tokens: int = 8192
-
-    def ttft_of(self, num_prompt_tokens: int) -> float:
-        """Return how long a prompt's first token may take."""
-        return self.ttft_s * max(1.0, num_prompt_tokens / self.ttft_tokens)
-
-    def meets_ttft(self, result: RequestResult) -> bool:
-        """Return whether the first token came in time."""
-        return result.ttft_s is not None and result.ttft_s <= self.ttft_of(result.num_prompt_tokens)
-
-    def meets_itl(self, result: RequestResult) -> bool:
-        """Return whether the tokens came fast enough; one token has no gaps."""
-        return result.itl_s is None or result.itl_s <= self.itl_s
-
-    def is_good(self, result: RequestResult) -> bool:
-        """Return whether the request was answered to its end as promised."""
-        return result.is_complete and self.meets_ttft(result) and self.meets_itl(result)
+from workload.slo import Slo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from itertools import groupby
 from rich.table import Table
 
 from simulator.replay import CellResult
-from simulator.trace_stats import PlacementHits, Spread, TraceStats
+from workload.trace_stats import PlacementHits, Spread, TraceStats
 
 _COLUMNS = (
     "policy",

@@ -136,7 +136,7 @@ def simulate(
     from simulator.comparison import Comparison
     from simulator.replay import ReplaySettings
     from simulator.report import write_report
-    from simulator.results import Slo
+    from workload.slo import Slo
 
     num_prefill, num_decode = _workers(workers, aggregated=aggregated)
     comparison = Comparison(

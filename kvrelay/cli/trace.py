@@ -37,8 +37,8 @@ def stats(
     Caches forget what was used longest ago, of one prompt its end first.
     """  # noqa: D301 - \b marks a preformatted block
     from simulator.tables import placement_line, stats_table
-    from simulator.trace_stats import round_robin_hits, sticky_hits, trace_stats
-    from simulator.traces import read_trace
+    from workload.trace_stats import round_robin_hits, sticky_hits, trace_stats
+    from workload.traces import read_trace
 
     trace = read_trace(path, block_size=trace_block_size)
     if limit is not None:
@@ -67,8 +67,8 @@ def synth(
     Lengths, bursts and reuse are like those of the published Mooncake conversation trace, whose
     format it has. No text is in it, and nobody's data.
     """
-    from simulator.synth import SynthSettings, synthesize
-    from simulator.traces import TraceError, write_trace
+    from workload.synth import SynthSettings, synthesize
+    from workload.traces import TraceError, write_trace
 
     if path.suffix != ".jsonl":
         raise TraceError(f"{path}: a trace in this format is called .jsonl")

@@ -7,9 +7,9 @@ import pytest
 from simulator.comparison import Comparison
 from simulator.replay import Cell, CellResult, ReplayError, ReplaySettings, read_requests
 from simulator.report import write_report
-from simulator.results import Slo
+from workload.slo import Slo
 
-SMALL = Path(__file__).parent / "data" / "small.jsonl"
+SMALL = Path(__file__).parents[1] / "data" / "small.jsonl"
 NUM_REQUESTS = 20
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from simulator.records import RequestResult, SimRun, WorkerResult
-from simulator.results import Percentiles, Slo, Summary, gap_percentile, hot_spot, summarize
+from simulator.results import Percentiles, Summary, gap_percentile, hot_spot, summarize
+from workload.slo import Slo
 
 SLO = Slo(ttft_s=2.0, itl_s=0.05)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from simulator.traces import Trace
+from workload.traces import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

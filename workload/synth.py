@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from simulator.traces import MOONCAKE_BLOCK_SIZE, Trace, TraceRequest
+from workload.traces import MOONCAKE_BLOCK_SIZE, Trace, TraceRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 import pytest
 
-from simulator.trace_stats import LruBlocks, round_robin_hits, sticky_hits, trace_stats
-from simulator.traces import Trace, TraceRequest
+from workload.trace_stats import LruBlocks, round_robin_hits, sticky_hits, trace_stats
+from workload.traces import Trace, TraceRequest
 
 BLOCK = 512
 

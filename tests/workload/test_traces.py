@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.traces import PromptWriter, Trace, TraceError, TraceRequest, read_trace, write_trace
+from workload.traces import PromptWriter, Trace, TraceError, TraceRequest, read_trace, write_trace
 
 GOOD = {"timestamp": 1500, "input_length": 1030, "output_length": 7, "hash_ids": [4, 5, 6]}
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"

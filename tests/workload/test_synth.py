@@ -2,11 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from simulator.synth import AGENT, CHAT, SynthSettings, synthesize
-from simulator.trace_stats import round_robin_hits, sticky_hits, trace_stats
-from simulator.traces import read_trace
+from workload.synth import AGENT, CHAT, SynthSettings, synthesize
+from workload.trace_stats import round_robin_hits, sticky_hits, trace_stats
+from workload.traces import read_trace
 
-SMALL = Path(__file__).parent / "data" / "small.jsonl"
+SMALL = Path(__file__).parents[1] / "data" / "small.jsonl"
 
 
 def test_equal_settings_give_an_equal_trace_and_another_seed_another() -> None:

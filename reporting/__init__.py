@@ -1,0 +1,1 @@
+"""Pages that are looked at: self-contained HTML with interactive plots."""
