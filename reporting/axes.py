@@ -1,0 +1,101 @@
+"""Axes: what is measured, in what unit, and how its numbers are written at ticks and under the mouse."""
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from reporting.wording import duration, number, scaled
+
+_MAX_DETAILED_DECADES = 2.2
+
+
+class Unit(enum.Enum):
+    """A unit: (format of ticks, format under the mouse, suffix). Formats are d3's."""
+
+    SECONDS = ("~s", ".3s", "s")
+    """With prefixes: 20 ms, 1.5 s. Latencies."""
+    CLOCK = (",~r", ",.1f", " s")
+    """Seconds since something began."""
+    SHARE = (".0%", ".1%", "")
+    """Of 1."""
+    TOKENS = ("~s", ",.0f", "")
+    BYTES = ("~s", ".3s", "B")
+    COUNT = (",~r", ",.0f", "")
+    RATE = (",~r", ",.3~r", "/s")
+    PLAIN = (",~r", ".4~r", "")
+
+    @property
+    def hover(self) -> str:
+        """Format under the mouse."""
+        return self.value[1]
+
+    @property
+    def suffix(self) -> str:
+        """What follows the number."""
+        return self.value[2]
+
+    def shows(self, variable: str) -> str:
+        """Return plotly's template for a value: `shows("x")` is "%{x:.3s}s" for seconds."""
+        return f"%{{{variable}:{self.hover}}}{self.suffix}"
+
+    def text(self, value: float) -> str:
+        """Return a value as a tick has it."""
+        match self:
+            case Unit.SECONDS:
+                return duration(value)
+            case Unit.TOKENS | Unit.BYTES:
+                return scaled(value, self.suffix)
+            case Unit.SHARE:
+                return f"{number(100 * value)}%"
+            case _:
+                return number(value) + self.suffix
+
+
+class Scale(enum.StrEnum):
+    """How numbers become positions."""
+
+    LINEAR = "linear"
+    LOG = "log"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """An axis of a figure."""
+
+    title: str = ""
+    unit: Unit = Unit.PLAIN
+    scale: Scale = Scale.LINEAR
+    starts_at_zero: bool = False
+
+    def layout(self) -> dict[str, Any]:
+        """Return plotly's layout of it."""
+        tick_format, _, suffix = self.unit.value
+        layout: dict[str, Any] = {
+            "title": {"text": self.title},
+            "type": self.scale.value,
+            "tickformat": tick_format,
+            "ticksuffix": suffix,
+        }
+        if self.starts_at_zero and self.scale is Scale.LINEAR:
+            layout["rangemode"] = "tozero"
+        return layout
+
+    def ticks(self, values: npt.NDArray[np.float64]) -> dict[str, Any]:
+        """Return where a logarithmic axis over these values has ticks; nothing for a linear one.
+
+        At 1, 2 and 5 times powers of ten, or at these alone where the values span many.
+        """
+        positive = values[values > 0]
+        if self.scale is Scale.LINEAR or not positive.size:
+            return {}
+        low, high = math.log10(positive.min()), math.log10(positive.max())
+        steps = (1, 2, 5) if high - low <= _MAX_DETAILED_DECADES else (1,)
+        places = [step * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for step in steps]
+        return {"tickvals": places, "ticktext": [self.unit.text(place) for place in places], "ticksuffix": ""}
+
+
+RUN_TIME = Axis(title="time since the run began", unit=Unit.CLOCK)

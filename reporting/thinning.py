@@ -1,0 +1,64 @@
+"""Fewer points that draw the same picture, so that a page of a long run stays small and quick."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+MAX_CURVE_POINTS = 900
+EXACT_TAIL_POINTS = 300
+MAX_SCATTER_POINTS = 3000
+
+
+def ecdf(values: Floats) -> tuple[Floats, Floats]:
+    """Return (sorted values, share of values at most as large) of the empirical distribution.
+
+    With more than `MAX_CURVE_POINTS` values, the largest `EXACT_TAIL_POINTS` are all kept, since high percentiles are
+    read off there; of the rest, values at even distances in rank.
+    """
+    ordered = np.sort(values)
+    size = ordered.size
+    if size <= MAX_CURVE_POINTS:
+        ranks = np.arange(size)
+    else:
+        num_even = MAX_CURVE_POINTS - EXACT_TAIL_POINTS
+        even = np.linspace(0, size - EXACT_TAIL_POINTS, num_even, endpoint=False).astype(np.int64)
+        ranks = np.concatenate([even, np.arange(size - EXACT_TAIL_POINTS, size)])
+    return ordered[ranks], (ranks + 1) / max(1, size)
+
+
+def scatter_indices(y: Floats, max_points: int = MAX_SCATTER_POINTS) -> npt.NDArray[np.int64]:
+    """Return, in order, which points of a cloud to draw: the highest tenth of `max_points`, else every k-th."""
+    if y.size <= max_points:
+        return np.arange(y.size)
+    num_high = max_points // 10
+    high = np.argpartition(y, y.size - num_high)[y.size - num_high :]
+    even = np.linspace(0, y.size - 1, max_points - num_high).astype(np.int64)
+    return np.union1d(high, even)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rolling:
+    """Percentiles of what happened in each interval of time; intervals without anything are left out."""
+
+    at_s: Floats
+    """Their middles."""
+    values: dict[float, Floats]
+    """By percentile."""
+
+
+def rolling(at_s: Floats, values: Floats, *, percentiles: tuple[float, ...], num_bins: int = 60) -> Rolling:
+    """Return percentiles over time, of `num_bins` equal intervals between the first and the last moment."""
+    if not at_s.size:
+        return Rolling(at_s=at_s, values=dict.fromkeys(percentiles, values))
+    edges = np.linspace(at_s.min(), at_s.max() + 1e-9, num_bins + 1)
+    bins = np.clip(np.searchsorted(edges, at_s, side="right") - 1, 0, num_bins - 1)
+    order = np.argsort(bins, kind="stable")
+    filled, starts = np.unique(bins[order], return_index=True)
+    groups = np.split(values[order], starts[1:])
+    table = np.array([np.percentile(group, percentiles) for group in groups])
+    return Rolling(
+        at_s=(edges[filled] + edges[filled + 1]) / 2,
+        values={percentile: table[:, index] for index, percentile in enumerate(percentiles)},
+    )
