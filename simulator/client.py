@@ -43,6 +43,7 @@ class SimClient:
         life = LifeCycle(mint_request_id(), router.clock)
         request_id = life.request_id
         self._answers[request_id] = Answer(arrival.num_output_tokens, arrival.answer)
+        self._log.begin(request_id, arrival.kind)
         deadline_s = self._loop.time() + settings.timeout_s
         try:
             with (

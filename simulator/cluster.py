@@ -10,7 +10,7 @@ function of shape, settings and arrivals.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from common.config import PoolConfig, PoolsConfig, ServingConfig, TransferConfig
 from common.errors import Refused
@@ -21,20 +21,27 @@ from router.facts import Endpoint
 from router.parts import RouterParts, build_router
 from router.placement.search import Search
 from simulator.client import SimClient
+from simulator.crowd import Crowd, Progress
 from simulator.executor import Answer, SimExecutor, sim_shape
 from simulator.guard import collecting_rarely, ending_on_faults
 from simulator.loop import VirtualClock, VirtualLoop
 from simulator.network import SimNetwork
-from simulator.records import Arrival, ClusterShape, RequestResult, SimRun, SimSettings, WorkerResult
+from simulator.records import (
+    Arrival,
+    ClusterShape,
+    LoadSample,
+    RequestResult,
+    SimRun,
+    SimSettings,
+    WorkerResult,
+)
+from simulator.sampler import Sampler
 from simulator.token_log import TokenLog
 from simulator.worker import Pace, SimWorker, Surroundings, endpoints
 
 _WARM_UP_S = 10.0
 """Before the first arrival: routers get to know the workers. Taken off every reported time."""
 _WATCH = "/kvrelay.v1.WorkerService/WatchWorker"
-
-Progress = Callable[[int], None]
-"""Hears how many requests have ended."""
 
 
 def run(
@@ -90,8 +97,8 @@ class SimCluster:
         }
         self.routers = [self._router(number) for number in range(shape.num_routers)]
         self.clients = [SimClient(router, loop, settings, self._answers, self.log) for router in self.routers]
+        self.samples: Sequence[LoadSample] = ()
         self._begin_s = 0.0
-        self._num_ended = 0
 
     async def start(self) -> None:
         """Start workers and routers and wait until these know each other."""
@@ -109,36 +116,13 @@ class SimCluster:
             client.begin_s = self._begin_s
 
     async def serve_all(self, arrivals: Iterable[Arrival], progress: Progress | None = None) -> list[RequestResult]:
-        """Serve a workload; returns when its last request has ended."""
-        results: list[RequestResult] = []
-        running: dict[asyncio.Task[None], None] = {}
-
-        def ended(task: "asyncio.Task[None]") -> None:
-            del running[task]
-            self._num_ended += 1
-            if progress is not None:
-                progress(self._num_ended)
-            if not task.cancelled():
-                task.result()
-
-        for index, arrival in enumerate(arrivals):
-            wait_s = self._begin_s + arrival.at_s - self._loop.time()
-            if wait_s > 0:
-                await asyncio.sleep(wait_s)
-            result = RequestResult(
-                index=index,
-                arrival_s=arrival.at_s,
-                num_prompt_tokens=len(arrival.prompt),
-                tenant=arrival.tenant,
-            )
-            results.append(result)
-            client = self.clients[index % len(self.clients)]
-            task = self._loop.create_task(client.ask(arrival, result))
-            running[task] = None
-            task.add_done_callback(ended)
-        while running:
-            await asyncio.wait(running)
-        return results
+        """Serve a workload; returns when its last request, what follows from others included, has ended."""
+        crowd = Crowd(self._loop, self.clients, begin_s=self._begin_s, progress=progress)
+        sampler = Sampler(self._loop, list(self.workers.values()), self.settings.sample_interval_s)
+        sampler.start()
+        await crowd.serve(arrivals)
+        self.samples = sampler.stop()
+        return crowd.results
 
     def finished(self, results: list[RequestResult]) -> SimRun:
         """Return the run's record."""
@@ -146,6 +130,8 @@ class SimCluster:
             results=results,
             workers=[_worker_result(worker) for worker in self.workers.values()],
             gaps=self.log.gaps(),
+            kind_gaps=self.log.gaps_by_kind(),
+            samples=self.samples,
             end_s=self._now_s(),
             wall_s=0.0,
             choice_s=self.choice_s,
@@ -195,8 +181,9 @@ def _config(shape: ClusterShape, settings: SimSettings) -> ServingConfig:
         max_waiting=shape.max_waiting,
         metrics=False,
     )
+    decode_pool = pool.model_copy(update={"max_step_tokens": shape.decode_step_tokens or shape.max_step_tokens})
     return ServingConfig(
-        pools=PoolsConfig(prefill=pool, decode=pool),
+        pools=PoolsConfig(prefill=pool, decode=decode_pool),
         transfer=TransferConfig(transports=("cuda_ipc", "grpc")),
         router=settings.router,
     )

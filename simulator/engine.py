@@ -63,8 +63,8 @@ class SimEngine:
 
     @property
     def busy_s(self) -> float:
-        """The time that they took."""
-        return self._busy_s + (self._leap.busy_s if self._leap is not None else 0.0)
+        """The time that steps took up to now; that of a step with prompts in it as soon as it begins."""
+        return self._busy_s + (self._leap.busy_until(self._loop.time()) if self._leap is not None else 0.0)
 
     def load(self) -> Load:
         """Return the load at this moment."""

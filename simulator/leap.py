@@ -16,6 +16,7 @@ The outcome, in state, events and times, is that of the same steps planned one b
 """
 
 import heapq
+from collections import Counter
 from dataclasses import dataclass
 
 from common.timing import StepShape
@@ -35,6 +36,8 @@ class _Member:
     """A decoding sequence, up to date as of boundary `since`."""
 
     sequence: Sequence
+    kind: str
+    """Of its request."""
     answer: Answer
     since: int
     num_context_tokens: int
@@ -58,6 +61,8 @@ class DecodeLeap:
         self._log = log
         self._kept = kept
         self._members: dict[Sequence, _Member] = {}
+        self._num_by_kind: Counter[str] = Counter()
+        """Of the members."""
         self._running: list[Sequence] = []
         """What ran when it was last looked at, others included."""
         self._num_context_tokens = 0
@@ -100,6 +105,11 @@ class DecodeLeap:
         if self.is_running:
             boundary, _ends_s = self._last_boundary(now_s)
         return sum(boundary - member.since for member in self._members.values())
+
+    def busy_until(self, now_s: float) -> float:
+        """Return the time of steps without other work up to now, the running one included."""
+        segment = self._segment
+        return self.busy_s + (now_s - segment.start_s if segment is not None and segment.is_pure else 0.0)
 
     def drain_samples(self) -> tuple[StepSample, ...]:
         """Return how long steps took since the last call, one sample of each composition of the batch."""
@@ -145,6 +155,7 @@ class DecodeLeap:
             self._catch_up(member)
         self._members, self._running, self._due, self._longest_s = {}, [], [], []
         self._newcomers, self._needy, self._num_context_tokens = [], [], 0
+        self._num_by_kind.clear()
 
     def break_off(self, now_s: float) -> None:
         """Do so at any time: the step that runs is lost."""
@@ -210,7 +221,8 @@ class DecodeLeap:
             constant_s=constant_s,
             per_context_token_s=per_context_token_s,
             num_sequences=len(self._members),
-            num_joined=len(self._newcomers),
+            num_joined=Counter(member.kind for member in self._newcomers),
+            num_members={kind: count for kind, count in self._num_by_kind.items() if count},
             num_context_tokens=self._num_context_tokens,
             is_pure=is_pure,
         )
@@ -228,7 +240,9 @@ class DecodeLeap:
         first_s, last_s = segment.step_s(segment.start + 1), segment.step_s(self._boundary)
         self._longest_s.append(last_s)
         # The first gaps of those that have joined are longer, and counted apart.
-        self._log.count_rising_gaps(first_s, last_s, num_steps * segment.num_sequences - segment.num_joined)
+        for kind, num_members in segment.num_members.items():
+            num_gaps = num_steps * num_members - segment.num_joined[kind]
+            self._log.count_rising_gaps(kind, first_s, last_s, num_gaps)
         if not segment.is_pure:
             return  # the engine counts it
         self.num_steps += num_steps
@@ -256,6 +270,7 @@ class DecodeLeap:
             self._close_segment()
         for member in gone:
             del members[member.sequence]
+            self._num_by_kind[member.kind] -= 1
             self._num_context_tokens -= member.num_context_tokens + self._boundary - member.since
         for sequence in come:
             self._join(sequence)
@@ -263,12 +278,14 @@ class DecodeLeap:
     def _join(self, sequence: Sequence) -> None:
         member = _Member(
             sequence=sequence,
+            kind=self._log.kind(sequence.request.request_id),
             answer=self._executor.answer(sequence),
             since=self._boundary,
             num_context_tokens=sequence.num_tokens,
             first_segment=len(self._longest_s),
         )
         self._members[sequence] = member
+        self._num_by_kind[member.kind] += 1
         self._num_context_tokens += sequence.num_tokens
         self._newcomers.append(member)
         self._plan(member)
@@ -304,7 +321,7 @@ class DecodeLeap:
         if self._segment is not None and self._boundary > self._segment.start:
             longest_s = max(longest_s, self._segment.step_s(self._boundary))
         if member.first_gap_s:
-            self._log.count_gaps(member.first_gap_s, 1)
+            self._log.count_gaps(member.kind, member.first_gap_s, 1)
             longest_s = max(longest_s, member.first_gap_s)
         self._log.note_run(sequence.request.request_id, start + num_steps, self._now_s, longest_s)
         member.since, member.first_gap_s = self._boundary, 0.0

@@ -2,7 +2,7 @@
 
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.config import RouterConfig
@@ -27,6 +27,8 @@ class ClusterShape:
     block_bytes: int = 512 * 327_680
     """KV of one page; by default of a 70B model with 8 KV heads of 128, 80 layers, 2 bytes."""
     max_step_tokens: int = 8192
+    decode_step_tokens: int | None = None
+    """Of decode workers, and so of aggregated ones; None: the same."""
     max_running: int = 256
     max_waiting: int = 4096
     max_model_len: int = 1 << 20
@@ -80,6 +82,8 @@ class SimSettings:
     """By the name that arrivals give; any other one is anybody."""
     timeout_s: float = 3600.0
     """Deadline of each request."""
+    sample_interval_s: float | None = None
+    """How often the workers' load is noted. None: never."""
     seed: int = 0
 
 
@@ -102,6 +106,10 @@ class Arrival:
     priority: int = 0
     ttft_slo_s: float | None = None
     """What the client asked for; None: the run's."""
+    kind: str = ""
+    """Results are told apart by it."""
+    follow_up: "Callable[[RequestResult], Arrival | None] | None" = None
+    """Called once it has ended, however that was. Returns what comes because of it, at its end or later, or None."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,7 +117,7 @@ class RequestResult:
     """What became of one arrival. Times are of the virtual clock, as the client sees them."""
 
     index: int
-    """Of the arrival."""
+    """In the order of arrival."""
     arrival_s: float
     num_prompt_tokens: int
     tenant: str = ""
@@ -136,6 +144,7 @@ class RequestResult:
     num_attempts: int = 0
     refusal: str = ""
     """Error class and message; empty after a complete answer."""
+    kind: str = ""
 
     @property
     def is_complete(self) -> bool:
@@ -181,6 +190,17 @@ class WorkerResult:
         return self.worker_id.startswith("prefill")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSample:
+    """All workers at one moment, in the order of `SimRun.workers`."""
+
+    at_s: float
+    busy_s: tuple[float, ...]
+    """Time in steps since the beginning, that of the running one included."""
+    used_share: tuple[float, ...]
+    """Pages referenced or reserved, of all."""
+
+
 @dataclass(slots=True, kw_only=True)
 class SimRun:
     """A finished run. All but `wall_s` and `choice_s` are functions of what went in."""
@@ -190,6 +210,9 @@ class SimRun:
     workers: list[WorkerResult]
     gaps: Sequence[tuple[float, int]]
     """Gaps between tokens of all requests: (upper bound of a 2 % wide bin in seconds, count), ascending."""
+    kind_gaps: Mapping[str, Sequence[tuple[float, int]]] = field(default_factory=dict)
+    """The same of each kind."""
+    samples: Sequence[LoadSample] = ()
     end_s: float
     """Virtual time when the last request had ended."""
     wall_s: float

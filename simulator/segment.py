@@ -1,6 +1,8 @@
 """When steps end that follow each other without a change of what is in them."""
 
 import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -15,7 +17,10 @@ class Segment:
     """Of a step without context."""
     per_context_token_s: float
     num_sequences: int
-    num_joined: int
+    num_joined: Counter[str]
+    """Sequences whose first step here this is, by kind of request."""
+    num_members: Mapping[str, int]
+    """All, by kind."""
     num_context_tokens: int
     """In the first step."""
     is_pure: bool
