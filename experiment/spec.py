@@ -64,7 +64,7 @@ class CapacitySpec(_Section):
     """No higher one."""
     start: PositiveFloat | None = None
     """First load; default: the first one of `loads`."""
-    precision: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    precision: Annotated[float, Field(ge=0.005, lt=1)] = 0.05
     """The search ends when the lowest load that failed is by this share above the highest one that did not."""
     repeats: Annotated[int, Field(ge=1)] = 2
     """Runs per load; fewer where the first ones leave no doubt."""
