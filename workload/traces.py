@@ -5,6 +5,7 @@ is left at the end: equal leading ids mean equal leading tokens. Formats read he
 
 - Mooncake (FAST '25), JSON lines: `timestamp` (ms), `input_length`, `output_length` (tokens), `hash_ids` (512-token
   blocks). `kvrelay trace synth` writes it too.
+- Recordings of `kvrelay bench record`: the same, and every row says in `block_size` what one of its ids stands for.
 - Azure LLM inference traces (Splitwise, ISCA '24), CSV: `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`; nothing is
   known about prefixes, so no two prompts share any.
 """
@@ -15,7 +16,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,19 +114,21 @@ class PromptWriter:
         return np.ascontiguousarray(blocks.reshape(-1)[: request.num_prompt_tokens])
 
 
-def read_trace(path: Path, *, block_size: int = MOONCAKE_BLOCK_SIZE) -> Trace:
-    """Read a trace: Mooncake when the name ends in `.jsonl`, Azure when it ends in `.csv`.
+def read_trace(path: Path, *, block_size: int | None = None) -> Trace:
+    """Read a trace: Mooncake or a recording when the name ends in `.jsonl`, Azure when it ends in `.csv`.
 
-    The first request arrives at 0. `block_size` is what one of the file's ids stands for; an Azure trace gets blocks
-    of that size. Raises TraceError, OSError.
+    The first request arrives at 0. `block_size` is what one of the file's ids stands for; None: what the file says,
+    else 512. An Azure trace gets blocks of that size. Raises TraceError, OSError.
     """
-    readers: Mapping[str, Callable[[Path, int], Iterator[TraceRequest]]] = {".jsonl": _mooncake, ".csv": _azure}
+    readers: Mapping[str, Callable[[Path, int | None], _Rows]] = {".jsonl": _mooncake, ".csv": _azure}
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise TraceError(f"{path}: a trace's name ends in .jsonl (Mooncake) or .csv (Azure)")
-    requests = sorted(reader(path, block_size), key=lambda request: request.arrival_s)
-    if not requests:
+        raise TraceError(f"{path}: a trace's name ends in .jsonl (Mooncake, recordings) or .csv (Azure)")
+    rows = list(reader(path, block_size))
+    if not rows:
         raise TraceError(f"{path}: holds no requests")
+    _, block_size = rows[0]
+    requests = sorted((request for request, _ in rows), key=lambda request: request.arrival_s)
     start_s = requests[0].arrival_s
     return Trace(
         name=path.stem,
@@ -134,20 +137,29 @@ def read_trace(path: Path, *, block_size: int = MOONCAKE_BLOCK_SIZE) -> Trace:
     )
 
 
-def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
-    """Write requests in Mooncake's format; arrivals are rounded to milliseconds. Raises OSError."""
+def trace_row(request: TraceRequest) -> dict[str, Any]:
+    """Return a request in Mooncake's format; its arrival is rounded to milliseconds."""
+    return {
+        "timestamp": round(request.arrival_s * 1000),
+        "input_length": request.num_prompt_tokens,
+        "output_length": request.num_output_tokens,
+        "hash_ids": request.block_ids,
+    }
+
+
+def write_trace(path: Path, requests: Iterable[TraceRequest], *, block_size: int = MOONCAKE_BLOCK_SIZE) -> None:
+    """Write requests in Mooncake's format, with `block_size` in every row unless it is Mooncake's. Raises OSError."""
+    extra = {} if block_size == MOONCAKE_BLOCK_SIZE else {"block_size": block_size}
     with path.open("w", encoding="utf-8") as file:
         for request in requests:
-            row = {
-                "timestamp": round(request.arrival_s * 1000),
-                "input_length": request.num_prompt_tokens,
-                "output_length": request.num_output_tokens,
-                "hash_ids": request.block_ids,
-            }
-            file.write(json.dumps(row, separators=(",", ":")) + "\n")
+            file.write(json.dumps(trace_row(request) | extra, separators=(",", ":")) + "\n")
 
 
-def _mooncake(path: Path, block_size: int) -> Iterator[TraceRequest]:
+_Rows: TypeAlias = Iterator[tuple[TraceRequest, int]]
+"""Requests, and what one of their block ids stands for."""
+
+
+def _mooncake(path: Path, block_size: int | None) -> _Rows:
     with path.open(encoding="utf-8") as file:
         for line, text in enumerate(file, start=1):
             if not text.strip():
@@ -159,7 +171,18 @@ def _mooncake(path: Path, block_size: int) -> Iterator[TraceRequest]:
                 raise TraceError(f"{where}: not JSON: {error}") from None
             if not isinstance(row, dict):
                 raise TraceError(f"{where}: a row must be an object, not {type(row).__name__}")
-            yield _mooncake_request(row, block_size, where)
+            block_size = _block_size(row, block_size, where)
+            yield _mooncake_request(row, block_size, where), block_size
+
+
+def _block_size(row: dict[str, Any], known: int | None, where: str) -> int:
+    """Return what an id stands for: the same in all rows, and what the caller said."""
+    if "block_size" not in row:
+        return MOONCAKE_BLOCK_SIZE if known is None else known
+    stated = _count(row["block_size"], "block_size", where)
+    if known is not None and stated != known:
+        raise TraceError(f"{where}: block_size: is {stated}, which contradicts {known} before it or from the caller")
+    return stated
 
 
 def _mooncake_request(row: dict[str, Any], block_size: int, where: str) -> TraceRequest:
@@ -184,8 +207,9 @@ def _mooncake_request(row: dict[str, Any], block_size: int, where: str) -> Trace
     )
 
 
-def _azure(path: Path, block_size: int) -> Iterator[TraceRequest]:
+def _azure(path: Path, block_size: int | None) -> _Rows:
     next_id = 0
+    block_size = MOONCAKE_BLOCK_SIZE if block_size is None else block_size
     with path.open(encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file)
         missing = [name for name in _AZURE_FIELDS if name not in (rows.fieldnames or ())]
@@ -195,12 +219,13 @@ def _azure(path: Path, block_size: int) -> Iterator[TraceRequest]:
             where = f"{path}:{rows.line_num}"
             num_prompt_tokens = _count(_integer(row["ContextTokens"]), "ContextTokens", where)
             num_blocks = -(-num_prompt_tokens // block_size)
-            yield TraceRequest(
+            request = TraceRequest(
                 arrival_s=_seconds(row["TIMESTAMP"], where),
                 num_prompt_tokens=num_prompt_tokens,
                 num_output_tokens=_count(_integer(row["GeneratedTokens"]), "GeneratedTokens", where),
                 block_ids=tuple(range(next_id, next_id + num_blocks)),
             )
+            yield request, block_size
             next_id += num_blocks
 
 
