@@ -28,7 +28,7 @@ from simulator.roofline import Roofline
 from simulator.timing import FittedTimes, StepTimes
 from simulator.timing_file import read_timing
 from workload.slo import Slo
-from workload.traces import MOONCAKE_BLOCK_SIZE, PromptWriter, Trace, read_trace
+from workload.traces import PromptWriter, Trace, read_trace
 
 MAX_TOKENS = 2048
 """What every request allows: a router cannot know how long an answer will be."""
@@ -58,7 +58,8 @@ class ReplaySettings:
     """What all cells of a comparison have in common."""
 
     trace: Path
-    trace_block_size: int = MOONCAKE_BLOCK_SIZE
+    trace_block_size: int | None = None
+    """Tokens that one id of the file stands for; None: what the file says, else 512."""
     num_requests: int | None = None
     """Only the first ones of the trace."""
     shrink: int = 1

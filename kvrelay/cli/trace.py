@@ -17,15 +17,22 @@ def trace() -> None:
 
 @trace_app.command()
 def stats(
-    path: Annotated[Path, typer.Argument(metavar="TRACE", help="Mooncake (.jsonl) or Azure (.csv).")],
+    path: Annotated[Path, typer.Argument(metavar="TRACE", help="Mooncake or a recording (.jsonl), Azure (.csv).")],
     workers: Annotated[int, typer.Option("--workers", "-w", min=1, help="Caches to place requests on.")] = 8,
     blocks: Annotated[int, typer.Option("--blocks", "-b", min=1, help="Blocks that one cache holds.")] = 3000,
     limit: Annotated[
         int | None, typer.Option("--limit", "-n", min=1, help="Only the first requests.", show_default=False)
     ] = None,
     trace_block_size: Annotated[
-        int, typer.Option("--trace-block-size", min=1, metavar="TOKENS", help="What one id of the file stands for.")
-    ] = 512,
+        int | None,
+        typer.Option(
+            "--trace-block-size",
+            min=1,
+            metavar="TOKENS",
+            help="What one id of the file stands for; default: what the file says, else 512.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Print a trace's rate, lengths and reuse, and what two placements find.
 
