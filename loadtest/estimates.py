@@ -9,13 +9,28 @@ resamples give. It holds for more of the same run; another run on another day ma
 A percentile is an order statistic: the smallest value that at least this share of all values does not exceed.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
 """Of every interval."""
 MIN_BEYOND = 10
 """A percentile is quoted plainly when at least so many requests lie beyond it: p99 takes 1000 requests."""
 PERCENTILES = (0.5, 0.9, 0.95, 0.99)
+_Z = 1.959964  # of CONFIDENCE, two-sided
+_NUM_RESAMPLES = 1000
+_MIN_BLOCKS, _MAX_BLOCKS = 20, 512
+_MAX_GRID = 2048
+_FEW = 5  # with fewer requests an interval goes from the least value to the greatest
+_ROUNDING = 1e-9  # 0.99 * 1000 is 990, not a little more
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +40,17 @@ class Estimate:
     value: float
     low: float
     high: float
+
+    @classmethod
+    def of(cls, resamples: Floats, bounds: tuple[float, float] | None = None) -> "Estimate":
+        """Return the estimate whose value is resample 0, with their percentile interval or, where given, `bounds`."""
+        value = float(resamples[0])
+        if bounds is None:
+            tail = 100 * (1 - CONFIDENCE) / 2
+            low, high = (float(bound) for bound in np.nanpercentile(resamples, [tail, 100 - tail]))
+        else:
+            low, high = bounds
+        return cls(value=value, low=min(low, value), high=max(high, value))
 
     def scaled(self, factor: float) -> "Estimate":
         """Return the same in another unit."""
@@ -81,3 +107,129 @@ class Distribution:
     def p99(self) -> float:
         """One of a hundred is above."""
         return self.at(0.99).value
+
+
+class Resampler:
+    """Blocks of requests, and how often each resample took each of them. Resample 0 is the run itself.
+
+    Requests are numbered in the order in which they were due; with equal numbers of requests, two resamplers draw the
+    same blocks, so that runs of the same requests can be compared in pairs.
+    """
+
+    def __init__(self, num_requests: int, *, seed: int = 0) -> None:
+        self.num_requests = num_requests
+        length = _block_length(num_requests)
+        self._block_of = np.arange(num_requests) // length
+        self._num_blocks = -(-num_requests // length)
+        drawn = np.random.default_rng(seed).multinomial(
+            self._num_blocks, np.full(self._num_blocks, 1 / max(1, self._num_blocks)), size=_NUM_RESAMPLES
+        )
+        self._counts: Floats = np.vstack([np.ones(self._num_blocks), drawn])
+
+    def quantiles(self, values: Floats, owners: Ints, shares: Sequence[float]) -> Floats:
+        """Return percentiles [resamples, shares] of `values`, the i-th of which request `owners[i]` brought.
+
+        NaN in resamples without any value. Exact in resample 0, and in all where values are few enough.
+        """
+        ordered = np.sort(values)
+        grid = _grid(ordered)
+        bins = np.minimum(np.searchsorted(grid, values), grid.size - 1)
+        cells = np.bincount(self._block_of[owners] * grid.size + bins, minlength=self._num_blocks * grid.size)
+        table = cells.reshape(self._num_blocks, grid.size).astype(np.float64)
+        cumulated = np.cumsum(self._counts @ table, axis=1)
+        totals = cumulated[:, -1]
+        found = np.empty((totals.size, len(shares)))
+        for column, share in enumerate(shares):
+            ranks = np.ceil(share * totals - _ROUNDING)
+            found[:, column] = grid[np.minimum(np.sum(cumulated < ranks[:, None], axis=1), grid.size - 1)]
+            found[0, column] = ordered[_rank(share, ordered.size)]
+        found[totals == 0] = np.nan
+        return found
+
+    def ratios(self, numerators: Floats, denominators: Floats) -> Floats:
+        """Return the sum of `numerators` by that of `denominators`, one of each for a request, for each resample."""
+        above, below = (
+            self._counts @ np.bincount(self._block_of, weights=values, minlength=self._num_blocks)
+            for values in (numerators, denominators)
+        )
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.asarray(np.where(below > 0, above / below, np.nan))
+
+    def distribution(self, values: Floats, owners: Ints) -> Distribution | None:
+        """Return what is to say about `values`, the i-th of which request `owners[i]` brought; None without any."""
+        if not values.size:
+            return None
+        sums = np.bincount(owners, weights=values, minlength=self.num_requests).astype(np.float64)
+        numbers = np.bincount(owners, minlength=self.num_requests).astype(np.float64)
+        order = np.argsort(values, kind="stable")
+        num_owners = int(np.count_nonzero(numbers))
+        found = self.quantiles(values, owners, PERCENTILES)
+        bounds = (float(values[order[0]]), float(values[order[-1]])) if num_owners < _FEW else None
+        percentiles = []
+        for column, share in enumerate(PERCENTILES):
+            beyond = owners[order[_rank(share, values.size) + 1 :]]
+            needed = _num_needed(share, num_owners, values.size, beyond)
+            percentiles.append(
+                Percentile(
+                    p=share,
+                    estimate=Estimate.of(found[:, column], bounds),
+                    num_needed=needed,
+                    is_sufficient=num_owners >= needed,
+                )
+            )
+        return Distribution(
+            num_requests=num_owners,
+            num_values=values.size,
+            mean=Estimate.of(self.ratios(sums, numbers), bounds),
+            percentiles=tuple(percentiles),
+            max=float(values[order[-1]]),
+        )
+
+    def share(self, is_good: Bools) -> Estimate:
+        """Return the share of requests that are good, with Wilson's interval (1927).
+
+        It is that of as many independent requests as would give the variance that the resamples have, never of more
+        than there are. At shares of 0 and 1, where resamples do not vary, it is that of all.
+        """
+        num_requests = is_good.size
+        value = float(np.mean(is_good))
+        effective = float(num_requests)
+        if 0 < value < 1:
+            variance = float(np.nanvar(self.ratios(is_good.astype(np.float64), np.ones(num_requests))[1:]))
+            effective = min(effective, value * (1 - value) / variance) if variance > 0 else effective
+        spread = _Z**2 / effective
+        center = (value + spread / 2) / (1 + spread)
+        half = math.sqrt(spread * value * (1 - value) + spread**2 / 4) / (1 + spread)
+        return Estimate(value=value, low=min(value, max(0.0, center - half)), high=max(value, min(1.0, center + half)))
+
+
+def _block_length(num_requests: int) -> int:
+    """Return n^(1/3), less where that leaves too few blocks, more where blocks would be too many to be quick."""
+    length = min(round(math.cbrt(num_requests)), num_requests // _MIN_BLOCKS)
+    return max(1, length, -(-num_requests // _MAX_BLOCKS))
+
+
+def _rank(share: float, num_values: int) -> int:
+    """Return the place, from 0, of a percentile among sorted values."""
+    return max(0, math.ceil(share * num_values - _ROUNDING) - 1)
+
+
+def _grid(ordered: Floats) -> Floats:
+    """Return where percentiles of resamples are looked for: all values, or every so many and more of the tail."""
+    if ordered.size <= _MAX_GRID:
+        return np.unique(ordered)
+    even = np.linspace(0, 1, _MAX_GRID // 2)
+    tail = 1 - np.geomspace(0.1, 1 / ordered.size, _MAX_GRID // 2)
+    places = np.ceil(np.concatenate([even, tail]) * (ordered.size - 1)).astype(np.int64)
+    return np.unique(ordered[places])
+
+
+def _num_needed(share: float, num_requests: int, num_values: int, beyond: Ints) -> int:
+    """Return how many requests it takes to have `MIN_BEYOND` of them beyond a percentile.
+
+    Where requests bring several values, the largest may come from few of them, by which the number is scaled.
+    """
+    if num_values == num_requests:
+        return math.ceil(MIN_BEYOND / (1 - share) - _ROUNDING)
+    num_beyond = np.unique(beyond).size
+    return MIN_BEYOND if num_beyond >= MIN_BEYOND else math.ceil(num_requests * MIN_BEYOND / max(1, num_beyond))
