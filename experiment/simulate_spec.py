@@ -22,5 +22,10 @@ class SimulateSpec(BaseModel):
     shapes: tuple[Shape, ...] | None = None
     loads: tuple[Annotated[float, Field(gt=0)], ...] | None = None
     repeats: Annotated[int, Field(ge=1)] | None = None
+    min_requests: Annotated[int, Field(ge=1)] = 1
+    """Cells at a low load last longer, until so many requests have come: virtual time costs nothing."""
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """What requests allow, which is all that a router knows of their answers; default: their lengths, as load tests
+    say to real servers."""
     serving: dict[str, Any] = {}
     """Keys of serving.yaml with dots, and their values."""
