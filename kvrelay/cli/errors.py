@@ -11,7 +11,9 @@ from kvrelay.cli.console import err
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
 # Exceptions of these packages are written for the user; any other one is a defect and keeps its traceback.
-_OUR_PACKAGES = frozenset({"kvrelay", "common", "engine", "cluster", "router", "simulator"})
+_OUR_PACKAGES = frozenset(
+    {"kvrelay", "common", "engine", "cluster", "router", "simulator", "workload", "loadtest", "experiment", "reporting"}
+)
 
 
 class CliError(Exception):

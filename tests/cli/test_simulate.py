@@ -5,7 +5,7 @@ import pytest
 
 from tests.cli.conftest import Run
 
-SMALL = str(Path(__file__).parents[1] / "simulator" / "data" / "small.jsonl")
+SMALL = str(Path(__file__).parents[1] / "data" / "small.jsonl")
 
 
 def test_simulate_compares_policies_and_leaves_table_page_and_requests(run: Run, folder: Path) -> None:
