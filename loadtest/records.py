@@ -195,6 +195,8 @@ class RunInfo:
     generator: GeneratorReport
     labels: dict[str, str] = field(default_factory=dict)
     """What the caller says of the run: pool shape, policy, repeat …"""
+    notes: tuple[str, ...] = ()
+    """What a reader of the numbers should know, in words: what the target does not offer, what was cut short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

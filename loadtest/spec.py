@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from loadtest.records import PoolSample, RequestRecord, Run
-from loadtest.targets.interface import TargetInfo
-from loadtest.targets.select import TargetSpec
+from loadtest.targets.interface import TargetInfo, TargetSpec
 from workload.sessions import Workload
 from workload.slo import Slo
 

@@ -54,6 +54,11 @@ class AsyncGenerationStream(AsyncIterator[Event]):
                 raise
         return event
 
+    async def next_batch(self) -> tuple[Event, ...]:
+        """Return the next event and all others that have come with it; () at the end. Raises KvrelayError."""
+        first = await anext(self, None)
+        return () if first is None else (first, *self._events.take_all())
+
     async def result(self) -> Generation:
         """Read the rest and return the whole answer. Raises Cancelled when the stream was closed before its end."""
         async for _ in self:

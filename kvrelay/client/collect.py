@@ -126,6 +126,12 @@ class EventBuffer:
         """Return the next event, None when a message must be read first."""
         return self._pending.popleft() if self._pending else None
 
+    def take_all(self) -> tuple[Event, ...]:
+        """Return all events that were received and not yet taken."""
+        taken = tuple(self._pending)
+        self._pending.clear()
+        return taken
+
     def finish(self) -> None:
         """Note the regular end. Raises EngineFault when the last event is missing."""
         self.has_ended = True

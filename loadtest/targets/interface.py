@@ -1,11 +1,38 @@
 """What a load test needs of a server."""
 
-from collections.abc import Sequence
+import enum
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 from kvrelay.client.records import ChatMessage
 from loadtest.records import PoolSample, ServerReport
+
+
+class Feature(enum.StrEnum):
+    """What not every OpenAI-compatible server takes."""
+
+    IGNORE_EOS = "ignore_eos"
+    MIN_TOKENS = "min_tokens"
+    TOKEN_IDS = "return_token_ids"
+    """Tells the ids of an answer's tokens when asked."""
+    REPORT = "kvrelay"
+    """Takes objectives and tells plan and timings (docs/openai.md)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetSpec:
+    """What a process needs to know in order to reach a target."""
+
+    url: str
+    """`HOST:PORT` or `grpc://HOST:PORT`: our gRPC API. `http(s)://HOST[:PORT]/v1`: an OpenAI-compatible server."""
+    api_key: str | None = None
+    model: str | None = None
+    """None: the first one that is served."""
+    direct: bool = False
+    """gRPC: tokens come straight from the decode workers."""
+    features: tuple[Feature, ...] | None = None
+    """Of an OpenAI-compatible server; None: not known before `describe`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +46,8 @@ class TargetInfo:
     vocab_size: int | None
     num_workers: dict[str, int]
     """By role; empty: not told."""
+    notes: tuple[str, ...] = ()
+    """What the server does not offer, and what that means for the numbers, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +63,8 @@ class TargetRequest:
     timeout_s: float
     ttft_slo_s: float | None = None
     itl_slo_s: float | None = None
+    wants_token_ids: bool = False
+    """Whether a later request continues the answer by its token ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +87,15 @@ class ChunkSink(Protocol):
         """Note that tokens came just now."""
 
 
+PreparedCall: TypeAlias = Callable[[ChunkSink], Coroutine[Any, Any, TargetAnswer]]
+"""Sends a request and reads the answer to its end; to be called once. The sink is called as soon as tokens are read,
+and once for all that came together.
+
+Raises Overloaded for a refusal, DeadlineExceeded after the timeout, another KvrelayError for a failure. Cancelling the
+call cancels the request on the server.
+"""
+
+
 class Target(Protocol):
     """A server under load. One event loop."""
 
@@ -63,18 +103,18 @@ class Target(Protocol):
     def name(self) -> str:
         """Kind and address, for people."""
 
+    @property
+    def spec(self) -> TargetSpec:
+        """What another process makes the same target from; after `describe`, with what that has found."""
+
     async def describe(self) -> TargetInfo:
         """Return what it says of itself. Raises Unreachable, or another KvrelayError."""
 
-    async def send(self, request: TargetRequest, on_chunk: ChunkSink) -> TargetAnswer:
-        """Send a request and read the answer to its end; `on_chunk` is called as soon as tokens are read.
-
-        Raises Overloaded for a refusal, DeadlineExceeded after the timeout, another KvrelayError for a failure.
-        Cancelling the call cancels the request on the server.
-        """
+    def prepare(self, request: TargetRequest) -> PreparedCall:
+        """Write a request out ahead of its time, so that little is left to do when it is due. Raises KvrelayError."""
 
     async def sample(self, at_s: float) -> PoolSample | None:
-        """Return the workers' state now, stamped with `at_s`; None when the target tells nothing."""
+        """Return the workers' state now, stamped with `at_s`; None: the target tells nothing. Raises KvrelayError."""
 
     async def aclose(self) -> None:
         """Close its connections."""

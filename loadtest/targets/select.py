@@ -1,35 +1,33 @@
 """From an address to a target."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from urllib.parse import urlsplit
 
 from common.errors import InvalidRequest
-from loadtest.targets.interface import Target
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetSpec:
-    """What a generator process needs to know in order to reach a target."""
-
-    url: str
-    """`HOST:PORT` or `grpc://HOST:PORT`: our gRPC API. `http(s)://HOST[:PORT]/v1`: an OpenAI-compatible server."""
-    api_key: str | None = None
-    model: str | None = None
-    """None: the first one that is served."""
-    direct: bool = False
-    """gRPC: tokens come straight from the decode workers."""
-
-    def to_wire(self) -> dict[str, Any]:
-        """Return the fields, for msgpack or JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_wire(cls, fields: Mapping[str, Any]) -> "TargetSpec":
-        """Invert `to_wire`."""
-        return cls(**fields)
+from loadtest.targets.interface import Target, TargetSpec
 
 
 def make_target(spec: TargetSpec) -> Target:
-    """Return a target that is not connected yet. Belongs to the running event loop. Raises InvalidRequest."""
-    raise InvalidRequest(f"target {spec.url!r} is neither HOST:PORT, grpc://HOST:PORT nor http(s)://HOST[:PORT]/v1")
+    """Return a target that is not connected yet. Belongs to the event loop that first uses it. Raises InvalidRequest.
+
+    Imports only what its kind needs: a generator process starts while others measure.
+    """
+    scheme, separator, rest = spec.url.partition("://")
+    if separator and scheme in ("http", "https"):
+        from loadtest.targets.openai import OpenAiTarget
+
+        if not urlsplit(spec.url).hostname:
+            raise InvalidRequest(f"target {spec.url!r} names no host", field="target")
+        return OpenAiTarget(spec)
+    address = rest if separator else spec.url
+    if (separator and scheme != "grpc") or not _is_address(address):
+        raise InvalidRequest(
+            f"target {spec.url!r} is neither HOST:PORT, grpc://HOST:PORT nor http(s)://HOST[:PORT]/v1", field="target"
+        )
+    from loadtest.targets.grpc import GrpcTarget
+
+    return GrpcTarget(spec, address)
+
+
+def _is_address(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    return bool(host) and port.isdecimal() and int(port) < 1 << 16
