@@ -40,6 +40,8 @@ class ClusterInfo:
 
     address: str
     """The router's host:port, as a client dials it."""
+    http_address: str
+    """The same of its OpenAI-compatible HTTP door; empty without one."""
     pid: int
     """The supervisor."""
     run_dir: Path
@@ -57,7 +59,9 @@ def read_info(run_dir: Path) -> ClusterInfo | None:
     state = StateFile(run_dir).read()
     if state is None or not state.supervisor.is_alive():
         return None
-    return ClusterInfo(address=state.address, pid=state.supervisor.pid, run_dir=run_dir)
+    return ClusterInfo(
+        address=state.address, http_address=state.http_address, pid=state.supervisor.pid, run_dir=run_dir
+    )
 
 
 def up(config: ServingConfig, *, config_path: Path, run_dir: Path, report: Report) -> ClusterInfo:
@@ -75,7 +79,7 @@ def up(config: ServingConfig, *, config_path: Path, run_dir: Path, report: Repor
             " stop it with `kvrelay down`"
         )
     _clean_up(StateFile(run_dir), report)
-    config = _with_port(_with_model(config, report), config_path)
+    config = _with_ports(_with_model(config, report), config_path)
     run_dir.mkdir(parents=True, exist_ok=True)
     for old_log in (run_dir / "logs").glob("*.log"):
         old_log.unlink()
@@ -135,19 +139,37 @@ def _fetch_default_model(report: Report) -> None:
         raise ClusterError(str(error)) from error
 
 
-def _with_port(config: ServingConfig, config_path: Path) -> ServingConfig:
-    """Return the configuration with a definite router port, so that a restarted router is where it was."""
+def _with_ports(config: ServingConfig, config_path: Path) -> ServingConfig:
+    """Return the configuration with definite ports of the router's doors, so that a restarted router is where it was.
+
+    Raises ClusterError for a port that is taken.
+    """
     router = config.router
+    wanted = {"port": router.port}
+    if router.http_port is not None:
+        wanted["http_port"] = router.http_port
+    definite: dict[str, int] = {}
+    # Those that are named first: a free one must not be one of them.
+    for key in sorted(wanted, key=lambda name: wanted[name] == 0):
+        definite[key] = _definite_port(router.host, wanted[key], key=key, config_path=config_path)
+    while len(set(definite.values())) < len(definite):  # the same free one twice: nobody holds it yet
+        definite["http_port"] = _definite_port(router.host, 0, key="http_port", config_path=config_path)
+    return config.model_copy(update={"router": router.model_copy(update=definite)})
+
+
+def _definite_port(host: str, port: int, *, key: str, config_path: Path) -> int:
+    """Return a port that is free now: the one that is named, or any for 0. Raises ClusterError."""
     try:
-        if router.port == 0:
-            return config.model_copy(update={"router": router.model_copy(update={"port": free_port(router.host)})})
-        if is_port_free(router.host, router.port):
-            return config
+        if port == 0:
+            return free_port(host)
+        if is_port_free(host, port):
+            return port
     except OSError as error:
-        raise ClusterError(f"{config_path}:router.host: cannot listen on {router.host}: {error.strerror}") from error
+        raise ClusterError(f"{config_path}:router.host: cannot listen on {host}: {error.strerror}") from error
+    off = ", or null for no HTTP" if key == "http_port" else ""
     raise ClusterError(
-        f"{config_path}:router.port: {dial_address(router.host, router.port)} is taken by another program;"
-        " choose another port, or 0 for a free one"
+        f"{config_path}:router.{key}: {dial_address(host, port)} is taken by another program;"
+        f" choose another port, or 0 for a free one{off}"
     )
 
 
@@ -196,8 +218,8 @@ def _follow(events: Iterable[str], run_dir: Path, report: Report) -> ClusterInfo
         match parse_event(line):
             case Progress(text=text):
                 report(text)
-            case Up(address=address, pid=pid):
-                return ClusterInfo(address=address, pid=pid, run_dir=run_dir)
+            case Up(address=address, http_address=http_address, pid=pid):
+                return ClusterInfo(address=address, http_address=http_address, pid=pid, run_dir=run_dir)
             case Failed(reason=reason):
                 raise ClusterError(reason)
     return None

@@ -29,6 +29,8 @@ class Up:
     """The cluster serves."""
 
     address: str
+    http_address: str
+    """Empty without an HTTP door."""
     pid: int
 
 
@@ -47,7 +49,7 @@ def parse_event(line: str) -> Progress | Up | Failed | None:
             case "progress":
                 return Progress(text=entry["text"])
             case "ready":
-                return Up(address=entry["address"], pid=entry["pid"])
+                return Up(address=entry["address"], http_address=entry["http_address"], pid=entry["pid"])
             case "failed":
                 return Failed(reason=entry["reason"])
     except (ValueError, TypeError, KeyError):
@@ -94,9 +96,9 @@ class Starter:
         """Tell a step."""
         self._tell({"event": "progress", "text": text})
 
-    def ready(self, address: str) -> None:
-        """Tell that the cluster serves."""
-        self._tell({"event": "ready", "address": address, "pid": os.getpid()})
+    def ready(self, address: str, *, http_address: str) -> None:
+        """Tell that the cluster serves, and where."""
+        self._tell({"event": "ready", "address": address, "http_address": http_address, "pid": os.getpid()})
 
     def failed(self, reason: str) -> None:
         """Tell why it does not."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from common.process import ProcessIdentity
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class ClusterPhase(StrEnum):
@@ -63,6 +63,8 @@ class ClusterState:
     supervisor: ProcessIdentity
     address: str
     """The router's host:port, as a client dials it."""
+    http_address: str
+    """The same of its HTTP door; empty without one."""
     processes: tuple[ProcessState, ...]
     helpers: tuple[ProcessIdentity, ...]
     """Every other process below the supervisor, such as Ray's daemons."""
@@ -102,6 +104,7 @@ def _decode(entry: Mapping[str, Any]) -> ClusterState:
         phase=ClusterPhase(entry["phase"]),
         supervisor=ProcessIdentity(**entry["supervisor"]),
         address=entry["address"],
+        http_address=entry["http_address"],
         processes=tuple(_decode_process(item) for item in entry["processes"]),
         helpers=tuple(ProcessIdentity(**item) for item in entry["helpers"]),
     )

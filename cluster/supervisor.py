@@ -79,6 +79,8 @@ class Supervisor:
         assert identity is not None, "this process is alive"
         self._identity = identity
         self._address = dial_address(config.router.host, config.router.port)
+        http_port = config.router.http_port
+        self._http_address = "" if http_port is None else dial_address(config.router.host, http_port)
         self._pusher = MembershipPusher(self._address, self._membership)
         clock = SystemClock()
         self._processes = [
@@ -90,6 +92,11 @@ class Supervisor:
     def address(self) -> str:
         """The router's host:port, as a client dials it."""
         return self._address
+
+    @property
+    def http_address(self) -> str:
+        """The same of its HTTP door; empty without one."""
+        return self._http_address
 
     async def run(self, stopping: asyncio.Event, *, on_ready: Callable[[], None]) -> None:
         """Serve until `stopping`, then stop everything. Raises StartFailed when the cluster does not come up."""
@@ -174,6 +181,7 @@ class Supervisor:
                 phase=self._phase,
                 supervisor=self._identity,
                 address=self._address,
+                http_address=self._http_address,
                 processes=processes,
                 helpers=tuple(each for each in below if each is not None and each not in known),
             )
@@ -197,7 +205,10 @@ async def supervise(config_path: Path, run_dir: Path, starter: Starter) -> int:
             supervisor = Supervisor(
                 config, specs=specs, launcher=launcher, state_file=state_file, report=starter.report
             )
-            await supervisor.run(stopping, on_ready=lambda: starter.ready(supervisor.address))
+            await supervisor.run(
+                stopping,
+                on_ready=lambda: starter.ready(supervisor.address, http_address=supervisor.http_address),
+            )
         finally:
             await launcher.close()
             state_file.remove()

@@ -91,6 +91,8 @@ class RouterConfig(_Section):
 
     host: str = "127.0.0.1"
     port: Port = 50051
+    http_port: Port | None = 0
+    """Port of the OpenAI-compatible HTTP door; 0 picks a free one, null turns it off."""
     metrics_port: Port | None = 0
     """Prometheus port; 0 picks a free one, null turns it off."""
     policy: Literal[
@@ -200,6 +202,16 @@ class ServingConfig(_Section):
         for tenant in self.tenants:
             if self.router.auth == "api_key" and not (tenant.api_keys or tenant.api_key_sha256):
                 raise ValueError(f"tenants: {tenant.name} has neither api_keys nor api_key_sha256")
+        return self
+
+    @model_validator(mode="after")
+    def _ports(self) -> "ServingConfig":
+        named: dict[int, str] = {}
+        for name in ("port", "http_port", "metrics_port"):
+            port = getattr(self.router, name)
+            if port and port in named:
+                raise ValueError(f"router.{name}: {port} is router.{named[port]} already")
+            named[port] = name
         return self
 
     @model_validator(mode="after")

@@ -31,3 +31,7 @@ class Codec(Protocol):
     def decode_pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
         """Return the text of each id by itself."""
         ...
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of consecutive ids, special tokens included; ids that are no tokens have none."""
+        ...

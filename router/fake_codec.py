@@ -29,3 +29,7 @@ class ByteCodec:
         return tuple(
             bytes([token_id]).decode(errors="replace") if token_id < NUM_BYTES else "" for token_id in token_ids
         )
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of the bytes; ids beyond bytes have none."""
+        return bytes(token_id for token_id in token_ids if token_id < NUM_BYTES).decode(errors="replace")

@@ -3,9 +3,11 @@
 import asyncio
 import logging
 import secrets
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -19,10 +21,14 @@ from router.codec import Codec
 from router.doorkeeper import make_doorkeeper
 from router.fake_codec import ByteCodec
 from router.fleet import Fleet
+from router.front_door import FrontDoor
 from router.merge_window import MergeWindow
 from router.parts import build_router
 from router.service import InferenceService, RouterAdminService
 from router.validation import RequestReader
+
+if TYPE_CHECKING:
+    from router.http.server import HttpServer
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +41,7 @@ class RunningRouter:
     """host:port."""
     fleet: Fleet
     server: Server
+    http: "HttpServer | None"
     metrics_server: MetricsServer | None
     watches: "tuple[asyncio.Task[None], ...]"
     """Of the event loop: how late and how busy it is; and of the routing: whether it works."""
@@ -44,9 +51,15 @@ class RunningRouter:
         """Port of the Prometheus metrics; 0 when off."""
         return 0 if self.metrics_server is None else self.metrics_server.port
 
+    @property
+    def http_port(self) -> int:
+        """Port of the HTTP door; 0 when off."""
+        return 0 if self.http is None else self.http.port
+
     async def stop(self, grace_s: float) -> None:
         """Report NOT_SERVING, let running requests end for `grace_s` seconds, cancel the rest, leave the workers."""
-        await self.server.stop(grace_s)
+        doors = (self.server,) if self.http is None else (self.server, self.http)
+        await asyncio.gather(*(door.stop(grace_s) for door in doors))
         await self.fleet.aclose()
         for watch in self.watches:
             watch.cancel()
@@ -71,41 +84,36 @@ async def serve_router(
     serving: ServingConfig, *, codec: Codec, host: str, port: int, clock: Clock | None = None
 ) -> RunningRouter:
     """Start a router with a given codec and clock. Raises OSError when a port is taken, ConfigError for bad keys."""
-    config, doorkeeper = serving.router, make_doorkeeper(serving)
+    config = serving.router
     clock = SystemClock() if clock is None else clock
     parts = build_router(config, clock=clock, seed=secrets.randbits(64), probes=codec.probes)
     metrics, fleet = parts.metrics, parts.fleet
     merging = MergeWindow()
-    reader = RequestReader(codec, default_max_tokens=config.default_max_tokens)
-    default_terms = Terms(
-        ttft_slo_s=serving.slo.ttft_s, ttft_tokens=serving.slo.ttft_tokens, itl_slo_s=serving.slo.itl_s
+    door = FrontDoor(
+        parts,
+        RequestReader(codec, default_max_tokens=config.default_max_tokens),
+        doorkeeper=make_doorkeeper(serving),
+        default_terms=Terms(
+            ttft_slo_s=serving.slo.ttft_s, ttft_tokens=serving.slo.ttft_tokens, itl_slo_s=serving.slo.itl_s
+        ),
+        merging=merging,
     )
-
-    def add_services(server: grpc.aio.Server) -> list[str]:
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceService(parts, reader, doorkeeper=doorkeeper, default_terms=default_terms, merging=merging),
-            server,
-        )
-        router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(RouterAdminService(fleet), server)
-        return [
-            inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
-            router_admin_pb2.DESCRIPTOR.services_by_name["RouterAdminService"].full_name,
-        ]
-
-    metrics_server = None
-    if config.metrics_port is not None:
-        metrics_server = MetricsServer(metrics.registry, host=host, port=config.metrics_port)
-    try:
+    async with AsyncExitStack() as undoing:
+        metrics_server = http = None
+        if config.metrics_port is not None:
+            metrics_server = MetricsServer(metrics.registry, host=host, port=config.metrics_port)
+            undoing.callback(metrics_server.close)
+        if config.http_port is not None:
+            http = await _start_http(door, host=host, port=config.http_port)
+            undoing.push_async_callback(http.stop, 0)
+        add_services = _services(door, http_port=0 if http is None else http.port)
         server = await start_server(add_services, host=host, port=port, max_message_mib=config.max_message_mib)
-    except BaseException:
-        if metrics_server is not None:
-            metrics_server.close()
-        raise
-    logger.info("serving", extra={"port": server.port, "policy": config.policy})
-    return RunningRouter(
+        undoing.pop_all()
+    router = RunningRouter(
         address=f"{host}:{server.port}",
         fleet=fleet,
         server=server,
+        http=http,
         metrics_server=metrics_server,
         watches=(
             asyncio.create_task(metrics.watch_event_loop(clock), name="event-loop lag"),
@@ -113,6 +121,28 @@ async def serve_router(
             asyncio.create_task(parts.alarms.watch(), name="alarms"),
         ),
     )
+    logger.info("serving", extra={"port": server.port, "http_port": router.http_port, "policy": config.policy})
+    return router
+
+
+def _services(door: FrontDoor, *, http_port: int) -> Callable[[grpc.aio.Server], list[str]]:
+    """Return what adds the gRPC services to a server."""
+
+    def add_services(server: grpc.aio.Server) -> list[str]:
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(door, http_port=http_port), server)
+        router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(RouterAdminService(door.parts.fleet), server)
+        return [
+            inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
+            router_admin_pb2.DESCRIPTOR.services_by_name["RouterAdminService"].full_name,
+        ]
+
+    return add_services
+
+
+async def _start_http(door: FrontDoor, *, host: str, port: int) -> "HttpServer":
+    from router.http.server import start_http_server  # who wants no HTTP needs none of its libraries
+
+    return await start_http_server(door, host=host, port=port)
 
 
 async def _load_codec(model_dir: Path | None, config: RouterConfig) -> Codec:

@@ -7,29 +7,20 @@ from typing import Any
 
 import grpc
 
-from common.errors import InvalidRequest, KvrelayError, Overloaded, Refused
-from common.ids import RequestId, WorkerId, mint_request_id
-from common.lifecycle import LifeCycle
+from common.errors import InvalidRequest, KvrelayError
+from common.ids import RequestId, WorkerId
 from common.rpc import error_boundary, time_left_s
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc
-from router.admission.terms import Terms, read_terms
-from router.admission.ticket import Ticket
-from router.doorkeeper import Doorkeeper
 from router.explain import explain
 from router.facts import Endpoint
 from router.fleet import Fleet
+from router.front_door import Caller, FrontDoor
 from router.member import Member, WorkerState
-from router.merge_window import MergeWindow
-from router.parts import RouterParts
 from router.placement.decisions import CAPACITY
-from router.record import Job
 from router.tenants import Tenant
-from router.validation import RequestReader
 
-MAX_REQUEST_S = 3600.0
-"""Deadline of a request whose client names none."""
 STATUS_TIMEOUT_S = 1.0
 MAX_WORKERS = 4096
 DEFAULT_EXPLAINED = 20
@@ -40,59 +31,28 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Serves clients."""
 
-    def __init__(
-        self,
-        parts: RouterParts,
-        reader: RequestReader,
-        *,
-        doorkeeper: Doorkeeper,
-        default_terms: Terms,
-        merging: MergeWindow | None = None,
-    ) -> None:
-        """`merging` is for who watches how busy the process is; without it every token goes out at once."""
-        self._parts = parts
-        self._doorkeeper = doorkeeper
-        self._default_terms = default_terms
-        self._reader = reader
-        self._merging = MergeWindow() if merging is None else merging
+    def __init__(self, door: FrontDoor, *, http_port: int = 0) -> None:
+        """`http_port` is where the other door is, for the status; 0: there is none."""
+        self._door = door
+        self._parts = door.parts
+        self._reader = door.reader
+        self._http_port = http_port
 
     # A coroutine that writes, not a generator: a generator that is cancelled while gRPC sends is closed only later.
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
-        life = LifeCycle(mint_request_id(), self._parts.clock)
-        orchestrator = self._parts.orchestrator
+        door, life = self._door, self._door.new_life()
         async with error_boundary(context, "Generate"):
-            with (
-                orchestrator.account(life, time_left_s=context.time_remaining),
-                self._admit(request, self._identify(context)) as ticket,
-            ):
-                job = await self._read(request, context, life.request_id, ticket.account.tenant)
-                orchestrator.take_tokens(ticket, job)
-                timeout_s = time_left_s(context, at_most_s=MAX_REQUEST_S)
-                async with orchestrator.running(job, ticket, life, timeout_s=timeout_s) as outbox:
-                    while (message := await outbox.get()) is not None:
+            with door.account(life, time_left_s=context.time_remaining):
+                caller = Caller(tenant=self._identify(context), life=life, time_left_s=context.time_remaining)
+                async with door.serving(request, caller) as served:
+                    while (message := await served.outbox.get()) is not None:
                         await context.write(message)
                         if message.HasField("tokens"):
-                            await self._merging.over()
-                if outbox.error is not None:
-                    raise outbox.error
+                            await door.merging.over()
 
     def _identify(self, context: Context) -> Tenant:
         """Return who is calling. Raises Unauthenticated."""
-        return self._doorkeeper.identify(context.invocation_metadata())
-
-    def _admit(self, request: pb.GenerateRequest, tenant: Tenant) -> Ticket:
-        """Return a place in line. Raises Overloaded."""
-        terms = read_terms(request, tenant=tenant, default=self._default_terms)
-        admitted = self._parts.admission.admit(tenant, terms)
-        if isinstance(admitted, Refused):
-            raise Overloaded(admitted.reason, retry_after_s=admitted.retry_after_s)
-        return admitted
-
-    async def _read(self, request: pb.GenerateRequest, context: Context, request_id: RequestId, tenant: Tenant) -> Job:
-        """Return the checked request; waits for the first worker to tell what the model is. Raises KvrelayError."""
-        patience_s = time_left_s(context, at_most_s=self._parts.config.queue_timeout_s)
-        model = await self._parts.fleet.wait_for_model(timeout_s=patience_s)
-        return await self._reader.read(request, request_id=request_id, model=model.salted(tenant.cache_salt))
+        return self._door.identify(context.invocation_metadata())
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: D102
         async with error_boundary(context, "Tokenize"):
@@ -149,6 +109,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             num_failed=totals.num_failed,
             num_replans=totals.num_replans,
             num_refused=self._parts.admission.num_refused,
+            http_port=self._http_port,
             alarms=self._parts.alarms.texts,
         )
 

@@ -87,6 +87,11 @@ class TextCodec:
         """Return the text of each id by itself, its leading space included; part of a character shows as U+FFFD."""
         return tuple(self._piece(token_id) for token_id in token_ids)
 
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of consecutive ids, special tokens included; ids that are no tokens have none."""
+        ids = list(token_ids)
+        return await self._off_loop(lambda: self.tokenizer.decode(ids, skip_special_tokens=False))
+
     def close(self) -> None:
         """Stop the threads; nothing can be encoded any more."""
         self._threads.shutdown(wait=False, cancel_futures=True)

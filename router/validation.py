@@ -75,6 +75,10 @@ class RequestReader:
         """Return the text of each token by itself."""
         return self._codec.decode_pieces(token_ids)
 
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of consecutive tokens."""
+        return await self._codec.decode(token_ids)
+
     async def _prompt(self, message: inference_pb2.GenerateRequest, model: ModelFacts) -> Encoded:
         match message.WhichOneof("prompt"):
             case "text":

@@ -35,7 +35,7 @@ def up(
     if launcher is not None:
         config = config.model_copy(update={"launcher": launcher.value})
     if not foreground:
-        out.print(f"ready at {_start(config, config_path).address}", soft_wrap=True)
+        out.print(_ready(_start(config, config_path)), soft_wrap=True)
         err.print(
             'Next: kvrelay generate -p "Why is the sky blue?" · kvrelay status --watch · kvrelay down', soft_wrap=True
         )
@@ -43,7 +43,7 @@ def up(
     with sigterm_interrupts():
         info = _start(config, config_path)  # stops what it has started when it fails or is interrupted
         try:
-            out.print(f"ready at {info.address}; Ctrl-C stops it", soft_wrap=True)
+            out.print(f"{_ready(info)}; Ctrl-C stops it", soft_wrap=True)
             _wait_for_exit(info.pid)
             err.print("the supervisor has ended")
         finally:
@@ -65,6 +65,11 @@ def _start(config: "ServingConfig", config_path: Path) -> "ClusterInfo":
     run_dir = lifecycle.default_run_dir(config.name)
     with Progress() as report:
         return lifecycle.up(config, config_path=config_path, run_dir=run_dir, report=report)
+
+
+def _ready(info: "ClusterInfo") -> str:
+    openai = f" · OpenAI-compatible: http://{info.http_address}/v1" if info.http_address else ""
+    return f"ready at {info.address}{openai}"
 
 
 def _stop(run_dir: Path) -> bool:

@@ -105,11 +105,17 @@ def _summary_cells(row: SummaryRow) -> list[str]:
     ]
 
 
+def openai_url(address: str, http_port: int) -> str:
+    """Return what OpenAI's clients take as their base URL."""
+    return f"http://{address.rpartition(':')[0]}:{http_port}/v1"
+
+
 def status_view(status: ClusterStatus, *, address: str) -> RenderableType:
     """Return the router's line and the table of workers."""
     router = status.router
+    http = f" · {openai_url(address, router.http_port)}" if router.http_port else ""
     lines = (
-        f"router {address} · policy {router.policy} · {router.num_index_blocks} blocks in the prefix index\n"
+        f"router {address}{http} · policy {router.policy} · {router.num_index_blocks} blocks in the prefix index\n"
         f"requests: {router.num_queued} queued, {router.num_active} active · {router.num_completed} completed,"
         f" {router.num_cancelled} cancelled, {router.num_failed} failed ({router.num_refused} refused at the door),"
         f" {router.num_replans} replans\n"

@@ -24,6 +24,8 @@ class RouterStatus:
     """What is wrong with the routing itself, in words."""
     num_refused: int = 0
     """Refused at the door."""
+    http_port: int = 0
+    """Of the OpenAI-compatible door, on the router's own host; 0: there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,7 +90,8 @@ class FakeLifecycle(ModuleType):
         return self._info(run_dir) if run_dir in self.running else None
 
     def _info(self, run_dir: Path) -> Any:
-        return SimpleNamespace(address=self.address, pid=2**22 + 1, run_dir=run_dir)  # above the largest pid
+        pid = 2**22 + 1  # above the largest one
+        return SimpleNamespace(address=self.address, http_address="127.0.0.1:2", pid=pid, run_dir=run_dir)
 
 
 @pytest.fixture(autouse=True)

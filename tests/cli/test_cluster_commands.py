@@ -12,7 +12,7 @@ def test_up_reports_progress_and_prints_the_address(run: Run, folder: Path, life
     write_config(folder)
     result = run("up")
     assert result.exit_code == 0
-    assert result.stdout == "ready at 127.0.0.1:1\n"
+    assert result.stdout == "ready at 127.0.0.1:1 · OpenAI-compatible: http://127.0.0.1:2/v1\n"
     assert "prefill-0: loading" in result.stderr
     (call,) = lifecycle.ups
     assert call.config.name == "mine"

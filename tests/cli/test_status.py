@@ -10,7 +10,7 @@ from tests.client.fake_server import FakeInference
 def test_status_shows_router_and_workers(run: Run, address: str) -> None:
     result = run("status", "-a", address)
     assert result.exit_code == 0
-    assert f"router {address} · policy predictive" in result.stdout
+    assert f"router {address} · http://127.0.0.1:8000/v1 · policy predictive" in result.stdout
     assert "2 active · 11 completed" in result.stdout
     assert "ALARM no_updates: p0 is silent" in result.stdout
     prefill = next(line for line in result.stdout.splitlines() if line.startswith(" prefill-0"))

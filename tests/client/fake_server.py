@@ -226,7 +226,12 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         self._maybe_abort(context)
         return inference_pb2.GetClusterStatusResponse(
             router=inference_pb2.RouterStatus(
-                policy="predictive", num_active=2, num_completed=11, num_failed=1, alarms=["no_updates: p0 is silent"]
+                policy="predictive",
+                num_active=2,
+                num_completed=11,
+                num_failed=1,
+                alarms=["no_updates: p0 is silent"],
+                http_port=8000,
             ),
             workers=[
                 worker_view("prefill-0", worker_pb2.WORKER_ROLE_PREFILL),

@@ -90,12 +90,13 @@ def test_up_where_a_cluster_runs_names_its_address(tmp_path: Path) -> None:
             up(make_config(), config_path=Path("serving.yaml"), run_dir=tmp_path, report=ignore)
 
 
-def test_up_when_the_port_is_taken_names_file_key_and_port(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["port", "http_port"])
+def test_up_when_a_port_is_taken_names_file_key_and_port(tmp_path: Path, key: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
 
-        with pytest.raises(ClusterError, match=rf"serving\.yaml:router\.port: 127\.0\.0\.1:{port} is taken"):
-            config = make_config(router={"port": port})
+        with pytest.raises(ClusterError, match=rf"serving\.yaml:router\.{key}: 127\.0\.0\.1:{port} is taken"):
+            config = make_config(router={"port": 0, key: port})
             up(config, config_path=Path("serving.yaml"), run_dir=tmp_path, report=ignore)
 
 

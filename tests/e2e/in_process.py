@@ -54,9 +54,8 @@ async def running_system(
     *, num_prefill: int = 1, num_decode: int = 1, router: dict[str, Any] | None = None, **fake: Any
 ) -> AsyncIterator[System]:
     """Start everything and wait until the router uses every worker; `fake` shapes the engines (make_runtime)."""
-    config: ServingConfig = parse_config(
-        {"model": {"engine": "fake"}, "router": {"recovery_timeout_s": 5.0, **(router or {})}}, source="test"
-    )
+    options = {"recovery_timeout_s": 5.0, "http_port": None, **(router or {})}
+    config: ServingConfig = parse_config({"model": {"engine": "fake"}, "router": options}, source="test")
     async with AsyncExitStack() as stack:
         running = await serve_router(config, codec=ByteCodec(), host="127.0.0.1", port=0)
         stack.push_async_callback(running.stop, 0)

@@ -503,7 +503,7 @@ async def running_cluster(
     *workers: FakeWorker, config: RouterConfig | ServingConfig | None = None
 ) -> AsyncIterator[TestCluster]:
     """Start workers and a router that uses them; all that are started are ready."""
-    config = RouterConfig(local_prefill_max_tokens=0) if config is None else config
+    config = config_with() if config is None else config
     serving = ServingConfig(router=config) if isinstance(config, RouterConfig) else config
     router = await serve_router(serving, codec=ByteCodec(), host="127.0.0.1", port=0)
     channel = client_channel(router.address)
@@ -552,6 +552,12 @@ def prompt_of(num_tokens: int) -> list[int]:
 
 
 def config_with(**fields: Any) -> RouterConfig:
-    """A router configuration for tests: no local plans, short waits."""
-    values = {"local_prefill_max_tokens": 0, "queue_timeout_s": 5.0, "recovery_timeout_s": 5.0, **fields}
+    """A router configuration for tests: no local plans, short waits, gRPC alone."""
+    values = {
+        "local_prefill_max_tokens": 0,
+        "queue_timeout_s": 5.0,
+        "recovery_timeout_s": 5.0,
+        "http_port": None,
+        **fields,
+    }
     return RouterConfig.model_validate(values)

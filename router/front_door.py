@@ -1,0 +1,118 @@
+"""What every door of the router does with a request, whatever the protocol: gRPC (service.py) and HTTP (http/).
+
+    with door.account(life, time_left_s=…):          # counted, however it ends
+        tenant = door.identify(headers)               # Unauthenticated
+        async with door.serving(request, caller) as served:
+            …                                         # Overloaded, RequestError; then served.outbox until None
+
+`serving` admits the request, reads it, counts its tokens and runs it beside the block; a request that failed raises its
+error when the block ends.
+"""
+
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import dataclass
+
+from common.errors import Overloaded, Refused
+from common.ids import RequestId, mint_request_id
+from common.lifecycle import LifeCycle
+from kvrelay.v1 import inference_pb2 as pb
+from router.admission.terms import Terms, read_terms
+from router.admission.ticket import Ticket
+from router.doorkeeper import Doorkeeper
+from router.merge_window import MergeWindow
+from router.outbox import Outbox
+from router.parts import RouterParts
+from router.record import Job
+from router.tenants import Tenant
+from router.validation import RequestReader
+
+MAX_REQUEST_S = 3600.0
+"""Deadline of a request whose client names none."""
+
+TimeLeft = Callable[[], float | None]
+"""Seconds until the caller's deadline; None without one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who sends a request, and what the router knows of it before it has read it."""
+
+    tenant: Tenant
+    life: LifeCycle
+    time_left_s: TimeLeft
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A request that runs."""
+
+    job: Job
+    outbox: Outbox
+
+
+class FrontDoor:
+    """Takes requests from clients. Event loop only."""
+
+    def __init__(
+        self,
+        parts: RouterParts,
+        reader: RequestReader,
+        *,
+        doorkeeper: Doorkeeper,
+        default_terms: Terms,
+        merging: MergeWindow | None = None,
+    ) -> None:
+        """`merging` is for who watches how busy the process is; without it every token goes out at once."""
+        self.parts = parts
+        self.reader = reader
+        self.merging = MergeWindow() if merging is None else merging
+        self._doorkeeper = doorkeeper
+        self._default_terms = default_terms
+
+    def new_life(self) -> LifeCycle:
+        """Return the life of a request that has just come, under an id of our own."""
+        return LifeCycle(mint_request_id(), self.parts.clock)
+
+    def account(self, life: LifeCycle, *, time_left_s: TimeLeft) -> AbstractContextManager[None]:
+        """Count a request and how it ends, whatever happens inside."""
+        return self.parts.orchestrator.account(life, time_left_s=time_left_s)
+
+    def identify(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Tenant:
+        """Return whom a call's metadata or headers name. Raises Unauthenticated."""
+        return self._doorkeeper.identify(metadata)
+
+    @asynccontextmanager
+    async def serving(self, request: pb.GenerateRequest, caller: Caller) -> AsyncIterator[Served]:
+        """Serve a request beside the block, which takes its messages; leaving the block early cancels it.
+
+        Raises KvrelayError: before the block when the request is refused, after it when it failed.
+        """
+        orchestrator = self.parts.orchestrator
+        with self._admit(request, caller.tenant) as ticket:
+            job = await self._read(request, caller, caller.life.request_id)
+            orchestrator.take_tokens(ticket, job)
+            timeout_s = _at_most(MAX_REQUEST_S, caller.time_left_s)
+            async with orchestrator.running(job, ticket, caller.life, timeout_s=timeout_s) as outbox:
+                yield Served(job=job, outbox=outbox)
+            if outbox.error is not None:
+                raise outbox.error
+
+    def _admit(self, request: pb.GenerateRequest, tenant: Tenant) -> Ticket:
+        """Return a place in line. Raises Overloaded."""
+        terms = read_terms(request, tenant=tenant, default=self._default_terms)
+        admitted = self.parts.admission.admit(tenant, terms)
+        if isinstance(admitted, Refused):
+            raise Overloaded(admitted.reason, retry_after_s=admitted.retry_after_s)
+        return admitted
+
+    async def _read(self, request: pb.GenerateRequest, caller: Caller, request_id: RequestId) -> Job:
+        """Return the checked request; waits for the first worker to tell what the model is. Raises KvrelayError."""
+        patience_s = _at_most(self.parts.config.queue_timeout_s, caller.time_left_s)
+        model = await self.parts.fleet.wait_for_model(timeout_s=patience_s)
+        return await self.reader.read(request, request_id=request_id, model=model.salted(caller.tenant.cache_salt))
+
+
+def _at_most(limit_s: float, time_left_s: TimeLeft) -> float:
+    left_s = time_left_s()
+    return limit_s if left_s is None else min(left_s, limit_s)

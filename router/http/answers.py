@@ -1,0 +1,219 @@
+"""The answer of one call, as it comes: written event by event, or gathered and written at its end.
+
+The events of a stream are strings put together, most of them rendered once: nothing is made of a token but its text
+in JSON. What has gathered in an outbox goes out as one write, with one event for each choice in it.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from common.ids import RequestId
+from common.tokens import TokenArray
+from kvrelay.v1 import inference_pb2, sampling_pb2
+from router.http.calls import Call
+from router.http.exchange import Exchange
+from router.http.pieces import Piece, Prompt, by_sample
+from router.http.report import RequestFacts, report_of, usage_of
+from router.http.styles import Style
+from router.record import Job
+
+_quote = json.JSONEncoder().encode
+"""JSON of one value; for text this is one call into C."""
+_DONE = "data: [DONE]\n\n"
+
+
+class Answer(Protocol):
+    """Takes what comes of a call's requests. One task for each request; `finish` after all of them."""
+
+    facts: dict[int, RequestFacts]
+    """Of each request, by its position in the call."""
+
+    def open(self, position: int, job: Job, echo: str | None) -> None:
+        """Begin a request; `echo` is the prompt's text where it is to be shown again."""
+
+    async def take(self, position: int, delta: inference_pb2.TokenDelta) -> None:
+        """Take new tokens."""
+
+    def finish(self) -> None:
+        """Every request is complete."""
+
+
+class _Prompts:
+    """What the choices of a call continue, each shown with the first piece of a choice."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._prompts: dict[int, tuple[TokenArray, str | None, Sequence[sampling_pb2.PositionLogprobs]]] = {}
+        self._shown: set[int] = set()
+
+    def open(self, position: int, job: Job, echo: str | None) -> None:
+        self._prompts[position] = (job.prompt_token_ids, echo, ())
+
+    def note(self, position: int, delta: inference_pb2.TokenDelta) -> None:
+        """Keep the prompt's log-probabilities, which come once for all samples."""
+        if delta.prompt_logprobs:
+            token_ids, echo, _none = self._prompts[position]
+            self._prompts[position] = (token_ids, echo, delta.prompt_logprobs)
+
+    def show(self, position: int, index: int) -> Prompt | None:
+        """Return the prompt for a choice's first piece, afterwards None."""
+        if index in self._shown:
+            return None
+        self._shown.add(index)
+        token_ids, echo, logprobs = self._prompts[position]
+        return Prompt(text=echo, token_ids=token_ids, logprobs=logprobs)
+
+
+class StreamedAnswer:
+    """Server-sent events."""
+
+    def __init__(self, call: Call, style: Style, exchange: Exchange, *, answer_id: RequestId) -> None:
+        self.facts: dict[int, RequestFacts] = {}
+        self._call = call
+        self._style = style
+        self._exchange = exchange
+        self._prompts = _Prompts(call)
+        self._id = style.id_prefix + answer_id
+        self._created = int(time.time())
+        self._head = ""
+        self._is_plain = not (call.wants_logprobs or call.wants_token_ids or call.wants_running_usage)
+        """Nothing but text is told of a token."""
+        self._usage = ',"usage":null' if call.wants_usage else ""
+        self._text_end = f'{style.text_close},"logprobs":null,"finish_reason":null}}]{self._usage}}}\n\n'
+        self._text_begins: dict[int, str] = {}
+        """By choice, once its first piece is out."""
+        self._num_tokens: dict[int, tuple[int, int]] = {}
+        """(prompt, output) by request, for running counts."""
+
+    def open(self, position: int, job: Job, echo: str | None) -> None:
+        """Begin a request."""
+        self._prompts.open(position, job, echo)
+        self._num_tokens[position] = (len(job.prompt_token_ids), 0)
+        self._head = (
+            f'data: {{"id":{_quote(self._id)},"object":"{self._style.chunk_name}","created":{self._created},'
+            f'"model":{_quote(job.model.name)},"choices":['
+        )
+
+    async def take(self, position: int, delta: inference_pb2.TokenDelta) -> None:
+        """Write an event for each choice that got tokens, in one write."""
+        first = position * self._call.num_samples
+        if len(delta.tokens) == 1 and self._is_plain:  # nearly always
+            token = delta.tokens[0]
+            begin = self._text_begins.get(first + token.sample_index)
+            if begin is not None and not token.finish_reason:
+                await self._exchange.write(f"{begin}{_quote(token.text)}{self._text_end}".encode())
+                return
+        self._prompts.note(position, delta)
+        prompt_tokens, output_tokens = self._num_tokens[position]
+        self._num_tokens[position] = (prompt_tokens, output_tokens + len(delta.tokens))
+        events = [
+            self._event(Piece(index=index, tokens=tokens, prompt=self._prompts.show(position, index)))
+            for index, tokens in ((first + sample, tokens) for sample, tokens in by_sample(delta).items())
+        ]
+        await self._exchange.write("".join(events).encode())
+
+    def finish(self) -> None:
+        """Write the counts that were asked for, and the end."""
+        last: dict[str, Any] = {}
+        if self._call.wants_usage or self._call.wants_running_usage:
+            last["usage"] = usage_of(self.facts.values())
+        if self._call.wants_report:
+            last["kvrelay"] = report_of(self.facts.values())
+        extra = f"{self._head}],{_quote(last)[1:]}\n\n" if last else ""
+        self._exchange.finish((extra + _DONE).encode())
+
+    def _event(self, piece: Piece) -> str:
+        style, prompt = self._style, piece.prompt
+        begin = self._text_begins.get(piece.index)
+        text = piece.text
+        if begin is None:
+            self._text_begins[piece.index] = f'{self._head}{{"index":{piece.index}{style.text_open}'
+            begin = f'{self._head}{{"index":{piece.index}{style.first_text_open}'
+        if prompt is not None and prompt.text is not None:
+            text = prompt.text + text
+        if self._is_plain and not piece.finish_reason:
+            return f"{begin}{_quote(text)}{self._text_end}"
+        logprobs = style.logprobs(piece) if self._call.wants_logprobs else None
+        event = f'{begin}{_quote(text)}{style.text_close},"logprobs":{_quote(logprobs)}'
+        event += f',"finish_reason":{_quote(piece.finish_reason)}'
+        outside = self._usage
+        if self._call.wants_running_usage:
+            outside = f',"usage":{_quote(self._running_usage())}'
+        if self._call.wants_token_ids:
+            event += f',"token_ids":{[token.token_id for token in piece.tokens]}'
+            if prompt is not None:
+                prompt_ids = f',"prompt_token_ids":{prompt.token_ids.tolist()}'
+                if style.prompt_ids_with_choice:
+                    event += prompt_ids
+                else:
+                    outside += prompt_ids
+        return f"{event}}}]{outside}}}\n\n"
+
+    def _running_usage(self) -> dict[str, int]:
+        prompt = sum(count for count, _ in self._num_tokens.values())
+        output = sum(count for _, count in self._num_tokens.values())
+        return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+
+class GatheredAnswer:
+    """One JSON document."""
+
+    def __init__(self, call: Call, style: Style, exchange: Exchange, *, answer_id: RequestId) -> None:
+        self.facts: dict[int, RequestFacts] = {}
+        self._call = call
+        self._style = style
+        self._exchange = exchange
+        self._id = style.id_prefix + answer_id
+        self._prompts = _Prompts(call)
+        self._model = ""
+        self._tokens: dict[tuple[int, int], list[sampling_pb2.SampleToken]] = {}
+        """By request and choice."""
+
+    def open(self, position: int, job: Job, echo: str | None) -> None:
+        """Begin a request."""
+        self._model = job.model.name
+        self._prompts.open(position, job, echo)
+
+    async def take(self, position: int, delta: inference_pb2.TokenDelta) -> None:
+        """Keep the tokens."""
+        self._prompts.note(position, delta)
+        first = position * self._call.num_samples
+        for sample_index, tokens in by_sample(delta).items():
+            self._tokens.setdefault((position, first + sample_index), []).extend(tokens)
+
+    def finish(self) -> None:
+        """Send the document."""
+        answer: dict[str, Any] = {
+            "id": self._id,
+            "object": self._style.object_name,
+            "created": int(time.time()),
+            "model": self._model,
+            "choices": [],
+            "usage": usage_of(self.facts.values()),
+        }
+        for (position, index), tokens in sorted(self._tokens.items()):
+            prompt = self._prompts.show(position, index)
+            answer["choices"].append(self._choice(Piece(index=index, tokens=tokens, prompt=prompt)))
+            if prompt is not None and self._call.wants_token_ids and not self._style.prompt_ids_with_choice:
+                answer["prompt_token_ids"] = prompt.token_ids.tolist()
+        if self._call.wants_report:
+            answer["kvrelay"] = report_of(self.facts.values())
+        self._exchange.finish_json(answer)
+
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        prompt, text = piece.prompt, piece.text
+        if prompt is not None and prompt.text is not None:
+            text = prompt.text + text
+        choice: dict[str, Any] = {
+            "index": piece.index,
+            **self._style.choice(text),
+            "logprobs": self._style.logprobs(piece) if self._call.wants_logprobs else None,
+            "finish_reason": piece.finish_reason,
+        }
+        if self._call.wants_token_ids:
+            choice["token_ids"] = [token.token_id for token in piece.tokens]
+            if prompt is not None and self._style.prompt_ids_with_choice:
+                choice["prompt_token_ids"] = prompt.token_ids.tolist()
+        return choice

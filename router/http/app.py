@@ -1,0 +1,162 @@
+"""The door as an ASGI application: routes, and what is the same for every endpoint.
+
+1. The handler runs beside `Exchange.listen`; whichever ends first ends the other. So a client that leaves cancels its
+   request at once, in whatever state it is.
+2. A handler only says how the response ends. The response ends when everything that the request held is free.
+3. An exception becomes one terminal answer: a status with a JSON body, or an event in a stream that has begun.
+4. While the router stops, new calls are refused, and what is left after the grace is told so.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from typing import Any
+
+from prometheus_client import Counter
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from common.errors import KvrelayError
+from common.rpc import to_report
+from common.structured import TaskCensus
+from router.front_door import FrontDoor
+from router.http.errors import (
+    CLIENT_CLOSED_REQUEST,
+    METHOD_NOT_ALLOWED,
+    NOT_FOUND,
+    STOPPING,
+    HttpError,
+)
+from router.http.exchange import Exchange
+from router.http.generation import Generation, read_chat, read_completion
+from router.http.inquiries import Inquiries
+from router.http.styles import ChatStyle, CompletionStyle
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[Exchange], Coroutine[Any, Any, None]]
+
+_LAST_WORDS_TIMEOUT_S = 1.0
+"""For what a client that reads nothing is told at the end."""
+_MIB = 1 << 20
+
+
+class HttpApp:
+    """All endpoints. Event loop only."""
+
+    def __init__(self, door: FrontDoor) -> None:
+        self.responses = Counter(
+            "kvrelay_http_responses",
+            "HTTP requests ended; status 499: the client left",
+            ["path", "status"],
+            registry=door.parts.metrics.registry,
+        )
+        self._census = TaskCensus()
+        self._running: dict[Exchange, asyncio.Task[None]] = {}
+        self._all_ended = asyncio.Event()
+        self._is_stopping = False
+        self.asgi: ASGIApp = self._router(door)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, let running ones end for `grace_s` seconds, then cancel them and tell their clients."""
+        self._is_stopping = True
+        if self._running and grace_s > 0:
+            self._all_ended.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await self._all_ended.wait()
+        for handling in self._running.values():
+            handling.cancel()
+
+    def _router(self, door: FrontDoor) -> Router:
+        max_body_bytes = door.parts.config.max_message_mib * _MIB
+        inquiries = Inquiries(door)
+        completions = Generation(door, read=read_completion, style=CompletionStyle, prompt_field="prompt")
+        chat = Generation(door, read=read_chat, style=ChatStyle, prompt_field="messages")
+        handlers: list[tuple[str, str, Handler]] = [
+            ("POST", "/v1/completions", completions),
+            ("POST", "/v1/chat/completions", chat),
+            ("GET", "/v1/models", inquiries.models),
+            ("GET", "/v1/models/{name:path}", inquiries.model),
+            ("POST", "/tokenize", inquiries.tokenize),
+            ("POST", "/detokenize", inquiries.detokenize),
+            ("GET", "/health", self._health),
+            ("GET", "/metrics", inquiries.metrics),
+            ("GET", "/version", inquiries.version),
+        ]
+
+        def endpoint(path: str, handlers: Mapping[str, Handler]) -> ASGIApp:
+            return _Endpoint(self, path, handlers, max_body_bytes=max_body_bytes)
+
+        routes = [Route(path, endpoint(path, {method: handler})) for method, path, handler in handlers]
+        return Router(routes, default=endpoint("unknown", {}), redirect_slashes=False)
+
+    async def _health(self, exchange: Exchange) -> None:
+        if self._is_stopping:
+            raise _stopping()
+        exchange.finish_json({"status": "ok"})
+
+    async def serve(self, exchange: Exchange, handler: Handler) -> int:
+        """Answer one request; returns the status, as told or as it would have been."""
+        async with self._census.owned(handler(exchange), exchange.listen()) as (handling, listening):
+            self._running[exchange] = handling
+            try:
+                await asyncio.wait((handling, listening), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                del self._running[exchange]
+                if not self._running:
+                    self._all_ended.set()
+        if exchange.is_gone:
+            return CLIENT_CLOSED_REQUEST
+        if handling.cancelled():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORDS_TIMEOUT_S):
+                    await exchange.fail(_stopping())
+        elif (failure := handling.exception()) is None:
+            await exchange.close()
+        else:
+            assert isinstance(failure, Exception)
+            await exchange.fail(to_report(failure, exchange.scope["path"]))
+        return exchange.status
+
+    def choose(self, handlers: Mapping[str, Handler], exchange: Exchange) -> Handler:
+        """Return what answers a request of a path with these handlers by method."""
+        method = "GET" if exchange.method == "HEAD" else exchange.method
+        if not handlers:
+            error = HttpError(f"there is nothing at {exchange.scope['path'][:80]}", NOT_FOUND)
+        elif method not in handlers:
+            error = HttpError(f"{exchange.method[:20]}: here it is {', '.join(handlers)}", METHOD_NOT_ALLOWED)
+        elif self._is_stopping and method == "POST":
+            error = _stopping()
+        else:
+            return handlers[method]
+        return _refusing(error)
+
+
+class _Endpoint:
+    """One path; a class, since Starlette would take a function for another kind of endpoint."""
+
+    def __init__(self, app: HttpApp, path: str, handlers: Mapping[str, Handler], *, max_body_bytes: int) -> None:
+        self._app = app
+        self._path = path
+        self._handlers = handlers
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send, max_body_bytes=self._max_body_bytes)
+        status = await self._app.serve(exchange, self._app.choose(self._handlers, exchange))
+        self._app.responses.labels(self._path, str(status)).inc()
+        extra = {"request_id": exchange.request_id, "path": self._path, "status": status}
+        logger.debug("HTTP request ended", extra=extra)
+
+
+def _refusing(error: KvrelayError) -> Handler:
+    async def refuse(exchange: Exchange) -> None:
+        raise error
+
+    return refuse
+
+
+def _stopping() -> HttpError:
+    return HttpError("the router is stopping", STOPPING)

@@ -1,0 +1,234 @@
+"""From a checked body to the requests that the front door takes, and how the answer is wanted."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import InvalidRequest
+from common.sampling import MAX_LOGPROBS
+from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.v1 import sampling_pb2
+from router.http.schema import ChatBody, CompletionBody, GenerationBody, field_path
+
+MAX_PROMPTS = 128
+"""Of one call; each is a request of its own, in line with everybody's."""
+DEFAULT_COMPLETION_TOKENS = 16
+"""As in OpenAI's API; a chat without a limit takes the server's."""
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_UINT32, _UINT64, _INT64, _INT32 = 1 << 32, 1 << 64, 1 << 63, 1 << 31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One HTTP call: requests, and how their answers are wanted."""
+
+    requests: tuple[pb.GenerateRequest, ...]
+    num_samples: int
+    """Of each request."""
+    is_streamed: bool
+    wants_usage: bool
+    """A stream ends with the token counts."""
+    wants_running_usage: bool
+    """Every event of a stream tells them."""
+    wants_logprobs: bool
+    wants_token_ids: bool
+    wants_echo: bool
+    wants_report: bool
+    timeout_s: float | None
+
+
+def completion_call(body: CompletionBody) -> Call:
+    """Return the call. Raises InvalidRequest that names the field."""
+    sampling = _sampling(body, max_tokens=body.max_tokens, default_max_tokens=DEFAULT_COMPLETION_TOKENS)
+    if body.logprobs is not None:
+        sampling.logprobs = _uint(body.logprobs, "logprobs")
+        if body.echo:
+            sampling.prompt_logprobs = sampling.logprobs
+    prompts = _prompts(body.prompt)
+    return _call(
+        body,
+        tuple(_request(body, sampling, **prompt) for prompt in prompts),
+        wants_logprobs=body.logprobs is not None,
+        wants_echo=bool(body.echo),
+    )
+
+
+def chat_call(body: ChatBody) -> Call:
+    """Return the call. Raises InvalidRequest that names the field."""
+    limits = [limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None]
+    if len(set(limits)) > 1:
+        raise InvalidRequest("max_tokens and max_completion_tokens differ", field="max_completion_tokens")
+    sampling = _sampling(body, max_tokens=limits[0] if limits else None, default_max_tokens=None)
+    if body.logprobs:
+        sampling.logprobs = _uint(body.top_logprobs or 0, "top_logprobs", at_most=MAX_LOGPROBS)
+    elif body.top_logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true", field="top_logprobs")
+    chat = pb.ChatPrompt(messages=read_messages(body.messages))
+    return _call(body, (_request(body, sampling, chat=chat),), wants_logprobs=bool(body.logprobs), wants_echo=False)
+
+
+def body_field(field: str, *, prompt_field: str) -> str:
+    """Return what a body calls a field of the request that was made of it."""
+    if field in ("text", "token_ids", "prompt", "chat"):
+        return prompt_field
+    for ours, theirs in (("sampling.", ""), ("chat.", ""), ("objective.", "kvrelay."), ("token_ids[", "prompt[")):
+        if field.startswith(ours):
+            return theirs + field.removeprefix(ours)
+    return field
+
+
+def read_messages(messages: Any) -> list[pb.ChatMessage]:
+    """Return a conversation. Raises InvalidRequest that names the place."""
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequest("messages must be a list of at least one message", field="messages")
+    return [_message(message, position) for position, message in enumerate(messages)]
+
+
+def _message(message: Any, position: int) -> pb.ChatMessage:
+    where = field_path("messages", position)
+    if not isinstance(message, dict):
+        raise InvalidRequest(f"{where} must be an object", field=where)
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise InvalidRequest(f"{where}.role must be one of {', '.join(_ROLES)}", field=f"{where}.role")
+    for name in ("tool_calls", "function_call", "tool_call_id", "audio"):
+        if message.get(name):
+            raise InvalidRequest(f"{where}.{name} is not supported", field=f"{where}.{name}")
+    return pb.ChatMessage(role=_ROLES[role], content=_content(message.get("content"), f"{where}.content"))
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where} must be text or a list of text parts", field=where)
+    texts: list[str] = []
+    for position, part in enumerate(content):
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            here = field_path(where, position)
+            raise InvalidRequest(f'{here} must be {{"type": "text", "text": …}}; nothing else is supported', field=here)
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _prompts(prompt: Any) -> list[dict[str, Any]]:
+    """Return the prompt of each request: a text, texts, token ids, or lists of token ids."""
+    if isinstance(prompt, str):
+        return [{"text": prompt}]
+    if not isinstance(prompt, list) or not prompt:
+        raise InvalidRequest("prompt must be text, a list of texts, or token ids, and not empty", field="prompt")
+    if isinstance(prompt[0], int):
+        return [{"token_ids": pb.TokenIds(ids=read_token_ids(prompt, "prompt"))}]
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest(f"{len(prompt)} prompts; at most {MAX_PROMPTS}", field="prompt")
+    if isinstance(prompt[0], str):
+        for position, text in enumerate(prompt):
+            if not isinstance(text, str):
+                raise InvalidRequest(f"prompt[{position}] must be text like the first", field=f"prompt[{position}]")
+        return [{"text": text} for text in prompt]
+    lists = [read_token_ids(ids, f"prompt[{position}]") for position, ids in enumerate(prompt)]
+    return [{"token_ids": pb.TokenIds(ids=ids)} for ids in lists]
+
+
+def read_token_ids(ids: Any, where: str) -> list[int]:
+    """Return a list of numbers that fit the wire. Raises InvalidRequest that names the first that does not."""
+    if not isinstance(ids, list):
+        raise InvalidRequest(f"{where} must be a list of token ids", field=where)
+    # Whole lists first: a look at each of a long prompt's ids would take milliseconds.
+    if set(map(type, ids)) - {int} or (ids and not 0 <= min(ids) <= max(ids) < _UINT32):
+        for position, token_id in enumerate(ids):
+            _uint(token_id, field_path(where, position))
+    return ids
+
+
+def _request(body: GenerationBody, sampling: sampling_pb2.SamplingParams, **prompt: Any) -> pb.GenerateRequest:
+    priority = body.priority or 0
+    if not -_INT32 <= priority < _INT32:
+        raise InvalidRequest(f"priority is {priority}; allowed are 32 bits", field="priority")
+    request = pb.GenerateRequest(model=body.model or "", sampling=sampling, priority=priority, **prompt)
+    if body.kvrelay is not None:
+        if body.kvrelay.ttft_s is not None:
+            request.objective.ttft_s = body.kvrelay.ttft_s
+        if body.kvrelay.itl_s is not None:
+            request.objective.itl_s = body.kvrelay.itl_s
+    return request
+
+
+def _call(
+    body: GenerationBody, requests: tuple[pb.GenerateRequest, ...], *, wants_logprobs: bool, wants_echo: bool
+) -> Call:
+    options, extension = body.stream_options, body.kvrelay
+    if options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream: true", field="stream_options")
+    timeout_s = extension.timeout_s if extension is not None else None
+    if timeout_s is not None and timeout_s <= 0:
+        raise InvalidRequest(f"{timeout_s} is no positive number of seconds", field="kvrelay.timeout_s")
+    running = options is not None and bool(options.continuous_usage_stats)
+    return Call(
+        requests=requests,
+        num_samples=body.n or 1,
+        is_streamed=bool(body.stream),
+        wants_usage=options is not None and bool(options.include_usage),
+        wants_running_usage=running,
+        wants_logprobs=wants_logprobs,
+        wants_token_ids=bool(body.return_token_ids),
+        wants_echo=wants_echo,
+        wants_report=extension is not None and bool(extension.report),
+        timeout_s=timeout_s,
+    )
+
+
+def _sampling(
+    body: GenerationBody, *, max_tokens: int | None, default_max_tokens: int | None
+) -> sampling_pb2.SamplingParams:
+    """Return the message; what is left out stays unset. Ranges narrower than the wire's are checked later."""
+    message = sampling_pb2.SamplingParams(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=_logit_bias(body.logit_bias or {}),
+        stop=body.stop or (),
+        stop_token_ids=_stop_token_ids(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        include_special_tokens=body.skip_special_tokens is False,
+    )
+    max_tokens = default_max_tokens if max_tokens is None else max_tokens
+    if max_tokens is not None:
+        message.max_tokens = _uint(max_tokens, "max_tokens")
+    if body.n is not None:
+        message.n = _uint(body.n, "n")
+    if body.min_tokens is not None:
+        message.min_tokens = _uint(body.min_tokens, "min_tokens")
+    if body.top_k is not None:
+        message.top_k = 0 if body.top_k == -1 else _uint(body.top_k, "top_k")  # both mean all
+    if body.seed is not None:
+        if not -_INT64 <= body.seed < _UINT64:
+            raise InvalidRequest(f"seed is {str(body.seed)[:40]}; allowed are 64 bits", field="seed")
+        message.seed = body.seed % _UINT64
+    return message
+
+
+def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for name, bias in biases.items():
+        if not (name.isascii() and name.isdecimal() and len(name) <= 10):
+            raise InvalidRequest(f"logit_bias: {name[:40]!r} is no token id", field="logit_bias")
+        found[_uint(int(name), "logit_bias")] = bias
+    return found
+
+
+def _stop_token_ids(ids: Sequence[int]) -> list[int]:
+    return [_uint(token_id, field_path("stop_token_ids", position)) for position, token_id in enumerate(ids)]
+
+
+def _uint(value: Any, field: str, *, at_most: int = _UINT32 - 1) -> int:
+    """Return a number that fits the wire. Raises InvalidRequest."""
+    if type(value) is not int:  # a bool is an int to isinstance
+        raise InvalidRequest(f"{field} must be a whole number", field=field)
+    if not 0 <= value <= at_most:
+        raise InvalidRequest(f"{field} is {str(value)[:40]}; allowed are 0 to {at_most}", field=field)
+    return value

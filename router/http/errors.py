@@ -1,0 +1,95 @@
+"""Errors as OpenAI's clients know them: a status, a JSON body, and when to come back.
+
+{"error": {"message": …, "type": …, "param": <field or null>, "code": <string or null>}}
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from common import errors
+from common.errors import KvrelayError
+
+Headers = list[tuple[bytes, bytes]]
+
+CLIENT_CLOSED_REQUEST = 499
+"""Nobody sees it but logs and metrics: the client has left."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorKind:
+    """How a class of errors is told."""
+
+    status: int
+    type: str
+    code: str | None = None
+
+
+class HttpError(KvrelayError):
+    """A fault of the HTTP request itself, which gRPC does not know."""
+
+    def __init__(self, message: str, kind: ErrorKind, *, field: str = "") -> None:
+        super().__init__(message, field=field)
+        self.kind = kind
+
+
+NOT_FOUND = ErrorKind(404, "invalid_request_error", "unknown_url")
+METHOD_NOT_ALLOWED = ErrorKind(405, "invalid_request_error", "method_not_allowed")
+REQUEST_TIMEOUT = ErrorKind(408, "invalid_request_error", "request_timeout")
+TOO_LARGE = ErrorKind(413, "invalid_request_error", "request_too_large")
+STOPPING = ErrorKind(503, "server_error", "stopping")
+
+_BAD_REQUEST = ErrorKind(400, "invalid_request_error")
+_UNAVAILABLE = ErrorKind(503, "server_error", "unavailable")
+_KINDS: dict[type[KvrelayError], ErrorKind] = {
+    KvrelayError: ErrorKind(500, "server_error"),
+    errors.RequestError: _BAD_REQUEST,
+    errors.InvalidRequest: _BAD_REQUEST,
+    errors.PromptTooLong: ErrorKind(400, "invalid_request_error", "context_length_exceeded"),
+    errors.UnknownModel: ErrorKind(404, "invalid_request_error", "model_not_found"),
+    errors.Unauthenticated: ErrorKind(401, "invalid_request_error", "invalid_api_key"),
+    errors.AccessDenied: ErrorKind(403, "invalid_request_error", "access_denied"),
+    errors.ClientGone: ErrorKind(CLIENT_CLOSED_REQUEST, "server_error", "client_gone"),
+    errors.Overloaded: ErrorKind(429, "rate_limit_error", "rate_limit_exceeded"),
+    errors.DeadlineExceeded: ErrorKind(504, "server_error", "deadline_exceeded"),
+    errors.Cancelled: _UNAVAILABLE,  # by a worker: who cancels himself reads no answer
+    errors.Unreachable: _UNAVAILABLE,
+    errors.TransferError: _UNAVAILABLE,
+    errors.KvIncomplete: _UNAVAILABLE,
+    errors.HandoffGone: _UNAVAILABLE,
+    errors.LayoutMismatch: _UNAVAILABLE,
+    errors.WorkerError: _UNAVAILABLE,
+    errors.StaleEpoch: _UNAVAILABLE,
+    errors.WorkerLost: _UNAVAILABLE,
+    errors.EngineFault: ErrorKind(500, "server_error", "engine_fault"),
+}
+
+
+def kind_of(error: KvrelayError) -> ErrorKind:
+    """Return how to tell an error."""
+    return error.kind if isinstance(error, HttpError) else _KINDS[type(error)]
+
+
+def error_body(error: KvrelayError) -> bytes:
+    """Return the JSON body, which is also the data of the SSE event that ends a stream."""
+    kind = kind_of(error)
+    told: dict[str, Any] = {
+        "message": error.message,
+        "type": kind.type,
+        "param": error.field or None,
+        "code": kind.code,
+    }
+    return json.dumps({"error": told}).encode()
+
+
+def error_headers(error: KvrelayError) -> Headers:
+    """Return the headers that go with an error."""
+    headers: Headers = []
+    if error.retry_after_s is not None:
+        # The official client reads the exact one first; the other one is whole seconds.
+        headers.append((b"retry-after-ms", b"%d" % max(1, math.ceil(error.retry_after_s * 1000))))
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
+    if isinstance(error, errors.Unauthenticated):
+        headers.append((b"www-authenticate", b"Bearer"))
+    return headers

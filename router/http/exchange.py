@@ -1,0 +1,133 @@
+"""One HTTP request and its response, over raw ASGI.
+
+`listen` hears what the client says: the body, and that it leaves. It runs beside the handler, so that a client that
+goes away is noticed in every state of its request. The handler sends the parts of a stream as they come, and leaves
+the end of the response to `finish`: once the server has seen a complete response, it calls the client gone as well.
+"""
+
+import asyncio
+import json
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from common.errors import KvrelayError
+from common.ids import RequestId
+from router.http.errors import REQUEST_TIMEOUT, TOO_LARGE, Headers, HttpError, error_body, error_headers, kind_of
+
+JSON: Headers = [(b"content-type", b"application/json")]
+_EVENTS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # a proxy must not gather tokens
+]
+
+
+class Exchange:
+    """One request. Event loop only."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, max_body_bytes: int) -> None:
+        self._receive = receive
+        self._send = send
+        self._max_body_bytes = max_body_bytes
+        self._body: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._last = b""
+        self._document: tuple[bytes, Headers] | None = None
+        self.scope = scope
+        self.method: str = scope["method"]
+        self.headers: list[tuple[bytes, bytes]] = scope["headers"]
+        self.request_id: RequestId | None = None
+        """Told in a header, once there is one."""
+        self.status = 0
+        """Of the response; 0 as long as it has not begun."""
+        self.is_gone = False
+        """The client has left."""
+
+    @property
+    def metadata(self) -> list[tuple[str, str | bytes]]:
+        """Return the headers as the doorkeeper reads them."""
+        return [(name.decode("latin-1"), value) for name, value in self.headers if name == b"authorization"]
+
+    # What the client says.
+
+    async def listen(self) -> None:
+        """Take the body; return when the client leaves."""
+        chunks: list[bytes] = []
+        num_bytes = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self.is_gone = True
+                return
+            chunk = message.get("body", b"")
+            num_bytes += len(chunk)
+            if num_bytes > self._max_body_bytes:
+                chunks.clear()  # the rest is read and dropped: the client reads no answer before it has sent
+                if not self._body.done():
+                    self._body.set_exception(self._too_large())
+                    self._body.exception()  # seen, whether or not somebody still wants it
+            else:
+                chunks.append(chunk)
+            if not message.get("more_body", False) and not self._body.done():
+                self._body.set_result(b"".join(chunks))
+
+    async def body(self, *, timeout_s: float) -> bytes:
+        """Return the whole body. Raises HttpError for one that is too large or does not come."""
+        declared = next((value for name, value in self.headers if name == b"content-length"), b"0")
+        if int(declared) > self._max_body_bytes:
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(self._body)
+        except TimeoutError:
+            raise HttpError(f"the body did not come within {timeout_s:g} s", REQUEST_TIMEOUT) from None
+
+    def _too_large(self) -> HttpError:
+        return HttpError(f"the body is larger than {self._max_body_bytes} bytes", TOO_LARGE)
+
+    # What the client is told.
+
+    async def write(self, events: bytes) -> None:
+        """Send a part of a stream of events; the first one begins the response. Waits for a slow reader."""
+        if not self.status:
+            await self._start(200, _EVENTS)
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    def finish(self, last: bytes) -> None:
+        """Say how a stream of events ends."""
+        self._last = last
+
+    def finish_json(self, value: Any) -> None:
+        """Say what the whole response is."""
+        self._document = (json.dumps(value).encode(), JSON)
+
+    def finish_body(self, body: bytes, content_type: str) -> None:
+        """Say what the whole response is."""
+        self._document = (body, [(b"content-type", content_type.encode())])
+
+    async def close(self) -> None:
+        """Send what was said, and end the response."""
+        if self._document is not None:
+            await self.respond(200, *self._document)
+            return
+        await self.write(self._last)
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def respond(self, status: int, body: bytes, headers: Headers) -> None:
+        """Send a whole response."""
+        await self._start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def fail(self, error: KvrelayError) -> None:
+        """Tell of an error: by the status, or in mid-stream by an event on which clients raise, without `[DONE]`."""
+        if not self.status:
+            await self.respond(kind_of(error).status, error_body(error), [*JSON, *error_headers(error)])
+            return
+        self.finish(b"data: " + error_body(error) + b"\n\n")
+        await self.close()
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        self.status = status
+        if self.request_id is not None:
+            headers = [*headers, (b"x-request-id", self.request_id.encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})

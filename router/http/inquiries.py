@@ -1,0 +1,103 @@
+"""The endpoints that generate nothing: models, tokens, health, metrics, version."""
+
+import asyncio
+import time
+from importlib import metadata
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from common.errors import InvalidRequest, UnknownModel, WorkerLost
+from kvrelay.v1 import inference_pb2 as pb
+from router.facts import ModelFacts
+from router.front_door import FrontDoor
+from router.http.calls import read_messages, read_token_ids
+from router.http.errors import NOT_FOUND, HttpError
+from router.http.exchange import Exchange
+from router.http.generation import BODY_TIMEOUT_S
+from router.http.schema import DetokenizeBody, TokenizeBody, parse_body
+
+
+class Inquiries:
+    """Handlers; each sends a whole response or raises KvrelayError."""
+
+    def __init__(self, door: FrontDoor) -> None:
+        self._door = door
+        self._started = int(time.time())
+
+    async def models(self, exchange: Exchange) -> None:
+        """`GET /v1/models`."""
+        self._door.identify(exchange.metadata)
+        model = self._door.parts.fleet.model
+        data = [] if model is None else [self._model(model)]
+        exchange.finish_json({"object": "list", "data": data})
+
+    async def model(self, exchange: Exchange) -> None:
+        """`GET /v1/models/{name}`; a name may hold slashes. Raises UnknownModel."""
+        self._door.identify(exchange.metadata)
+        exchange.finish_json(self._model(self._served(exchange.scope["path_params"]["name"])))
+
+    async def tokenize(self, exchange: Exchange) -> None:
+        """`POST /tokenize`: text, or a conversation as the chat template renders it."""
+        self._door.identify(exchange.metadata)
+        body = parse_body(TokenizeBody, await exchange.body(timeout_s=BODY_TIMEOUT_S))
+        model = self._served(body.model)
+        reader = self._door.reader
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("one of prompt and messages must be set", field="prompt")
+        if body.prompt is not None:
+            token_ids = await reader.encode_text(body.prompt, model)
+        else:
+            chat = pb.ChatPrompt(messages=read_messages(body.messages))
+            token_ids = (await reader.encode_chat(chat, model)).token_ids
+        answer: dict[str, Any] = {
+            "count": len(token_ids),
+            "max_model_len": model.max_model_len,
+            "tokens": token_ids.tolist(),
+        }
+        if body.return_token_strs:
+            answer["token_strs"] = reader.pieces(token_ids)
+        exchange.finish_json(answer)
+
+    async def detokenize(self, exchange: Exchange) -> None:
+        """`POST /detokenize`."""
+        self._door.identify(exchange.metadata)
+        body = parse_body(DetokenizeBody, await exchange.body(timeout_s=BODY_TIMEOUT_S))
+        model = self._served(body.model)
+        ids = read_token_ids(body.tokens, "tokens")
+        if ids and max(ids) >= model.vocab_size:
+            raise InvalidRequest(f"token {max(ids)} is not in the vocabulary of {model.vocab_size}", field="tokens")
+        exchange.finish_json({"prompt": await self._door.reader.decode(ids)})
+
+    async def metrics(self, exchange: Exchange) -> None:
+        """`GET /metrics`: only where everybody is one tenant, since labels name tenants. Raises HttpError."""
+        if self._door.parts.config.auth != "none":
+            raise HttpError("with router.auth, metrics are on router.metrics_port alone", NOT_FOUND)
+        text = await asyncio.to_thread(generate_latest, self._door.parts.metrics.registry)
+        exchange.finish_body(text, CONTENT_TYPE_LATEST)
+
+    async def version(self, exchange: Exchange) -> None:
+        """`GET /version`."""
+        try:
+            version = metadata.version("kvrelay")
+        except metadata.PackageNotFoundError:  # run from a checkout
+            version = "unknown"
+        exchange.finish_json({"version": version})
+
+    def _served(self, name: str | None) -> ModelFacts:
+        """Return the served model. Raises UnknownModel, WorkerLost while no worker has told it."""
+        model = self._door.parts.fleet.model
+        if model is None:
+            raise WorkerLost("no decode worker is ready")
+        if name and name != model.name:
+            raise UnknownModel(f"model {name[:80]!r} is not served; {model.name!r} is", field="model")
+        return model
+
+    def _model(self, model: ModelFacts) -> dict[str, Any]:
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "kvrelay",
+            "max_model_len": model.max_model_len,
+        }

@@ -1,0 +1,82 @@
+"""Serves the door's application with uvicorn, on the running event loop. Signals stay with whoever owns the process."""
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from router.front_door import FrontDoor
+from router.http.app import HttpApp
+
+_KEEP_ALIVE_S = 75
+"""Idle connections of clients are kept as long as their pools keep them, or longer."""
+_CLOSE_TIMEOUT_S = 2
+"""For connections whose clients do not read their last answer."""
+_BACKLOG = 2048
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
+
+
+class HttpServer:
+    """A started HTTP server. Event loop only."""
+
+    def __init__(self, app: HttpApp, server: uvicorn.Server, serving: "asyncio.Task[None]", *, port: int) -> None:
+        self.port = port
+        self._app = app
+        self._server = server
+        self._serving = serving
+
+    async def stop(self, grace_s: float) -> None:
+        """Report 503, let running requests end for `grace_s` seconds, cancel the rest, close."""
+        await self._app.stop(grace_s)
+        self._server.should_exit = True
+        await self._serving
+
+
+async def start_http_server(door: FrontDoor, *, host: str, port: int) -> HttpServer:
+    """Start serving; port 0 picks a free one. Raises OSError when the port is taken."""
+    app = HttpApp(door)
+    config = uvicorn.Config(
+        app.asgi,
+        http="httptools",
+        ws="none",
+        loop="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+    )
+    server = _Uvicorn(config)
+    listener = _listen(host, port)
+    bound = int(listener.getsockname()[1])
+    serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    return HttpServer(app, server, serving, port=bound)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens. Raises OSError that names the address."""
+    try:
+        info = socket.getaddrinfo(host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, _, _, address = info[0]
+        listener = socket.socket(family, kind)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return listener

@@ -1,0 +1,82 @@
+"""A cluster of scripted workers with the HTTP door, and OpenAI's own client in front of it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from common.config import RouterConfig, ServingConfig
+from tests.router.fakes import TIMEOUT_S, FakeWorker, TestCluster, config_with, running_cluster
+
+API_KEY = "sk-not-needed"
+
+
+@dataclass(slots=True, kw_only=True)
+class HttpCluster:
+    """A cluster, its HTTP port, and a client that never retries."""
+
+    cluster: TestCluster
+    client: AsyncOpenAI
+
+    @property
+    def port(self) -> int:
+        return self.cluster.router.http_port
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def until_responses(self, path: str, status: int, count: int = 1) -> None:
+        """Wait until that many requests of a path ended with a status."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while await self.num_responses(path, status) != count:
+                pass
+
+    async def num_responses(self, path: str, status: int) -> int:
+        _status, _headers, body = await fetch(self.port, "GET", "/metrics")
+        wanted = f'kvrelay_http_responses_total{{path="{path}",status="{status}"}} '
+        found = [line for line in body.decode().splitlines() if line.startswith(wanted)]
+        return round(float(found[0].rpartition(" ")[2])) if found else 0
+
+
+@asynccontextmanager
+async def http_cluster(
+    *workers: FakeWorker, config: RouterConfig | ServingConfig | None = None, api_key: str = API_KEY
+) -> AsyncIterator[HttpCluster]:
+    """Start workers and a router with an HTTP door."""
+    config = config_with(http_port=0) if config is None else config
+    async with running_cluster(*workers, config=config) as cluster:
+        base_url = f"http://127.0.0.1:{cluster.router.http_port}/v1"
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=TIMEOUT_S) as client:
+            yield HttpCluster(cluster=cluster, client=client)
+
+
+async def fetch(
+    port: int, method: str, path: str, body: bytes = b"", **headers: str
+) -> tuple[int, dict[str, str], bytes]:
+    """Send one request over a connection of its own; return status, headers and body."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(head(method, path, len(body), **headers) + body)
+        raw = await reader.read()
+    finally:
+        writer.close()
+    top, _, rest = raw.partition(b"\r\n\r\n")
+    status, *lines = top.decode().split("\r\n")
+    found = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return int(status.split()[1]), found, rest
+
+
+def head(method: str, path: str, content_length: int, **headers: str) -> bytes:
+    """Return the head of a request."""
+    lines = [f"{method} {path} HTTP/1.1", "host: test", "connection: close", f"content-length: {content_length}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def extra(**fields: Any) -> dict[str, Any]:
+    """Return fields of the body that the client's signature does not name."""
+    return {"extra_body": fields}

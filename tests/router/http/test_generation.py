@@ -1,0 +1,132 @@
+"""Answers that meet no failure, as OpenAI's own client reads them."""
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+
+from tests.router.fakes import DECODE, PREFILL, FakeWorker, answer, prompt_of, sent_prompt
+from tests.router.http.clients import API_KEY, extra, http_cluster
+
+pytestmark = pytest.mark.filterwarnings("error")
+MESSAGES: Any = [
+    {"role": "developer", "content": "be brief"},
+    {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+]
+
+
+def pair() -> tuple[FakeWorker, FakeWorker]:
+    return FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+
+
+async def test_completion_brings_every_token_and_the_usage() -> None:
+    prefill, decode = pair()
+    prefill.num_cached_tokens = 4
+    async with http_cluster(prefill, decode) as http:
+        reply = await http.client.completions.create(
+            model="fake", prompt=prompt_of(10), max_tokens=6, **extra(return_token_ids=True)
+        )
+        (choice,) = reply.choices
+        assert choice.model_extra == {"token_ids": answer(prompt_of(10), 6), "prompt_token_ids": prompt_of(10)}
+        assert (choice.index, choice.finish_reason, reply.object, reply.model) == (
+            0,
+            "length",
+            "text_completion",
+            "fake",
+        )
+        assert reply.usage is not None
+        assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (10, 6, 16)
+        assert reply.usage.prompt_tokens_details is not None
+        assert reply.usage.prompt_tokens_details.cached_tokens == 4
+        assert (await http.cluster.until_idle()).num_completed == 1
+
+
+async def test_completion_stream_brings_every_token_then_the_usage() -> None:
+    async with http_cluster(*pair()) as http:
+        stream = await http.client.completions.create(
+            model="fake",
+            prompt=prompt_of(10),
+            max_tokens=6,
+            stream=True,
+            stream_options={"include_usage": True},
+            **extra(return_token_ids=True),
+        )
+        chunks = [chunk async for chunk in stream]
+        *parts, last = chunks
+        ids = [token for part in parts for token in (part.choices[0].model_extra or {})["token_ids"]]
+        assert ids == answer(prompt_of(10), 6)
+        assert (parts[0].choices[0].model_extra or {})["prompt_token_ids"] == prompt_of(10)
+        assert [part.choices[0].finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
+        assert last.choices == []
+        assert last.usage is not None
+        assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (10, 6)
+        assert len({chunk.id for chunk in chunks}) == 1
+        await http.cluster.until_idle()
+
+
+async def test_chat_is_tokenized_as_the_grpc_door_does_it() -> None:
+    decode = FakeWorker("d0", DECODE)
+    async with http_cluster(decode) as http:
+        reply = await http.client.chat.completions.create(model="fake", messages=MESSAGES, max_completion_tokens=2)
+        assert bytes(sent_prompt(decode.requests[0].sequence)) == b"system: be brief\nuser: hi\nassistant:"
+        assert (reply.choices[0].message.role, reply.choices[0].finish_reason) == ("assistant", "length")
+
+
+async def test_chat_stream_begins_each_choice_with_its_role() -> None:
+    async with http_cluster(*pair()) as http:
+        stream = await http.client.chat.completions.create(
+            model="fake", messages=MESSAGES, n=2, max_tokens=3, stream=True
+        )
+        chunks = [chunk async for chunk in stream]
+        for index in (0, 1):
+            mine = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+            assert [choice.delta.role for choice in mine] == ["assistant"] + [None] * (len(mine) - 1)
+            assert mine[-1].finish_reason == "length"
+        assert all(chunk.usage is None for chunk in chunks)
+
+
+async def test_completion_of_several_prompts_numbers_choices_by_prompt_and_sample() -> None:
+    prompts = [prompt_of(5), prompt_of(9)]
+    async with http_cluster(*pair()) as http:
+        reply = await http.client.completions.create(
+            model="fake", prompt=prompts, n=2, max_tokens=4, **extra(return_token_ids=True, kvrelay={"report": True})
+        )
+        found = {choice.index: (choice.model_extra or {})["token_ids"] for choice in reply.choices}
+        assert found == {
+            2 * position + sample: answer(prompt, 4, sample)
+            for position, prompt in enumerate(prompts)
+            for sample in (0, 1)
+        }
+        assert reply.usage is not None
+        assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (14, 16)
+        assert len((reply.model_extra or {})["kvrelay"]["requests"]) == 2
+        assert (await http.cluster.until_idle()).num_completed == 2
+
+
+async def test_report_tells_plan_timings_and_transfer() -> None:
+    async with http_cluster(*pair()) as http:
+        raw = await http.client.completions.with_raw_response.create(
+            model="fake", prompt="hi", max_tokens=2, seed=7, **extra(kvrelay={"report": True})
+        )
+        (told,) = (raw.parse().model_extra or {})["kvrelay"]["requests"]
+        assert told["request_id"] == raw.headers["x-request-id"]
+        assert (told["plans"][0]["kind"], told["plans"][0]["decode_worker_id"]) == ("remote", "d0")
+        assert (told["timings"]["prefill_s"], told["transfer"]["kv_bytes"], told["seed"]) == (0.25, 100, 7)
+
+
+def test_sync_client_streams_and_lists_models() -> None:
+    def use(url: str) -> tuple[list[str], int]:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key=API_KEY, max_retries=0) as client:
+            models = [model.id for model in client.models.list()]
+            assert client.models.retrieve("fake").id == "fake"
+            stream = client.completions.create(model="fake", prompt="hi", max_tokens=5, stream=True)
+            return models, sum(len(chunk.choices) for chunk in stream)
+
+    async def run() -> None:
+        async with http_cluster(*pair()) as http:
+            models, num_choices = await asyncio.to_thread(use, http.url)
+            assert models == ["fake"]
+            assert num_choices >= 1
+
+    asyncio.run(run())
