@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from reporting.wording import duration, number, scaled
 
-_MAX_DETAILED_DECADES = 2.2
+_STEPS = ((0.9, (1, 1.5, 2, 3, 5, 7)), (2.2, (1, 2, 5)))
+"""Up to so many decades, ticks at these multiples of powers of ten."""
 
 
 class Unit(enum.Enum):
@@ -87,13 +88,13 @@ class Axis:
     def ticks(self, values: npt.NDArray[np.float64]) -> dict[str, Any]:
         """Return where a logarithmic axis over these values has ticks; nothing for a linear one.
 
-        At 1, 2 and 5 times powers of ten, or at these alone where the values span many.
+        At powers of ten, and the closer together the values are at the more of their multiples.
         """
         positive = values[values > 0]
         if self.scale is Scale.LINEAR or not positive.size:
             return {}
         low, high = math.log10(positive.min()), math.log10(positive.max())
-        steps = (1, 2, 5) if high - low <= _MAX_DETAILED_DECADES else (1,)
+        steps = next((steps for decades, steps in _STEPS if high - low <= decades), (1,))
         places = [step * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for step in steps]
         return {"tickvals": places, "ticktext": [self.unit.text(place) for place in places], "ticksuffix": ""}
 

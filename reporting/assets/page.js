@@ -7,6 +7,7 @@
   const config = {
     responsive: true,
     displaylogo: false,
+    displayModeBar: "hover",
     showSendToCloud: false, // on by default: would upload the figure's data
     plotlyServerURL: "",
     modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
