@@ -29,9 +29,8 @@ from rich.table import Table
 from benchmarks.clusters import running_cluster
 from common.config import RouterConfig, ServingConfig
 from common.timing import LinkModel, TimingModel
-from common.timing_wire import timing_from_proto
+from experiment.worker_facts import WorkerFacts, ask_worker
 from kvrelay.client import AsyncClient, Token
-from router.worker_client import WorkerClient
 from simulator.cluster import run
 from simulator.records import Arrival, ClusterShape, NetworkShape, SimSettings
 from simulator.timing import FittedTimes
@@ -52,15 +51,6 @@ class Times:
     ttft_s: float
     itl_s: float | None
     """Mean; None with a single token."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Worker:
-    """What a worker says of itself."""
-
-    timing: TimingModel
-    num_blocks: int
-    block_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,12 +105,12 @@ def main() -> None:
 
 async def _measure(
     address: str, trace: Trace, load: float, num_rounds: int, console: Console
-) -> tuple[list[list[Times]], dict[str, Worker], Trace]:
+) -> tuple[list[list[Times]], dict[str, WorkerFacts], Trace]:
     """Return the rounds' times, the workers at the end, and the trace at the speed that was chosen."""
     async with AsyncClient(address, timeout_s=300) as client:
         addresses = {view.role: view.address for view in (await client.status()).workers}
         await _replay(client, trace.first(30).faster(0.5), number=0)
-        before = await _ask(addresses["prefill"])
+        before = await ask_worker(addresses["prefill"])
         speed = load * trace.duration_s / sum(_prefill_s(before.timing, request) for request in trace.requests)
         trace = trace.faster(speed)
         console.print(f"speed {speed:.2f}: {len(trace.requests)} requests in {trace.duration_s:.0f} s")
@@ -128,7 +118,7 @@ async def _measure(
         for number in range(1, num_rounds + 1):
             rounds.append(await _replay(client, trace, number=number))
             console.print(f"round {number}: median TTFT {_median(t.ttft_s for t in rounds[-1]) * 1000:.0f} ms")
-        return rounds, {role: await _ask(at) for role, at in addresses.items()}, trace
+        return rounds, {role: await ask_worker(at) for role, at in addresses.items()}, trace
 
 
 def _prefill_s(timing: TimingModel, request: TraceRequest) -> float:
@@ -158,25 +148,10 @@ async def _serve(client: AsyncClient, request: TraceRequest, prompt: "array[int]
     return Times(ttft_s=stamps[0] - at_s, itl_s=(stamps[-1] - stamps[0]) / num_gaps if num_gaps else None)
 
 
-async def _ask(address: str) -> Worker:
-    """Return what a worker says of itself now."""
-    worker = WorkerClient(address)
-    try:
-        facts = await worker.describe(timeout_s=10)
-        with worker.watch() as updates:
-            update = await updates.receive()
-    finally:
-        await worker.close()
-    assert update is not None and update.HasField("timing"), f"{address} tells no timing in its first update"
-    return Worker(
-        timing=timing_from_proto(update.timing), num_blocks=facts.num_blocks, block_bytes=facts.layout.block_bytes
-    )
-
-
 # The simulator.
 
 
-def _simulate(trace: Trace, workers: dict[str, Worker], config: ServingConfig) -> list[Times]:
+def _simulate(trace: Trace, workers: dict[str, WorkerFacts], config: ServingConfig) -> list[Times]:
     """Return the same requests' times in virtual time."""
     prefill, decode = workers["prefill"], workers["decode"]
     pool = config.pools.decode

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from cluster import lifecycle
+from cluster import running
 from common.config import ServingConfig, load_config
 
 
@@ -41,9 +41,7 @@ def running_cluster(
         }
         config_path.write_text(yaml.safe_dump(raw), encoding="utf-8")
         config = load_config(config_path)
-        run_dir = Path(folder) / "run"
-        info = lifecycle.up(config, config_path=config_path, run_dir=run_dir, report=console.print)
-        try:
+        with running.running_cluster(
+            config, config_path=config_path, run_dir=Path(folder) / "run", report=console.print
+        ) as info:
             yield info.address, config
-        finally:
-            lifecycle.down(run_dir, report=console.print)

@@ -3,14 +3,14 @@
 import copy
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.config import ConfigError, ServingConfig, parse_config
 from experiment.points import Arm
-from experiment.shapes import Shape, with_baselines
+from experiment.shapes import Shape
 from experiment.spec import ExperimentError, ExperimentSpec, ExternalSpec, inline_or_file
 
 _POOLS = ("prefill", "decode")
@@ -59,43 +59,61 @@ class ArmPlans:
 def build_arms(spec: ExperimentSpec, *, path: Path, overrides: Mapping[str, Any] | None = None) -> ArmPlans:
     """Return the arms; `overrides` are keys of serving.yaml for all of them. Raises ExperimentError.
 
-    `path` is the experiment's file, which messages name.
+    An aggregated shape is a fair comparison to a disaggregated one when it has as many workers, or as many threads in
+    all. Where the file names none, one with as many workers is added. `path` is the file, which messages name.
     """
-    base, source = inline_or_file(spec.serving, key="serving", path=path)
-    shapes, added = with_baselines(spec.shapes)
-    settings = tuple(_combinations(spec.grid))
-    plans = []
-    for shape, chosen in itertools.product(shapes, settings):
-        arm = _arm(shape, chosen)
-        raw = copy.deepcopy(base)
-        raw |= {"name": spec.name[:41], "slo": spec.slo.model_dump()}
-        raw.setdefault("launcher", "local")
-        changes = {**(overrides or {}), **_shape_keys(shape), **shape.serving, **chosen, "router.port": 0}
-        for key, value in changes.items():
-            _set(raw, key, value, source=f"{path}: arm {arm.name}")
-        plans.append(ArmPlan(arm=arm, serving=_checked(raw, source=f"{source}: arm {arm.name}")))
+    builder = _Builder(spec, path, overrides or {})
+    plans = [plan for shape in spec.shapes for plan in builder.plans(shape)]
+    added = []
+    for shape in spec.shapes:
+        split = builder.plans(shape)[0].arm
+        if split.num_prefill and not any(_is_comparable(plan.arm, split) for plan in plans):
+            whole = Shape(workers=shape.num_workers, threads=shape.threads, serving=shape.serving)
+            plans += builder.plans(whole)
+            added.append(whole.title)
     plans += [_external(each) for each in spec.external]
     names = [plan.arm.name for plan in plans]
     for name in names:
         if names.count(name) > 1:
             raise ExperimentError(f"{path}:shapes: two arms are called {name}; give one of them another name")
-    return ArmPlans(plans=tuple(plans), added=added)
+    return ArmPlans(plans=tuple(plans), added=tuple(added))
 
 
-def _combinations(grid: Mapping[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
-    for values in itertools.product(*grid.values()):
-        yield dict(zip(grid, values, strict=True))
+class _Builder:
+    """Makes the arms of shapes."""
+
+    def __init__(self, spec: ExperimentSpec, path: Path, overrides: Mapping[str, Any]) -> None:
+        self._path = path
+        self._grid = tuple(dict(zip(spec.grid, each, strict=True)) for each in itertools.product(*spec.grid.values()))
+        self._base, self._source = inline_or_file(spec.serving, key="serving", path=path)
+        self._overrides = overrides
+        self._fixed = {"name": spec.name[:41], "slo": spec.slo.model_dump(), "router.port": 0}
+
+    def plans(self, shape: Shape) -> list[ArmPlan]:
+        """Return a shape's arms, one for each combination of the grid. Raises ExperimentError."""
+        return [self._plan(shape, chosen) for chosen in self._grid]
+
+    def _plan(self, shape: Shape, chosen: Mapping[str, Any]) -> ArmPlan:
+        settings = {key.rpartition(".")[2]: _text(value) for key, value in chosen.items()}
+        if len(settings) < len(chosen):
+            settings = {key: _text(value) for key, value in chosen.items()}
+        name = " ".join([shape.title, *(f"{key}={value}" for key, value in settings.items())])
+        raw = {"launcher": "local"} | copy.deepcopy(self._base)
+        keys = {**self._overrides, **_shape_keys(shape), **shape.serving, **chosen, **self._fixed}
+        for key, value in keys.items():
+            _set(raw, key, value, source=f"{self._path}: arm {name}")
+        serving = _checked(raw, source=f"{self._source}: arm {name}")
+        threads = {pool.threads for pool in (serving.pools.prefill, serving.pools.decode) if pool.count}
+        if len(threads) == 1 and "auto" not in threads:
+            settings["threads"] = _text(threads.pop())
+        arm = Arm(name=name, num_prefill=shape.num_prefill, num_decode=shape.num_decode, settings=settings)
+        return ArmPlan(arm=arm, serving=serving)
 
 
-def _arm(shape: Shape, chosen: Mapping[str, Any]) -> Arm:
-    # What has one value in all arms is not in their names.
-    settings = {key.rpartition(".")[2]: _text(value) for key, value in chosen.items()}
-    if len(settings) < len(chosen):
-        settings = {key: _text(value) for key, value in chosen.items()}
-    name = " ".join([shape.title, *(f"{key}={value}" for key, value in settings.items())])
-    if shape.threads is not None:
-        settings["threads"] = str(shape.threads)
-    return Arm(name=name, num_prefill=shape.num_prefill, num_decode=shape.num_decode, settings=settings)
+def _is_comparable(arm: Arm, split: Arm) -> bool:
+    """Whether an arm is aggregated, and as large as another one."""
+    same_threads = arm.num_threads is not None and arm.num_threads == split.num_threads
+    return not arm.num_prefill and (same_threads or arm.num_workers == split.num_workers)
 
 
 def _external(external: ExternalSpec) -> ArmPlan:

@@ -21,7 +21,7 @@ class Arm:
     """0: aggregated; every worker is a decode worker that computes its prompts itself."""
     num_decode: int
     settings: dict[str, str] = field(default_factory=dict)
-    """What else differs between arms: policy, chunk budget, transport …"""
+    """What else differs between arms: policy, chunk budget, transport …; `threads` of each worker, where it is said."""
     is_external: bool = False
     """A server that the experiment did not configure, such as another system's."""
 
@@ -29,6 +29,12 @@ class Arm:
     def num_workers(self) -> int:
         """Workers of both kinds."""
         return self.num_prefill + self.num_decode
+
+    @property
+    def num_threads(self) -> int | None:
+        """CPU threads of all workers; None: not said."""
+        threads = self.settings.get("threads", "")
+        return int(threads) * self.num_workers if threads.isdecimal() else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

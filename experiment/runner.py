@@ -5,7 +5,6 @@ the one that runs and leaves nothing behind. A cell that fails, or an arm that d
 others go on.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,7 +13,9 @@ from pathlib import Path
 from typing import Protocol
 
 from experiment.arms import ArmPlan
+from experiment.capacity import Capacity
 from experiment.points import Point, Source
+from experiment.progress import Countdown, point_line, span
 from experiment.spec import Order
 from experiment.store import Cell, Store
 
@@ -32,7 +33,7 @@ class CellFailed(Exception):
 
 
 class Bench(Protocol):
-    """Serves arms and measures them: `real.RealBench`, `simulated.SimulatedBench`, both made of (spec, path)."""
+    """Serves arms and measures them: `real.RealBench`, `simulated.SimulatedBench`."""
 
     @property
     def source(self) -> Source:
@@ -76,103 +77,78 @@ def cell_order(arms: Sequence[str], loads: Sequence[float], *, repeats: int, ord
     return tuple(cells)
 
 
-class Runner:
-    """Runs cells that are not finished yet."""
-
-    def __init__(self, *, plans: Sequence[ArmPlan], bench: Bench, store: Store, report: Report) -> None:
-        self._plans = {plan.arm.name: plan for plan in plans}
-        self._bench = bench
-        self._store = store
-        self._report = report
-        self._failures: list[Failure] = []
-
-    def run(self, cells: Sequence[Cell]) -> Outcome:
-        """Run what is missing and return the cells' points and failures. Raises KeyboardInterrupt, ExperimentError."""
-        missing = [cell for cell in cells if self._kept(cell) is None]
-        starts = [(arm, list(group)) for arm, group in groupby(missing, key=lambda cell: cell.arm)]
-        self._announce(cells, missing, num_starts=len(starts))
-        countdown = Countdown(num_cells=len(missing))
-        broken: dict[str, str] = {}
-        for arm, group in starts:
-            if arm in broken:  # it would not start the next time either
-                self._give_up(group, broken[arm])
-                continue
+def run_cells(cells: Sequence[Cell], plans: Sequence[ArmPlan], keeper: "Keeper", bench: Bench) -> Outcome:
+    """Run the cells that are missing and return the points of all. Raises KeyboardInterrupt."""
+    by_name = {plan.arm.name: plan for plan in plans}
+    missing = [cell for cell in cells if keeper.kept(cell) is None]
+    starts = [(arm, list(group)) for arm, group in groupby(missing, key=lambda cell: cell.arm)]
+    estimate = f", about {span(bench.seconds(len(missing), len(starts)))}" if missing else ""
+    earlier = f"; {len(cells) - len(missing)} are kept from earlier" if len(missing) < len(cells) else ""
+    keeper.report(f"{len(missing)} runs{estimate}{earlier}")
+    countdown = Countdown(num_cells=len(missing))
+    broken: dict[str, str] = {}
+    for arm, group in starts:
+        if arm not in broken:
             try:
-                with self._bench.serve(self._plans[arm]) as measure:
-                    for cell in group:
-                        self.measure(measure, cell, countdown)
+                with bench.serve(by_name[arm]) as measure:
+                    while group:
+                        _run_cell(group.pop(0), measure, keeper, countdown)
             except ArmFailed as error:
                 broken[arm] = str(error)
-                self._give_up([cell for cell in group if self._kept(cell) is None], str(error))
-        points = tuple(point for cell in cells if (point := self._kept(cell)) is not None)
-        return Outcome(points=points, failures=tuple(self._failures))
+        for cell in group:  # what is left of an arm that has failed, which would not start the next time either
+            countdown.step()
+            keeper.give_up(cell, broken[arm])
+    points = tuple(point for cell in cells if (point := keeper.kept(cell)) is not None)
+    return Outcome(points=points, failures=keeper.failures)
 
-    def measure(self, measure: Measure, cell: Cell, countdown: "Countdown") -> Point | None:
-        """Run a cell and keep its point, or note why there is none; an interrupted cell leaves nothing."""
-        source = self._bench.source
-        folder = self._store.begin(source, cell)
+
+def _run_cell(cell: Cell, measure: Measure, keeper: "Keeper", countdown: Countdown) -> None:
+    try:
+        point = keeper.measure(cell, measure)
+    except CellFailed as error:
+        countdown.step()
+        keeper.give_up(cell, str(error))
+    else:
+        keeper.report(f"{countdown.step()} {point_line(point)}")
+
+
+class Keeper:
+    """Keeps what comes of cells and of searches."""
+
+    def __init__(self, store: Store, source: Source, report: Report) -> None:
+        self._store = store
+        self._source = source
+        self._failures: list[Failure] = []
+        self.report = report
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """Those of now, not of earlier tries."""
+        return tuple(self._failures)
+
+    def kept(self, cell: Cell) -> Point | None:
+        """Return the point of a cell that is complete."""
+        return self._store.point(self._source, cell)
+
+    def measure(self, cell: Cell, measure: Measure) -> Point:
+        """Run a cell and keep its point; one that is interrupted leaves nothing. Raises CellFailed."""
+        folder = self._store.begin(self._source, cell)
         try:
             point = measure(cell, folder)
-        except CellFailed as error:
-            self._give_up([cell], str(error))
-            return None
-        except BaseException:
-            self._store.drop(source, cell)
+        except CellFailed:
             raise
-        self._store.keep(source, cell, point)
-        self._report(f"{countdown.step()} {_told(point)}")
+        except BaseException:
+            self._store.drop(self._source, cell)
+            raise
+        self._store.keep(self._source, cell, point)
         return point
 
-    def _kept(self, cell: Cell) -> Point | None:
-        return self._store.point(self._bench.source, cell)
+    def keep_capacity(self, capacity: Capacity) -> None:
+        """Keep what an arm can serve."""
+        self._store.keep_capacity(capacity)
 
-    def _give_up(self, cells: Sequence[Cell], reason: str) -> None:
-        for cell in cells:
-            self._failures.append(Failure(cell=cell, reason=reason))
-            self._store.keep_failure(self._bench.source, cell, reason)
-            self._report(f"{cell.name} FAILED: {reason}")
-
-    def _announce(self, cells: Sequence[Cell], missing: Sequence[Cell], *, num_starts: int) -> None:
-        kept = len(cells) - len(missing)
-        estimate_s = self._bench.seconds(len(missing), num_starts)
-        self._report(
-            f"{len(missing)} runs, about {span(estimate_s)}" + (f"; {kept} are kept from earlier" if kept else "")
-        )
-
-
-class Countdown:
-    """Tells how many runs are left, and how long they take."""
-
-    def __init__(self, *, num_cells: int, now: Callable[[], float] = time.monotonic) -> None:
-        self._num_cells = num_cells
-        self._num_done = 0
-        self._now = now
-        self._start_s = now()
-
-    def step(self) -> str:
-        """Note that a run has ended; return where one is."""
-        self._num_done += 1
-        num_left = self._num_cells - self._num_done
-        each_s = (self._now() - self._start_s) / self._num_done
-        left = f", {span(num_left * each_s)} left" if num_left > 0 else ""
-        return f"[{self._num_done}/{self._num_cells}{left}]"
-
-
-def span(seconds: float) -> str:
-    """Return a duration for people."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-def _told(point: Point) -> str:
-    everybody = point.overall
-    text = (
-        f"{point.arm.name} at {point.load:g}/s: {point.goodput_per_s:.2f} good requests/s"
-        f" ({everybody.good_share:.1%} of {everybody.num_requests})"
-    )
-    if everybody.ttft is not None:
-        text += f", p99 TTFT {everybody.ttft.p99:.2f} s"
-    if everybody.itl is not None:
-        text += f", p99 ITL {everybody.itl.p99 * 1000:.0f} ms"
-    return text + "".join(f"; {warning}" for warning in point.warnings)
+    def give_up(self, cell: Cell, reason: str) -> None:
+        """Note that there is no point, and why."""
+        self._failures.append(Failure(cell=cell, reason=reason))
+        self._store.keep_failure(self._source, cell, reason)
+        self.report(f"{cell.name} FAILED: {reason}")

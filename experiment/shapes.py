@@ -1,7 +1,6 @@
 """Pool shapes as people write them: "2P1D", "3 aggregated", or a mapping that says more."""
 
 import re
-from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -64,34 +63,6 @@ class Shape(BaseModel):
         return self.num_prefill + self.num_decode
 
     @property
-    def num_threads(self) -> int | None:
-        """CPU threads of all workers; None: not said."""
-        return None if self.threads is None else self.threads * self.num_workers
-
-    @property
     def title(self) -> str:
         """What it is called."""
         return self.name or (f"{self.prefill}P{self.decode}D" if self.num_prefill else f"{self.workers} aggregated")
-
-
-def with_baselines(shapes: Sequence[Shape]) -> tuple[tuple[Shape, ...], tuple[str, ...]]:
-    """Return the shapes with an aggregated one to compare each with, and the names of those that were added.
-
-    An aggregated shape is a fair comparison when it has as many workers, or as many threads in all. Where none is
-    named, one with as many workers is added.
-    """
-    complete = list(shapes)
-    added = []
-    for shape in shapes:
-        if shape.num_prefill and not any(_is_baseline(each, shape) for each in complete):
-            baseline = Shape(workers=shape.num_workers, threads=shape.threads, serving=shape.serving)
-            complete.append(baseline)
-            added.append(baseline.title)
-    return tuple(complete), tuple(added)
-
-
-def _is_baseline(candidate: Shape, shape: Shape) -> bool:
-    if candidate.num_prefill:
-        return False
-    same_threads = candidate.num_threads is not None and candidate.num_threads == shape.num_threads
-    return same_threads or candidate.num_workers == shape.num_workers

@@ -99,6 +99,8 @@ class ExperimentSpec(_Section):
     """Measured time of a cell."""
     warm_up_s: Annotated[float, Field(ge=0)] = 5.0
     """Load before that, under which nothing counts; and as much, thrown away, after each start of a cluster."""
+    drain_s: PositiveFloat = 30.0
+    """How long answers may take after the last session has begun; what runs then is cancelled, and not good."""
     order: Order = Order.ALTERNATING
     seed: Annotated[int, Field(ge=0)] = 0
     slo: SloConfig = SloConfig()

@@ -22,9 +22,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from experiment.capacity import Capacity
 from experiment.points import Point, Source
 
 _POINT = TypeAdapter(Point)
+_CAPACITY = TypeAdapter(Capacity)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +42,7 @@ class Cell:
     @property
     def name(self) -> str:
         """How its folder is called: unique, and fit for a file system."""
-        return f"{slug(self.arm)}@{self.load:.6g}#{self.repeat}"
+        return f"{slug(self.arm)}@{self.load:.6g}-r{self.repeat}"
 
 
 class Store:
@@ -70,6 +72,10 @@ class Store:
             self.out.mkdir(parents=True, exist_ok=True)
             write_json(path, {**theirs, **ours})
         return changed
+
+    def keep_file(self, path: Path) -> None:
+        """Copy the experiment's file, for whoever looks at the results."""
+        shutil.copyfile(path, self.out / "experiment.yaml")
 
     def forget(self) -> None:
         """Remove earlier results from the folder, and nothing else that is in it."""
@@ -104,10 +110,20 @@ class Store:
         return _read_point(path) if path.exists() else None
 
     def points(self) -> Iterator[Point]:
-        """Yield all points, real ones first, in the order of their names."""
+        """Yield all points, real ones first, by arm, load and repeat."""
         for source in (Source.REAL, Source.SIMULATED):
-            for path in sorted(self.out.glob(f"{source.value}/*/point.json")):
-                yield _read_point(path)
+            points = map(_read_point, self.out.glob(f"{source.value}/*/point.json"))
+            yield from sorted(points, key=lambda point: (point.arm.name, point.load, point.repeat))
+
+    def keep_capacity(self, capacity: Capacity) -> None:
+        """Keep what an arm can serve."""
+        write_json(self.out / "capacity" / capacity.source.value / f"{slug(capacity.arm.name)}.json", asdict(capacity))
+
+    def capacities(self) -> Iterator[Capacity]:
+        """Yield what was found, of real arms first."""
+        for source in (Source.REAL, Source.SIMULATED):
+            for path in sorted(self.out.glob(f"capacity/{source.value}/*.json")):
+                yield _CAPACITY.validate_json(path.read_text(encoding="utf-8"))
 
     def failures(self) -> Iterator[str]:
         """Yield a line for each cell that failed."""
@@ -117,10 +133,10 @@ class Store:
 
 def slug(text: str) -> str:
     """Return a name that is fit for a file system; different names stay different."""
-    clean = re.sub(r"[^A-Za-z0-9.=+_-]+", "-", text).strip("-.")
-    if clean == text or clean == text.replace(" ", "-"):
-        return clean
-    return f"{clean}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
+    if re.fullmatch(r"[A-Za-z0-9+_=][A-Za-z0-9.=+_ -]*", text):
+        return text.replace(" ", ",")
+    clean = re.sub(r"[^A-Za-z0-9=+_]+", "-", text).strip("-")
+    return f"{clean},{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
 def write_json(path: Path, value: object) -> None:

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from common.signals import sigterm_interrupts, uninterrupted
 from kvrelay.cli.console import Progress, err, out
 from kvrelay.cli.options import DEFAULT_CONFIG, ConfigOption, LauncherOption
-from kvrelay.cli.signals import sigterm_interrupts, uninterrupted
 from kvrelay.cli.target import run_dir_of
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.signals import sigterm_interrupts, uninterrupted
 from kvrelay.cli.console import Progress, out, print_wide, write_text
 from kvrelay.cli.demo_prompts import (
     DemoPrompt,
@@ -20,7 +21,6 @@ from kvrelay.cli.demo_prompts import (
 )
 from kvrelay.cli.options import DEFAULT_CONFIG, ConfigOption, Launcher, LauncherOption
 from kvrelay.cli.render import SummaryRow, stats_lines, status_view, summary_table
-from kvrelay.cli.signals import sigterm_interrupts, uninterrupted
 from kvrelay.client import AsyncClient, Client, Token
 
 if TYPE_CHECKING:

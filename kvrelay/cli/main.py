@@ -11,6 +11,7 @@ from kvrelay.cli.cluster import down, up
 from kvrelay.cli.console import out
 from kvrelay.cli.demo import demo
 from kvrelay.cli.errors import ErrorReportingGroup
+from kvrelay.cli.experiment import experiment_app
 from kvrelay.cli.explain import explain
 from kvrelay.cli.generate import generate
 from kvrelay.cli.logs import logs
@@ -65,6 +66,7 @@ app.command(rich_help_panel=_USE)(chat)
 app.command(rich_help_panel=_USE)(demo)
 app.command(rich_help_panel=_STUDY)(simulate)
 app.add_typer(trace_app, name="trace", rich_help_panel=_STUDY)
+app.add_typer(experiment_app, name="experiment", rich_help_panel=_STUDY)
 
 
 def main() -> None:

@@ -100,6 +100,13 @@ def test_shapes_without_an_aggregated_one_of_their_size_get_one(
     assert plans.added == added
 
 
+def test_aggregated_shape_with_as_many_threads_by_the_serving_config_is_compared_with(tmp_path: Path) -> None:
+    serving = {"model": {"engine": "fake"}, "pools": {"prefill": {"threads": 1}, "decode": {"threads": 1}}}
+    plans = arms(tmp_path, serving=serving, shapes=["1P1D", {"name": "one", "workers": 1, "threads": 2}])
+    assert [plan.arm.num_threads for plan in plans.plans] == [2, 2]
+    assert plans.added == ()
+
+
 def test_grid_gives_every_combination_with_its_settings(tmp_path: Path) -> None:
     grid = {"router.policy": ["predictive", "round_robin"], "pools.max_step_tokens": [256, 512]}
     plans = arms(tmp_path, shapes=["2 aggregated"], grid=grid).plans

@@ -1,0 +1,125 @@
+"""Arms on real clusters: start one, warm it up, send the load, keep what was measured, stop it."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cluster.lifecycle import ClusterError, ClusterInfo
+from cluster.running import running_cluster
+from common.errors import KvrelayError
+from experiment.arms import ArmPlan
+from experiment.measured import to_point
+from experiment.points import Arm, Point, Source
+from experiment.runner import ArmFailed, CellFailed, Measure, Report
+from experiment.spec import ExperimentSpec
+from experiment.store import Cell, Store
+from experiment.worker_facts import WorkerFacts, ask_worker, best_known
+from experiment.workloads import Workloads
+from kvrelay.client import AsyncClient
+from loadtest.measures import summarize
+from loadtest.records import Run
+from loadtest.run import run_load
+from loadtest.spec import LoadSpec, LoadTestFailed
+from loadtest.store import RunWriter
+from loadtest.targets.interface import TargetSpec
+from loadtest.window import NothingMeasured
+from simulator.timing_file import write_timing
+from workload.sessions import Workload
+
+TIMING_FILE = "timing.json"
+_START_S = 8.0
+"""About what a cluster takes to start and stop; for the estimate only."""
+_DRAIN_S = 4.0
+"""About what the last answers take."""
+
+
+class RealBench:
+    """Measures arms by sending them load. Main thread only."""
+
+    source = Source.REAL
+
+    def __init__(self, spec: ExperimentSpec, path: Path, *, workloads: Workloads, store: Store, report: Report) -> None:
+        """`path` is the experiment's file, which messages name."""
+        self._spec = spec
+        self._path = path
+        self._workloads = workloads
+        self._store = store
+        self._report = report
+
+    def seconds(self, num_cells: int, num_starts: int) -> float:
+        """Return about how long so many cells take."""
+        each_s = self._spec.warm_up_s + self._spec.duration_s + _DRAIN_S
+        return num_cells * each_s + num_starts * (_START_S + self._spec.warm_up_s)
+
+    @contextmanager
+    def serve(self, plan: ArmPlan) -> Iterator[Measure]:
+        """Start an arm, ready to be measured; stops it at the end. Raises ArmFailed."""
+        if plan.serving is None:
+            target = TargetSpec(url=plan.url, api_key=plan.api_key)
+            self._warm_up(plan.arm, target)
+            yield self._measure_of(plan.arm, target)
+            return
+        folder = self._store.arm_folder(plan.arm.name)
+        try:
+            with running_cluster(plan.serving, config_path=self._path, run_dir=folder, report=self._report) as info:
+                target = TargetSpec(url=info.address)
+                self._warm_up(plan.arm, target)
+                yield self._measure_of(plan.arm, target)
+                self._keep_timing(info, folder)
+        except ClusterError as error:
+            raise ArmFailed(str(error)) from error
+
+    def _warm_up(self, arm: Arm, target: TargetSpec) -> None:
+        try:
+            asyncio.run(run_load(self._load(f"{arm.name}, warm-up", target, self._workloads.warm_up())))
+        except (KvrelayError, LoadTestFailed) as error:
+            raise ArmFailed(f"it does not answer: {error}") from error
+
+    def _measure_of(self, arm: Arm, target: TargetSpec) -> Measure:
+        def measure(cell: Cell, folder: Path) -> Point:
+            self._report(f"{arm.name} at {cell.load:g}/s, repeat {cell.repeat + 1}")
+            labels = {"arm": arm.name, "load": f"{cell.load:g}", "repeat": str(cell.repeat)}
+            load = self._load(cell.name, target, self._workloads.of(cell), **labels)
+            try:
+                with RunWriter(folder) as writer:
+                    run = asyncio.run(run_load(load, writer))
+                    writer.finish(run.info)
+            except (KvrelayError, LoadTestFailed) as error:
+                raise CellFailed(str(error)) from error
+            return self._point(arm, cell, run)
+
+        return measure
+
+    def _load(self, name: str, target: TargetSpec, workload: Workload, **labels: str) -> LoadSpec:
+        return LoadSpec(
+            name=name,
+            target=target,
+            workload=workload,
+            specification=self._workloads.fingerprint,
+            slo=self._spec.objectives,
+            drain_s=self._spec.drain_s,
+            labels=labels,
+        )
+
+    def _point(self, arm: Arm, cell: Cell, run: Run) -> Point:
+        try:
+            summary = summarize(run, slo=self._spec.objectives, warm_up_s=self._spec.warm_up_s)
+        except NothingMeasured as error:
+            raise CellFailed(str(error)) from error
+        return to_point(arm, cell, summary)
+
+    def _keep_timing(self, info: ClusterInfo, folder: Path) -> None:
+        """Write down how fast the workers are, for simulations of them."""
+        try:
+            facts = asyncio.run(_ask_workers(info.address))
+        except KvrelayError as error:
+            self._report(f"the workers' timing is not known: {error}")
+            return
+        write_timing(folder / TIMING_FILE, best_known(facts), kv_bytes_per_token=facts[0].kv_bytes_per_token)
+
+
+async def _ask_workers(address: str) -> list[WorkerFacts]:
+    async with AsyncClient(address) as client:
+        addresses = [view.address for view in (await client.status()).workers]
+    return [await ask_worker(each) for each in addresses]

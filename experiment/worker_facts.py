@@ -1,0 +1,56 @@
+"""What workers say of themselves: how long their work takes, as they have measured it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.timing import GUESSED_LINK, TimingModel
+from common.timing_wire import timing_from_proto
+from router.worker_client import WorkerClient
+
+_DESCRIBE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFacts:
+    """A worker's size and speed."""
+
+    timing: TimingModel
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of all layers."""
+        return self.block_bytes // self.block_size
+
+
+async def ask_worker(address: str) -> WorkerFacts:
+    """Return what the worker at HOST:PORT says of itself now. Raises KvrelayError."""
+    worker = WorkerClient(address)
+    try:
+        facts = await worker.describe(timeout_s=_DESCRIBE_TIMEOUT_S)
+        with worker.watch() as updates:
+            update = await updates.receive()
+    finally:
+        await worker.close()
+    assert update is not None and update.HasField("timing"), f"{address} tells no timing in its first update"
+    return WorkerFacts(
+        timing=timing_from_proto(update.timing),
+        num_blocks=facts.num_blocks,
+        block_size=facts.layout.block_size,
+        block_bytes=facts.layout.block_bytes,
+    )
+
+
+def best_known(workers: Sequence[WorkerFacts]) -> TimingModel:
+    """Return one timing model for equal workers, at least one: each part from whoever has measured most of it."""
+    prefill = max((worker.timing for worker in workers), key=lambda timing: timing.prefill.num_samples)
+    decode = max((worker.timing for worker in workers), key=lambda timing: timing.decode.num_samples)
+    links = [link for worker in workers if (link := worker.timing.links.get(None)) is not None]
+    return TimingModel(
+        prefill=prefill.prefill,
+        decode=decode.decode,
+        max_step_tokens=prefill.max_step_tokens,
+        links={None: max(links, key=lambda link: link.num_samples, default=GUESSED_LINK)},
+    )

@@ -1,0 +1,80 @@
+"""What an experiment's cells ask: the same of every arm, and nothing that was asked before."""
+
+import hashlib
+import itertools
+from pathlib import Path
+from typing import Any
+
+from experiment.spec import ExperimentError, ExperimentSpec, inline_or_file
+from experiment.store import Cell
+from workload.build import build_workload
+from workload.sessions import Session, Workload
+from workload.spec import WorkloadError, WorkloadSpec, parse_workload
+from workload.traces import TraceError
+
+_WARM_UP_REPEAT = -1
+_MAX_CHECKED = 20_000
+"""Sessions of a cell whose lengths are looked at beforehand; closed loops may have no end."""
+
+
+class Workloads:
+    """Builds the cells' workloads."""
+
+    def __init__(self, experiment: ExperimentSpec, *, path: Path) -> None:
+        """Check the workload of the experiment's file at `path`. Raises ExperimentError."""
+        self._experiment = experiment
+        raw, source = inline_or_file(experiment.workload, key="workload", path=path)
+        folder = Path(source).parent if isinstance(experiment.workload, Path) else path.parent
+        seconds = experiment.warm_up_s + experiment.duration_s
+        try:
+            self.spec = parse_workload(
+                {"name": experiment.name, **raw, "duration_s": seconds}, source=source, folder=folder
+            )
+        except WorkloadError as error:
+            raise ExperimentError(str(error)) from None
+        kinds = [stream.name for stream in self.spec.streams]
+        for kind in experiment.capacity.kinds:
+            if kind not in kinds:
+                raise ExperimentError(f"{path}:capacity.kinds: nobody sends {kind!r}; there are {', '.join(kinds)}")
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """The specification as JSON; results of another one do not fit."""
+        return self.spec.model_dump(mode="json")
+
+    def of(self, cell: Cell) -> Workload:
+        """Return what a cell asks: equal for all arms, with contents that no other load or repeat has.
+
+        Raises ExperimentError.
+        """
+        return self._build(cell.load, repeat=cell.repeat, spec=self.spec)
+
+    def warm_up(self) -> Workload:
+        """Return what is asked after a start and thrown away: the lowest load, for as long as the warm-up."""
+        spec = self.spec.model_copy(update={"duration_s": max(self._experiment.warm_up_s, 1e-3)})
+        return self._build(min(self._experiment.loads), repeat=_WARM_UP_REPEAT, spec=spec)
+
+    def longest_tokens(self) -> int:
+        """Return the tokens of the longest session of any cell, prompts and answers. Raises ExperimentError."""
+        experiment = self._experiment
+        load = max(experiment.loads)
+        cells = (Cell(arm="", load=load, repeat=repeat) for repeat in range(experiment.repeats))
+        streams = (stream for cell in cells for stream in self.of(cell).streams)
+        longest = (_num_tokens(each) for stream in streams for each in itertools.islice(stream.sessions, _MAX_CHECKED))
+        return max(longest, default=0)
+
+    def _build(self, load: float, *, repeat: int, spec: WorkloadSpec) -> Workload:
+        try:
+            return build_workload(spec, load=load, seed=_seed(self._experiment.seed, load, repeat))
+        except (WorkloadError, TraceError, OSError) as error:
+            raise ExperimentError(f"workload: {error}") from None
+
+
+def _num_tokens(session: Session) -> int:
+    asked = sum(segment.num_tokens for turn in session.turns for segment in turn.segments)
+    return asked + sum(turn.num_output_tokens for turn in session.turns)
+
+
+def _seed(seed: int, load: float, repeat: int) -> int:
+    text = f"{seed} {load!r} {repeat}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
