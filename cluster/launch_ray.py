@@ -99,7 +99,7 @@ class RayLauncher:
                 ready: Ready = await actor.ready.remote()
             else:
                 ready = await _restarted(actor)
-            identity = await self._identity_on_this_host(actor, ready)
+            identity = ProcessIdentity.of(ready.pid) if self._is_on_this_host(spec, ready) else None
         except (RayTaskError, RayActorError) as error:
             # Either the service's own exception, in a process that is now useless, or its process died.
             self._discard(spec.name)
@@ -150,10 +150,12 @@ class RayLauncher:
             with contextlib.suppress(RayError):
                 ray.kill(actor, no_restart=True)
 
-    async def _identity_on_this_host(self, actor: Any, ready: Ready) -> ProcessIdentity | None:
-        if self._address is not None and await actor.node_id.remote() != ray.get_runtime_context().get_node_id():
-            return None
-        return ProcessIdentity.of(ready.pid)
+    def _is_on_this_host(self, spec: ProcessSpec, ready: Ready) -> bool:
+        """Return whether a pid means something here. Workers of a Ray cluster listen on their own host's address."""
+        if self._address is None or spec.role is ProcessRole.ROUTER:
+            return True
+        here: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return ready.address.rpartition(":")[0] == here
 
 
 class _ActorProcess:

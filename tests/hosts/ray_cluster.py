@@ -1,0 +1,111 @@
+"""`ray up cluster.yaml` on test hosts: the file of this repository, with their addresses in it."""
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.hosts.network import SUBNET, Host
+
+_REPO = Path(__file__).parents[2]
+_VENV = Path(sys.prefix)
+_NOT_SENT = (".git", ".venv*", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info")
+ROUTER_PORT = 50051
+_NODES = "import json, ray; ray.init('auto', log_to_driver=False); print('NODES', json.dumps(ray.nodes()))"
+
+
+class RayCluster:
+    """A kvrelay cluster that `ray up` starts on hosts, the first of which is the head."""
+
+    def __init__(self, hosts: Sequence[Host], *, serving: dict[str, Any], folder: Path) -> None:
+        """`folder` gets everything that the client keeps: sources, token, configuration, state."""
+        self.head = hosts[0]
+        self._workers = hosts[1:]
+        self._folder = folder
+        self._config = folder / "cluster.yaml"
+        self._token = folder / "auth_token"
+        self._token.write_text(secrets.token_hex(32), encoding="utf-8")
+        self._token.chmod(0o600)
+        sources = folder / "kvrelay"
+        shutil.copytree(_REPO, sources, ignore=shutil.ignore_patterns(*_NOT_SENT))
+        (sources / "serving.yaml").write_text(yaml.safe_dump(serving), encoding="utf-8")
+        self._config.write_text(yaml.safe_dump(self._edited(sources)), encoding="utf-8")
+
+    @property
+    def address(self) -> str:
+        """Of the router, from outside."""
+        return f"{self.head.address}:{ROUTER_PORT}"
+
+    def up(self) -> float:
+        """Run `ray up` and return how long it took, seconds. Raises CalledProcessError."""
+        return self._ray("up", "--yes", "--no-config-cache", str(self._config))
+
+    def down(self) -> float:
+        """Run what the file says for the end, and return how long it took, seconds."""
+        started_s = time.monotonic()
+        self._ray("exec", str(self._config), "kvrelay down --config ~/kvrelay/serving.yaml")
+        self._ray("down", "--yes", str(self._config))
+        for host in self._workers:
+            if host.is_on:
+                host.run("~/kvrelay/.venv/bin/ray stop --grace-period 3")
+        return time.monotonic() - started_s
+
+    def live_addresses(self) -> set[str]:
+        """Return the hosts that Ray takes for alive."""
+        python = "cd ~ && RAY_AUTH_MODE=token ~/kvrelay/.venv/bin/python"
+        told = self.head.run(f'{python} -c "{_NODES}"').stdout
+        nodes = json.loads(next(line for line in told.splitlines() if line.startswith("NODES"))[len("NODES") :])
+        return {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
+
+    def leftovers(self, host: Host) -> str:
+        """Return the processes of a host that belong to Ray or to kvrelay, a line each."""
+        listed = host.run("ps -eo pid,args").stdout.splitlines()
+        ours = ("raylet", "gcs_server", "ray::", "cluster.supervisor", "kvrelay up", "monitor.py")
+        return "\n".join(line for line in listed if any(name in line for name in ours))
+
+    def _edited(self, sources: Path) -> dict[str, Any]:
+        """Return cluster.yaml as a person would edit it, but for the installation: hosts reach no registry."""
+        text = (_REPO / "cluster.yaml").read_text(encoding="utf-8").replace("192.0.2", SUBNET)
+        config: dict[str, Any] = yaml.safe_load(text)
+        config["provider"]["worker_ips"] = [host.address for host in self._workers]
+        config["auth"] = {"ssh_user": "root", "ssh_private_key": str(self.head.state / "key")}
+        config["file_mounts"] = {"~/kvrelay": str(sources), "~/.ray/auth_token": str(self._token)}
+        install, *others = config["setup_commands"]
+        assert install.startswith("cd ~/kvrelay && make install"), install
+        python, packages = Path(sys.base_prefix) / "bin" / "python3", sysconfig.get_path("purelib")
+        install = f"bash ~/kvrelay/tests/hosts/install.sh {python} {packages} {_VENV / 'bin'}"
+        config["setup_commands"] = [install, *others]
+        return config
+
+    def _ray(self, *arguments: str) -> float:
+        """Run a command of Ray's, in the way that cluster.yaml's comments tell."""
+        environment = os.environ | {
+            "RAY_UP_enable_autoscaler_v2": "0",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(self._token),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_TMPDIR": str(self._folder),
+            "TMPDIR": str(self._folder),
+        }
+        started_s = time.monotonic()
+        done = subprocess.run(
+            [str(_VENV / "bin" / "ray"), *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=180,
+            check=False,
+        )
+        assert done.returncode == 0, f"ray {' '.join(arguments)}: exit {done.returncode}\n{done.stdout}"
+        return time.monotonic() - started_s
