@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from typing import Any
 
 import grpc
@@ -10,6 +11,7 @@ from common.block_hash import hash_probe, hash_root
 from common.kv_events import KvEvents, encode_events
 from common.rpc import error_boundary
 from common.timing_wire import timing_to_proto
+from common.version import installed_version
 from engine.events import Load
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
@@ -58,6 +60,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             eos_token_ids=sorted(executor.eos_token_ids),
             tokenizer_probe=runtime.probes.tokenizer,
             template_probe=runtime.probes.template,
+            version=installed_version(),
+            unix_time_s=time.time(),
         )
 
     async def WatchWorker(  # type: ignore[override]  # noqa: D102
@@ -107,6 +111,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 uptime_s=runtime.uptime_s,
                 pid=os.getpid(),
                 epoch=runtime.epoch,
+                busy_s=runtime.timing.busy_s,
             )
         )
 

@@ -120,6 +120,8 @@ class WorkerTiming:
         self.model = self._latest()
         self.version = 0
         """Counts the models that differ noticeably from the one before."""
+        self.busy_s = 0.0
+        """How long steps have taken, all together."""
         self._told = self._predictions()
 
     @property
@@ -130,6 +132,7 @@ class WorkerTiming:
     def observe(self, samples: Iterable[StepSample]) -> None:
         """Learn from steps that have ended."""
         for sample in samples:
+            self.busy_s += sample.seconds
             if (self._prefill if sample.shape.num_prefill_tokens else self._decode).add(sample):
                 self._renew()
 

@@ -10,6 +10,7 @@ from kvrelay.cli.chat import chat
 from kvrelay.cli.cluster import down, up
 from kvrelay.cli.console import out
 from kvrelay.cli.demo import demo
+from kvrelay.cli.doctor import doctor
 from kvrelay.cli.errors import ErrorReportingGroup
 from kvrelay.cli.experiment import experiment_app
 from kvrelay.cli.explain import explain
@@ -32,9 +33,9 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from common.version import installed_version
 
-        out.print(f"kvrelay {version('kvrelay')}")
+        out.print(f"kvrelay {installed_version()}")
         raise typer.Exit
 
 
@@ -60,6 +61,7 @@ app.command(rich_help_panel=_CLUSTER)(down)
 app.command(rich_help_panel=_CLUSTER)(status)
 app.command(rich_help_panel=_CLUSTER)(explain)
 app.command(rich_help_panel=_CLUSTER)(logs)
+app.command(rich_help_panel=_CLUSTER)(doctor)
 app.command("fetch-model", rich_help_panel=_CLUSTER)(fetch_model)
 app.command(rich_help_panel=_USE)(generate)
 app.command(rich_help_panel=_USE)(chat)

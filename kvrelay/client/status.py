@@ -66,6 +66,7 @@ class WorkerStatus:
     uptime_s: float
     pid: int
     epoch: int
+    busy_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

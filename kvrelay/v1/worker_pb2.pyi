@@ -274,6 +274,8 @@ class DescribeWorkerResponse(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOKENIZER_PROBE_FIELD_NUMBER: _builtins.int
     TEMPLATE_PROBE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    UNIX_TIME_S_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name, stable over restarts."""
     epoch: _builtins.int
@@ -298,6 +300,10 @@ class DescribeWorkerResponse(_message.Message):
     """Token ids of a fixed text under this worker's tokenizer, hashed: must equal the router's. Empty: it has none."""
     template_probe: _builtins.bytes
     """A fixed conversation rendered and tokenized by this worker's chat template, hashed. Empty: it has none."""
+    version: _builtins.str
+    """Version of kvrelay that it runs."""
+    unix_time_s: _builtins.float
+    """Its host's clock, seconds since 1970: for comparing clocks, nothing else."""
     @_builtins.property
     def layout(self) -> Global___KvLayout:
         """Shape of its blocks."""
@@ -323,10 +329,12 @@ class DescribeWorkerResponse(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         tokenizer_probe: _builtins.bytes = ...,
         template_probe: _builtins.bytes = ...,
+        version: _builtins.str = ...,
+        unix_time_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "hash_probe", b"hash_probe", "layout", b"layout", "max_model_len", b"max_model_len", "metrics_port", b"metrics_port", "model_name", b"model_name", "num_blocks", b"num_blocks", "pid", b"pid", "role", b"role", "template_probe", b"template_probe", "tokenizer_probe", b"tokenizer_probe", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "hash_probe", b"hash_probe", "layout", b"layout", "max_model_len", b"max_model_len", "metrics_port", b"metrics_port", "model_name", b"model_name", "num_blocks", b"num_blocks", "pid", b"pid", "role", b"role", "template_probe", b"template_probe", "tokenizer_probe", b"tokenizer_probe", "unix_time_s", b"unix_time_s", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -538,6 +546,7 @@ class WorkerStatus(_message.Message):
     UPTIME_S_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    BUSY_S_FIELD_NUMBER: _builtins.int
     num_used_blocks: _builtins.int
     """Pages referenced by sequences, reservations or leases."""
     num_cached_blocks: _builtins.int
@@ -568,6 +577,8 @@ class WorkerStatus(_message.Message):
     """Operating-system process."""
     epoch: _builtins.int
     """The worker's epoch."""
+    busy_s: _builtins.float
+    """Seconds in which its engine ran steps."""
     @_builtins.property
     def load(self) -> Global___LoadReport:
         """Load."""
@@ -591,10 +602,11 @@ class WorkerStatus(_message.Message):
         uptime_s: _builtins.float = ...,
         pid: _builtins.int = ...,
         epoch: _builtins.int = ...,
+        busy_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "load", b"load", "num_cached_blocks", b"num_cached_blocks", "num_cached_tokens", b"num_cached_tokens", "num_cancelled", b"num_cancelled", "num_computed_tokens", b"num_computed_tokens", "num_leases", b"num_leases", "num_leases_expired", b"num_leases_expired", "num_preemptions", b"num_preemptions", "num_request_tasks", b"num_request_tasks", "num_reservations", b"num_reservations", "num_used_blocks", b"num_used_blocks", "pid", b"pid", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "epoch", b"epoch", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "load", b"load", "num_cached_blocks", b"num_cached_blocks", "num_cached_tokens", b"num_cached_tokens", "num_cancelled", b"num_cancelled", "num_computed_tokens", b"num_computed_tokens", "num_leases", b"num_leases", "num_leases_expired", b"num_leases_expired", "num_preemptions", b"num_preemptions", "num_request_tasks", b"num_request_tasks", "num_reservations", b"num_reservations", "num_used_blocks", b"num_used_blocks", "pid", b"pid", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

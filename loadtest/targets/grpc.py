@@ -181,4 +181,5 @@ def _worker_sample(view: WorkerView) -> WorkerSample | None:
         num_cached_blocks=view.status.num_cached_blocks,
         num_computed_tokens=view.status.num_computed_tokens,
         num_cached_tokens=view.status.num_cached_tokens,
+        busy_s=view.status.busy_s,
     )

@@ -1,0 +1,248 @@
+"""Checks whether this host can run what serving.yaml says."""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+import psutil
+from packaging.requirements import Requirement
+
+from cluster.doctor.finding import Finding, failure, ok, warning
+from cluster.ports import dial_address, is_port_free
+from common.config import PoolConfig, ServingConfig
+from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, cache_dir, resolve_model
+
+_GIB = 1 << 30
+_LITTLE_DISK_GIB, _NO_DISK_GIB = 5.0, 0.5
+_MIN_OPEN_FILES = 4096
+_MIN_SHARED_MEMORY = 200 << 20
+"""Of /dev/shm: Ray's object store, which kvrelay keeps at its minimum, and some more."""
+_ASK_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """What the checks look at, so that tests can show them another host."""
+
+    available_bytes: int
+    free_disk: Callable[[Path], int]
+    """Free bytes of the file system that a folder is, or will be, on."""
+    max_open_files: int
+    shared_memory_bytes: int | None
+    """Free in /dev/shm; None: there is none."""
+    num_gpus: int
+    """That the driver lists."""
+    compiler: str | None
+    installed: Callable[[str], str | None]
+    """Version of a package, None when it is not installed."""
+
+
+def this_host() -> HostFacts:
+    """Return the facts of this host. Asks the GPU driver's tool; takes up to seconds."""
+    shared = Path("/dev/shm")
+    return HostFacts(
+        available_bytes=psutil.virtual_memory().available,
+        free_disk=_free_disk,
+        max_open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        shared_memory_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
+        num_gpus=_count_gpus(),
+        compiler=os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None),
+        installed=_installed,
+    )
+
+
+def check_host(config: ServingConfig, host: HostFacts, *, is_up: bool) -> Iterator[Finding]:
+    """Yield findings, one after another. `is_up`: the cluster of this configuration runs, so its ports are its own."""
+    yield ok("python", f"{sys.version.split()[0]} at {sys.executable}")
+    yield _packages(config, host)
+    yield _model(config)
+    yield _memory(config, host)
+    yield from _disks(host)
+    yield from _limits(config, host)
+    yield _gpus(config, host)
+    yield _kernels(config, host)
+    if not is_up:
+        yield from _ports(config)
+    if config.launcher == "ray":
+        yield _ray(host)
+
+
+def _packages(config: ServingConfig, host: HostFacts) -> Finding:
+    wanted = [Requirement(text) for text in requires("kvrelay") or ()]
+    extras = {"extra": "ray"} if config.launcher == "ray" else {"extra": ""}
+    needed = [each for each in wanted if each.marker is None or each.marker.evaluate(extras)]
+    if config.model.engine == "fake":
+        needed = [each for each in needed if each.name not in ("torch", "transformers")]
+    wrong = []
+    for each in needed:
+        found = host.installed(each.name)
+        if found is None:
+            wrong.append(f"{each.name} is not installed")
+        elif not each.specifier.contains(found, prereleases=True):
+            wrong.append(f"{each.name} is {found}, needed is {each.specifier}")
+    if wrong:
+        return failure("packages", "; ".join(wrong), "run `make install` in kvrelay's folder on this host")
+    return ok("packages", f"kvrelay {host.installed('kvrelay')}, {len(needed)} packages as required")
+
+
+def _model(config: ServingConfig) -> Finding:
+    model = config.model
+    if model.engine == "fake":
+        return ok("model files", "the fake engine needs none")
+    try:
+        folder = resolve_model(model.id, local_files_only=True)
+    except ModelNotFound as error:
+        if model.id == DEFAULT_MODEL_ID:
+            advice = "run `kvrelay fetch-model` (`kvrelay up` also does)"
+        else:
+            advice = "correct model.id, or put the files there; every host of the cluster needs them"
+        return failure("model files", str(error), advice)
+    missing = [name for name in _weight_files(folder) if not (folder / name).is_file()]
+    if not (folder / "tokenizer.json").is_file() and not (folder / "tokenizer.model").is_file():
+        missing.append("tokenizer.json")
+    if missing:
+        shown = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
+        return failure("model files", f"{folder} lacks {shown}", "fetch the model again: the download was cut short")
+    return ok("model files", str(folder))
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """Return the files that have to be there."""
+    from common.random_models import SEED_FILE  # brings the tokenizer library, which other commands do without
+
+    if (folder / SEED_FILE).is_file():
+        return []
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return [] if any(folder.glob("*.safetensors")) else ["model.safetensors"]
+    return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+
+
+def _memory(config: ServingConfig, host: HostFacts) -> Finding:
+    pages = sum(_page_gib(pool) for pool in (config.pools.prefill, config.pools.decode))
+    free = host.available_bytes / _GIB
+    if config.launcher == "local" and config.model.device == "cpu" and pages > free:
+        return failure(
+            "memory",
+            f"{free:.1f} GiB are free, the pools' KV pages alone take {pages:.1f} GiB",
+            "lower pools.*.kv_memory_gib or pools.*.count, or leave kv_memory_gib: auto",
+        )
+    if free < 1.0:
+        return warning("memory", f"only {free:.1f} GiB are free", "stop what else runs here, or use a smaller model")
+    return ok("memory", f"{free:.1f} GiB free")
+
+
+def _page_gib(pool: PoolConfig) -> float:
+    return 0.0 if pool.kv_memory_gib == "auto" or pool.num_blocks is not None else pool.count * pool.kv_memory_gib
+
+
+def _disks(host: HostFacts) -> Iterator[Finding]:
+    for what, folder in (("disk of the cache", cache_dir()), ("disk of temporary files", Path(tempfile.gettempdir()))):
+        free = host.free_disk(folder) / _GIB
+        advice = f"make room: {folder} takes models, compiled kernels, logs and Ray's sessions"
+        if free < _NO_DISK_GIB:
+            yield failure(what, f"{free:.1f} GiB free", advice)
+        elif free < _LITTLE_DISK_GIB:
+            yield warning(what, f"{free:.1f} GiB free", advice)
+        else:
+            yield ok(what, f"{free:.0f} GiB free")
+
+
+def _limits(config: ServingConfig, host: HostFacts) -> Iterator[Finding]:
+    if host.max_open_files < _MIN_OPEN_FILES:
+        yield warning(
+            "open files",
+            f"at most {host.max_open_files} in one process",
+            f"each client holds one open: raise it, `ulimit -n {_MIN_OPEN_FILES}` or LimitNOFILE= in the unit",
+        )
+    else:
+        yield ok("open files", f"at most {host.max_open_files} in one process")
+    if config.launcher == "ray" and (host.shared_memory_bytes or 0) < _MIN_SHARED_MEMORY:
+        yield failure(
+            "shared memory",
+            f"{(host.shared_memory_bytes or 0) >> 20} MiB free in /dev/shm",
+            "Ray's object store needs 200 MiB there: start the container with --shm-size=1g, or set launcher: local",
+        )
+
+
+def _gpus(config: ServingConfig, host: HostFacts) -> Finding:
+    pools = config.pools
+    wanted = pools.prefill.count * pools.prefill.num_gpus + pools.decode.count * pools.decode.num_gpus
+    if config.model.device == "cuda" and not host.num_gpus:
+        return failure("GPUs", "the driver lists none", "install the driver, or set model.device: cpu")
+    if config.launcher == "local" and wanted > host.num_gpus:
+        return failure(
+            "GPUs", f"{host.num_gpus} here, the pools want {wanted:g}", "lower pools.*.count or pools.*.num_gpus"
+        )
+    return ok("GPUs", f"{host.num_gpus}")
+
+
+def _kernels(config: ServingConfig, host: HostFacts) -> Finding:
+    is_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not host.num_gpus)
+    if not is_cpu or config.model.engine == "fake" or config.model.kernels == "torch":
+        return ok("compiled kernels", "not needed")
+    if host.compiler is None:
+        return warning("compiled kernels", "no C++ compiler", "install g++: without it torch computes, slower")
+    return ok("compiled kernels", f"compiler {host.compiler}")
+
+
+def _ports(config: ServingConfig) -> Iterator[Finding]:
+    router = config.router
+    for key, port in (("router.port", router.port), ("router.http_port", router.http_port)):
+        if not port:
+            continue
+        at = dial_address(router.host, port)
+        try:
+            is_free = is_port_free(router.host, port)
+        except OSError as error:
+            yield failure(key, f"{router.host} is no address of this host: {error.strerror}", "correct router.host")
+            return
+        if is_free:
+            yield ok(key, f"{at} is free")
+        else:
+            yield failure(key, f"{at} is taken by another program", f"stop it, or set {key}: 0 for a free port")
+
+
+def _ray(host: HostFacts) -> Finding:
+    mode = os.environ.get("RAY_AUTH_MODE")
+    address = os.environ.get("RAY_ADDRESS")
+    if address is None:
+        return ok("Ray", f"{host.installed('ray')}; no RAY_ADDRESS, so `kvrelay up` starts a private one")
+    if mode != "token":
+        return warning(
+            "Ray",
+            f"{host.installed('ray')}, joins {address} with RAY_AUTH_MODE={mode}",
+            "whoever reaches Ray's ports may run code: set RAY_AUTH_MODE=token on every host",
+        )
+    return ok("Ray", f"{host.installed('ray')}, joins {address} with a token")
+
+
+def _free_disk(folder: Path) -> int:
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _count_gpus() -> int:
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=_ASK_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,133 @@
+"""Checks whether a running cluster holds together, as seen from this host."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from cluster.doctor.finding import Finding, failure, ok, warning
+from common.config import ServingConfig
+from common.errors import KvrelayError, Unreachable
+from common.rpc import client_channel
+from common.version import installed_version
+from kvrelay.client import AsyncClient, ClusterStatus, WorkerView
+from kvrelay.v1 import worker_pb2, worker_pb2_grpc
+
+_TIMEOUT_S = 5.0
+_MAX_SKEW_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Peer:
+    """A worker that was asked directly."""
+
+    view: WorkerView
+    described: worker_pb2.DescribeWorkerResponse | None
+    error: str
+    round_trip_s: float
+    skew_s: float
+    """Its clock less ours, less half the round trip."""
+
+
+async def check_service(address: str, config: ServingConfig | None, *, api_key: str | None = None) -> list[Finding]:
+    """Return findings about the cluster behind a router. Without a configuration pools' sizes are not compared."""
+    try:
+        async with AsyncClient(address, timeout_s=_TIMEOUT_S, api_key=api_key) as client:
+            started_s = time.monotonic()
+            status = await client.status()
+            answered = ok("router", f"{address} answers in {_ms(time.monotonic() - started_s)}")
+    except Unreachable as error:
+        advice = "start it with `kvrelay up`; on another host, open its port in the firewall, and router.host: 0.0.0.0"
+        return [failure("router", error.message, advice)]
+    except KvrelayError as error:
+        return [failure("router", f"{address}: {error.message}", "see `kvrelay logs router`")]
+    advice = "see docs/operations.md, “When something is wrong”"
+    alarms = [warning("routing", alarm, advice) for alarm in status.router.alarms]
+    pools = [] if config is None else _pools(status, config)
+    peers = await asyncio.gather(*(_ask(view) for view in status.workers))
+    return [answered, *alarms, *pools, *(_worker(peer) for peer in peers), *_agreement(peers)]
+
+
+def _pools(status: ClusterStatus, config: ServingConfig) -> list[Finding]:
+    findings = []
+    for role, pool in (("prefill", config.pools.prefill), ("decode", config.pools.decode)):
+        num_ready = sum(view.role == role and view.state == "ready" for view in status.workers)
+        text = f"{num_ready} of {pool.count} workers ready"
+        if num_ready >= pool.count:
+            findings.append(ok(f"{role} pool", text))
+        elif num_ready or role == "prefill":
+            findings.append(warning(f"{role} pool", text, f"see `kvrelay logs {role}-0` and the workers below"))
+        else:
+            findings.append(failure(f"{role} pool", text, "nothing can be answered: see `kvrelay logs decode-0`"))
+    return findings
+
+
+async def _ask(view: WorkerView) -> _Peer:
+    """Ask a worker who it is, from this host."""
+    started_s = time.monotonic()
+    described, error, skew_s = None, "", 0.0
+    channel = client_channel(view.address)
+    try:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        described = await stub.DescribeWorker(worker_pb2.DescribeWorkerRequest(), timeout=_TIMEOUT_S)
+        round_trip_s = time.monotonic() - started_s
+        skew_s = described.unix_time_s - time.time() + round_trip_s / 2
+    except grpc.aio.AioRpcError as failed:
+        round_trip_s = time.monotonic() - started_s
+        error = f"{failed.code().name.lower()}: {failed.details()}"
+    finally:
+        await channel.close()
+    return _Peer(view=view, described=described, error=error, round_trip_s=round_trip_s, skew_s=skew_s)
+
+
+def _worker(peer: _Peer) -> Finding:
+    view, described = peer.view, peer.described
+    name = view.worker_id
+    if described is None:
+        return failure(
+            name,
+            f"{view.address} cannot be reached from this host ({peer.error}); the router says: {view.state}",
+            f"open port {view.address.rpartition(':')[2]} of that host to all others: workers pull KV from each other",
+        )
+    if view.state != "ready":
+        return failure(name, f"{view.address} is {view.state}", f"see `kvrelay logs {name}`")
+    ours = installed_version()
+    if described.version != ours:
+        return failure(
+            name,
+            f"{view.address} runs kvrelay {described.version or 'of an unknown version'}; this host has {ours}",
+            "install the same version on every host and restart that worker",
+        )
+    if abs(peer.skew_s) > _MAX_SKEW_S:
+        return warning(
+            name,
+            f"the clock of {view.address} is {abs(peer.skew_s):.1f} s {'ahead' if peer.skew_s > 0 else 'behind'}",
+            "keep time by NTP on every host: logs and traces cannot be put in order",
+        )
+    return ok(name, f"{view.address} answers in {_ms(peer.round_trip_s)}, kvrelay {described.version}")
+
+
+def _agreement(peers: Sequence[_Peer]) -> list[Finding]:
+    """Return whether all workers serve the same weights in blocks of the same shape."""
+    layouts = {peer.view.worker_id: peer.described.layout for peer in peers if peer.described is not None}
+    prints = Counter(f"{layout.fingerprint}/{layout.block_size}/{layout.dtype}" for layout in layouts.values())
+    if len(prints) <= 1:
+        return [ok("agreement", f"{len(layouts)} workers have the same weights and blocks")] if layouts else []
+    (usual, _), *_rest = prints.most_common()
+    odd = [
+        name for name, layout in layouts.items() if f"{layout.fingerprint}/{layout.block_size}/{layout.dtype}" != usual
+    ]
+    return [
+        failure(
+            "agreement",
+            f"{', '.join(odd)}: other weights, dtype or block size than the others",
+            "put the same model files on every host, and restart those workers",
+        )
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms"

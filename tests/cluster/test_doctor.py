@@ -1,0 +1,226 @@
+"""`kvrelay doctor`: a healthy host and cluster pass, and each sick one is named with what to do."""
+
+import dataclasses
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from cluster.doctor.finding import Finding, Verdict
+from cluster.doctor.host import HostFacts, check_host
+from cluster.doctor.service import check_service
+from common.config import ServingConfig, parse_config
+from common.model_files import CACHE_ENV, RANDOM_PREFIX, resolve_model
+from common.version import installed_version
+from kvrelay.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+GIB = 1 << 30
+ADD_ROUTER = inference_pb2_grpc.add_InferenceServiceServicer_to_server
+
+
+def config(**sections: Any) -> ServingConfig:
+    quiet = {"port": 0, "http_port": None}
+    return parse_config(
+        {"launcher": "local", "model": {"engine": "fake"}, **sections, "router": quiet | sections.get("router", {})},
+        source="test",
+    )
+
+
+def host(**changes: Any) -> HostFacts:
+    facts = HostFacts(
+        available_bytes=16 * GIB,
+        free_disk=lambda _folder: 100 * GIB,
+        max_open_files=65536,
+        shared_memory_bytes=8 * GIB,
+        num_gpus=0,
+        compiler="/usr/bin/c++",
+        installed=lambda name: {"protobuf": "99.0"}.get(name, "99.0"),
+    )
+    return dataclasses.replace(facts, **changes)
+
+
+def bad(findings: Iterator[Finding] | list[Finding]) -> dict[str, Finding]:
+    return {finding.subject: finding for finding in findings if finding.verdict is not Verdict.OK}
+
+
+def test_healthy_host_has_only_good_findings() -> None:
+    assert bad(check_host(config(), host(), is_up=False)) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "subject", "verdict", "advice"),
+    [
+        ({"available_bytes": GIB // 2}, "memory", Verdict.WARNING, "smaller model"),
+        ({"free_disk": lambda _folder: 1000}, "disk of the cache", Verdict.FAILURE, "make room"),
+        ({"max_open_files": 256}, "open files", Verdict.WARNING, "ulimit"),
+        ({"installed": lambda _name: None}, "packages", Verdict.FAILURE, "make install"),
+        ({"installed": lambda _name: "0.0.1"}, "packages", Verdict.FAILURE, "make install"),
+    ],
+)
+def test_sick_host_is_told_what_to_do(changes: dict[str, Any], subject: str, verdict: Verdict, advice: str) -> None:
+    found = bad(check_host(config(), host(**changes), is_up=False))
+
+    assert found[subject].verdict is verdict
+    assert advice in found[subject].advice
+
+
+def test_pools_that_do_not_fit_the_memory_are_a_failure() -> None:
+    pools = {"prefill": {"kv_memory_gib": 10.0}, "decode": {"kv_memory_gib": 10.0}}
+
+    found = bad(check_host(config(model={"engine": "fake", "device": "cpu"}, pools=pools), host(), is_up=False))
+
+    assert "20.0 GiB" in found["memory"].detail
+
+
+def test_cuda_without_a_gpu_is_a_failure() -> None:
+    found = bad(check_host(config(model={"engine": "fake", "device": "cuda"}), host(), is_up=False))
+
+    assert found["GPUs"].verdict is Verdict.FAILURE
+
+
+def test_missing_compiler_is_a_warning_where_kernels_would_be_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_ENV, str(tmp_path))
+    real = config(model={"id": f"{RANDOM_PREFIX}tiny", "device": "cpu"})
+
+    assert bad(check_host(real, host(compiler=None), is_up=False))["compiled kernels"].verdict is Verdict.WARNING
+
+
+def test_missing_model_and_missing_weights_are_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE_ENV, str(tmp_path))
+    fetched = bad(check_host(config(model={}), host(), is_up=False))["model files"]
+    assert "kvrelay fetch-model" in fetched.advice
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_text("{}", encoding="utf-8")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    (folder / "model-1.safetensors").touch()
+    cut_short = bad(check_host(config(model={"id": str(folder)}), host(), is_up=False))["model files"]
+    assert "model-2.safetensors" in cut_short.detail
+    assert "model-1" not in cut_short.detail
+
+    (folder / "model-2.safetensors").touch()
+    assert "model files" not in bad(check_host(config(model={"id": str(folder)}), host(), is_up=False))
+
+
+def test_taken_port_is_a_failure_unless_the_cluster_itself_holds_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        serving = config(router={"port": taken.getsockname()[1]})
+
+        assert "taken" in bad(check_host(serving, host(), is_up=False))["router.port"].detail
+        assert bad(check_host(serving, host(), is_up=True)) == {}
+
+
+class Worker(worker_pb2_grpc.WorkerServiceServicer):
+    """Says who it is."""
+
+    def __init__(self, *, version: str, fingerprint: str, clock_s: float) -> None:
+        self._version, self._fingerprint, self._clock_s = version, fingerprint, clock_s
+
+    async def DescribeWorker(self, request: Any, context: Any) -> worker_pb2.DescribeWorkerResponse:
+        return worker_pb2.DescribeWorkerResponse(
+            layout=worker_pb2.KvLayout(fingerprint=self._fingerprint, block_size=16),
+            version=self._version,
+            unix_time_s=time.time() + self._clock_s,
+        )
+
+
+class Router(inference_pb2_grpc.InferenceServiceServicer):
+    """Says who its workers are."""
+
+    def __init__(self, workers: dict[str, str]) -> None:
+        self._workers = workers
+
+    async def GetClusterStatus(self, request: Any, context: Any) -> inference_pb2.GetClusterStatusResponse:
+        role = {"p": worker_pb2.WORKER_ROLE_PREFILL, "d": worker_pb2.WORKER_ROLE_DECODE}
+        views = [
+            inference_pb2.WorkerView(worker_id=name, address=address, state="ready", role=role[name[0]])
+            for name, address in self._workers.items()
+        ]
+        return inference_pb2.GetClusterStatusResponse(router=inference_pb2.RouterStatus(), workers=views)
+
+
+@asynccontextmanager
+async def serving(add: Any, servicer: Any) -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    add(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+async def checked(*, version: str | None = None, fingerprint: str = "f", clock_s: float = 0.0) -> dict[str, Finding]:
+    """Return what is wrong with 1P1D whose decode worker is as told."""
+    ours = installed_version()
+    add = worker_pb2_grpc.add_WorkerServiceServicer_to_server
+    decode_worker = Worker(version=version or ours, fingerprint=fingerprint, clock_s=clock_s)  # type: ignore[abstract]
+    async with (
+        serving(add, Worker(version=ours, fingerprint="f", clock_s=0.0)) as prefill,  # type: ignore[abstract]
+        serving(add, decode_worker) as decode,
+        serving(
+            inference_pb2_grpc.add_InferenceServiceServicer_to_server,
+            Router({"prefill-0": prefill, "decode-0": decode}),
+        ) as address,
+    ):
+        return bad(await check_service(address, config()))
+
+
+async def test_healthy_cluster_has_only_good_findings() -> None:
+    assert await checked() == {}
+
+
+async def test_worker_of_another_version_is_a_failure() -> None:
+    found = await checked(version="0.0.9")
+
+    assert found.keys() == {"decode-0"}
+    assert "0.0.9" in found["decode-0"].detail
+    assert "same version" in found["decode-0"].advice
+
+
+async def test_workers_with_other_weights_are_named() -> None:
+    assert "same model files" in (await checked(fingerprint="g"))["agreement"].advice
+
+
+async def test_clock_that_is_off_is_a_warning() -> None:
+    assert "ahead" in (await checked(clock_s=30.0))["decode-0"].detail
+    assert "behind" in (await checked(clock_s=-30.0))["decode-0"].detail
+
+
+async def test_closed_port_of_a_worker_is_a_failure_that_names_the_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    router = Router({"decode-0": f"127.0.0.1:{port}"})  # type: ignore[abstract]
+    async with serving(ADD_ROUTER, router) as address:
+        found = bad(await check_service(address, config()))
+
+    assert found["decode-0"].verdict is Verdict.FAILURE
+    assert f"open port {port}" in found["decode-0"].advice
+    assert found["prefill pool"].verdict is Verdict.WARNING, "decode workers can compute prompts themselves"
+
+
+async def test_absent_router_is_one_failure() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+
+    (finding,) = await check_service(f"127.0.0.1:{port}", config())
+    assert "kvrelay up" in finding.advice
+
+
+def test_random_model_counts_as_present(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE_ENV, str(tmp_path))
+    resolve_model(f"{RANDOM_PREFIX}tiny", local_files_only=True)
+
+    assert "model files" not in bad(check_host(config(model={"id": f"{RANDOM_PREFIX}tiny"}), host(), is_up=False))
