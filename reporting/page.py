@@ -9,6 +9,7 @@ import base64
 import enum
 import gzip
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,6 +25,8 @@ from plotly.io.json import to_json_plotly
 from reporting.theme import Ink, template
 
 _ASSETS = Path(__file__).parent / "assets"
+_FIGURE_HEIGHT = 380
+_ENTRY_PX, _LETTER_PX, _ROW_PX = 50, 7, 19  # of a legend's entries, about
 
 
 class Tone(enum.StrEnum):
@@ -39,6 +42,9 @@ class Width(enum.StrEnum):
 
     FULL = "full"
     HALF = "half"
+
+
+_LEGEND_PX = {Width.FULL: 950, Width.HALF: 420}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,9 +169,18 @@ def _panel(panel: Panel, figures: list[str]) -> Mapping[str, Any]:
     if isinstance(panel.content, go.Figure):
         spec = panel.content.to_plotly_json()
         spec["layout"].pop("template", None)  # the page's own, once, by the reader's mode
-        shown |= {"kind": "figure", "figure": len(figures), "height": spec["layout"].get("height", 380)}
+        height = spec["layout"].get("height", _FIGURE_HEIGHT) + _legend_room(spec, panel.width)
+        spec["layout"]["height"] = height
+        shown |= {"kind": "figure", "figure": len(figures), "height": height}
         figures.append(_script_json(spec))
     return shown
+
+
+def _legend_room(spec: Mapping[str, Any], width: Width) -> int:
+    """Return the height, in pixels, of a legend's rows but the first, so that many names do not flatten the plot."""
+    names = [trace.get("name") or "" for trace in spec["data"] if trace.get("showlegend", True)]
+    num_rows = math.ceil(sum(_ENTRY_PX + _LETTER_PX * len(name) for name in names) / _LEGEND_PX[width])
+    return _ROW_PX * max(0, num_rows - 1)
 
 
 def _script_json(value: Any) -> str:

@@ -57,8 +57,8 @@ def dash_of(index: int) -> str:
 
 
 def symbol_of(index: int) -> str:
-    """Return the mark of the `index`-th series."""
-    return SYMBOLS[index % len(SYMBOLS)]
+    """Return the mark of the `index`-th series: never twice in the same colour."""
+    return SYMBOLS[(index + index // len(PALETTE)) % len(SYMBOLS)]
 
 
 def translucent(color: str, alpha: float) -> str:

@@ -1,24 +1,21 @@
-"""The plots of a comparison, as SVG. Needs matplotlib, the `report` extra."""
+"""The plots of a comparison."""
 
-import io
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from plotly.subplots import make_subplots
 
+from reporting.axes import Axis, Scale, Unit
+from reporting.figures import Curve, Frame, Limit, Sample, compact, ecdf_figure, line_figure, new_figure, plain
+from reporting.theme import colors_of, dash_of, symbol_of
 from simulator.records import RequestResult
 from simulator.replay import CellResult
 
-_COLORS = mpl.colormaps["tab20"].colors  # type: ignore[attr-defined]
-_MARKERS = "os^Dv<>Phd"
-_CURVE_POINTS = 200
 _LOAD_BINS = 60
+_SPEED = Axis(title="speed of the trace", unit=Unit.PLAIN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +37,15 @@ class Outcome:
     def speed(self) -> float:
         """Of the cell."""
         return self.result.cell.speed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    """How a policy is drawn, everywhere alike."""
+
+    color: str
+    dash: str
+    symbol: str
 
 
 def outcome(result: CellResult, requests: Iterable[RequestResult]) -> Outcome:
@@ -64,101 +70,136 @@ def outcome(result: CellResult, requests: Iterable[RequestResult]) -> Outcome:
     )
 
 
-def goodput_by_speed(outcomes: Sequence[Outcome]) -> str:
-    """Return the share and the rate of good requests against the trace's speed."""
-    figure = Figure(figsize=(12, 4.2))
-    share, rate = figure.subplots(1, 2)
-    for policy, cells, style in _by_policy(outcomes):
-        speeds = [cell.speed for cell in cells]
-        share.plot(speeds, [100 * cell.result.summary.good_share for cell in cells], label=policy, **style)
-        rate.plot(speeds, [cell.result.summary.goodput_per_s for cell in cells], label=policy, **style)
-    share.set(xlabel="speed", ylabel="good requests, % of all", ylim=(0, 101))
-    rate.set(xlabel="speed", ylabel="goodput, requests/s", ylim=(0, None))
-    return _svg(figure, share, rate)
+def good_share_by_speed(outcomes: Sequence[Outcome]) -> Any:
+    """Return the share of good requests against the trace's speed."""
+    figure = line_figure(
+        _by_speed(outcomes, lambda cell: cell.result.summary.good_share),
+        Frame(x=_SPEED, y=Axis(title="good requests of all", unit=Unit.SHARE)),
+    )
+    figure.update_yaxes(range=[0, 1.01])
+    return figure
 
 
-def latency_curves(outcomes: Sequence[Outcome], *, slo_ttft_s: float, slo_itl_s: float) -> str:
-    """Return the distributions of TTFT and of mean gaps, for cells of one speed; answered requests only."""
-    figure = Figure(figsize=(12, 4.2))
-    ttft, itl = figure.subplots(1, 2)
-    for policy, cells, style in _by_policy(outcomes):
-        line = style | {"marker": ""}
-        for axes, values in ((ttft, cells[0].ttft_s), (itl, 1000 * cells[0].itl_s)):
-            if values.size:
-                shares = np.linspace(0, 100, _CURVE_POINTS)
-                axes.plot(np.percentile(values, shares), shares, label=policy, **line)
-    ttft.axvline(slo_ttft_s, color="gray", linestyle=":")
-    itl.axvline(1000 * slo_itl_s, color="gray", linestyle=":")
-    ttft.set(xscale="log", xlabel="TTFT, s", ylabel="% of answered requests", ylim=(0, 101))
-    itl.set(xscale="log", xlabel="mean gap between tokens, ms", ylim=(0, 101))
-    for axes in (ttft, itl):
-        axes.xaxis.set_major_formatter(FuncFormatter(_plain))
-    itl.xaxis.set_minor_formatter(FuncFormatter(_plain))  # gaps often span less than a decade
-    return _svg(figure, ttft, itl)
+def goodput_by_speed(outcomes: Sequence[Outcome]) -> Any:
+    """Return the rate of good requests against the trace's speed."""
+    axis = Axis(title="goodput, requests", unit=Unit.RATE, starts_at_zero=True)
+    return line_figure(_by_speed(outcomes, lambda cell: cell.result.summary.goodput_per_s), Frame(x=_SPEED, y=axis))
 
 
-def hits_and_balance(outcomes: Sequence[Outcome]) -> str:
+def ttft_curves(outcomes: Sequence[Outcome], slo_s: float) -> Any:
+    """Return the distributions of TTFT, for cells of one speed; answered requests only."""
+    return _curves([(cell.policy, cell.ttft_s) for cell in outcomes], "TTFT", slo_s)
+
+
+def itl_curves(outcomes: Sequence[Outcome], slo_s: float) -> Any:
+    """Return the distributions of mean gaps, for cells of one speed; answered requests only."""
+    return _curves([(cell.policy, cell.itl_s) for cell in outcomes], "mean gap between tokens", slo_s)
+
+
+def hits_and_balance(outcomes: Sequence[Outcome]) -> Any:
     """Return hit rate against hot spot, a point per cell, larger at higher speeds."""
-    figure = Figure(figsize=(7.5, 4.5))
-    axes = figure.subplots()
+    frame = Frame(
+        x=Axis(title="hot spot: workers × largest share of computed tokens"),
+        y=Axis(title="token hit", unit=Unit.SHARE),
+        height=420,
+    )
+    figure = new_figure(frame)
     speeds = sorted({cell.speed for cell in outcomes})
-    for policy, cells, style in _by_policy(outcomes):
-        axes.scatter(
-            [cell.result.summary.hot_spot for cell in cells],
-            [100 * cell.result.summary.token_hit for cell in cells],
-            s=[25 + 25 * speeds.index(cell.speed) for cell in cells],
-            color=style["color"],
-            marker=style["marker"],
-            alpha=0.8,
-            label=policy,
+    for policy, cells, look in _by_policy(outcomes):
+        figure.add_scatter(
+            x=compact([cell.result.summary.hot_spot for cell in cells]),
+            y=compact([cell.result.summary.token_hit for cell in cells]),
+            mode="markers",
+            name=plain(policy),
+            showlegend=True,
+            marker={
+                "color": look.color,
+                "symbol": look.symbol,
+                "size": [9 + 4 * speeds.index(cell.speed) for cell in cells],
+                "opacity": 0.85,
+            },
+            text=[f"speed {cell.speed:g}" for cell in cells],
+            hovertemplate=f"<b>{plain(policy)}</b>, %{{text}}<br>hot spot %{{x:.2f}}, hit %{{y:.1%}}<extra></extra>",
         )
-    axes.set(xlabel="hot spot (workers × largest share of computed tokens)", ylabel="token hit, %")
-    axes.set_xlim(left=min(0.98, axes.get_xlim()[0]))
-    return _svg(figure, axes)
+    return figure
 
 
-def load_over_time(outcomes: Sequence[Outcome]) -> str:
+def load_over_time(outcomes: Sequence[Outcome]) -> Any:
     """Return, for cells of one speed, how many tokens to compute each worker was sent, a small plot per policy."""
     num_columns = min(3, len(outcomes))
     num_rows = -(-len(outcomes) // num_columns)
-    figure = Figure(figsize=(12, 2.2 * num_rows + 0.6))
-    grid = figure.subplots(num_rows, num_columns, squeeze=False, sharex=True, sharey=True)
-    for axes, cell in zip(grid.flat, outcomes, strict=False):
-        for index, (worker, tokens) in enumerate(cell.load.items()):
-            axes.plot(np.arange(len(tokens)), tokens / 1000, color=_COLORS[index % 20], linewidth=0.9, label=worker)
-        axes.set_title(cell.policy, fontsize=9)
-    for axes in grid.flat[len(outcomes) :]:
-        axes.set_visible(False)
-    figure.supxlabel(f"time, 1/{_LOAD_BINS} of the trace", fontsize=9)
-    figure.supylabel("tokens to compute, thousands", fontsize=9)
-    return _svg(figure)
+    figure = make_subplots(
+        rows=num_rows,
+        cols=num_columns,
+        shared_xaxes=True,
+        shared_yaxes=True,
+        subplot_titles=[plain(cell.policy) for cell in outcomes],
+        horizontal_spacing=0.03,
+        vertical_spacing=min(0.12, 0.3 / num_rows),
+    )
+    colors = colors_of(worker for cell in outcomes for worker in sorted(cell.load))
+    drawn: set[str] = set()
+    for index, cell in enumerate(outcomes):
+        for worker, tokens in cell.load.items():
+            figure.add_scatter(
+                x=compact(np.arange(len(tokens)) / _LOAD_BINS),
+                y=compact(tokens),
+                name=plain(worker),
+                legendgroup=worker,
+                showlegend=worker not in drawn,
+                mode="lines",
+                line={"color": colors[worker], "width": 1.2},
+                hovertemplate=f"{plain(worker)}: %{{y:,.0f}} tokens<extra>{plain(cell.policy)}</extra>",
+                row=index // num_columns + 1,
+                col=index % num_columns + 1,
+            )
+            drawn.add(worker)
+    figure.update_layout(template=None, height=130 + 170 * num_rows)
+    figure.update_xaxes(tickformat=".0%")
+    figure.update_yaxes(tickformat="~s", rangemode="tozero")
+    figure.update_annotations(font_size=12)
+    return figure
 
 
-def _plain(value: float, _position: int | None) -> str:
-    return f"{value:g}"
+def _by_speed(outcomes: Sequence[Outcome], of: Callable[[Outcome], float]) -> list[Curve]:
+    return [
+        Curve(
+            name=policy,
+            x=[cell.speed for cell in cells],
+            y=[of(cell) for cell in cells],
+            color=look.color,
+            dash=look.dash,
+            symbol=look.symbol,
+        )
+        for policy, cells, look in _by_policy(outcomes)
+    ]
 
 
-def _by_policy(outcomes: Sequence[Outcome]) -> Iterable[tuple[str, list[Outcome], dict[str, Any]]]:
+def _curves(values: Sequence[tuple[str, np.ndarray]], title: str, slo_s: float) -> Any:
+    looks = _looks(policy for policy, _ in values)
+    return ecdf_figure(
+        [
+            Sample(name=policy, values=times, color=looks[policy].color, dash=looks[policy].dash)
+            for policy, times in values
+        ],
+        Frame(
+            x=Axis(title=title, unit=Unit.SECONDS, scale=Scale.LOG),
+            x_limits=(Limit(value=slo_s, text=f"objective {Unit.SECONDS.text(slo_s)}"),),
+        ),
+    )
+
+
+def _by_policy(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, list[Outcome], _Look]]:
     groups: dict[str, list[Outcome]] = defaultdict(list)
     for cell in outcomes:
         groups[cell.policy].append(cell)
-    for index, (policy, cells) in enumerate(groups.items()):
-        color, marker = _COLORS[(2 * index) % 20 + (index >= 10)], _MARKERS[index % len(_MARKERS)]
-        yield (
-            policy,
-            sorted(cells, key=lambda cell: cell.speed),
-            {"color": color, "marker": marker, "markersize": 4, "linewidth": 1.3},
-        )
+    looks = _looks(groups)
+    for policy, cells in groups.items():
+        yield policy, sorted(cells, key=lambda cell: cell.speed), looks[policy]
 
 
-def _svg(figure: Figure, *axes: Axes) -> str:
-    """Return the drawing; the last axes get a legend at their side. Equal figures give equal text."""
-    for each in axes:
-        each.grid(alpha=0.3)
-    if axes:
-        axes[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
-    buffer = io.StringIO()
-    with mpl.rc_context({"svg.hashsalt": "kvrelay", "svg.fonttype": "none"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None}, bbox_inches="tight")
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]
+def _looks(policies: Iterable[str]) -> dict[str, _Look]:
+    return {
+        policy: _Look(color=color, dash=dash_of(index), symbol=symbol_of(index))
+        for index, (policy, color) in enumerate(colors_of(policies).items())
+    }

@@ -1,60 +1,97 @@
 """One page about a comparison: a table and plots in a file of its own."""
 
-import html
-import importlib.util
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from string import Template
 
 from rich.console import Console
 
+from reporting.page import Listing, Page, Panel, Section, Width, write_page
+from simulator import plots
 from simulator.comparison import Comparison
 from simulator.replay import CellResult, read_requests
 from simulator.tables import comparison_table
 
-_PAGE = Template("""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>$title</title><style>
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 80em; padding: 0 1em; color: #222 }
-pre { font-size: 12px; overflow-x: auto } h2 { margin-top: 1.6em } svg { max-width: 100%; height: auto }
-</style></head><body><h1>$title</h1>
-$body
-</body></html>
-""")
 _TABLE_WIDTH = 200
 
 
 def write_report(comparison: Comparison, results: Sequence[CellResult]) -> Path:
-    """Write `table.txt` and `report.html` to the comparison's folder and return the page. Raises OSError.
-
-    Without matplotlib the page says how to get plots.
-    """
+    """Write `table.txt` and `report.html` to the comparison's folder and return the page. Raises OSError."""
     table = _table_text(results)
     (comparison.out / "table.txt").write_text(table, encoding="utf-8")
-    parts = [f"<pre>{html.escape(_settings_text(comparison))}</pre>", f"<pre>{html.escape(table)}</pre>"]
-    if importlib.util.find_spec("matplotlib") is None:
-        parts.append("<p>Plots need matplotlib: <code>pip install 'kvrelay[report]'</code></p>")
-    else:
-        parts += _plots(comparison, results)
-    page = comparison.out / "report.html"
-    title = html.escape(f"Placement policies on {comparison.settings.trace.stem}")
-    page.write_text(_PAGE.substitute(title=title, body="\n".join(parts)), encoding="utf-8")
-    return page
+    overview = Section(
+        title="Overview",
+        panels=(
+            Panel(title="What was run", content=Listing(text=_settings_text(comparison))),
+            Panel(title="Results", content=Listing(text=table)),
+        ),
+    )
+    path = comparison.out / "report.html"
+    title = f"Placement policies on {comparison.settings.trace.stem}"
+    write_page(path, Page(title=title, sections=(overview, *_sections(comparison, results))))
+    return path
 
 
-def _plots(comparison: Comparison, results: Sequence[CellResult]) -> Iterator[str]:
-    from simulator import plots
-
+def _sections(comparison: Comparison, results: Sequence[CellResult]) -> Iterator[Section]:
     outcomes = [plots.outcome(result, read_requests(comparison.folder(result.cell))) for result in results]
-    slo = comparison.settings.slo
-    yield "<h2>Goodput and load</h2>" + plots.goodput_by_speed(outcomes)
-    yield "<h2>Hits and balance</h2>" + plots.hits_and_balance(outcomes)
+    yield Section(
+        title="Goodput and load",
+        panels=(
+            Panel(
+                title="Good requests of all",
+                look_for="How long a policy stays near 100 % is how much load it holds.",
+                content=plots.good_share_by_speed(outcomes),
+                width=Width.HALF,
+            ),
+            Panel(
+                title="Goodput",
+                look_for="A curve that bends down serves fewer people the more ask.",
+                content=plots.goodput_by_speed(outcomes),
+                width=Width.HALF,
+            ),
+        ),
+    )
+    yield Section(
+        title="Hits and balance",
+        panels=(
+            Panel(
+                title="Token hit against hot spot",
+                look_for="Up and to the left is best: much is found, and no worker computes more than its share.",
+                content=plots.hits_and_balance(outcomes),
+                note="A point for each policy and speed; larger at higher speeds.",
+            ),
+        ),
+    )
     for speed, group in groupby(outcomes, key=lambda outcome: outcome.speed):
-        cells = list(group)
-        yield f"<h2>Latency at speed {speed:g}</h2>" + plots.latency_curves(
-            cells, slo_ttft_s=slo.ttft_s, slo_itl_s=slo.itl_s
-        )
-        yield f"<h2>Load of each worker at speed {speed:g}</h2>" + plots.load_over_time(cells)
+        yield _speed_section(comparison, speed, list(group))
+
+
+def _speed_section(comparison: Comparison, speed: float, cells: Sequence[plots.Outcome]) -> Section:
+    slo = comparison.settings.slo
+    return Section(
+        title=f"Speed {speed:g}",
+        panels=(
+            Panel(
+                title=f"TTFT at speed {speed:g}",
+                look_for="Where a curve crosses the objective is its share of answers that began in time.",
+                content=plots.ttft_curves(cells, slo.ttft_s),
+                note="Answered requests only: who refuses much looks quick here.",
+                width=Width.HALF,
+            ),
+            Panel(
+                title=f"Mean gap between tokens at speed {speed:g}",
+                look_for="Where a curve crosses the objective is its share of answers that read fast enough.",
+                content=plots.itl_curves(cells, slo.itl_s),
+                width=Width.HALF,
+            ),
+            Panel(
+                title=f"Load of each worker at speed {speed:g}",
+                look_for="Lines that lie on each other are an even load; one that stands out is a hot spot.",
+                content=plots.load_over_time(cells),
+                note="Prompt tokens to compute that each worker was sent in each sixtieth of the trace.",
+            ),
+        ),
+    )
 
 
 def _settings_text(comparison: Comparison) -> str:

@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 import plotly.offline
 
 from reporting.figures import Curve, Frame, line_figure
-from reporting.page import Absent, Card, Listing, Page, Panel, Prose, Section, Table, render_page, write_page
+from reporting.page import Absent, Card, Listing, Page, Panel, Prose, Section, Table, Width, render_page, write_page
 
 HOSTILE = "<script>alert('&')</script>"
 VOID = {"meta", "br", "link", "img", "input", "hr"}
@@ -139,3 +139,14 @@ def test_figures_carry_no_template_of_their_own() -> None:
     scripts = check(render_page(page)).scripts
     assert "template" not in json.loads(scripts["data-0"])["layout"]
     assert set(json.loads(scripts["templates"])) == {"light", "dark"}
+
+
+def test_figure_with_many_names_is_higher() -> None:
+    def height(num_curves: int) -> int:
+        curves = [Curve(name=f"policy number {index}", x=[0, 1], y=[0, 1]) for index in range(num_curves)]
+        panel = Panel(title="p", content=line_figure(curves, Frame(height=300)), width=Width.HALF)
+        scripts = check(render_page(Page(title="t", sections=(Section(title="s", panels=(panel,)),)))).scripts
+        return int(json.loads(scripts["data-0"])["layout"]["height"])
+
+    assert height(2) == 300
+    assert 350 < height(12) < 500
