@@ -1,18 +1,19 @@
 """What somebody who reads a summary should be told before believing it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from loadtest.records import RequestRecord
-from loadtest.summary import Summary
+from loadtest.summary import KindSummary, Summary
+from reporting.wording import count
 
 _FEW_REQUESTS = 30
 _MANY_TOKENS_PER_PIECE = 1.05
 _MIN_ARRIVAL_GROWTH = 1.2
 
 
-def cautions(summary: Summary, requests: Sequence[RequestRecord]) -> tuple[str, ...]:
-    """Return the warnings of a summary, gravest first; `requests` are those that it counts."""
-    return (*summary.info.generator.warnings, *_of_load(summary), *_of_requests(summary, requests))
+def cautions(summary: Summary) -> tuple[str, ...]:
+    """Return the warnings of a summary, gravest first."""
+    info = summary.info
+    return (*info.generator.warnings, *_of_load(summary), *_of_requests(summary.overall), *info.notes)
 
 
 def _of_load(summary: Summary) -> Iterator[str]:
@@ -33,18 +34,14 @@ def _of_load(summary: Summary) -> Iterator[str]:
         )
 
 
-def _of_requests(summary: Summary, requests: Sequence[RequestRecord]) -> Iterator[str]:
-    overall = summary.overall
+def _of_requests(overall: KindSummary) -> Iterator[str]:
     if overall.num_requests < _FEW_REQUESTS:
-        yield f"only {overall.num_requests} requests were counted: intervals are rough"
+        yield f"only {count(overall.num_requests, 'request')} counted: intervals are rough"
     if overall.num_cancelled:
         yield (
-            f"{overall.num_cancelled} requests were cancelled when the run was ended; they count as failures"
-            " (--cool-down leaves the last ones out)"
+            f"{count(overall.num_cancelled, 'request')} that the load test cancelled at its end counted as not good;"
+            " --cool-down SECONDS leaves the last ones out"
         )
-    num_short = sum(r.is_complete and r.num_output_tokens < r.num_wanted_tokens for r in requests)
-    if num_short:
-        yield f"{num_short} answers ended before the length that was asked for: less work than planned"
     if overall.tokens_per_piece is not None and overall.tokens_per_piece > _MANY_TOKENS_PER_PIECE:
         yield (
             f"a piece of an answer holds {overall.tokens_per_piece:.2f} tokens in the mean: ITL is the gap between"

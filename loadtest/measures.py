@@ -41,7 +41,7 @@ def summarize(run: Run, *, slo: Slo, warm_up_s: float | None = None, cool_down_s
         failures=_failures(requests),
         steadiness=steadiness(run.requests, start_s=window.start_s, end_s=window.end_s),
     )
-    return dataclasses.replace(summary, warnings=cautions(summary, requests))
+    return dataclasses.replace(summary, warnings=cautions(summary))
 
 
 def _kinds(requests: Sequence[RequestRecord], slo: Slo, window: Window) -> tuple[KindSummary, ...]:
