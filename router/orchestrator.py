@@ -48,6 +48,7 @@ from router.placement.decisions import Decision
 from router.placement.feasibility import Shed
 from router.placement.search import Search, Sought
 from router.record import Job, RequestRecord
+from router.traffic import TrafficRecordings
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ class Orchestrator:
         self._census = TaskCensus()
         self._num_calls = 0
         self.totals = Totals()
+        self.recordings = TrafficRecordings(clock)
 
     @property
     def num_request_tasks(self) -> int:
@@ -152,8 +154,9 @@ class Orchestrator:
         record = RequestRecord(job, life, self._clock, deadline_s)
         accepted = inference_pb2.Accepted(request_id=job.request_id, num_prompt_tokens=len(job.prompt_token_ids))
         record.outbox.put(inference_pb2.GenerateResponse(accepted=accepted))
-        async with self._census.owned(self._run(record, ticket)):
-            yield record.outbox
+        with self.recordings.following(record, ticket.account.tenant.name):
+            async with self._census.owned(self._run(record, ticket)):
+                yield record.outbox
 
     async def _run(self, record: RequestRecord, ticket: Ticket) -> None:
         error: KvrelayError | None = None

@@ -25,6 +25,7 @@ from router.front_door import FrontDoor
 from router.merge_window import MergeWindow
 from router.parts import build_router
 from router.service import InferenceService, RouterAdminService
+from router.traffic import TrafficRecordings
 from router.validation import RequestReader
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class RunningRouter:
     address: str
     """host:port."""
     fleet: Fleet
+    recordings: TrafficRecordings
     server: Server
     http: "HttpServer | None"
     metrics_server: MetricsServer | None
@@ -58,6 +60,7 @@ class RunningRouter:
 
     async def stop(self, grace_s: float) -> None:
         """Report NOT_SERVING, let running requests end for `grace_s` seconds, cancel the rest, leave the workers."""
+        self.recordings.finish()
         doors = (self.server,) if self.http is None else (self.server, self.http)
         await asyncio.gather(*(door.stop(grace_s) for door in doors))
         await self.fleet.aclose()
@@ -112,6 +115,7 @@ async def serve_router(
     router = RunningRouter(
         address=f"{host}:{server.port}",
         fleet=fleet,
+        recordings=parts.orchestrator.recordings,
         server=server,
         http=http,
         metrics_server=metrics_server,

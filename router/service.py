@@ -1,6 +1,7 @@
 """The router's gRPC services: the clients' front door and the controller's."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -94,6 +95,18 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 request_id=RequestId(request.request_id) if request.request_id else None,
             )
             return explain(decisions, policy=self._parts.config.policy, now_s=self._parts.clock.monotonic())
+
+    async def RecordTraffic(self, request: pb.RecordTrafficRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
+        async with error_boundary(context, "RecordTraffic"):
+            tenant, duration_s = self._identify(context), request.duration_s
+            if not 0 <= duration_s < math.inf:
+                raise InvalidRequest(f"{duration_s:g} is no number of seconds", field="duration_s")
+            recordings = self._parts.orchestrator.recordings
+            with recordings.open(tenant.name, duration_s=duration_s or math.inf) as recording:
+                await context.write(recording.message())
+                while (message := await recording.next()) is not None:
+                    await context.write(message)
+                await context.write(recording.message())
 
     def _router_status(self) -> pb.RouterStatus:
         totals = self._parts.orchestrator.totals

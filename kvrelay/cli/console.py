@@ -50,6 +50,10 @@ class Progress:
         self._console.print(f"{self.elapsed_s:6.1f} s  {line}", soft_wrap=True)
         self._status.update(line)
 
+    def update(self, line: str) -> None:
+        """Show `line` beside the spinner, without a report."""
+        self._status.update(line)
+
     def __enter__(self) -> Self:
         self._status.start()
         return self

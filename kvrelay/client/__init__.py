@@ -52,6 +52,7 @@ from kvrelay.client.records import (
 from kvrelay.client.requests import SamplingOptions
 from kvrelay.client.status import ClusterStatus, RouterStatus, WorkerLoad, WorkerStatus, WorkerView
 from kvrelay.client.sync_client import DEFAULT_ADDRESS, Client, GenerationStream
+from kvrelay.client.traffic import AsyncTrafficStream, RecordedRequest, TrafficStream
 
 __all__ = [
     "DEFAULT_ADDRESS",
@@ -59,6 +60,7 @@ __all__ = [
     "AccessDenied",
     "AsyncClient",
     "AsyncGenerationStream",
+    "AsyncTrafficStream",
     "Cancelled",
     "ClientGone",
     "Candidate",
@@ -85,6 +87,7 @@ __all__ = [
     "Prompt",
     "PromptLogprobs",
     "PromptTooLong",
+    "RecordedRequest",
     "RequestError",
     "RequestTimings",
     "RouterStatus",
@@ -95,6 +98,7 @@ __all__ = [
     "TokenLogprob",
     "TokenRun",
     "Tokenization",
+    "TrafficStream",
     "TransferStats",
     "Unauthenticated",
     "UnknownModel",

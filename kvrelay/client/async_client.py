@@ -22,6 +22,7 @@ from kvrelay.client.records import ChatTurn, Event, Generation, ModelInfo, Promp
 from kvrelay.client.requests import SamplingOptions, as_conversation, credentials, generate_request, tokenize_request
 from kvrelay.client.status import ClusterStatus
 from kvrelay.client.sync_client import DEFAULT_ADDRESS
+from kvrelay.client.traffic import AsyncTrafficStream
 from kvrelay.v1 import decode_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 _T = TypeVar("_T")
@@ -218,6 +219,15 @@ class AsyncClient:
         """Return why a request went where it went, or the latest decisions; newest first, at most `limit`."""
         request = inference_pb2.ExplainRequest(request_id=request_id or "", limit=limit)
         return decisions_from_proto(await self._unary(self._stub().Explain, request, timeout_s))
+
+    def record(self, *, duration_s: float | None = None) -> AsyncTrafficStream:
+        """Record what the caller's requests are like while they come: when, how long, which begin alike; no content.
+
+        Those that come after the call are recorded; with `duration_s` those that come within it, and then the stream
+        ends when the last of them has ended. It has no deadline.
+        """
+        request = inference_pb2.RecordTrafficRequest(duration_s=duration_s or 0.0)
+        return AsyncTrafficStream(self._stub().RecordTraffic(request, metadata=self._metadata), address=self.address)
 
     async def aclose(self) -> None:
         """Close the channel; running calls are cancelled."""

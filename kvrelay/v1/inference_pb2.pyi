@@ -1064,3 +1064,100 @@ class ExplainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class RecordTrafficRequest(_message.Message):
+    """What to record: requests of the caller's tenant whose prompts are read after this call came."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DURATION_S_FIELD_NUMBER: _builtins.int
+    duration_s: _builtins.float
+    """Of those, the ones that come within so many seconds; the stream ends when the last of them has ended.
+    0: until the call is closed.
+    """
+    def __init__(
+        self,
+        *,
+        duration_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_s", b"duration_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordTrafficRequest: _TypeAlias = RecordTrafficRequest  # noqa: Y015
+
+@_typing.final
+class RecordedRequest(_message.Message):
+    """One request that has ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ARRIVAL_S_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    BLOCK_KEYS_FIELD_NUMBER: _builtins.int
+    arrival_s: _builtins.float
+    """When it came, seconds since the recording began."""
+    num_prompt_tokens: _builtins.int
+    """Prompt length."""
+    num_output_tokens: _builtins.float
+    """Generated tokens, the mean over its samples."""
+    outcome: _builtins.str
+    """"completed", "cancelled", or the name of an error class."""
+    block_size: _builtins.int
+    """Tokens in a block."""
+    block_keys: _builtins.bytes
+    """A 64-bit little-endian key for each block of the prompt, the partly filled last one included: in one recording keys
+    are equal exactly when the prompts are equal from their beginnings to the ends of these blocks. They are made with a
+    secret that is drawn for each recording and never leaves the router.
+    """
+    def __init__(
+        self,
+        *,
+        arrival_s: _builtins.float = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        num_output_tokens: _builtins.float = ...,
+        outcome: _builtins.str = ...,
+        block_size: _builtins.int = ...,
+        block_keys: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_s", b"arrival_s", "block_keys", b"block_keys", "block_size", b"block_size", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "outcome", b"outcome"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordedRequest: _TypeAlias = RecordedRequest  # noqa: Y015
+
+@_typing.final
+class RecordTrafficResponse(_message.Message):
+    """The first message, when the recording has begun, and the last of a recording that ends by itself bring no request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    NUM_DROPPED_FIELD_NUMBER: _builtins.int
+    num_dropped: _builtins.int
+    """Requests left out so far, because the caller reads too slowly."""
+    @_builtins.property
+    def request(self) -> Global___RecordedRequest:
+        """The request."""
+
+    def __init__(
+        self,
+        *,
+        request: Global___RecordedRequest | None = ...,
+        num_dropped: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_dropped", b"num_dropped", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordTrafficResponse: _TypeAlias = RecordTrafficResponse  # noqa: Y015

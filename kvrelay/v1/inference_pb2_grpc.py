@@ -60,6 +60,11 @@ class InferenceServiceStub(object):
                 request_serializer=kvrelay_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_inference__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.RecordTraffic = channel.unary_stream(
+                '/kvrelay.v1.InferenceService/RecordTraffic',
+                request_serializer=kvrelay_dot_v1_dot_inference__pb2.RecordTrafficRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_inference__pb2.RecordTrafficResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer(object):
@@ -101,6 +106,13 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RecordTraffic(self, request, context):
+        """Tells what the caller's requests are like while they come: when, how long, and which begin alike; no content.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -128,6 +140,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=kvrelay_dot_v1_dot_inference__pb2.ExplainRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_inference__pb2.ExplainResponse.SerializeToString,
+            ),
+            'RecordTraffic': grpc.unary_stream_rpc_method_handler(
+                    servicer.RecordTraffic,
+                    request_deserializer=kvrelay_dot_v1_dot_inference__pb2.RecordTrafficRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_inference__pb2.RecordTrafficResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -266,6 +283,33 @@ class InferenceService(object):
             '/kvrelay.v1.InferenceService/Explain',
             kvrelay_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
             kvrelay_dot_v1_dot_inference__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecordTraffic(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvrelay.v1.InferenceService/RecordTraffic',
+            kvrelay_dot_v1_dot_inference__pb2.RecordTrafficRequest.SerializeToString,
+            kvrelay_dot_v1_dot_inference__pb2.RecordTrafficResponse.FromString,
             options,
             channel_credentials,
             insecure,

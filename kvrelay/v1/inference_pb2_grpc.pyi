@@ -43,6 +43,8 @@ class InferenceServiceStub:
     """Reports the state of the router and of every worker."""
     Explain: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainResponse]
     """Tells why requests went where they went: candidates, each term of the cost, and what came of it."""
+    RecordTraffic: _grpc.UnaryStreamMultiCallable[_inference_pb2.RecordTrafficRequest, _inference_pb2.RecordTrafficResponse]
+    """Tells what the caller's requests are like while they come: when, how long, and which begin alike; no content."""
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -59,6 +61,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Reports the state of the router and of every worker."""
     Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainResponse]  # type: ignore[assignment]
     """Tells why requests went where they went: candidates, each term of the cost, and what came of it."""
+    RecordTraffic: _aio.UnaryStreamMultiCallable[_inference_pb2.RecordTrafficRequest, _inference_pb2.RecordTrafficResponse]  # type: ignore[assignment]
+    """Tells what the caller's requests are like while they come: when, how long, and which begin alike; no content."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """The front door of a kvrelay cluster."""
@@ -102,5 +106,13 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ExplainResponse, _abc.Awaitable[_inference_pb2.ExplainResponse]]:
         """Tells why requests went where they went: candidates, each term of the cost, and what came of it."""
+
+    @_abc_1.abstractmethod
+    def RecordTraffic(
+        self,
+        request: _inference_pb2.RecordTrafficRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.RecordTrafficResponse], _abc.AsyncIterator[_inference_pb2.RecordTrafficResponse]]:
+        """Tells what the caller's requests are like while they come: when, how long, and which begin alike; no content."""
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,169 @@
+"""Recordings of a tenant's traffic: when requests came, how long they were, and which prompts begin alike.
+
+A recording holds no content and nothing that leads to any. A block's hash could be guessed by whoever guesses its
+tokens and knows the tenant's salt; so what goes out is a keyed hash of it, under a secret that is drawn for the
+recording and forgotten with it. Two recordings of one prompt have nothing in common.
+
+    RecordTraffic ──open──▶ Recording ◀──following── every request of the tenant, from its admission to its end
+          ▲                    │
+          └──── next ──────────┘  bounded: when nobody reads, what ends is counted and dropped
+
+A request is noted when it has ended, and only if the recording was already open when it came: what ran at the beginning
+would be there with its long requests and without its short ones.
+"""
+
+import asyncio
+import hashlib
+import math
+import secrets
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from common.block_hash import BlockHashes, extend_hash
+from common.clock import Clock
+from common.errors import Overloaded
+from common.lifecycle import State
+from kvrelay.v1 import inference_pb2 as pb
+from router.record import Job, RequestRecord
+
+MAX_RECORDINGS = 4
+"""Of one tenant at a time."""
+MAX_WAITING = 4096
+"""Requests that wait to be read by whoever records."""
+MAX_WAITING_BYTES = 16 << 20
+"""Of their block hashes."""
+KEY_BYTES = 8
+_KEYS_PER_TURN = 256
+"""Keys that are made in one turn of the event loop; 0.2 ms."""
+
+
+class Recording:
+    """What one caller records. Event loop only; one reader."""
+
+    def __init__(self, *, started_s: float) -> None:
+        self._started_s = started_s
+        self._cipher = hashlib.blake2b(key=secrets.token_bytes(32), digest_size=KEY_BYTES)
+        self._waiting: deque[tuple[pb.RecordedRequest, BlockHashes]] = deque()
+        self._num_waiting_bytes = 0
+        self._num_dropped = 0
+        self._num_followed = 0
+        self._is_taking = True
+        self._changed = asyncio.Event()
+
+    def finish(self) -> None:
+        """Take no more requests; the recording ends with those that it has taken."""
+        self._is_taking = False
+        self._changed.set()
+
+    def take(self, record: RequestRecord) -> bool:
+        """Return whether a request that is about to run belongs to the recording; if so `note` has to follow."""
+        is_taken = self._is_taking and record.life.received_s >= self._started_s
+        self._num_followed += is_taken
+        return is_taken
+
+    def note(self, record: RequestRecord) -> None:
+        """Note a request that was taken and has ended, unless too many wait to be read."""
+        self._num_followed -= 1
+        self._changed.set()
+        hashes = _all_hashes(record.job)
+        if len(self._waiting) >= MAX_WAITING or self._num_waiting_bytes + len(hashes.packed) > MAX_WAITING_BYTES:
+            self._num_dropped += 1
+            return
+        self._num_waiting_bytes += len(hashes.packed)
+        request = pb.RecordedRequest(
+            arrival_s=record.life.received_s - self._started_s,
+            num_prompt_tokens=len(record.job.prompt_token_ids),
+            num_output_tokens=record.ledger.num_tokens / record.job.sampling.n,
+            outcome=_outcome(record),
+            block_size=record.job.model.block_size,
+        )
+        self._waiting.append((request, hashes))
+
+    async def next(self) -> pb.RecordTrafficResponse | None:
+        """Return the next message, the last one without a request; then None."""
+        while not self._waiting:
+            if not self._is_taking and not self._num_followed:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        request, hashes = self._waiting.popleft()
+        self._num_waiting_bytes -= len(hashes.packed)
+        request.block_keys = await self._keys(hashes)
+        return self.message(request)
+
+    def message(self, request: pb.RecordedRequest | None = None) -> pb.RecordTrafficResponse:
+        """Return a message, which tells as well how many requests were dropped so far."""
+        return pb.RecordTrafficResponse(request=request, num_dropped=self._num_dropped)
+
+    async def _keys(self, hashes: BlockHashes) -> bytes:
+        keys = bytearray()
+        for position, digest in enumerate(hashes.digests()):
+            if position and position % _KEYS_PER_TURN == 0:
+                await asyncio.sleep(0)  # a long prompt holds up nobody's tokens
+            cipher = self._cipher.copy()
+            cipher.update(digest)
+            keys += cipher.digest()
+        return bytes(keys)
+
+
+class TrafficRecordings:
+    """All recordings that run. Event loop only."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._of_tenant: dict[str, list[Recording]] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Recordings that run."""
+        return sum(map(len, self._of_tenant.values()))
+
+    @contextmanager
+    def open(self, tenant: str, *, duration_s: float = math.inf) -> Iterator[Recording]:
+        """Record the tenant's requests in the block; those that come within `duration_s`. Raises Overloaded."""
+        running = self._of_tenant.setdefault(tenant, [])
+        if len(running) >= MAX_RECORDINGS:
+            raise Overloaded(f"{len(running)} recordings of this tenant run already")
+        recording = Recording(started_s=self._clock.monotonic())
+        running.append(recording)
+        timer = None if duration_s == math.inf else asyncio.get_running_loop().call_later(duration_s, recording.finish)
+        try:
+            yield recording
+        finally:
+            if timer is not None:
+                timer.cancel()
+            running.remove(recording)
+            if not running:
+                del self._of_tenant[tenant]
+
+    def finish(self) -> None:
+        """Let all recordings end with the requests that run."""
+        for recordings in self._of_tenant.values():
+            for recording in recordings:
+                recording.finish()
+
+    @contextmanager
+    def following(self, record: RequestRecord, tenant: str) -> Iterator[None]:
+        """Note how a request ends that runs in the block."""
+        recordings = [recording for recording in self._of_tenant.get(tenant, ()) if recording.take(record)]
+        try:
+            yield
+        finally:
+            for recording in recordings:
+                recording.note(record)
+
+
+def _all_hashes(job: Job) -> BlockHashes:
+    """Return the hashes of the prompt's blocks, that of the partly filled last one included."""
+    hashes = job.prompt_hashes
+    tail = job.prompt_token_ids[len(hashes) * job.model.block_size :]
+    if not tail:
+        return hashes
+    return BlockHashes(hashes.packed + extend_hash(hashes[-1] if len(hashes) else job.model.root, tail))
+
+
+def _outcome(record: RequestRecord) -> str:
+    if record.outbox.error is not None:
+        return type(record.outbox.error).__name__
+    return "completed" if record.life.state is State.FINISHED else "cancelled"
