@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from common.signals import sigterm_interrupts, uninterrupted
 from kvrelay.cli.console import Progress, err
 from kvrelay.cli.errors import CliError
 from kvrelay.cli.options import DEFAULT_CONFIG, AddressOption, ApiKeyOption, ConfigOption
-from kvrelay.cli.signals import sigterm_interrupts, uninterrupted
 from kvrelay.cli.target import find_address
 
 if TYPE_CHECKING:

@@ -175,6 +175,10 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         self.generate_requests: list[inference_pb2.GenerateRequest] = []
         self.explain_requests: list[inference_pb2.ExplainRequest] = []
         self.decisions = [remote_decision(), running_decision()]
+        self.traffic: list[inference_pb2.RecordTrafficResponse] = []
+        """What is told after the beginning of a recording, which then ends unless it goes on."""
+        self.goes_on_recording = False
+        self.record_requests: list[inference_pb2.RecordTrafficRequest] = []
         self.tokenize_requests: list[inference_pb2.TokenizeRequest] = []
         self.time_remaining_s: float | None = None
         self.authorization: str | None = None
@@ -243,6 +247,18 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         self.explain_requests.append(request)
         self._maybe_abort(context)
         return inference_pb2.ExplainResponse(decisions=self.decisions)
+
+    def RecordTraffic(
+        self, request: inference_pb2.RecordTrafficRequest, context: Any
+    ) -> Iterator[inference_pb2.RecordTrafficResponse]:
+        self.record_requests.append(request)
+        self._maybe_abort(context)
+        call_is_over = threading.Event()
+        context.add_callback(call_is_over.set)
+        yield inference_pb2.RecordTrafficResponse()
+        yield from self.traffic
+        if self.goes_on_recording:
+            call_is_over.wait(LIMIT_S)
 
     def _maybe_abort(self, context: Any) -> None:
         if self.unary_error is not None:
