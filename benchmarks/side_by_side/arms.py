@@ -1,0 +1,61 @@
+"""The servers that are put side by side."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.clusters import running_doors
+from benchmarks.peers.vllm_server import VllmServer
+
+KV_MEMORY_GIB = 1
+"""Of an arm in all."""
+MAX_STEP_TOKENS = 512
+MAX_MODEL_LEN = 8192
+NUM_THREADS = 2
+
+KVRELAY_POOLS: dict[str, dict[str, dict[str, Any]]] = {
+    "kvrelay-1p1d": {
+        "prefill": {"count": 1, "threads": 1, "kv_memory_gib": KV_MEMORY_GIB / 2, "max_step_tokens": MAX_STEP_TOKENS},
+        "decode": {"count": 1, "threads": 1, "kv_memory_gib": KV_MEMORY_GIB / 2, "max_step_tokens": MAX_STEP_TOKENS},
+    },
+    "kvrelay-aggregated": {
+        "prefill": {"count": 0},
+        "decode": {
+            "count": 1,
+            "threads": NUM_THREADS,
+            "kv_memory_gib": KV_MEMORY_GIB,
+            "max_step_tokens": MAX_STEP_TOKENS,
+        },
+    },
+}
+VLLM_STEP_TOKENS: dict[str, int | None] = {
+    "vllm-cpu": MAX_STEP_TOKENS,
+    "vllm-cpu-default-step": None,  # its own choice, 2048: fewer, longer steps
+}
+ARMS = (*KVRELAY_POOLS, *VLLM_STEP_TOKENS)
+
+
+class Arms:
+    """The servers."""
+
+    def __init__(self, peers: dict[str, VllmServer], console: Console) -> None:
+        self._peers = peers
+        self._console = console
+
+    @contextmanager
+    def serving(self, arm: str) -> Iterator[str]:
+        """Yield the URL of an arm's API."""
+        if arm in self._peers:
+            yield self._peers[arm].url
+            return
+        model = {"max_model_len": MAX_MODEL_LEN}
+        with running_doors(
+            launcher="local", console=self._console, model=model, pools=KVRELAY_POOLS[arm], router={"http_port": 0}
+        ) as doors:
+            yield doors.http_url
+
+    def idle_cpu_s(self, arm: str) -> float:
+        """Return the CPU time so far of servers that are not this arm's."""
+        return sum(server.cpu_s() for name, server in self._peers.items() if name != arm)

@@ -1,0 +1,72 @@
+"""The results: medians over repeats, for people and as JSON."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.side_by_side.measure import Cell
+from loadtest.estimates import Distribution
+from loadtest.summary import KindSummary, Summary
+
+
+def rows(measured: Mapping[Cell, Summary]) -> list[dict[str, Any]]:
+    """Return one row for each load, kind of request and arm: medians and ranges over the repeats."""
+    groups: dict[tuple[float | None, str, str], list[tuple[Summary, KindSummary]]] = {}
+    for cell, summary in measured.items():
+        for kind in summary.kinds:
+            groups.setdefault((cell.load, kind.kind, cell.arm), []).append((summary, kind))
+    return [
+        {
+            "load": load,
+            "kind": kind,
+            "arm": arm,
+            "requests": sum(found.num_requests for _, found in group),
+            "not_complete": sum(found.num_not_complete for _, found in group),
+            "good_share": _spread([found.good_share.value for _, found in group]),
+            "goodput_per_s": _spread([found.goodput_per_s.value for _, found in group]),
+            "ttft_p50_s": _spread([_percentile(found.latencies.ttft, 0.5) for _, found in group]),
+            "ttft_p99_s": _spread([_percentile(found.latencies.ttft, 0.99) for _, found in group]),
+            "itl_p50_s": _spread([_percentile(found.latencies.itl, 0.5) for _, found in group]),
+            "itl_p99_s": _spread([_percentile(found.latencies.itl, 0.99) for _, found in group]),
+            "cache_hit": _spread([found.cache.hit_share.value if found.cache else None for _, found in group]),
+        }
+        for (load, kind, arm), group in sorted(groups.items(), key=lambda item: (item[0][0] or 0.0, item[0][1]))
+    ]
+
+
+def _percentile(distribution: Distribution | None, share: float) -> float | None:
+    return None if distribution is None else distribution.at(share).value
+
+
+def _spread(values: Sequence[float | None]) -> tuple[float, float, float] | None:
+    """Return (median, least, greatest); None when nothing was measured."""
+    known = [value for value in values if value is not None]
+    return (statistics.median(known), min(known), max(known)) if known else None
+
+
+def table(found: Sequence[dict[str, Any]]) -> Table:
+    """Return the results for people."""
+    shown = Table(title="medians over the repeats (range)")
+    for name in ("load", "kind", "arm", "requests", "good", "TTFT p50 ms", "p99 ms", "ITL p50 ms", "p99 ms", "cached"):
+        shown.add_column(name)
+    for row in found:
+        failed = f" ({row['not_complete']} failed)" if row["not_complete"] else ""
+        shown.add_row(
+            "own" if row["load"] is None else f"{row['load']:g}/s",
+            row["kind"],
+            row["arm"],
+            f"{row['requests']}{failed}",
+            _cell(row["good_share"], scale=100, unit=" %"),
+            *(_cell(row[name], scale=1000) for name in ("ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s")),
+            _cell(row["cache_hit"], scale=100, unit=" %"),
+        )
+    return shown
+
+
+def _cell(spread: tuple[float, float, float] | None, *, scale: float, unit: str = "") -> str:
+    if spread is None:
+        return "–"
+    middle, low, high = (value * scale for value in spread)
+    return f"{middle:.0f}{unit} ({low:.0f}–{high:.0f})"
