@@ -10,11 +10,19 @@ import yaml
 from rich.console import Console
 
 from cluster import running
+from cluster.lifecycle import ClusterInfo
 from common.config import ServingConfig, load_config
 
 
 @contextmanager
-def running_cluster(
+def running_cluster(**settings: Any) -> Iterator[tuple[str, ServingConfig]]:
+    """Run a cluster as `running_doors` does; yields the address of its gRPC door, and its configuration."""
+    with running_doors(**settings) as (info, config):
+        yield info.address, config
+
+
+@contextmanager
+def running_doors(
     *,
     launcher: str,
     console: Console,
@@ -22,8 +30,8 @@ def running_cluster(
     pools: dict[str, dict[str, Any]] | None = None,
     router: dict[str, Any] | None = None,
     tenants: list[dict[str, Any]] | None = None,
-) -> Iterator[tuple[str, ServingConfig]]:
-    """Run a cluster on a free port; yields address and configuration, stops everything at the end.
+) -> Iterator[tuple[ClusterInfo, ServingConfig]]:
+    """Run a cluster on free ports; yields where it listens, and its configuration, stops everything at the end.
 
     1P+1D of the default model; `pools` (by name), `router` and `tenants` add to serving.yaml.
     """
@@ -44,4 +52,4 @@ def running_cluster(
         with running.running_cluster(
             config, config_path=config_path, run_dir=Path(folder) / "run", report=console.print
         ) as info:
-            yield info.address, config
+            yield info, config

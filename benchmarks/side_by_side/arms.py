@@ -51,10 +51,8 @@ class Arms:
             yield self._peers[arm].url
             return
         model = {"max_model_len": MAX_MODEL_LEN}
-        with running_doors(
-            launcher="local", console=self._console, model=model, pools=KVRELAY_POOLS[arm], router={"http_port": 0}
-        ) as doors:
-            yield doors.http_url
+        with running_doors(launcher="local", console=self._console, model=model, pools=KVRELAY_POOLS[arm]) as (info, _):
+            yield f"http://{info.http_address}/v1"
 
     def idle_cpu_s(self, arm: str) -> float:
         """Return the CPU time so far of servers that are not this arm's."""

@@ -10,6 +10,14 @@ from benchmarks.side_by_side.measure import Cell
 from loadtest.estimates import Distribution
 from loadtest.summary import KindSummary, Summary
 
+_SHOWN = {
+    "TTFT p50": "ttft_p50_s",
+    "TTFT p99": "ttft_p99_s",
+    "ITL p99": "itl_p99_s",
+    "TPOT p50": "tpot_p50_s",
+    "TPOT p99": "tpot_p99_s",
+}
+
 
 def rows(measured: Mapping[Cell, Summary]) -> list[dict[str, Any]]:
     """Return one row for each load, kind of request and arm: medians and ranges over the repeats."""
@@ -26,11 +34,15 @@ def rows(measured: Mapping[Cell, Summary]) -> list[dict[str, Any]]:
             "not_complete": sum(found.num_not_complete for _, found in group),
             "good_share": _spread([found.good_share.value for _, found in group]),
             "goodput_per_s": _spread([found.goodput_per_s.value for _, found in group]),
-            "ttft_p50_s": _spread([_percentile(found.latencies.ttft, 0.5) for _, found in group]),
-            "ttft_p99_s": _spread([_percentile(found.latencies.ttft, 0.99) for _, found in group]),
-            "itl_p50_s": _spread([_percentile(found.latencies.itl, 0.5) for _, found in group]),
-            "itl_p99_s": _spread([_percentile(found.latencies.itl, 0.99) for _, found in group]),
             "cache_hit": _spread([found.cache.hit_share.value if found.cache else None for _, found in group]),
+            "output_tokens_per_s": _spread([summary.throughput.output_tokens_per_s for summary, _ in group]),
+            **{
+                f"{measure}_p{round(share * 100)}_s": _spread(
+                    [_percentile(getattr(found.latencies, measure), share) for _, found in group]
+                )
+                for measure in ("ttft", "itl", "tpot", "e2e")
+                for share in (0.5, 0.9, 0.99)
+            },
         }
         for (load, kind, arm), group in sorted(groups.items(), key=lambda item: (item[0][0] or 0.0, item[0][1]))
     ]
@@ -46,11 +58,14 @@ def _spread(values: Sequence[float | None]) -> tuple[float, float, float] | None
     return (statistics.median(known), min(known), max(known)) if known else None
 
 
-def table(found: Sequence[dict[str, Any]]) -> Table:
+def table(found: Sequence[Mapping[str, Any]]) -> Table:
     """Return the results for people."""
-    shown = Table(title="medians over the repeats (range)")
-    for name in ("load", "kind", "arm", "requests", "good", "TTFT p50 ms", "p99 ms", "ITL p50 ms", "p99 ms", "cached"):
-        shown.add_column(name)
+    shown = Table(title="Milliseconds; medians over the repeats (range)")
+    shown.add_column("load")
+    shown.add_column("kind")
+    shown.add_column("arm", no_wrap=True)
+    for name in ("requests", "good", *_SHOWN, "cached"):
+        shown.add_column(name, justify="right")
     for row in found:
         failed = f" ({row['not_complete']} failed)" if row["not_complete"] else ""
         shown.add_row(
@@ -59,7 +74,7 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
             row["arm"],
             f"{row['requests']}{failed}",
             _cell(row["good_share"], scale=100, unit=" %"),
-            *(_cell(row[name], scale=1000) for name in ("ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s")),
+            *(_cell(row[key], scale=1000) for key in _SHOWN.values()),
             _cell(row["cache_hit"], scale=100, unit=" %"),
         )
     return shown
@@ -68,5 +83,5 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
 def _cell(spread: tuple[float, float, float] | None, *, scale: float, unit: str = "") -> str:
     if spread is None:
         return "–"
-    middle, low, high = (value * scale for value in spread)
-    return f"{middle:.0f}{unit} ({low:.0f}–{high:.0f})"
+    middle, low, high = (f"{value * scale:.0f}" for value in spread)
+    return f"{middle}{unit}" if low == high else f"{middle}{unit} ({low}–{high})"

@@ -65,6 +65,25 @@ async def test_completion_stream_brings_every_token_then_the_usage() -> None:
         await http.cluster.until_idle()
 
 
+async def test_running_usage_grows_by_the_tokens_of_each_event() -> None:
+    async with http_cluster(*pair()) as http:
+        stream = await http.client.completions.create(
+            model="fake",
+            prompt=prompt_of(10),
+            max_tokens=6,
+            stream=True,
+            stream_options={"include_usage": True, **{"continuous_usage_stats": True}},
+            **extra(return_token_ids=True),
+        )
+        num_tokens = 0
+        async for chunk in stream:
+            num_tokens += sum(len((choice.model_extra or {})["token_ids"]) for choice in chunk.choices)
+            assert chunk.usage is not None
+            assert (chunk.usage.prompt_tokens, chunk.usage.completion_tokens) == (10, num_tokens)
+            assert chunk.usage.total_tokens == 10 + num_tokens
+        assert num_tokens == 6
+
+
 async def test_chat_is_tokenized_as_the_grpc_door_does_it() -> None:
     decode = FakeWorker("d0", DECODE)
     async with http_cluster(decode) as http:
