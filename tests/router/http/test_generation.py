@@ -72,8 +72,7 @@ async def test_running_usage_grows_by_the_tokens_of_each_event() -> None:
             prompt=prompt_of(10),
             max_tokens=6,
             stream=True,
-            stream_options={"include_usage": True, **{"continuous_usage_stats": True}},
-            **extra(return_token_ids=True),
+            **extra(return_token_ids=True, stream_options={"include_usage": True, "continuous_usage_stats": True}),
         )
         num_tokens = 0
         async for chunk in stream:
