@@ -25,7 +25,7 @@ class RuntimeCollector(Collector):
         """Yield every family."""
         runtime, load = self._runtime, self._runtime.load
         labels = [runtime.worker_id, ROLE_NAMES[runtime.role]]
-        gauges = {
+        gauges: dict[str, tuple[str, float]] = {
             "kvrelay_kv_blocks_used": ("KV blocks held by sequences, reservations or leases", load.num_used_blocks),
             "kvrelay_kv_blocks_cached": ("Free KV blocks that hold reusable KV", load.num_cached_blocks),
             "kvrelay_kv_blocks": ("KV blocks in all", load.num_blocks),
@@ -34,13 +34,14 @@ class RuntimeCollector(Collector):
             "kvrelay_reservations": ("Reservations that a transfer fills", load.num_reserved),
             "kvrelay_leases": ("Handoffs expected or pinned", runtime.handoffs.num_leases),
         }
-        counters = {
+        counters: dict[str, tuple[str, float]] = {
             "kvrelay_preemptions": ("Sequences that lost their pages", load.num_preemptions),
             "kvrelay_leases_expired": ("Handoffs ended by expiry", runtime.handoffs.num_expired),
             "kvrelay_worker_requests": ("Calls served", runtime.counters.num_requests),
             "kvrelay_worker_cancels": ("Calls cancelled", runtime.counters.num_cancelled),
             "kvrelay_prompt_tokens_cached": ("Prompt tokens found in the cache", load.num_cached_tokens),
             "kvrelay_prompt_tokens_computed": ("Prompt tokens computed", load.num_computed_tokens),
+            "kvrelay_engine_busy_seconds": ("Time in engine steps", runtime.timing.busy_s),
         }
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(name, text, labels=["worker", "role"])

@@ -113,6 +113,7 @@ def worker_view(worker_id: str, role: int, *, state: str = "ready") -> inference
                 uptime_s=75.0,
                 pid=4242,
                 epoch=99,
+                busy_s=12.5,
             )
         )
     return view

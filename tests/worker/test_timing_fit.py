@@ -119,6 +119,11 @@ def test_timing_after_long_steady_decoding_still_knows_other_batches() -> None:
     assert worst_error(timing.model) < 0.15
 
 
+def test_timing_counts_the_time_in_steps_warm_up_included() -> None:
+    samples = measured(50)
+    assert learnt_from(samples).busy_s == pytest.approx(sum(sample.seconds for sample in samples))
+
+
 def test_timing_version_moves_only_with_predictions() -> None:
     timing = learnt_from(measured(4000, noise=0.01))
     version = timing.version
