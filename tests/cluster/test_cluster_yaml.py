@@ -1,17 +1,19 @@
-"""cluster.yaml passes the checks that `ray up` makes before it touches a machine."""
+"""cluster.yaml and its variants pass the checks that `ray up` makes before it touches a machine."""
 
 import ipaddress
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-_PATH = Path(__file__).parents[2] / "cluster.yaml"
+_REPO = Path(__file__).parents[2]
+_FILES = ("cluster.yaml", *sorted(f"deploy/{path.name}" for path in (_REPO / "deploy").glob("*.yaml")))
 
 
-def load() -> dict[str, Any]:
-    loaded = yaml.safe_load(_PATH.read_text(encoding="utf-8"))
+def load(file: str = "cluster.yaml") -> dict[str, Any]:
+    loaded = yaml.safe_load((_REPO / file).read_text(encoding="utf-8"))
     assert isinstance(loaded, dict)
     return loaded
 
@@ -39,15 +41,20 @@ def test_validation_refuses_an_unknown_key() -> None:
         check_with_ray({**load(), "no_such_key": 1})
 
 
-def test_cluster_yaml_names_documentation_addresses_only() -> None:
-    provider = load()["provider"]
+@pytest.mark.parametrize("file", _FILES)
+def test_file_names_documentation_addresses_only(file: str) -> None:
+    found = re.findall(r"\d+\.\d+\.\d+\.\d+", (_REPO / file).read_text(encoding="utf-8"))
 
-    for address in (provider["head_ip"], *provider["worker_ips"]):
-        assert ipaddress.ip_address(address) in ipaddress.ip_network("192.0.2.0/24")
+    for address in found:
+        assert ipaddress.ip_address(address) in ipaddress.ip_network("192.0.2.0/24") or address in (
+            "127.0.0.1",
+            "0.0.0.0",
+        )
 
 
-def test_cluster_yaml_starts_every_ray_with_token_authentication() -> None:
-    config = load()
+@pytest.mark.parametrize("file", _FILES)
+def test_file_starts_every_ray_with_token_authentication(file: str) -> None:
+    config = load(file)
     starts = [
         command
         for key in ("head_start_ray_commands", "worker_start_ray_commands")
@@ -57,3 +64,44 @@ def test_cluster_yaml_starts_every_ray_with_token_authentication() -> None:
 
     assert len(starts) == 2
     assert all("RAY_AUTH_MODE=token" in command for command in starts)
+
+
+@pytest.mark.parametrize("file", [file for file in _FILES if file.startswith("deploy/")])
+def test_autoscaler_sees_both_pools_with_labels_and_resources(file: str) -> None:
+    pytest.importorskip("ray")
+    from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
+
+    config = check_with_ray(load(file) | {"file_mounts": {}, "auth": {"ssh_user": "somebody"}})  # files of a person's
+    types = AutoscalingConfig(config, skip_content_hash=True).get_node_type_configs()
+
+    for pool in ("prefill", "decode"):
+        assert types[pool].labels["pool"] == pool
+        assert types[pool].resources["CPU"] > 0
+        assert 0 < types[pool].min_worker_nodes <= types[pool].max_worker_nodes
+    assert types["head"].resources["CPU"] == 0, "the head would get workers"
+
+
+@pytest.mark.parametrize("file", _FILES)
+def test_file_carries_sources_serving_yaml_and_token(file: str) -> None:
+    config = load(file)
+
+    assert config["file_mounts"]["~/kvrelay"] == "."
+    assert config["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
+    assert any("kvrelay up --foreground" in command for command in config["head_start_ray_commands"])
+
+
+def test_aws_hosts_are_what_aws_itself_takes() -> None:
+    botocore = pytest.importorskip("botocore")
+    from botocore import loaders, model, validate
+
+    assert botocore.__version__
+    service = model.ServiceModel(loaders.Loader().load_service_model("ec2", "service-2"))
+    shape = service.operation_model("RunInstances").input_shape
+
+    def problems(node_config: dict[str, Any]) -> str:
+        request = {**node_config, "MinCount": 1, "MaxCount": 1}
+        return str(validate.ParamValidator().validate(request, shape).generate_report())
+
+    for node_type in load("deploy/aws.yaml")["available_node_types"].values():
+        assert problems(node_type["node_config"]) == ""
+    assert "NoSuchKey" in problems({"NoSuchKey": 1})

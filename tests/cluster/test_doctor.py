@@ -172,7 +172,7 @@ async def checked(*, version: str | None = None, fingerprint: str = "f", clock_s
         serving(add, decode_worker) as decode,
         serving(
             inference_pb2_grpc.add_InferenceServiceServicer_to_server,
-            Router({"prefill-0": prefill, "decode-0": decode}),
+            Router({"prefill-0": prefill, "decode-0": decode}),  # type: ignore[abstract]
         ) as address,
     ):
         return bad(await check_service(address, config()))

@@ -26,11 +26,15 @@ _NODES = "import json, ray; ray.init('auto', log_to_driver=False); print('NODES'
 class RayCluster:
     """A kvrelay cluster that `ray up` starts on hosts, the first of which is the head."""
 
-    def __init__(self, hosts: Sequence[Host], *, serving: dict[str, Any], folder: Path) -> None:
-        """`folder` gets everything that the client keeps: sources, token, configuration, state."""
+    def __init__(
+        self, hosts: Sequence[Host], *, file: str, serving: dict[str, Any], folder: Path, pools: dict[str, list[str]]
+    ) -> None:
+        """`file`: in this repository; `folder` gets what the client keeps: sources, token, configuration, state."""
         self.head = hosts[0]
         self._workers = hosts[1:]
         self._folder = folder
+        self._file = _REPO / file
+        self._pools = pools
         self._config = folder / "cluster.yaml"
         self._token = folder / "auth_token"
         self._token.write_text(secrets.token_hex(32), encoding="utf-8")
@@ -74,9 +78,14 @@ class RayCluster:
 
     def _edited(self, sources: Path) -> dict[str, Any]:
         """Return cluster.yaml as a person would edit it, but for the installation: hosts reach no registry."""
-        text = (_REPO / "cluster.yaml").read_text(encoding="utf-8").replace("192.0.2", SUBNET)
+        text = self._file.read_text(encoding="utf-8").replace("192.0.2", SUBNET)
         config: dict[str, Any] = yaml.safe_load(text)
-        config["provider"]["worker_ips"] = [host.address for host in self._workers]
+        if config["provider"]["type"] == "local":
+            config["provider"]["worker_ips"] = [host.address for host in self._workers]
+        else:
+            config["provider"]["pools"] = self._pools
+            for pool in self._pools:
+                config["available_node_types"][pool]["resources"] = {"CPU": os.cpu_count()}
         config["auth"] = {"ssh_user": "root", "ssh_private_key": str(self.head.state / "key")}
         config["file_mounts"] = {"~/kvrelay": str(sources), "~/.ray/auth_token": str(self._token)}
         install, *others = config["setup_commands"]
@@ -89,7 +98,9 @@ class RayCluster:
     def _ray(self, *arguments: str) -> float:
         """Run a command of Ray's, in the way that cluster.yaml's comments tell."""
         environment = os.environ | {
-            "RAY_UP_enable_autoscaler_v2": "0",
+            "RAY_UP_enable_autoscaler_v2": "0" if self._file.name == "cluster.yaml" else "1",
+            "PYTHONPATH": str(_REPO),
+            "KVRELAY_CACHE": str(self._folder / "cache"),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self._token),
             "RAY_USAGE_STATS_ENABLED": "0",

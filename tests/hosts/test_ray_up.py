@@ -44,16 +44,19 @@ def machines(tmp_path: Path) -> Iterator[dict[str, Host]]:
         yield made
 
 
+@pytest.mark.parametrize("file", ["cluster.yaml", "deploy/on-premise.yaml"])
 async def test_ray_up_serves_from_pools_on_hosts_and_survives_a_power_cut(
-    machines: dict[str, Host], tmp_path: Path
+    machines: dict[str, Host], tmp_path: Path, file: str
 ) -> None:
-    cluster = RayCluster(list(machines.values()), serving=SERVING, folder=tmp_path)
+    pools = {"prefill": [machines["prefill-a"].address]}
+    pools["decode"] = [machines[name].address for name in ("decode-a", "decode-b")]
+    cluster = RayCluster(list(machines.values()), file=file, serving=SERVING, folder=tmp_path, pools=pools)
     logger.info("`ray up` took %.1f s", await asyncio.to_thread(cluster.up))
     async with AsyncClient(cluster.address, timeout_s=120) as client:
         where = await _workers_at(client, count=3)
         logger.info("workers are at %s", where)
-        assert where["prefill-0"] == machines["prefill-a"].address
-        assert {where["decode-0"], where["decode-1"]} == {machines[name].address for name in ("decode-a", "decode-b")}
+        assert where["prefill-0"] in pools["prefill"]
+        assert {where["decode-0"], where["decode-1"]} == set(pools["decode"])
 
         undisturbed = await asyncio.gather(*(_answer(client, number) for number in range(NUM_STREAMS)))
         lost = next(host for host in machines.values() if host.address == where["decode-0"])
