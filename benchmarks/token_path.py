@@ -13,8 +13,9 @@ Cases: `paced`, a step every 5 ms, where every token arrives alone; and `full`, 
 read, so that tokens wait for the client's streams and are merged. Arms: `grpc alone`, a bare server that sends the same
 messages to the same client, without anything before it (its own process is measured): the part of a router's cost that
 is gRPC's sending; `per_request`, a stream per call between router
-and worker; `shared`, one stream for all with a message per step; `direct`, where the client streams from the worker and
-the router sees a checkpoint every 64 tokens.
+and worker; `shared`, one stream for all with a message per step; `http`, the same with the clients at the OpenAI door
+(a connection for each stream, server-sent events with text); `direct`, where the client streams from the worker and the
+router sees a checkpoint every 64 tokens.
 """
 
 import argparse
@@ -29,12 +30,14 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import aiohttp
 import grpc
 import psutil
 import uvloop
 import yaml
 
-from benchmarks.token_worker import WORKER_ID
+from benchmarks.token_worker import TEXT, WORKER_ID
+from cluster.ports import free_port
 from common.process import PARENT_PID_ENV, Ready, parse_ready
 from common.rpc import client_channel, until_ready
 from kvrelay.v1 import (
@@ -68,7 +71,7 @@ class Window:
 class Streams:
     """The client: reads all streams and counts."""
 
-    def __init__(self, stub: "inference_pb2_grpc.InferenceServiceAsyncStub", *, direct: bool) -> None:
+    def __init__(self, stub: "inference_pb2_grpc.InferenceServiceAsyncStub | None", *, direct: bool) -> None:
         self._stub = stub
         self._is_direct = direct
         self._workers: dict[str, grpc.aio.Channel] = {}
@@ -93,6 +96,7 @@ class Streams:
             await channel.close()
 
     async def _read(self, seed: int) -> None:
+        assert self._stub is not None
         request = inference_pb2.GenerateRequest(
             token_ids=inference_pb2.TokenIds(ids=[seed, 1, 2, 3]), direct=self._is_direct
         )
@@ -120,6 +124,26 @@ class Streams:
             self.num_tokens += num_tokens
             self.num_messages += 1
             num_tokens = yield
+
+
+class HttpStreams(Streams):
+    """The same at the OpenAI door."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        super().__init__(None, direct=False)
+        self._session = session
+        self._url = url
+
+    async def _read(self, seed: int) -> None:
+        body = {"prompt": [seed, 1, 2, 3], "max_tokens": 1_000_000, "stream": True}
+        counting = self._count()
+        next(counting)
+        async with self._session.post(self._url, json=body) as response:
+            rest = b""
+            async for received in response.content.iter_any():
+                *events, rest = (rest + received).split(b"\n\n")
+                if num_tokens := sum(event.count(TEXT.encode()) for event in events):
+                    counting.send(num_tokens)
 
 
 async def measure(router_pid: int, streams: Streams, seconds: float) -> Window:
@@ -172,22 +196,39 @@ async def run_floor(*, itl_ms: float, repeats: int, seconds: float) -> list[Wind
 async def _measure_streams(
     address: str, pid: int, *, repeats: int, seconds: float, direct: bool = False
 ) -> list[Window]:
-    channel = client_channel(address)
-    streams = Streams(inference_pb2_grpc.InferenceServiceStub(channel), direct=direct)
+    async with client_channel(address) as channel:
+        streams = Streams(inference_pb2_grpc.InferenceServiceStub(channel), direct=direct)
+        return await _windows(streams, pid, repeats=repeats, seconds=seconds)
+
+
+async def _measure_http(port: int, pid: int, *, repeats: int, seconds: float) -> list[Window]:
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
+        streams = HttpStreams(session, f"http://127.0.0.1:{port}/v1/completions")
+        return await _windows(streams, pid, repeats=repeats, seconds=seconds)
+
+
+async def _windows(streams: Streams, pid: int, *, repeats: int, seconds: float) -> list[Window]:
     await streams.start()
     await asyncio.sleep(0.5)
     windows = [await measure(pid, streams, seconds) for _ in range(repeats)]
     await streams.stop()
-    await channel.close()
     return windows
 
 
 async def run_case(*, arm: str, itl_ms: float, repeats: int, seconds: float) -> list[Window]:
     """Run one arm of one case in fresh processes."""
     streams = "per_request" if arm == "per_request" else "shared"
+    http_port = free_port("127.0.0.1") if arm == "http" else None
     config = {
         "model": {"engine": "fake"},
-        "router": {"port": 0, "metrics_port": None, "decode_streams": streams, "max_queued": 1024},
+        "router": {
+            "port": 0,
+            "http_port": http_port,
+            "metrics_port": None,
+            "decode_streams": streams,
+            "max_queued": 1024,
+        },
     }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "serving.yaml"
@@ -204,6 +245,8 @@ async def run_case(*, arm: str, itl_ms: float, repeats: int, seconds: float) -> 
             )
             await admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=[endpoint]))
             await channel.close()
+            if http_port is not None:
+                return await _measure_http(http_port, router.pid, repeats=repeats, seconds=seconds)
             return await _measure_streams(
                 router.address, router.pid, repeats=repeats, seconds=seconds, direct=arm == "direct"
             )
@@ -226,7 +269,7 @@ async def run(args: argparse.Namespace) -> dict[str, list[Window]]:
     """Run the cases that were asked for."""
     results: dict[str, list[Window]] = {}
     for case, itl_ms in (("paced", ITL_MS), ("full", 0.0)):
-        for arm in ("grpc alone", "per_request", "shared", "direct"):
+        for arm in ("grpc alone", "per_request", "shared", "http", "direct"):
             name = f"{case}/{arm}"
             if args.only and args.only not in name:
                 continue

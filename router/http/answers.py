@@ -129,8 +129,10 @@ class StreamedAnswer:
         begin = self._text_begins.get(piece.index)
         text = piece.text
         if begin is None:
-            self._text_begins[piece.index] = f'{self._head}{{"index":{piece.index}{style.text_open}'
-            begin = f'{self._head}{{"index":{piece.index}{style.first_text_open}'
+            choice = f'{self._head}{{"index":{piece.index}'
+            begin = self._text_begins[piece.index] = choice + style.text_open
+            if style.opening:
+                begin = f"{choice}{style.opening}]{self._usage}}}\n\n{begin}"
         if prompt is not None and prompt.text is not None:
             text = prompt.text + text
         if self._is_plain and not piece.finish_reason:

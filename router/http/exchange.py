@@ -21,6 +21,8 @@ _EVENTS: Headers = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # a proxy must not gather tokens
 ]
+_MAX_DROPPED = 8
+"""Times the largest body that are read before its refusal, so that clients that send all of it first get to see it."""
 
 
 class Exchange:
@@ -61,20 +63,21 @@ class Exchange:
                 return
             chunk = message.get("body", b"")
             num_bytes += len(chunk)
-            if num_bytes > self._max_body_bytes:
-                chunks.clear()  # the rest is read and dropped: the client reads no answer before it has sent
-                if not self._body.done():
-                    self._body.set_exception(self._too_large())
-                    self._body.exception()  # seen, whether or not somebody still wants it
-            else:
+            is_over = not message.get("more_body", False)
+            if num_bytes <= self._max_body_bytes:
                 chunks.append(chunk)
-            if not message.get("more_body", False) and not self._body.done():
-                self._body.set_result(b"".join(chunks))
+                if is_over and not self._body.done():
+                    self._body.set_result(b"".join(chunks))
+                continue
+            chunks.clear()  # what is too large is read all the same: the client reads no answer before it has sent it
+            if (is_over or num_bytes > _MAX_DROPPED * self._max_body_bytes) and not self._body.done():
+                self._body.set_exception(self._too_large())
+                self._body.exception()  # seen, whether or not somebody still wants it
 
     async def body(self, *, timeout_s: float) -> bytes:
         """Return the whole body. Raises HttpError for one that is too large or does not come."""
         declared = next((value for name, value in self.headers if name == b"content-length"), b"0")
-        if int(declared) > self._max_body_bytes:
+        if int(declared) > _MAX_DROPPED * self._max_body_bytes:
             raise self._too_large()
         try:
             async with asyncio.timeout(timeout_s):

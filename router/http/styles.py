@@ -25,8 +25,8 @@ class Style(Protocol):
     """JSON of an event's choice, from its index to its text …"""
     text_close: str
     """… and behind it."""
-    first_text_open: str
-    """`text_open` in the first event of a choice."""
+    opening: str
+    """JSON of a choice, behind its index, in an event before its first text; empty: there is none."""
     prompt_ids_with_choice: bool
     """Whether the prompt's ids are told by each choice, not by the answer."""
 
@@ -42,8 +42,9 @@ class CompletionStyle:
 
     id_prefix = "cmpl-"
     object_name = chunk_name = "text_completion"
-    text_open = first_text_open = ',"text":'
+    text_open = ',"text":'
     text_close = ""
+    opening = ""
     prompt_ids_with_choice = True
 
     def __init__(self, texts: TokenTexts) -> None:
@@ -92,8 +93,8 @@ class ChatStyle:
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
     text_open = ',"delta":{"content":'
-    first_text_open = ',"delta":{"role":"assistant","content":'
     text_close = "}"
+    opening = ',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
     prompt_ids_with_choice = False
 
     def __init__(self, texts: TokenTexts) -> None:

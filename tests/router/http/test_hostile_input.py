@@ -1,0 +1,155 @@
+"""Whatever comes in is answered with one clear refusal, and the router lives."""
+
+import asyncio
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from router.http.protocol import MAX_HEAD_BYTES
+from tests.router.fakes import DECODE, PREFILL, TIMEOUT_S, FakeWorker, config_with, prompt_of
+from tests.router.http.clients import fetch, http_cluster
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def pair() -> tuple[FakeWorker, FakeWorker]:
+    return FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+
+
+BODIES = {
+    "nothing": b"",
+    "no JSON": b"hello",
+    "cut off": b'{"prompt": "a',
+    "a list": b"[1]",
+    "null": b"null",
+    "not UTF-8": b'{"prompt": "\xff"}',
+    "a lone surrogate": b'{"prompt": "\\ud800"}',
+    "NaN": b'{"prompt": "a", "temperature": NaN}',
+    "infinity": b'{"prompt": "a", "temperature": 1e999}',
+    "a huge number": b'{"prompt": "a", "max_tokens": 1' + b"0" * 4000 + b"}",
+    "a number of too many digits": b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}",
+    "deep lists": b'{"prompt": ' + b"[" * 100_000,
+    "deep closed lists": b'{"prompt": ' + b"[" * 150 + b"]" * 150 + b"}",
+    "deep objects": b'{"metadata": ' * 1000,
+    "a true count": b'{"prompt": "a", "n": true}',
+    "a text for a number": b'{"prompt": "a", "temperature": "1"}',
+    "a huge token id": b'{"prompt": [99999999999999999999]}',
+    "a negative token id": b'{"prompt": [-1]}',
+    "a broken token id": b'{"prompt": [1.5]}',
+    "an object for a prompt": b'{"prompt": {}}',
+    "an object in the prompt": b'{"prompt": [{}]}',
+    "an empty prompt of tokens": b'{"prompt": [[]]}',
+    "an unknown field of many characters": b'{"prompt": "a", "' + b"x" * 10_000 + b'": 1}',
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_malformed_body_is_a_bad_request_and_leaves_nothing(name: str) -> None:
+    async with http_cluster(*pair()) as http:
+        for path in (COMPLETIONS, CHAT):
+            status, headers, body = await fetch(http.port, "POST", path, BODIES[name])
+            assert (status, headers["content-type"]) == (400, "application/json"), body
+            assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+            assert len(body) < 1000
+        await http.cluster.until_idle()
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+_FIELDS = st.sampled_from(
+    [
+        *("prompt", "messages", "n", "stop", "logprobs", "top_logprobs", "stream", "stream_options"),
+        *("logit_bias", "seed", "kvrelay", "max_tokens"),
+    ]
+)
+
+
+def test_any_json_is_answered_and_leaves_nothing() -> None:
+    async def run(bodies: list[dict[str, object]]) -> None:
+        async with http_cluster(*pair()) as http:
+            for body in bodies:
+                for path in (COMPLETIONS, CHAT):
+                    status, _headers, _answer = await fetch(http.port, "POST", path, json.dumps(body).encode())
+                    assert status in (200, 400), (path, body, _answer)
+            await http.cluster.until_idle()
+
+    @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @given(st.lists(st.dictionaries(_FIELDS, _JSON, max_size=4), min_size=40, max_size=40))
+    def check(bodies: list[dict[str, object]]) -> None:
+        asyncio.run(run(bodies))
+
+    check()
+
+
+async def test_body_that_is_too_large_is_refused() -> None:
+    size = (1 << 20) + 1
+    async with http_cluster(*pair(), config=config_with(http_port=0, max_message_mib=1)) as http:
+        status, _headers, body = await fetch(http.port, "POST", COMPLETIONS, b"x" * size)
+        assert (status, json.loads(body)["error"]["code"]) == (413, "request_too_large")
+        await http.cluster.until_idle()
+
+
+@pytest.mark.parametrize(
+    "start",
+    [b"content-length: 1000000000\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n900000\r\n" + b"x" * 0x900000],
+)
+async def test_body_that_is_much_too_large_is_refused_while_it_comes(start: bytes) -> None:
+    async with http_cluster(*pair(), config=config_with(http_port=0, max_message_mib=1)) as http:
+        reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + start)
+        async with asyncio.timeout(TIMEOUT_S):
+            assert (await reader.readline()).split()[1] == b"413"
+        writer.transport.abort()
+        await http.cluster.until_idle()
+
+
+async def test_head_without_an_end_breaks_the_connection() -> None:
+    async with http_cluster(*pair()) as http:
+        _reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nx: ")
+        async with asyncio.timeout(TIMEOUT_S):
+            with pytest.raises(ConnectionError):
+                for _ in range(1000):
+                    writer.write(b"x" * (MAX_HEAD_BYTES // 8))
+                    await writer.drain()
+        writer.transport.abort()
+        assert (await fetch(http.port, "GET", "/health"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("GET", "/v1/completions/", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/v1/%ff%00", 404),
+        ("GET", COMPLETIONS, 405),
+        ("DELETE", "/v1/models", 405),
+        ("HEAD", "/health", 200),
+    ],
+)
+async def test_other_paths_and_methods_are_refused_in_openais_form(method: str, path: str, status: int) -> None:
+    async with http_cluster(*pair()) as http:
+        found, _headers, body = await fetch(http.port, method, path)
+        assert found == status
+        if status != 200:
+            assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+async def test_requests_on_one_connection_are_answered_in_order() -> None:
+    async with http_cluster(*pair()) as http:
+        reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+        body = json.dumps({"prompt": prompt_of(5), "max_tokens": 1}).encode()
+        top = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        writer.write((top + body) * 3)
+        async with asyncio.timeout(TIMEOUT_S):
+            for _ in range(3):
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+                assert json.loads(await reader.readuntil(b"}}}"))["choices"]
+        writer.close()
+        assert (await http.cluster.until_idle()).num_completed == 3
