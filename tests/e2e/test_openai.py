@@ -1,0 +1,115 @@
+"""The HTTP door in front of real workers: its answers are those of gRPC, and so is what it leaves behind."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from cluster.lifecycle import read_info
+from tests.e2e.harness import fake_config, running_cluster, until_idle
+from tests.e2e.in_process import System, running_system
+
+PROMPT = "Tell me about rivers. "
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 11, "max_tokens": 24, "top_p": 0.9}
+
+
+@asynccontextmanager
+async def both_doors(**options: Any) -> AsyncIterator[tuple[System, AsyncOpenAI]]:
+    async with running_system(router={"http_port": 0}, **options) as system:
+        base_url = f"http://127.0.0.1:{system.router.http_port}/v1"
+        async with AsyncOpenAI(base_url=base_url, api_key="sk-any", max_retries=0) as openai:
+            yield system, openai
+            await system.until_idle()
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED, SAMPLED | {"stop": ["e"]}, SAMPLED | {"presence_penalty": 1.5}])
+async def test_text_of_both_doors_is_equal_streamed_or_not(options: dict[str, Any]) -> None:
+    async with both_doors() as (system, openai), system.client() as grpc:
+        expected = await grpc.generate(PROMPT, **options)
+        whole = await openai.completions.create(model="fake", prompt=PROMPT, **options)
+        stream = await openai.completions.create(model="fake", prompt=PROMPT, stream=True, **options)
+        parts = [chunk.choices[0] async for chunk in stream]
+        assert whole.choices[0].text == "".join(part.text for part in parts) == expected.text
+        assert whole.choices[0].finish_reason == parts[-1].finish_reason == expected.samples[0].finish_reason
+        assert expected.text
+
+
+async def test_chat_of_both_doors_is_equal() -> None:
+    messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why is the sky blue?"}]
+    async with both_doors() as (system, openai), system.client() as grpc:
+        expected = await grpc.chat(messages, n=3, **SAMPLED)
+        reply = await openai.chat.completions.create(model="fake", messages=messages, n=3, **SAMPLED)
+        assert [choice.message.content for choice in reply.choices] == [each.text for each in expected.samples]
+
+
+async def test_completion_logprobs_and_echo_are_those_of_grpc() -> None:
+    async with both_doors() as (system, openai), system.client() as grpc:
+        expected = await grpc.generate(PROMPT, logprobs=2, prompt_logprobs=2, **GREEDY)
+        reply = await openai.completions.create(model="fake", prompt=PROMPT, logprobs=2, echo=True, **GREEDY)
+        (choice,) = reply.choices
+        assert choice.text == PROMPT + expected.text
+        told = choice.logprobs
+        assert told is not None
+        assert told.tokens is not None
+        assert told.token_logprobs is not None
+        assert told.text_offset is not None
+        assert told.top_logprobs is not None
+        assert "".join(told.tokens[: len(PROMPT)]) == PROMPT
+        assert told.token_logprobs[0] is None
+        assert expected.prompt_logprobs is not None
+        assert expected.samples[0].logprobs is not None
+        positions = [*expected.prompt_logprobs[1:], *expected.samples[0].logprobs]
+        assert told.token_logprobs[1:] == [position.chosen.logprob for position in positions]
+        assert told.text_offset[: len(PROMPT) + 1] == list(range(len(PROMPT) + 1))
+        assert all(len(top) >= 2 for top in told.top_logprobs[1:])
+
+
+async def test_chat_logprobs_tell_each_token_and_the_most_probable() -> None:
+    messages: Any = [{"role": "user", "content": "hi"}]
+    options: dict[str, Any] = {"model": "fake", "messages": messages, "logprobs": True, "top_logprobs": 3, **GREEDY}
+    async with both_doors() as (_system, openai):
+        whole = (await openai.chat.completions.create(**options)).choices[0].logprobs
+        stream = await openai.chat.completions.create(stream=True, **options)
+        entries = [entry async for chunk in stream for entry in _content(chunk.choices[0].logprobs)]
+        assert [entry.logprob for entry in _content(whole)] == [entry.logprob for entry in entries]
+        assert all(len(entry.top_logprobs) == 3 for entry in entries)
+        assert all(entry.bytes is None or bytes(entry.bytes).decode() == entry.token for entry in entries)
+
+
+def _content(logprobs: Any) -> list[Any]:
+    return list(logprobs.content) if logprobs is not None else []
+
+
+async def test_second_turn_reports_its_cached_tokens() -> None:
+    async with both_doors() as (_system, openai):
+        prompt = [i % 256 for i in range(100)]
+        for expected in (0, 96):
+            stream = await openai.completions.create(
+                model="fake",
+                prompt=prompt,
+                max_tokens=2,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+            *_parts, last = [chunk async for chunk in stream]
+            assert last.usage is not None
+            assert last.usage.prompt_tokens_details is not None
+            assert last.usage.prompt_tokens_details.cached_tokens == expected
+
+
+@pytest.mark.e2e
+async def test_cluster_of_processes_tells_its_http_address_and_serves_there(tmp_path: Path) -> None:
+    async with running_cluster(tmp_path, fake_config()) as grpc:
+        info = read_info(tmp_path / "run")
+        assert info is not None
+        status = await grpc.status()
+        assert info.http_address == f"127.0.0.1:{status.router.http_port}"
+        async with AsyncOpenAI(base_url=f"http://{info.http_address}/v1", api_key="sk-any", max_retries=0) as openai:
+            expected = await grpc.generate(PROMPT, **SAMPLED)
+            reply = await openai.completions.create(model="fake", prompt=PROMPT, **SAMPLED)
+            assert reply.choices[0].text == expected.text
+        await until_idle(grpc)
