@@ -18,7 +18,6 @@ import asyncio
 import json
 import statistics
 import time
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,17 +28,17 @@ from rich.table import Table
 from benchmarks.clusters import running_cluster
 from common.config import RouterConfig, ServingConfig
 from common.timing import LinkModel, TimingModel
+from common.tokens import TokenArray
 from experiment.worker_facts import WorkerFacts, ask_worker
 from kvrelay.client import AsyncClient, Token
 from simulator.cluster import run
 from simulator.records import Arrival, ClusterShape, NetworkShape, SimSettings
 from simulator.timing import FittedTimes
-from workload.traces import PromptWriter, Trace, TraceRequest, read_trace
+from workload.content import ContentWriter
+from workload.traces import Trace, TraceRequest, read_trace
 
 FIRST_TOKEN, NUM_TOKENS = 1000, 40_000
 """Ordinary tokens of the default model's vocabulary."""
-IDS_PER_ROUND = 1_000_000
-"""Block ids of the rounds lie so far apart that no two share a prefix."""
 MESSAGE_LATENCY_S = 1e-3
 """One way, Python to Python over loopback, with the loops' own work."""
 
@@ -136,7 +135,7 @@ async def _replay(client: AsyncClient, trace: Trace, *, number: int) -> list[Tim
     return [task.result() for task in tasks]
 
 
-async def _serve(client: AsyncClient, request: TraceRequest, prompt: "array[int]", at_s: float) -> Times:
+async def _serve(client: AsyncClient, request: TraceRequest, prompt: TokenArray, at_s: float) -> Times:
     await asyncio.sleep(at_s - time.perf_counter())
     stamps = []
     stream = client.stream(prompt.tolist(), max_tokens=request.num_output_tokens, ignore_eos=True, temperature=0.0)
@@ -183,18 +182,10 @@ def _simulate(trace: Trace, workers: dict[str, WorkerFacts], config: ServingConf
     return [Times(ttft_s=result.ttft_s or 0.0, itl_s=result.itl_s) for result in results]
 
 
-def _prompts(trace: Trace, number: int) -> list["array[int]"]:
-    writer = PromptWriter(block_size=trace.block_size, first_token=FIRST_TOKEN, num_tokens=NUM_TOKENS)
-    return [array("I", writer.write(_of_round(request, number)).tobytes()) for request in trace.requests]
-
-
-def _of_round(request: TraceRequest, number: int) -> TraceRequest:
-    return TraceRequest(
-        arrival_s=request.arrival_s,
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_output_tokens=request.num_output_tokens,
-        block_ids=tuple(block_id + number * IDS_PER_ROUND for block_id in request.block_ids),
-    )
+def _prompts(trace: Trace, number: int) -> list[TokenArray]:
+    """Return the trace's prompts with contents of the round's own: nothing is cached from the round before."""
+    writer = ContentWriter(seed=number, first_token=FIRST_TOKEN, num_tokens=NUM_TOKENS)
+    return [writer.tokens(trace.segments(request)) for request in trace.requests]
 
 
 # Both.

@@ -12,7 +12,6 @@ All but `clock.json` is a function of the settings: two runs are equal byte for 
 
 import hashlib
 import json
-from array import array
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,8 +26,9 @@ from simulator.results import Summary, summarize
 from simulator.roofline import Roofline
 from simulator.timing import FittedTimes, StepTimes
 from simulator.timing_file import read_timing
+from workload.content import ContentWriter
 from workload.slo import Slo
-from workload.traces import PromptWriter, Trace, read_trace
+from workload.traces import Trace, read_trace
 
 MAX_TOKENS = 2048
 """What every request allows: a router cannot know how long an answer will be."""
@@ -218,11 +218,11 @@ def _hardware(settings: ReplaySettings) -> tuple[StepTimes, TimingModel, int]:
 def _arrivals(settings: ReplaySettings, cell: Cell, trace: Trace) -> Iterator[Arrival]:
     """Yield the requests; every one states its objective and, but to the oracle, allows an answer of any length."""
     max_tokens = 1 if cell.policy == ORACLE else max(1, MAX_TOKENS // settings.shrink)
-    writer = PromptWriter(block_size=trace.block_size)
+    writer = ContentWriter(seed=settings.seed)
     for request in trace.requests:
         yield Arrival(
             at_s=request.arrival_s,
-            prompt=array("I", writer.write(request).tobytes()),
+            prompt=writer.tokens(trace.segments(request)),
             num_output_tokens=request.num_output_tokens,
             max_tokens=max(max_tokens, request.num_output_tokens),
             ttft_slo_s=settings.slo.ttft_of(request.num_prompt_tokens),

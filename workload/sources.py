@@ -188,18 +188,13 @@ class Replay:
 
     def sessions(self, drawing: Drawing) -> Iterator[Session]:
         """Yield a session for each request that arrives within the drawing's limits."""
-        block_size = self._trace.block_size
         for number, request in enumerate(self._trace.requests):
             start_s = request.arrival_s / drawing.speed
             if start_s > drawing.duration_s or number >= drawing.max_requests:
                 return
-            lengths = itertools.chain(
-                itertools.repeat(block_size, len(request.block_ids) - 1),
-                (request.num_prompt_tokens - block_size * (len(request.block_ids) - 1),),
-            )
             segments = tuple(
-                Segment(drawing.content(Sort.BLOCK, block_id), num_tokens)
-                for block_id, num_tokens in zip(request.block_ids, lengths, strict=True)
+                Segment(drawing.content(Sort.BLOCK, segment.content), segment.num_tokens)
+                for segment in self._trace.segments(request)
             )
             turn = Turn(segments=segments, num_output_tokens=request.num_output_tokens)
             yield Session(index=drawing.index(number), kind=self.name, start_s=start_s, turns=(turn,))

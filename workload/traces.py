@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
+from workload.sessions import Segment
 
 MOONCAKE_BLOCK_SIZE = 512
 _AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -55,6 +54,12 @@ class Trace:
         """From the trace's beginning to its last arrival."""
         return self.requests[-1].arrival_s if self.requests else 0.0
 
+    def segments(self, request: TraceRequest) -> tuple[Segment, ...]:
+        """Return a prompt of the trace as segments, whose contents are its block ids."""
+        *full, last = request.block_ids
+        rest = Segment(last, request.num_prompt_tokens - len(full) * self.block_size)
+        return (*(Segment(block_id, self.block_size) for block_id in full), rest)
+
     def first(self, num_requests: int) -> "Trace":
         """Return the trace cut behind its first requests."""
         return replace(self, requests=self.requests[:num_requests])
@@ -85,33 +90,6 @@ class Trace:
             )
 
         return replace(self, block_size=block_size, requests=tuple(shrink(r) for r in self.requests))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptWriter:
-    """Turns block ids into tokens.
-
-    Every block repeats a pair of tokens that spells its id, so different ids differ in every pair of tokens, and equal
-    leading ids give equal leading blocks at any even block size that divides the trace's.
-    """
-
-    block_size: int
-    """Of the trace."""
-    first_token: int = 0
-    """Lowest token used: above the tokens that mean something special."""
-    num_tokens: int = 1 << 20
-    """How many different tokens are used. Ids below its square can be spelled."""
-
-    def write(self, request: TraceRequest) -> NDArray[np.uint32]:
-        """Return the prompt's tokens, [num_prompt_tokens]. Raises TraceError for an id that is too large."""
-        ids = np.array(request.block_ids, dtype=np.int64)
-        if ids.max() >= self.num_tokens**2:
-            raise TraceError(f"block id {ids.max()} needs more than {self.num_tokens} different tokens")
-        pairs = np.stack([ids % self.num_tokens, ids // self.num_tokens], axis=1) + self.first_token
-        num_pairs = -(-self.block_size // 2)
-        rows = np.broadcast_to(pairs.astype(np.uint32)[:, None, :], (len(ids), num_pairs, 2))
-        blocks = rows.reshape(len(ids), 2 * num_pairs)[:, : self.block_size]
-        return np.ascontiguousarray(blocks.reshape(-1)[: request.num_prompt_tokens])
 
 
 def read_trace(path: Path, *, block_size: int | None = None) -> Trace:

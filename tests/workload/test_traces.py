@@ -1,12 +1,10 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from workload.traces import PromptWriter, Trace, TraceError, TraceRequest, read_trace, write_trace
+from workload.sessions import Segment
+from workload.traces import Trace, TraceError, TraceRequest, read_trace, write_trace
 
 GOOD = {"timestamp": 1500, "input_length": 1030, "output_length": 7, "hash_ids": [4, 5, 6]}
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -111,33 +109,11 @@ def test_shrunk_trace_keeps_shared_blocks_and_drops_a_tail_that_vanishes() -> No
         make_trace().shrunk(3)
 
 
-@pytest.mark.parametrize("num_prompt_tokens", [1, 511, 512, 513, 1024, 1025])
-def test_prompt_has_as_many_tokens_as_the_trace_says(num_prompt_tokens: int) -> None:
-    ids = tuple(range(-(-num_prompt_tokens // 512)))
-    tokens = PromptWriter(block_size=512).write(make_request(num_prompt_tokens, ids=ids))
-    assert tokens.shape == (num_prompt_tokens,)
-    assert tokens.dtype == np.uint32
-
-
-@given(
-    first=st.lists(st.integers(0, 99), min_size=1, max_size=6),
-    second=st.lists(st.integers(0, 99), min_size=1, max_size=6),
-    engine_block=st.sampled_from([2, 16, 64, 512]),
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "lengths"),
+    [(1, [1]), (511, [511]), (512, [512]), (513, [512, 1]), (1024, [512, 512]), (1025, [512, 512, 1])],
 )
-def test_prompts_share_the_blocks_that_their_ids_share_at_any_block_size(
-    first: list[int], second: list[int], engine_block: int
-) -> None:
-    writer = PromptWriter(block_size=512, first_token=1000, num_tokens=10)
-    one, two = (writer.write(make_request(512 * len(ids), ids=tuple(ids))) for ids in (first, second))
-    shared = next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
-    common = min(len(one), len(two))
-    equal = (one[:common] == two[:common]).reshape(-1, engine_block).all(axis=1)
-    assert int(np.argmin(np.append(equal, False))) == shared * 512 // engine_block
-    assert ((one >= 1000) & (one < 1010)).all()
-
-
-def test_id_that_the_vocabulary_cannot_spell_is_refused() -> None:
-    with pytest.raises(TraceError, match="block id 100 needs more than 10 different tokens"):
-        PromptWriter(block_size=512, num_tokens=10).write(make_request(512, ids=(100,)))
+def test_segments_are_the_blocks_and_what_is_left(num_prompt_tokens: int, lengths: list[int]) -> None:
+    ids = tuple(range(7, 7 + len(lengths)))
+    segments = make_trace().segments(make_request(num_prompt_tokens, ids=ids))
+    assert segments == tuple(Segment(block_id, length) for block_id, length in zip(ids, lengths, strict=True))
