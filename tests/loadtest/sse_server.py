@@ -1,0 +1,147 @@
+"""A scripted OpenAI-compatible server on a free port, in this process."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+
+@dataclass(slots=True, kw_only=True)
+class ScriptedServer:
+    """Streams tokens "t0 ", "t1 ", … with the ids 100, 101, …, as vLLM does. What it does not know it refuses."""
+
+    known: frozenset[str] = frozenset({"ignore_eos", "min_tokens", "return_token_ids"})
+    tells_ids: bool = True
+    owned_by: str = "vllm"
+    tokens_per_event: int = 1
+    line_end: str = "\n"
+    completes_text: bool = True
+    tells_reason_apart: bool = False
+    """The last event has a reason and no text, and is no token."""
+    refuse_with: tuple[int, dict[str, str], Any] | None = None
+    """Status, headers and body instead of an answer."""
+    break_after: int | None = None
+    """Drops the connection after so many events."""
+    error_after: int | None = None
+    """Tells an error after so many events."""
+    hold: asyncio.Event | None = None
+    """Holds the answer after its first event until this is set."""
+    metrics: str | None = None
+    report: dict[str, Any] | None = None
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    authorizations: list[str | None] = field(default_factory=list)
+    client_left: asyncio.Event = field(default_factory=asyncio.Event)
+    url: str = ""
+
+    async def models(self, _request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "m", "owned_by": self.owned_by, "max_model_len": 512}]})
+
+    async def version(self, _request: web.Request) -> web.Response:
+        return web.json_response({"version": "9.9"})
+
+    async def metrics_page(self, _request: web.Request) -> web.Response:
+        return web.Response(status=404) if self.metrics is None else web.Response(text=self.metrics)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        if not self.completes_text:
+            return web.json_response({"error": {"message": "no such endpoint"}}, status=404)
+        return await self._answer(request, lambda text, _first: {"text": text})
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        def part(text: str, first: bool) -> dict[str, Any]:
+            return {"delta": {"role": "assistant", "content": ""} if first else {"content": text}}
+
+        return await self._answer(request, part)
+
+    async def _answer(self, request: web.Request, part: Callable[[str, bool], dict[str, Any]]) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        self.authorizations.append(request.headers.get("Authorization"))
+        extras = {"ignore_eos", "min_tokens", "return_token_ids"} & set(body)
+        if extras - self.known:
+            field_name = min(extras - self.known)
+            error = {"error": {"message": f"{field_name} is unknown", "param": field_name}}
+            return web.json_response(error, status=400)
+        if self.refuse_with is not None:
+            status, headers, told = self.refuse_with
+            return web.json_response(told, status=status, headers=headers)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        try:
+            await self._stream(response, request, body, part)
+        except (ConnectionError, asyncio.CancelledError):
+            self.client_left.set()
+            raise
+        return response
+
+    async def _stream(
+        self,
+        response: web.StreamResponse,
+        request: web.Request,
+        body: dict[str, Any],
+        part: Callable[[str, bool], dict[str, Any]],
+    ) -> None:
+        async def send(event: dict[str, Any] | str) -> None:
+            data = event if isinstance(event, str) else json.dumps({"id": "cmpl-1", **event})
+            await response.write(f"data: {data}{self.line_end}{self.line_end}".encode())
+
+        num_tokens, size = body["max_tokens"], self.tokens_per_event
+        if "messages" in body:
+            await send({"choices": [{"index": 0, **part("", True)}]})
+        for number, first in enumerate(range(0, num_tokens, size)):
+            if number == self.break_after:
+                assert request.transport is not None
+                request.transport.abort()
+                return
+            if number == self.error_after:
+                await send({"error": {"message": "the engine died", "code": 500}})
+                return
+            some = range(first, min(first + size, num_tokens))
+            is_last = some.stop == num_tokens and not self.tells_reason_apart
+            choice = {"index": 0, **part("".join(f"t{i} " for i in some), False)}
+            choice["finish_reason"] = "length" if is_last else None
+            if body.get("return_token_ids") and self.tells_ids:
+                choice["token_ids"] = [100 + i for i in some]
+            await send({"choices": [choice]})
+            if self.hold is not None:
+                await self.hold.wait()
+        if self.tells_reason_apart:
+            await send({"choices": [{"index": 0, **part("", False), "finish_reason": "length"}]})
+        usage = {
+            "prompt_tokens": 7,
+            "completion_tokens": num_tokens,
+            "prompt_tokens_details": {"cached_tokens": 3},
+        }
+        last: dict[str, Any] = {"choices": [], "usage": usage}
+        if self.report is not None and body.get("kvrelay"):
+            last["kvrelay"] = self.report
+        await send(last)
+        await send("[DONE]")
+
+
+@asynccontextmanager
+async def serving(server: ScriptedServer) -> AsyncIterator[ScriptedServer]:
+    """Serve until the block is left; `server.url` is then set."""
+    app = web.Application()
+    app.add_routes(
+        [
+            web.get("/v1/models", server.models),
+            web.get("/version", server.version),
+            web.get("/metrics", server.metrics_page),
+            web.post("/v1/completions", server.completions),
+            web.post("/v1/chat/completions", server.chat),
+        ]
+    )
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    try:
+        yield server
+    finally:
+        await runner.cleanup()
