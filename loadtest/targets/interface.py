@@ -83,7 +83,7 @@ class TargetAnswer:
 class ChunkSink(Protocol):
     """Takes the times of an answer."""
 
-    def __call__(self, num_tokens: int) -> None:
+    def __call__(self, num_tokens: int, /) -> None:
         """Note that tokens came just now."""
 
 

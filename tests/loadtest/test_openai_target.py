@@ -140,9 +140,8 @@ async def test_report_of_our_own_door_is_asked_for_and_read() -> None:
         "num_attempts": 1,
     }
     server = ScriptedServer(report={"requests": [told]})
-    features = {"features": (*ALL, Feature.REPORT)}
     async with serving(server):
-        target = OpenAiTarget(TargetSpec(url=server.url, model="m", **features))
+        target = OpenAiTarget(TargetSpec(url=server.url, model="m", features=(*ALL, Feature.REPORT)))
         answer = await target.prepare(request(ttft_slo_s=1.5))(lambda _num: None)
         await target.aclose()
     assert server.bodies[0]["kvrelay"] == {"report": True, "ttft_s": 1.5}
