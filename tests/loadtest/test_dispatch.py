@@ -145,10 +145,10 @@ def test_closed_loop_never_exceeds_its_concurrency_and_levels_its_places(
 
 
 def test_closed_loop_places_are_shared_out_as_processes_are_added() -> None:
-    fleet = Fleet(Dispatcher(workload(closed_loop(100, 10))))
+    fleet = Fleet(Dispatcher(workload(closed_loop(1000, 10))))
     for process, shares in enumerate(([10], [5, 5], [4, 3, 3])):
         fleet.add(process)
-        for _ in range(20):  # sessions have to end before places can move
-            fleet.end_one(0)
+        for number in range(40):  # sessions have to end before places can move
+            fleet.end_one(number)
         assert sorted(fleet.places.values(), reverse=True) == shares
         assert fleet.num_running == 10
