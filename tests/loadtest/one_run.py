@@ -8,7 +8,6 @@ import signal
 import sys
 from pathlib import Path
 
-from loadtest.records import PoolSample, RequestRecord
 from loadtest.run import run_load
 from loadtest.spec import LoadSpec, RunStart
 from loadtest.store import RunWriter
@@ -21,12 +20,6 @@ class _Loud(RunWriter):
         super().started(start)
         sys.stdout.write("started\n")
         sys.stdout.flush()
-
-    def record(self, request: RequestRecord) -> None:
-        super().record(request)
-
-    def sample(self, sample: PoolSample) -> None:
-        super().sample(sample)
 
 
 async def _main(url: str, folder: Path) -> None:

@@ -29,12 +29,14 @@ class ScriptedServer:
     error_after: int | None = None
     """Tells an error after so many events."""
     hold: asyncio.Event | None = None
-    """Holds the answer after its first event until this is set."""
+    """Holds answers after their first event until this is set; not the one to "Hello", which is a probe."""
     metrics: str | None = None
     report: dict[str, Any] | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     authorizations: list[str | None] = field(default_factory=list)
     client_left: asyncio.Event = field(default_factory=asyncio.Event)
+    began: asyncio.Event = field(default_factory=asyncio.Event)
+    """An answer to a request of a load test has begun."""
     url: str = ""
 
     async def models(self, _request: web.Request) -> web.Response:
@@ -107,8 +109,10 @@ class ScriptedServer:
             if body.get("return_token_ids") and self.tells_ids:
                 choice["token_ids"] = [100 + i for i in some]
             await send({"choices": [choice]})
-            if self.hold is not None:
-                await self.hold.wait()
+            if body.get("prompt") != "Hello":
+                self.began.set()
+                if self.hold is not None:
+                    await self.hold.wait()
         if self.tells_reason_apart:
             await send({"choices": [{"index": 0, **part("", False), "finish_reason": "length"}]})
         usage = {

@@ -1,10 +1,23 @@
 """Whole runs: real generator processes against real servers in this process."""
 
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from common.errors import Unreachable
 from loadtest.records import Outcome, PoolSample, RequestRecord
 from loadtest.run import run_load
-from loadtest.spec import LoadSpec, RunStart
+from loadtest.spec import LoadSpec, LoadTestFailed, RunStart
+from loadtest.store import read_run
 from loadtest.targets.interface import TargetSpec
 from tests.e2e.in_process import running_system
+from tests.loadtest.sse_server import ScriptedServer, serving
 from tests.loadtest.workloads import closed_loop, open_loop, workload
 
 
@@ -44,3 +57,134 @@ async def test_run_load_against_our_grpc_api_measures_every_turn_of_open_and_clo
     later = [r for r in run.requests if r.turn == 1]
     assert all(r.num_prompt_tokens == 4 + 2 + 4 for r in later)  # prompt, answer, prompt
     assert all(r.server.request_id and r.server.decode_worker for r in run.requests)
+
+
+def target_of(server: ScriptedServer) -> TargetSpec:
+    return TargetSpec(url=server.url)
+
+
+async def test_stop_cancels_what_runs_on_the_server_and_keeps_what_was_measured() -> None:
+    server = ScriptedServer(hold=asyncio.Event())
+    stop = asyncio.Event()
+
+    async with serving(server):
+        spec = LoadSpec(name="stopped", target=target_of(server), workload=workload(open_loop([0.0, 5.0])))
+        running = asyncio.ensure_future(run_load(spec, stop=stop))
+        await server.began.wait()
+        stop.set()
+        async with asyncio.timeout(30):
+            run = await running
+            await server.client_left.wait()
+    assert [(r.session, r.outcome) for r in run.requests] == [(0, Outcome.CANCELLED)]
+    assert run.info.notes[-1] == "ended early by whoever ran it; 1 requests were cancelled"
+    assert psutil.Process().children() == []
+
+
+async def test_cancelled_run_leaves_no_process_and_tells_the_observer_what_it_cancelled() -> None:
+    server, observer = ScriptedServer(hold=asyncio.Event()), Watching()
+    async with serving(server):
+        spec = LoadSpec(name="cancelled", target=target_of(server), workload=workload(open_loop([0.0])))
+        running = asyncio.ensure_future(run_load(spec, observer))
+        await server.began.wait()
+        running.cancel()
+        async with asyncio.timeout(30):
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            await server.client_left.wait()
+    assert [r.outcome for r in observer.records] == [Outcome.CANCELLED]
+    assert psutil.Process().children() == []
+
+
+async def test_generator_process_that_dies_fails_the_run_with_its_words_and_what_was_measured() -> None:
+    server = ScriptedServer(hold=asyncio.Event())
+    async with serving(server):
+        spec = LoadSpec(name="dies", target=target_of(server), workload=workload(open_loop([0.0, 0.0])), processes=2)
+        running = asyncio.ensure_future(run_load(spec))
+        await server.began.wait()
+        first, _second = sorted(psutil.Process().children(), key=lambda child: child.pid)
+        first.kill()
+        async with asyncio.timeout(30):
+            with pytest.raises(LoadTestFailed, match="generator process 0 was killed by signal 9") as caught:
+                await running
+    assert [r.outcome for r in caught.value.run.requests] == [Outcome.CANCELLED]  # of the other process
+    assert psutil.Process().children() == []
+
+
+async def test_session_that_outlasts_the_drain_is_cancelled_and_noted() -> None:
+    server = ScriptedServer(hold=asyncio.Event())
+    async with serving(server), asyncio.timeout(30):
+        load = workload(open_loop([0.0]), duration_s=0.05)
+        run = await run_load(LoadSpec(name="long", target=target_of(server), workload=load, drain_s=0.1))
+    assert [r.outcome for r in run.requests] == [Outcome.CANCELLED]
+    assert run.info.notes[-1].startswith("1 requests ran longer than 0.1 s after the load ended")
+
+
+async def test_target_that_is_not_there_is_told_before_any_process_is_started() -> None:
+    with pytest.raises(Unreachable):
+        await run_load(
+            LoadSpec(name="nobody", target=TargetSpec(url="127.0.0.1:1"), workload=workload(open_loop([0.0])))
+        )
+    assert psutil.Process().children() == []
+
+
+async def test_observer_that_fails_ends_the_run_with_its_error() -> None:
+    class Full(Watching):
+        def record(self, request: RequestRecord) -> None:
+            raise OSError("disk full")
+
+    async with serving(ScriptedServer()) as server, asyncio.timeout(30):
+        spec = LoadSpec(name="full", target=target_of(server), workload=workload(open_loop([0.0, 9.0])))
+        with pytest.raises(OSError, match="disk full"):
+            await run_load(spec, Full())
+    assert psutil.Process().children() == []
+
+
+async def test_generator_that_is_kept_from_running_says_so() -> None:
+    server = ScriptedServer()
+    load = workload(open_loop([0.1 * i for i in range(8)]))
+    async with serving(server), asyncio.timeout(60):
+        throttling = asyncio.ensure_future(throttle_children(server.began))
+        run = await run_load(LoadSpec(name="throttled", target=target_of(server), workload=load))
+        throttling.cancel()
+    assert any("late" in warning for warning in run.info.generator.warnings)
+    assert run.info.generator.num_late > 0
+
+
+async def throttle_children(began: asyncio.Event) -> None:
+    """Stop all children for 150 ms out of 200, as a machine does that has no time for them."""
+    await began.wait()
+    (child,) = psutil.Process().children()
+    try:
+        while True:
+            child.suspend()
+            await asyncio.sleep(0.15)
+            child.resume()
+            await asyncio.sleep(0.05)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.resume()
+
+
+async def test_sigint_to_the_whole_group_ends_the_run_in_order(tmp_path: Path) -> None:
+    server = ScriptedServer(hold=asyncio.Event())
+    async with serving(server), asyncio.timeout(60):
+        process = await asyncio.create_subprocess_exec(
+            *[sys.executable, "-m", "tests.loadtest.one_run", server.url, str(tmp_path / "run")],
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            assert process.stdout is not None
+            assert await process.stdout.readline() == b"started\n"
+            await server.began.wait()
+            generators = psutil.Process(process.pid).children()
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            assert await process.wait() == 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+    assert len(generators) == 2
+    assert not any(child.is_running() for child in generators)
+    run = read_run(tmp_path / "run")
+    assert run.requests
+    assert {r.outcome for r in run.requests} == {Outcome.CANCELLED}
