@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from cluster.lifecycle import ClusterError, ClusterInfo
@@ -18,7 +20,7 @@ from experiment.worker_facts import WorkerFacts, ask_worker, best_known
 from experiment.workloads import Workloads
 from kvrelay.client import AsyncClient
 from loadtest.measures import summarize
-from loadtest.records import Run
+from loadtest.report.page import write_report
 from loadtest.run import run_load
 from loadtest.spec import LoadSpec, LoadTestFailed
 from loadtest.store import RunWriter
@@ -28,10 +30,13 @@ from simulator.timing_file import write_timing
 from workload.sessions import Workload
 
 TIMING_FILE = "timing.json"
+REPORT_FILE = "report.html"
 _START_S = 8.0
-"""About what a cluster takes to start and stop; for the estimate only."""
-_DRAIN_S = 4.0
-"""About what the last answers take."""
+"""About what a cluster takes to start and stop; for the forecast only."""
+_DRAIN_S = 3.0
+"""About what the last answers take, besides their users' thinking; for the forecast only."""
+_WARM_UP_DRAIN_S = 2.0
+"""What still runs then is cancelled: nobody looks at it."""
 
 
 class RealBench:
@@ -49,8 +54,9 @@ class RealBench:
 
     def seconds(self, num_cells: int, num_starts: int) -> float:
         """Return about how long so many cells take."""
-        each_s = self._spec.warm_up_s + self._spec.duration_s + _DRAIN_S
-        return num_cells * each_s + num_starts * (_START_S + self._spec.warm_up_s)
+        tail_s = min(_DRAIN_S + self._workloads.longest_thinking_s(), self._spec.drain_s)
+        each_s = self._spec.warm_up_s + self._spec.duration_s + tail_s
+        return num_cells * each_s + num_starts * (_START_S + self._spec.warm_up_s + _WARM_UP_DRAIN_S)
 
     @contextmanager
     def serve(self, plan: ArmPlan) -> Iterator[Measure]:
@@ -58,40 +64,40 @@ class RealBench:
         if plan.serving is None:
             target = TargetSpec(url=plan.url, api_key=plan.api_key)
             self._warm_up(plan.arm, target)
-            yield self._measure_of(plan.arm, target)
+            yield partial(self._measure, plan.arm, target)
             return
         folder = self._store.arm_folder(plan.arm.name)
         try:
             with running_cluster(plan.serving, config_path=self._path, run_dir=folder, report=self._report) as info:
                 target = TargetSpec(url=info.address)
                 self._warm_up(plan.arm, target)
-                yield self._measure_of(plan.arm, target)
+                yield partial(self._measure, plan.arm, target)
                 self._keep_timing(info, folder)
         except ClusterError as error:
             raise ArmFailed(str(error)) from error
 
     def _warm_up(self, arm: Arm, target: TargetSpec) -> None:
+        load = self._load(f"{arm.name}, warm-up", target, self._workloads.warm_up())
         try:
-            asyncio.run(run_load(self._load(f"{arm.name}, warm-up", target, self._workloads.warm_up())))
+            asyncio.run(run_load(replace(load, drain_s=_WARM_UP_DRAIN_S)))
         except (KvrelayError, LoadTestFailed) as error:
             raise ArmFailed(f"it does not answer: {error}") from error
 
-    def _measure_of(self, arm: Arm, target: TargetSpec) -> Measure:
-        def measure(cell: Cell, folder: Path) -> Point:
-            self._report(f"{arm.name} at {cell.load:g}/s, repeat {cell.repeat + 1}")
-            labels = {"arm": arm.name, "load": f"{cell.load:g}", "repeat": str(cell.repeat)}
-            load = self._load(cell.name, target, self._workloads.of(cell), **labels)
-            try:
-                with RunWriter(folder) as writer:
-                    run = asyncio.run(run_load(load, writer))
-                    writer.finish(run.info)
-            except (KvrelayError, LoadTestFailed) as error:
-                raise CellFailed(str(error)) from error
-            return self._point(arm, cell, run)
+    def _measure(self, arm: Arm, target: TargetSpec, cell: Cell, folder: Path) -> Point:
+        self._report(f"{arm.name} at {cell.load:g}/s, repeat {cell.repeat + 1}")
+        load = self._load(f"{self._spec.name}: {arm.name}", target, self._workloads.of(cell))
+        labels = {"load": f"{cell.load:g}", "repeat": str(cell.repeat + 1)}
+        try:
+            with RunWriter(folder) as writer:
+                run = asyncio.run(run_load(replace(load, labels=labels), writer))
+                writer.finish(run.info)
+            summary = summarize(run, slo=self._spec.objectives, warm_up_s=self._spec.warm_up_s)
+        except (KvrelayError, LoadTestFailed, NothingMeasured) as error:
+            raise CellFailed(str(error)) from error
+        write_report(run, summary, folder / REPORT_FILE)
+        return to_point(arm, cell, summary)
 
-        return measure
-
-    def _load(self, name: str, target: TargetSpec, workload: Workload, **labels: str) -> LoadSpec:
+    def _load(self, name: str, target: TargetSpec, workload: Workload) -> LoadSpec:
         return LoadSpec(
             name=name,
             target=target,
@@ -99,15 +105,7 @@ class RealBench:
             specification=self._workloads.fingerprint,
             slo=self._spec.objectives,
             drain_s=self._spec.drain_s,
-            labels=labels,
         )
-
-    def _point(self, arm: Arm, cell: Cell, run: Run) -> Point:
-        try:
-            summary = summarize(run, slo=self._spec.objectives, warm_up_s=self._spec.warm_up_s)
-        except NothingMeasured as error:
-            raise CellFailed(str(error)) from error
-        return to_point(arm, cell, summary)
 
     def _keep_timing(self, info: ClusterInfo, folder: Path) -> None:
         """Write down how fast the workers are, for simulations of them."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ class Workloads:
                 {"name": experiment.name, **raw, "duration_s": seconds}, source=source, folder=folder
             )
         except WorkloadError as error:
-            raise ExperimentError(str(error)) from None
+            inline = f"{path}:workload"
+            raise ExperimentError(str(error).replace(f"{inline}:", f"{inline}.")) from None
         kinds = [stream.name for stream in self.spec.streams]
         for kind in experiment.capacity.kinds:
             if kind not in kinds:
@@ -56,12 +58,18 @@ class Workloads:
 
     def longest_tokens(self) -> int:
         """Return the tokens of the longest session of any cell, prompts and answers. Raises ExperimentError."""
-        experiment = self._experiment
-        load = max(experiment.loads)
-        cells = (Cell(arm="", load=load, repeat=repeat) for repeat in range(experiment.repeats))
-        streams = (stream for cell in cells for stream in self.of(cell).streams)
-        longest = (_num_tokens(each) for stream in streams for each in itertools.islice(stream.sessions, _MAX_CHECKED))
-        return max(longest, default=0)
+        return max(map(_num_tokens, self._sessions()), default=0)
+
+    def longest_thinking_s(self) -> float:
+        """Return the longest time for which one session's user thinks, all together. Raises ExperimentError."""
+        return max((sum(turn.think_s for turn in session.turns) for session in self._sessions()), default=0.0)
+
+    def _sessions(self) -> Iterator[Session]:
+        """Yield the sessions of the cells with the highest load; those of the others are like them."""
+        load = max(self._experiment.loads)
+        for repeat in range(self._experiment.repeats):
+            for stream in self.of(Cell(arm="", load=load, repeat=repeat)).streams:
+                yield from itertools.islice(stream.sessions, _MAX_CHECKED)
 
     def _build(self, load: float, *, repeat: int, spec: WorkloadSpec) -> Workload:
         try:
