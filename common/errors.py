@@ -189,10 +189,10 @@ class Refused:
 
 
 def error_classes() -> list[type[KvrelayError]]:
-    """Return every class of the tree, root first."""
+    """Return every class of the tree, root first; those that other modules derive are not for the wire."""
     found: list[type[KvrelayError]] = [KvrelayError]
     for cls in found:
-        found.extend(cls.__subclasses__())
+        found.extend(each for each in cls.__subclasses__() if each.__module__ == __name__)
     return found
 
 

@@ -48,6 +48,10 @@ class AttemptFailed(Exception):
         self.error = error
 
 
+class AttemptMoved(Exception):
+    """The decode worker is about to go. Nothing has failed: the rest of the answer needs another plan."""
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Attempt:
     """Runs one booked plan for some samples of a request."""
@@ -64,13 +68,15 @@ class Attempt:
     """Hears how many tokens of the prompt were found in the cache, once its computation begins."""
     on_transferred: Callable[[], None]
     """Hears that the decode worker holds the blocks of all known tokens."""
+    must_move: Callable[[], bool]
+    """Whether the decode worker is about to go: the attempt then ends behind the next token."""
     _access: decode_pb2.DirectAccess | None = None
     """Set: the client gets the decode worker's tokens from there."""
     num_gaps_before: int = 0
     """Gaps between tokens before the first token of this attempt, and the gap that ended with it."""
 
     async def run(self) -> None:
-        """Deliver every missing token of the samples. Raises AttemptFailed."""
+        """Deliver every missing token of the samples. Raises AttemptFailed, AttemptMoved."""
         try:
             await self._run()
         finally:
@@ -167,8 +173,11 @@ class Attempt:
         """Follow the decode worker; what it sends waits until the first tokens are out, for it comes after them."""
         response = await _receive(answer, self.booking.decode)
         await has_first_tokens.wait()
-        if response is not None and not self._take_decoded(response):
-            await self._follow(answer, self._take_decoded)
+        if response is not None:
+            if self._take_decoded(response):
+                self._move_if_due()
+            else:
+                await self._follow(answer, self._take_decoded)
 
     def _take_decoded(self, response: decode_pb2.DecodeResponse) -> bool:
         self._enter_decoding()
@@ -207,18 +216,24 @@ class Attempt:
         except KvrelayError as error:
             raise AttemptFailed(self.booking.decode, error) from error
         self._note_first_token()  # of a local plan; a remote one has had it by now
-        return has_end and not self._unfinished()
+        return (has_end and not self._unfinished()) or self.must_move()
 
     async def _follow(self, answer: Answer, handle: Callable[[decode_pb2.DecodeResponse], bool]) -> None:
         """Take messages until every sample has ended; then only a good end is waited for, and not long."""
         with _blaming(self.booking.decode):
             await answer.follow(handle)
         if self._unfinished():
+            self._move_if_due()
             return
         with suppress(TimeoutError, KvrelayError):
             async with asyncio.timeout(END_OF_STREAM_TIMEOUT_S):
                 while await answer.receive() is not None:
                     pass
+
+    def _move_if_due(self) -> None:
+        """End the attempt when its decode worker is about to go and samples are left. Raises AttemptMoved."""
+        if self.must_move() and self._unfinished():
+            raise AttemptMoved
 
     def _note_started(self, hold: Hold, started: prefill_pb2.PrefillStarted | decode_pb2.LocalPrefillStarted) -> None:
         self._enter_prefilling()

@@ -107,8 +107,11 @@ class Fleet:
 
     # Membership.
 
-    def set_workers(self, endpoints: Sequence[Endpoint]) -> int:
-        """Make exactly these the membership; returns how many are ready. Idempotent."""
+    def set_workers(self, endpoints: Sequence[Endpoint], *, draining: Collection[WorkerId] = ()) -> int:
+        """Make exactly these the membership; returns how many are ready. Idempotent.
+
+        Draining ones get no new requests, and what they decode is to move (`is_leaving`).
+        """
         wanted = {endpoint.worker_id: endpoint for endpoint in endpoints}
         for worker_id, member in list(self._members.items()):
             if wanted.get(worker_id) != member.endpoint:
@@ -123,8 +126,22 @@ class Fleet:
                 self._roster = None
                 self._links[worker_id] = WorkerLink(member, self, clock=self._clock)
                 self._links[worker_id].restart()
+        for member in self._members.values():
+            self._set_draining(member, draining)
         self._notify()
         return self.count_ready()
+
+    def _set_draining(self, member: Member, draining: Collection[WorkerId]) -> None:
+        is_draining = member.endpoint.worker_id in draining
+        if member.is_draining is not is_draining:
+            extra = {"worker_id": member.endpoint.worker_id, "num_users": member.num_users}
+            logger.info("worker drains" if is_draining else "worker drains no more", extra=extra)
+            member.is_draining = is_draining
+            self._roster = None
+
+    def is_leaving(self, member: Member) -> bool:
+        """Return whether what runs on a worker should move: it drains, and another of its pool can take over."""
+        return member.is_draining and member.endpoint.worker_id in self.roster.leaving
 
     async def aclose(self) -> None:
         """Leave every worker; running calls are cancelled."""

@@ -78,6 +78,8 @@ class Member:
     state: WorkerState = WorkerState.CONNECTING
     why: str = ""
     """Why it is refused or lost."""
+    is_draining: bool = False
+    """It is about to go."""
     facts: WorkerFacts | None = None
     """Of its last known life."""
     report: worker_pb2.LoadReport = field(default_factory=worker_pb2.LoadReport)
@@ -110,7 +112,9 @@ class Member:
     @property
     def state_text(self) -> str:
         """The state, with the reason of a refusal."""
-        return f"refused: {self.why}" if self.state is WorkerState.REFUSED else self.state.value
+        if self.state is WorkerState.REFUSED:
+            return f"refused: {self.why}"
+        return "draining" if self.is_draining and self.state is WorkerState.READY else self.state.value
 
     def add_hold(self, hold: Hold) -> None:
         """Count a booking."""

@@ -7,6 +7,8 @@
 4. A worker is lost, restarted, faulty, or the transfer breaks: the workers in question have to show that they are
    still there, and the request is planned again, at most `max_attempts` plans in all. A single sample goes on behind
    its last delivered token; several samples that have begun go on one by one, side by side.
+   A decode worker that drains gives its requests away in the same way, behind the next token, and as often as it takes:
+   nothing has failed, and whoever takes over pulls the KV from it.
 5. FINISHED, FAILED or CANCELLED: calls, bookings, tasks and the ticket are gone before the client's call ends.
 
 A client that goes away, or whose deadline passes, cancels the task that runs this; every step releases on its way out.
@@ -38,7 +40,7 @@ from kvrelay.v1 import inference_pb2
 from router.admission.account import Service
 from router.admission.line import Admission
 from router.admission.ticket import Seeker, Ticket
-from router.attempt import Attempt, AttemptFailed
+from router.attempt import Attempt, AttemptFailed, AttemptMoved
 from router.booking import Booking
 from router.fleet import Fleet
 from router.metrics import RouterMetrics
@@ -61,6 +63,7 @@ class Totals:
     num_cancelled: int = 0
     num_failed: int = 0
     num_replans: int = 0
+    num_moves: int = 0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -72,6 +75,8 @@ class _Leg:
     samples: range
     life: LifeCycle
     num_attempts: int = 0
+    num_moves: int = 0
+    """Attempts that ended because their worker was about to go: nothing had failed."""
 
 
 class Orchestrator:
@@ -187,11 +192,15 @@ class Orchestrator:
             try:
                 await self._attempt(leg)
                 return
+            except AttemptMoved:
+                leg.num_moves += 1
+                self.totals.num_moves += 1
+                leg.life.advance(State.QUEUED)
             except AttemptFailed as failure:
-                remaining = record.ledger.unfinished(leg.samples)
-                if not remaining:
+                if not record.ledger.unfinished(leg.samples):
                     return
                 self._plan_again_or_raise(leg, failure)
+            remaining = record.ledger.unfinished(leg.samples)
             if len(leg.samples) > 1 and record.ledger.num_tokens:
                 await self._serve_apart(leg, remaining)
                 return
@@ -201,7 +210,7 @@ class Orchestrator:
         # A worker that cancels a call nobody cancelled here is shutting down.
         if not isinstance(error, WorkerError | TransferError | Cancelled):
             raise error
-        if leg.num_attempts >= self._config.max_attempts:
+        if leg.num_attempts - leg.num_moves >= self._config.max_attempts:
             raise error
         logger.warning(
             "planning again: %s",
@@ -226,6 +235,7 @@ class Orchestrator:
                 # The request's own life cycle follows the first of them.
                 life=LifeCycle(leg.life.request_id, self._clock) if position else leg.life,
                 num_attempts=leg.num_attempts,
+                num_moves=leg.num_moves,
             )
             for position, sample_index in enumerate(remaining)
         ]
@@ -249,11 +259,15 @@ class Orchestrator:
                     census=self._census,
                     on_started=partial(self._admission.correct_cached, leg.ticket),
                     on_transferred=partial(self._chooser.expect, booking.plan.decode, hashes),
+                    must_move=partial(self._fleet.is_leaving, booking.decode.member),
                 )
                 try:
                     with self._chooser.expecting(booking, hashes):
                         await attempt.run()
                     return
+                except AttemptMoved:
+                    booking.decision.ended = "moved"
+                    raise
                 except AttemptFailed as failure:
                     booking.decision.ended = type(failure.error).__name__
                     if not isinstance(failure.error, Overloaded):

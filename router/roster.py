@@ -19,23 +19,32 @@ class Roster:
     num_prefill: int
     """Prefill workers in use, those that are not ready just now included."""
     ready: frozenset[WorkerId]
+    """Draining ones included: blocks can be pulled from them."""
+    leaving: frozenset[WorkerId]
+    """Those that drain while another of their pool can take over. The last of a pool serves until it is gone."""
 
     @classmethod
     def of(cls, members: Iterable[Member]) -> "Roster":
         """Sort the members into their pools."""
         pools: dict[int, list[Member]] = {worker_pb2.WORKER_ROLE_PREFILL: [], worker_pb2.WORKER_ROLE_DECODE: []}
+        leaving: list[Member] = []
         num_prefill = 0
         for member in members:
             role = member.endpoint.role
             num_prefill += member.is_accepted and role == worker_pb2.WORKER_ROLE_PREFILL
             if member.state is WorkerState.READY:
                 pools[role].append(member)
+        for pool in pools.values():
+            if any(not member.is_draining for member in pool):
+                leaving += [member for member in pool if member.is_draining]
+                pool[:] = [member for member in pool if not member.is_draining]
         prefill, decode = pools[worker_pb2.WORKER_ROLE_PREFILL], pools[worker_pb2.WORKER_ROLE_DECODE]
         return cls(
             prefill=tuple(prefill),
             decode=tuple(decode),
             num_prefill=num_prefill,
-            ready=frozenset(member.endpoint.worker_id for member in (*prefill, *decode)),
+            ready=frozenset(member.endpoint.worker_id for member in (*prefill, *decode, *leaving)),
+            leaving=frozenset(member.endpoint.worker_id for member in leaving),
         )
 
     def view(self, *, excluded: Collection[WorkerId], block_bytes: int) -> FleetView:

@@ -121,6 +121,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             num_cancelled=totals.num_cancelled,
             num_failed=totals.num_failed,
             num_replans=totals.num_replans,
+            num_moves=totals.num_moves,
             num_refused=self._parts.admission.num_refused,
             http_port=self._http_port,
             alarms=self._parts.alarms.texts,
@@ -148,8 +149,12 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         self, request: router_admin_pb2.SetWorkersRequest, context: Context
     ) -> router_admin_pb2.SetWorkersResponse:
         async with error_boundary(context, "SetWorkers"):
-            num_ready = self._fleet.set_workers(_endpoints(request.workers))
-            return router_admin_pb2.SetWorkersResponse(num_ready=num_ready)
+            endpoints = _endpoints(request.workers)
+            draining = {WorkerId(worker.worker_id) for worker in request.workers if worker.draining}
+            num_ready = self._fleet.set_workers(endpoints, draining=draining)
+            members = self._fleet.members_by_id
+            num_users = {str(worker_id): members[worker_id].num_users for worker_id in draining}
+            return router_admin_pb2.SetWorkersResponse(num_ready=num_ready, num_users=num_users)
 
 
 def _endpoints(workers: Sequence[router_admin_pb2.WorkerEndpoint]) -> list[Endpoint]:

@@ -24,6 +24,8 @@ class RouterStatus:
     """What is wrong with the routing itself, in words."""
     num_refused: int = 0
     """Refused at the door."""
+    num_moves: int = 0
+    """Answers that went on elsewhere because their worker was about to go."""
     http_port: int = 0
     """Of the OpenAI-compatible door, on the router's own host; 0: there is none."""
 
@@ -78,7 +80,7 @@ class WorkerView:
     """"prefill" or "decode"."""
     address: str
     state: str
-    """"ready", "connecting", "lost" or "refused: <why>"."""
+    """"ready", "draining", "connecting", "lost" or "refused: <why>"."""
     status: WorkerStatus | None
     """None while the worker cannot be reached."""
 

@@ -719,6 +719,7 @@ class RouterStatus(_message.Message):
     ALARMS_FIELD_NUMBER: _builtins.int
     NUM_REFUSED_FIELD_NUMBER: _builtins.int
     HTTP_PORT_FIELD_NUMBER: _builtins.int
+    NUM_MOVES_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Routing policy."""
     num_queued: _builtins.int
@@ -743,6 +744,8 @@ class RouterStatus(_message.Message):
     """Requests refused at the door."""
     http_port: _builtins.int
     """Port of the OpenAI-compatible HTTP door, on the router's own host; 0: there is none."""
+    num_moves: _builtins.int
+    """Answers that went on elsewhere because their worker was about to go."""
     @_builtins.property
     def alarms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What is wrong with the routing itself, in words; empty: nothing. See docs/operations.md."""
@@ -763,10 +766,11 @@ class RouterStatus(_message.Message):
         alarms: _abc.Iterable[_builtins.str] | None = ...,
         num_refused: _builtins.int = ...,
         http_port: _builtins.int = ...,
+        num_moves: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alarms", b"alarms", "http_port", b"http_port", "num_active", b"num_active", "num_bookings", b"num_bookings", "num_cancelled", b"num_cancelled", "num_completed", b"num_completed", "num_failed", b"num_failed", "num_index_blocks", b"num_index_blocks", "num_queued", b"num_queued", "num_refused", b"num_refused", "num_replans", b"num_replans", "num_request_tasks", b"num_request_tasks", "policy", b"policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alarms", b"alarms", "http_port", b"http_port", "num_active", b"num_active", "num_bookings", b"num_bookings", "num_cancelled", b"num_cancelled", "num_completed", b"num_completed", "num_failed", b"num_failed", "num_index_blocks", b"num_index_blocks", "num_moves", b"num_moves", "num_queued", b"num_queued", "num_refused", b"num_refused", "num_replans", b"num_replans", "num_request_tasks", b"num_request_tasks", "policy", b"policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -788,7 +792,7 @@ class WorkerView(_message.Message):
     address: _builtins.str
     """Where it listens."""
     state: _builtins.str
-    """"ready", "connecting", "lost" or "refused: <why>"."""
+    """"ready", "draining", "connecting", "lost" or "refused: <why>"."""
     role: _worker_pb2.WorkerRole.ValueType
     """Its pool."""
     @_builtins.property
@@ -949,7 +953,7 @@ class DecisionOutcome(_message.Message):
     mean_itl_s: _builtins.float
     """Mean gap between tokens, seconds."""
     ended: _builtins.str
-    """How the attempt ended: empty while it runs, "completed", or the name of an error class."""
+    """How the attempt ended: empty while it runs, "completed", "moved", or the name of an error class."""
     def __init__(
         self,
         *,

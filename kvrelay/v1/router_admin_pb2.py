@@ -25,19 +25,23 @@ _sym_db = _symbol_database.Default()
 from kvrelay.v1 import worker_pb2 as kvrelay_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvrelay/v1/router_admin.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/worker.proto\"Z\n\x0eWorkerEndpoint\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.kvrelay.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"@\n\x11SetWorkersRequest\x12+\n\x07workers\x18\x01 \x03(\x0b\x32\x1a.kvrelay.v1.WorkerEndpoint\"\'\n\x12SetWorkersResponse\x12\x11\n\tnum_ready\x18\x01 \x01(\r2a\n\x12RouterAdminService\x12K\n\nSetWorkers\x12\x1d.kvrelay.v1.SetWorkersRequest\x1a\x1e.kvrelay.v1.SetWorkersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvrelay/v1/router_admin.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/worker.proto\"l\n\x0eWorkerEndpoint\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.kvrelay.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\"@\n\x11SetWorkersRequest\x12+\n\x07workers\x18\x01 \x03(\x0b\x32\x1a.kvrelay.v1.WorkerEndpoint\"\x99\x01\n\x12SetWorkersResponse\x12\x11\n\tnum_ready\x18\x01 \x01(\r\x12?\n\tnum_users\x18\x02 \x03(\x0b\x32,.kvrelay.v1.SetWorkersResponse.NumUsersEntry\x1a/\n\rNumUsersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x32\x61\n\x12RouterAdminService\x12K\n\nSetWorkers\x12\x1d.kvrelay.v1.SetWorkersRequest\x1a\x1e.kvrelay.v1.SetWorkersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.v1.router_admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SETWORKERSRESPONSE_NUMUSERSENTRY']._loaded_options = None
+  _globals['_SETWORKERSRESPONSE_NUMUSERSENTRY']._serialized_options = b'8\001'
   _globals['_WORKERENDPOINT']._serialized_start=70
-  _globals['_WORKERENDPOINT']._serialized_end=160
-  _globals['_SETWORKERSREQUEST']._serialized_start=162
-  _globals['_SETWORKERSREQUEST']._serialized_end=226
-  _globals['_SETWORKERSRESPONSE']._serialized_start=228
-  _globals['_SETWORKERSRESPONSE']._serialized_end=267
-  _globals['_ROUTERADMINSERVICE']._serialized_start=269
-  _globals['_ROUTERADMINSERVICE']._serialized_end=366
+  _globals['_WORKERENDPOINT']._serialized_end=178
+  _globals['_SETWORKERSREQUEST']._serialized_start=180
+  _globals['_SETWORKERSREQUEST']._serialized_end=244
+  _globals['_SETWORKERSRESPONSE']._serialized_start=247
+  _globals['_SETWORKERSRESPONSE']._serialized_end=400
+  _globals['_SETWORKERSRESPONSE_NUMUSERSENTRY']._serialized_start=353
+  _globals['_SETWORKERSRESPONSE_NUMUSERSENTRY']._serialized_end=400
+  _globals['_ROUTERADMINSERVICE']._serialized_start=402
+  _globals['_ROUTERADMINSERVICE']._serialized_end=499
 # @@protoc_insertion_point(module_scope)

@@ -28,22 +28,26 @@ class WorkerEndpoint(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its name."""
     role: _worker_pb2.WorkerRole.ValueType
     """Its pool."""
     address: _builtins.str
     """host:port."""
+    draining: _builtins.bool
+    """It is about to go: it gets no new requests, and what it decodes moves to others, which pull the KV from it."""
     def __init__(
         self,
         *,
         worker_id: _builtins.str = ...,
         role: _worker_pb2.WorkerRole.ValueType = ...,
         address: _builtins.str = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -79,17 +83,43 @@ class SetWorkersResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class NumUsersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NUM_READY_FIELD_NUMBER: _builtins.int
+    NUM_USERS_FIELD_NUMBER: _builtins.int
     num_ready: _builtins.int
-    """Connected, described and accepted."""
+    """Connected, described and accepted, draining ones included."""
+    @_builtins.property
+    def num_users(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Of each draining worker: requests that still run there."""
+
     def __init__(
         self,
         *,
         num_ready: _builtins.int = ...,
+        num_users: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_ready", b"num_ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_ready", b"num_ready", "num_users", b"num_users"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

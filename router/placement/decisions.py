@@ -43,7 +43,7 @@ class Decision:
     mean_itl_s: float | None = None
     """Between the tokens of the first sample in this attempt."""
     ended: str = ""
-    """Empty while the attempt runs; then "completed" or the name of an error class."""
+    """Empty while the attempt runs; then "completed", "moved" when its worker was about to go, or an error's class."""
 
 
 class DecisionLog:

@@ -28,6 +28,8 @@ class System:
     router: RunningRouter
     workers: dict[str, RunningWorker]
     address: str
+    admin: "router_admin_pb2_grpc.RouterAdminServiceAsyncStub"
+    endpoints: list[router_admin_pb2.WorkerEndpoint]
 
     def client(self, **options: Any) -> AsyncClient:
         return AsyncClient(self.address, timeout_s=30, **options)
@@ -35,6 +37,13 @@ class System:
     async def kill(self, worker_id: str) -> None:
         """Break every connection of a worker, as its death would."""
         await self.workers[worker_id].server.grpc_server.stop(None)
+
+    async def drain(self, *worker_ids: str) -> dict[str, int]:
+        """Tell the router who is about to go, and who not; returns how many requests run on those that are."""
+        request = router_admin_pb2.SetWorkersRequest(workers=self.endpoints)
+        for endpoint in request.workers:
+            endpoint.draining = endpoint.worker_id in worker_ids
+        return dict((await self.admin.SetWorkers(request)).num_users)
 
     async def until_idle(self) -> None:
         """Wait until no living worker and no router holds anything."""
@@ -74,4 +83,4 @@ async def running_system(
         async with asyncio.timeout(TIMEOUT_S):
             while running.fleet.count_ready() < len(endpoints):
                 await admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=endpoints))
-        yield System(router=running, workers=workers, address=running.address)
+        yield System(router=running, workers=workers, address=running.address, admin=admin, endpoints=endpoints)
