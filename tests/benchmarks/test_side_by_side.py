@@ -1,0 +1,49 @@
+"""The order of a comparison's runs, and its table."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.side_by_side.measure import Cell, Plan, cells
+from benchmarks.side_by_side.table import rows
+from loadtest.measures import summarize
+from tests.loadtest.made_runs import make_request, make_run
+from workload.slo import Slo
+from workload.spec import parse_workload
+
+STREAM = {"name": "chat", "concurrency": 1, "first_tokens": 8, "output_tokens": 4}
+WORKLOAD = parse_workload({"max_requests": 4, "streams": [STREAM]}, source="test")
+
+
+def test_cells_take_turns_backwards_in_every_other_repeat() -> None:
+    plan = Plan(
+        arms=("a", "b"),
+        workload=WORKLOAD,
+        loads=(1.0, 2.0),
+        repeats=2,
+        warm_up_s=1.0,
+        slo=Slo(ttft_s=1.0, itl_s=0.1),
+        out=Path(),
+    )
+
+    ordered = [(cell.repeat, cell.load, cell.arm) for cell in cells(plan)]
+
+    assert ordered[:4] == [(0, 1.0, "a"), (0, 1.0, "b"), (0, 2.0, "a"), (0, 2.0, "b")]
+    assert [arm for _, _, arm in ordered[4:]] == ["b", "a", "b", "a"]
+
+
+def test_rows_give_the_median_and_the_range_over_repeats() -> None:
+    slo = Slo(ttft_s=1.0, itl_s=0.1)
+    runs = [
+        make_run([make_request(index, due_s=float(index), ttft_s=ttft_s) for index in range(20)])
+        for ttft_s in (0.1, 0.3, 0.2)
+    ]
+    measured = {
+        Cell(arm="a", load=None, repeat=number): summarize(run, slo=slo, warm_up_s=0.0)
+        for number, run in enumerate(runs)
+    }
+
+    (row,) = [row for row in rows(measured) if row["kind"] == "all"]
+
+    assert row["ttft_p50_s"] == pytest.approx((0.2, 0.1, 0.3))
+    assert row["not_complete"] == 0
