@@ -61,8 +61,10 @@ def _latencies(requests: Sequence[RequestRecord], resampler: Resampler) -> Laten
         e2e=over(lambda request: request.e2e_s),
         queue=over(lambda request: request.server.queue_s),
         prefill=over(lambda request: request.server.prefill_s),
-        transfer=over(lambda request: request.server.transfer_s),
-        transfer_exposed=over(lambda request: request.server.transfer_exposed_s),
+        transfer=over(lambda request: request.server.transfer_s if request.server.transfer_bytes else None),
+        transfer_exposed=over(
+            lambda request: request.server.transfer_exposed_s if request.server.transfer_bytes else None
+        ),
         lag=over(lambda request: request.lag_s),
     )
 

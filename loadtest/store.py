@@ -5,6 +5,7 @@ which follows from the order in which requests were due. `run.json` is written l
 that did not come to its end.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -69,6 +70,16 @@ class RunWriter:
         """Close the files. Repeating it is harmless."""
         self._requests.close()
         self._samples.close()
+
+    def discard_if_empty(self) -> None:
+        """Close the files, and leave nothing behind of a run in which no request ended."""
+        self.close()
+        if (self._folder / REQUESTS_FILE).stat().st_size:
+            return
+        for name in (REQUESTS_FILE, SAMPLES_FILE):
+            (self._folder / name).unlink()
+        with contextlib.suppress(OSError):  # it holds something else
+            self._folder.rmdir()
 
     def __enter__(self) -> Self:
         return self

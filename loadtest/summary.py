@@ -54,6 +54,7 @@ class Latencies:
     """The server's own stamp, as the three below."""
     prefill: Distribution | None
     transfer: Distribution | None
+    """Of requests whose KV moved; so the next."""
     transfer_exposed: Distribution | None
     lag: Distribution | None
     """Due to sent: the generator's own delay, which the latencies above contain."""

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kvrelay.cli.bench import bench_app
 from kvrelay.cli.chat import chat
 from kvrelay.cli.cluster import down, up
 from kvrelay.cli.console import out
@@ -67,6 +68,7 @@ app.command(rich_help_panel=_USE)(generate)
 app.command(rich_help_panel=_USE)(chat)
 app.command(rich_help_panel=_USE)(demo)
 app.command(rich_help_panel=_STUDY)(simulate)
+app.add_typer(bench_app, name="bench", rich_help_panel=_STUDY)
 app.add_typer(trace_app, name="trace", rich_help_panel=_STUDY)
 app.add_typer(experiment_app, name="experiment", rich_help_panel=_STUDY)
 

@@ -1,0 +1,326 @@
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
+
+import pytest
+
+from common.errors import Unreachable
+from kvrelay.cli.bench_results import _names as names_of
+from loadtest.records import Outcome, RequestRecord
+from loadtest.records import Run as LoadRun
+from loadtest.spec import LoadSpec, LoadTestFailed, Observer
+from loadtest.store import read_run, write_run
+from tests.cli.conftest import FakeLifecycle, Run
+from tests.e2e.in_process import running_system
+from tests.loadtest.made_runs import make_failure, make_request, make_run
+
+
+class FakeLoad:
+    """loadtest.run.run_load without a server: answers 40 requests a second apart, some of them badly."""
+
+    def __init__(self) -> None:
+        self.specs: list[LoadSpec] = []
+        self.num_refused = 0
+        self.error: Exception | None = None
+        self.interrupts_itself = False
+
+    @property
+    def spec(self) -> LoadSpec:
+        (spec,) = self.specs
+        return spec
+
+    async def __call__(self, spec: LoadSpec, observer: Observer, *, stop: asyncio.Event) -> LoadRun:
+        self.specs.append(spec)
+        if self.error is not None:
+            raise self.error
+        run = made_run(name=spec.name, num_refused=self.num_refused)
+        for request in run.requests:
+            observer.record(request)
+        if self.interrupts_itself:
+            os.kill(os.getpid(), signal.SIGINT)
+            async with asyncio.timeout(10):
+                await stop.wait()
+        return run
+
+
+def made_run(*, name: str = "made", num_refused: int = 0, ttft_s: float = 0.2) -> LoadRun:
+    requests: list[RequestRecord] = [
+        make_failure(i, Outcome.REFUSED, due_s=float(i), error="Overloaded: full")
+        if i >= 40 - num_refused
+        else make_request(i, due_s=float(i), ttft_s=ttft_s, gaps_s=[0.02, 0.03])
+        for i in range(40)
+    ]
+    return make_run(requests, name=name)
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> FakeLoad:
+    fake = FakeLoad()
+    monkeypatch.setattr("loadtest.run.run_load", fake)
+    return fake
+
+
+def test_bench_run_prints_the_summary_and_keeps_everything(run: Run, load: FakeLoad, folder: Path) -> None:
+    result = run("bench", "run", "--out", "here")
+    assert result.exit_code == 0, result.output
+    assert "SLOs are met: 100.0 % good" in result.stdout
+    assert "Every request is in here" in result.stderr
+    assert sorted(path.name for path in (folder / "here").iterdir()) == [
+        "report.html",
+        "requests.jsonl",
+        "run.json",
+        "samples.jsonl",
+        "summary.json",
+    ]
+    assert len(read_run(folder / "here").requests) == 40
+
+
+def test_bench_run_by_default_is_a_minute_of_one_request_a_second_at_the_running_cluster(
+    run: Run, load: FakeLoad, lifecycle: FakeLifecycle, folder: Path
+) -> None:
+    lifecycle.running.add(lifecycle.default_run_dir("kvrelay"))
+    lifecycle.address = "127.0.0.1:7777"
+    assert run("bench", "run", "--no-report").exit_code == 0
+    assert (load.spec.name, load.spec.target.url) == ("rate-1", "127.0.0.1:7777")
+    assert load.spec.workload.duration_s == 60.0
+    assert load.spec.specification["streams"][0]["arrivals"]["rate"] == 1.0
+    assert load.spec.slo is None
+    (results,) = (folder / "bench-results").iterdir()
+    assert results.name.startswith("rate-1-")
+    assert not (results / "report.html").exists()
+
+
+def test_bench_run_never_writes_over_results(run: Run, load: FakeLoad) -> None:
+    assert run("bench", "run", "--out", "here", "--no-report").exit_code == 0
+    again = run("bench", "run", "--out", "here", "--no-report")
+    assert again.exit_code == 1
+    assert "here: holds the results of another run" in again.stderr
+    assert len(load.specs) == 1
+
+
+def test_bench_run_options_make_the_workload(run: Run, load: FakeLoad) -> None:
+    options = "--rate 3 --burstiness 0.5 --duration 20 --requests 99 --prompt-tokens 300 --output-tokens uniform:5,9"
+    options += " --turns 4 --think 2 --prefix-tokens 64 --prefix-share 0.5 --prefix-count 3 --content chat --seed 7"
+    assert run("bench", "run", "--out", "here", "--no-report", *options.split()).exit_code == 0
+    spec = load.spec.specification
+    assert (spec["content"], spec["seed"], spec["duration_s"], spec["max_requests"]) == ("chat", 7, 20.0, 99)
+    (stream,) = spec["streams"]
+    assert (stream["arrivals"]["process"], stream["arrivals"]["burstiness"]) == ("gamma", 0.5)
+    assert (stream["first_tokens"], stream["output_tokens"], stream["turns"]) == ("300", "uniform:5,9", "4")
+    assert (stream["think_s"], stream["turn_tokens"]) == ("2", "lognormal:40,0.6,max=200")
+    assert stream["prefix"] == {"share": 0.5, "tokens": "64", "count": 3, "zipf": 0.0}
+    assert load.spec.workload.seed == 7
+
+
+def test_bench_run_with_concurrency_is_a_closed_loop(run: Run, load: FakeLoad) -> None:
+    assert run("bench", "run", "--out", "here", "--no-report", "-k", "16").exit_code == 0
+    assert load.spec.workload.streams[0].concurrency == 16
+    assert load.spec.name == "concurrency-16"
+
+
+def test_bench_run_takes_a_workload_file_and_options_that_hold_for_every_workload(
+    run: Run, load: FakeLoad, folder: Path
+) -> None:
+    (folder / "chats.yaml").write_text(
+        "duration_s: 30\nstreams:\n- {name: chat, arrivals: {rate: 2}, first_tokens: 10, output_tokens: 5}\n"
+    )
+    arguments = ("--load", "4", "-d", "10", "--seed", "3", "--ttft", "0.5", "-l", "pool=1P1D", "-l", "name=night")
+    result = run("bench", "run", "-w", "chats.yaml", "--out", "here", "--no-report", *arguments)
+    assert result.exit_code == 0, result.output
+    spec = load.spec
+    assert (spec.name, spec.labels, spec.workload.duration_s, spec.workload.seed) == (
+        "night",
+        {"pool": "1P1D"},
+        10.0,
+        3,
+    )
+    assert spec.specification["load"] == 4
+    starts = [session.start_s for session in spec.workload.streams[0].sessions]
+    assert 25 <= len(starts) <= 55
+    assert spec.slo is not None
+    assert (spec.slo.ttft_s, spec.slo.itl_s) == (0.5, 0.2)
+
+
+def test_bench_run_replays_a_trace(run: Run, load: FakeLoad, folder: Path) -> None:
+    lines = [
+        f'{{"timestamp": {1000 * i}, "input_length": 64, "output_length": 8, "hash_ids": [{i}]}}' for i in range(9)
+    ]
+    (folder / "day.jsonl").write_text("\n".join(lines) + "\n")
+    result = run("bench", "run", "-t", "day.jsonl", "--speed", "2", "--limit", "5", "--out", "here", "--no-report")
+    assert result.exit_code == 0, result.output
+    starts = [session.start_s for session in load.spec.workload.streams[0].sessions]
+    assert starts == [0.0, 0.5, 1.0, 1.5, 2.0]
+    assert load.spec.name == "day"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("--rate 2 -k 4", "--rate is for an open loop, --concurrency for a closed one"),
+        ("-w a.yaml --rate 2", "--rate and --workload exclude each other; --load R scales"),
+        ("-t a.jsonl --turns 2", "--turns and --trace exclude each other"),
+        ("-w a.yaml -t a.jsonl", "--workload and --trace exclude each other"),
+        ("--speed 2", "--speed is for a trace: give --trace FILE"),
+        ("--think 2", "--turn-tokens and --think are for sessions of several turns"),
+        ("--prefix-share 0.5", "--prefix-share and --prefix-count need --prefix-tokens"),
+        ("--prompt-tokens many", "--prompt-tokens: "),
+        ("--arrivals constant --burstiness 2", "--burstiness: "),
+        ("--label pool", "--label: 'pool'; say KEY=VALUE"),
+        ("-w none.yaml", "none.yaml: cannot be read"),
+        ("-k 4 --load 2", "cannot be scaled to 2 requests/s"),
+    ],
+)
+def test_bench_run_with_a_bad_option_says_what_to_do(
+    run: Run, load: FakeLoad, folder: Path, arguments: str, complaint: str
+) -> None:
+    result = run("bench", "run", "--out", "here", *arguments.split())
+    assert result.exit_code == 1
+    assert complaint in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not load.specs
+    assert not (folder / "here").exists()
+
+
+def test_bench_run_without_a_server_leaves_nothing_behind(run: Run, load: FakeLoad, folder: Path) -> None:
+    load.error = Unreachable("nobody answers at 127.0.0.1:1")
+    result = run("bench", "run", "--out", "here")
+    assert result.exit_code == 1
+    assert "nobody answers at 127.0.0.1:1\nStart a cluster with `kvrelay up`" in result.stderr
+    assert not (folder / "here").exists()
+
+
+def test_bench_run_whose_generator_breaks_keeps_what_was_measured(run: Run, load: FakeLoad, folder: Path) -> None:
+    async def breaks(spec: LoadSpec, observer: Observer, *, stop: asyncio.Event) -> LoadRun:
+        measured = made_run()
+        for request in measured.requests:
+            observer.record(request)
+        raise LoadTestFailed("generator process 0 was killed by signal 9", measured)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("loadtest.run.run_load", breaks)
+        result = run("bench", "run", "--out", "here")
+    assert result.exit_code == 1
+    assert "generator process 0 was killed by signal 9" in result.stderr
+    assert len(read_run(folder / "here").requests) == 40
+
+
+def test_bench_run_that_is_interrupted_prints_what_was_measured(run: Run, load: FakeLoad, folder: Path) -> None:
+    load.interrupts_itself = True
+    result = run("bench", "run", "--out", "here", "--no-report")
+    assert result.exit_code == 130
+    assert "ending the run: what still runs is cancelled, what was measured is kept" in result.stderr
+    assert "SLOs are met" in result.stdout
+    assert len(read_run(folder / "here").requests) == 40
+
+
+@pytest.mark.parametrize(("num_refused", "exit_code"), [(0, 0), (4, 3)])
+def test_bench_run_with_check_tells_ci_whether_enough_requests_were_good(
+    run: Run, load: FakeLoad, num_refused: int, exit_code: int
+) -> None:
+    load.num_refused = num_refused
+    result = run("bench", "run", "--out", "here", "--no-report", "--check", "0.95")
+    assert result.exit_code == exit_code
+    assert ("of the requests are good, 95.00% are required" in result.stderr) == bool(exit_code)
+
+
+def test_bench_run_as_json_prints_the_summary_for_programs(run: Run, load: FakeLoad, folder: Path) -> None:
+    load.num_refused = 8
+    printed = run("bench", "run", "--out", "here", "--no-report", "--warm-up", "0", "--json").stdout
+    summary = json.loads(printed)
+    assert summary["kinds"][0]["good_share"]["value"] == 0.8
+    assert summary["kinds"][0]["latencies"]["ttft"]["percentiles"][0]["estimate"]["value"] == pytest.approx(0.2)
+    assert json.loads((folder / "here" / "summary.json").read_text()) == summary
+
+
+def test_bench_report_judges_a_run_by_other_objectives(run: Run, folder: Path) -> None:
+    write_run(made_run(), folder / "there")
+    strict = run("bench", "report", "there", "--ttft", "0.1", "--warm-up", "0", "--check", "0.5")
+    assert strict.exit_code == 3
+    assert "SLOs are not met: 0.0 % good" in strict.stdout
+    assert (folder / "there" / "report.html").exists()
+    assert "SLOs are met" in run("bench", "report", "there", "--no-report").stdout
+
+
+def test_bench_report_that_counts_nothing_says_when_requests_were_due(run: Run, folder: Path) -> None:
+    write_run(made_run(), folder / "there")
+    result = run("bench", "report", "there", "--warm-up", "60")
+    assert result.exit_code == 1
+    assert "no request was due between 60 s (warm-up) and 39 s; requests were due until 39 s" in result.stderr
+
+
+def test_bench_report_of_a_folder_without_results_names_it(run: Run, folder: Path) -> None:
+    (folder / "empty").mkdir()
+    result = run("bench", "report", "empty")
+    assert result.exit_code == 1
+    assert "empty" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_bench_compare_puts_runs_side_by_side(run: Run, folder: Path) -> None:
+    write_run(made_run(), folder / "before")
+    write_run(made_run(ttft_s=0.3), folder / "after")
+    result = run("bench", "compare", "before", "after", "--warm-up", "0")
+    assert result.exit_code == 0, result.output
+    (line,) = [line.split() for line in result.stdout.splitlines() if line.split()[:2] == ["TTFT", "p50"]]
+    assert line == ["TTFT", "p50", "200", "ms", "300", "ms", "×1.5", "[1.5", "–", "1.5]"]
+    assert "before" in result.stdout
+    assert "compared request by request: after" in result.stdout
+
+
+def test_bench_compare_as_json_names_the_runs(run: Run, folder: Path) -> None:
+    for name in ("a", "b"):
+        write_run(made_run(name=name), folder / name)
+    compared = json.loads(run("bench", "compare", "a", "b", "--json").stdout)
+    assert compared["names"] == ["a", "b"]
+    assert compared["is_paired"] == [True, True]
+
+
+def test_bench_compare_of_one_run_is_refused(run: Run, folder: Path) -> None:
+    result = run("bench", "compare", "alone")
+    assert result.exit_code == 1
+    assert "compare takes two folders of results or more" in result.stderr
+
+
+def test_compared_runs_of_one_name_are_told_apart_by_folder_or_number() -> None:
+    assert names_of([Path("x/a"), Path("x/b")], ["chat", "chat"]) == ["a", "b"]
+    assert names_of([Path("x/a"), Path("y/a")], ["chat", "chat"]) == ["chat 1", "chat 2"]
+    assert names_of([Path("x/a"), Path("y/a")], ["chat", "batch"]) == ["chat", "batch"]
+
+
+@contextmanager
+def fake_cluster() -> Iterator[str]:
+    """A whole system with fake engines on a loop of its own; gives the router's address."""
+    is_up, is_over = Event(), Event()
+    addresses: list[str] = []
+
+    async def serve() -> None:
+        async with running_system() as system:
+            addresses.append(system.address)
+            is_up.set()
+            await asyncio.to_thread(is_over.wait)
+
+    thread = Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        assert is_up.wait(20)
+        yield addresses[0]
+    finally:
+        is_over.set()
+        thread.join(20)
+
+
+def test_bench_run_against_a_whole_system_measures_it(run: Run, folder: Path) -> None:
+    options = "--requests 12 --rate 40 --prompt-tokens uniform:4,20 --output-tokens 4 --warm-up 0 --json"
+    with fake_cluster() as address:
+        result = run("bench", "run", "--target", address, "--out", "here", *options.split())
+    assert result.exit_code == 0, result.output
+    (overall, own) = json.loads(result.stdout)["kinds"]
+    assert (overall["kind"], own["kind"]) == ("all", "load")
+    assert (overall["num_requests"], overall["num_complete"], overall["mean_output_tokens"]) == (12, 12, 4.0)
+    assert overall["latencies"]["queue"]["num_values"] == 12
+    assert (folder / "here" / "report.html").read_text().startswith("<!doctype html>")
