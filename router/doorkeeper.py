@@ -42,7 +42,9 @@ class Doorkeeper:
             return self._anybody
         given = next((value for name, value in metadata or () if name == "authorization"), None)
         if given is None:
-            raise Unauthenticated("no API key: send the metadata `authorization: Bearer <key>`", field="authorization")
+            raise Unauthenticated(
+                "no API key: send the metadatum or header `authorization: Bearer <key>`", field="authorization"
+            )
         text = given if isinstance(given, str) else given.decode(errors="replace")
         if not text.lower().startswith(_SCHEME):
             raise Unauthenticated("the credentials are not of the form `Bearer <key>`", field="authorization")

@@ -13,7 +13,7 @@ from router.http.protocol import BoundedHttpProtocol
 
 _KEEP_ALIVE_S = 75
 """Idle connections of clients are kept as long as their pools keep them, or longer."""
-_CLOSE_TIMEOUT_S = 2
+_CLOSE_TIMEOUT_S = 1
 """For connections whose clients do not read their last answer."""
 _BACKLOG = 2048
 _DATE_S = 1.0

@@ -1,5 +1,6 @@
 """The HTTP door in front of real workers: its answers are those of gRPC, and so is what it leaves behind."""
 
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from cluster.lifecycle import read_info
+from cluster.state import StateFile
 from tests.e2e.harness import fake_config, running_cluster, until_idle
 from tests.e2e.in_process import System, running_system
 
@@ -102,7 +104,7 @@ async def test_second_turn_reports_its_cached_tokens() -> None:
 
 
 @pytest.mark.e2e
-async def test_cluster_of_processes_tells_its_http_address_and_serves_there(tmp_path: Path) -> None:
+async def test_cluster_of_processes_serves_where_it_says_also_after_a_restart_of_the_router(tmp_path: Path) -> None:
     async with running_cluster(tmp_path, fake_config()) as grpc:
         info = read_info(tmp_path / "run")
         assert info is not None
@@ -112,4 +114,15 @@ async def test_cluster_of_processes_tells_its_http_address_and_serves_there(tmp_
             expected = await grpc.generate(PROMPT, **SAMPLED)
             reply = await openai.completions.create(model="fake", prompt=PROMPT, **SAMPLED)
             assert reply.choices[0].text == expected.text
+            _kill_router(tmp_path / "run")
+            again = await openai.with_options(max_retries=20).completions.create(model="fake", prompt=PROMPT, **SAMPLED)
+            assert again.choices[0].text == expected.text
         await until_idle(grpc)
+
+
+def _kill_router(run_dir: Path) -> None:
+    state = StateFile(run_dir).read()
+    assert state is not None
+    (router,) = [process for process in state.processes if process.role == "router"]
+    assert router.identity is not None
+    assert router.identity.signal(signal.SIGKILL)

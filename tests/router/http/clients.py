@@ -72,8 +72,8 @@ async def fetch(
 
 def head(method: str, path: str, content_length: int, **headers: str) -> bytes:
     """Return the head of a request."""
-    lines = [f"{method} {path} HTTP/1.1", "host: test", "connection: close", f"content-length: {content_length}"]
-    lines += [f"{name}: {value}" for name, value in headers.items()]
+    told = {"host": "test", "connection": "close", "content-length": str(content_length), **headers}
+    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in told.items())]
     return "\r\n".join([*lines, "", ""]).encode()
 
 

@@ -80,6 +80,17 @@ async def test_client_that_leaves_a_call_of_several_prompts_cancels_all() -> Non
         assert decode.calls["cancelled"] == 2
 
 
+async def test_client_that_leaves_having_sent_more_requests_frees_everything() -> None:
+    prefill, decode = pair()
+    decode.gates.close("token 1")
+    request = head("POST", COMPLETIONS, len(body_of()), connection="keep-alive") + body_of()
+    async with http_cluster(prefill, decode) as http:
+        async with sent(http, request * 3):
+            await decode.gates.reached("token 1")
+        assert (await http.cluster.until_idle()).num_cancelled == 1
+        assert decode.calls["started"] == 1
+
+
 async def test_openai_stream_that_is_closed_in_the_middle_frees_everything() -> None:
     prefill, decode = pair()
     decode.gates.close("token 3")
