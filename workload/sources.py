@@ -188,12 +188,16 @@ class Replay:
 
     def sessions(self, drawing: Drawing) -> Iterator[Session]:
         """Yield a session for each request that arrives within the drawing's limits."""
+        counters: dict[int, int] = {}  # a file's ids can be of any size
         for number, request in enumerate(self._trace.requests):
             start_s = request.arrival_s / drawing.speed
             if start_s > drawing.duration_s or number >= drawing.max_requests:
                 return
             segments = tuple(
-                Segment(drawing.content(Sort.BLOCK, segment.content), segment.num_tokens)
+                Segment(
+                    drawing.content(Sort.BLOCK, counters.setdefault(segment.content, len(counters))),
+                    segment.num_tokens,
+                )
                 for segment in self._trace.segments(request)
             )
             turn = Turn(segments=segments, num_output_tokens=request.num_output_tokens)

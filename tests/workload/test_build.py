@@ -201,6 +201,15 @@ def test_trace_is_replayed_in_its_own_time_and_lengths(tmp_path: Path) -> None:
     assert second.turns[0].num_output_tokens == 1
 
 
+def test_block_ids_of_any_size_become_different_contents(tmp_path: Path) -> None:
+    ids = (2**64, 2**65, 2**64 + 2**65, 0)
+    path = trace_file(tmp_path, request(0, 64, *ids), request(1, 32, *ids[:2]))
+    first, second = sessions(build_workload(make_spec({"name": "replay", "trace": {"path": str(path)}})), "replay")
+    contents = [segment.content for segment in first.turns[0].segments]
+    assert len({content % 2**62 for content in contents}) == 4
+    assert [segment.content for segment in second.turns[0].segments] == contents[:2]
+
+
 def test_duration_cuts_a_trace(tmp_path: Path) -> None:
     path = trace_file(tmp_path, request(0, 5, 1), request(3, 5, 2), request(9, 5, 3))
     workload = build_workload(make_spec({"name": "replay", "trace": {"path": str(path)}}, duration_s=3))
