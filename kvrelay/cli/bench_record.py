@@ -64,7 +64,9 @@ def record(
         err.print(
             f"{stream.num_dropped} requests are missing: they came faster than they could be read", soft_wrap=True
         )
-    err.print(f"{trace.num_requests:,} requests are in {path}; look at them with `kvrelay trace stats {path}`")
+    err.print(
+        f"{trace.num_requests:,} requests are in {path}; look at them with `kvrelay trace stats {path}`", soft_wrap=True
+    )
 
 
 def _read(stream: "TrafficStream", trace: "TrafficTrace", limit: int | None) -> None:

@@ -34,6 +34,7 @@ from tests.router.fakes import (
     prompt_of,
     running_cluster,
 )
+from tests.router.http.clients import http_cluster
 
 KEYS = {name: f"key-of-tenant-{name}-0001" for name in "ab"}
 
@@ -71,6 +72,20 @@ async def test_recording_tells_lengths_order_and_outcome_of_each_request() -> No
     assert 0 <= first.arrival_s < second.arrival_s
     assert first.block_size == BLOCK_SIZE
     assert (len(first.block_keys), len(second.block_keys)) == (3, 2)
+
+
+async def test_requests_of_both_doors_are_told_and_begin_alike() -> None:
+    prompt = prompt_of(10)
+    async with (
+        http_cluster(*pair()) as http,
+        client_of(http.cluster) as client,
+        client.record() as stream,
+    ):
+        await ask(client, prompt)
+        await http.client.completions.create(model="fake", prompt=prompt, max_tokens=6, temperature=0)
+        grpc_request, http_request = await read(stream, 2)
+    assert http_request.block_keys == grpc_request.block_keys
+    assert (http_request.num_output_tokens, http_request.outcome) == (6, "completed")
 
 
 async def test_keys_are_equal_exactly_as_far_as_prompts_are() -> None:
