@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from reporting.wording import duration, number, scaled
 
-_STEPS = ((0.9, (1, 1.5, 2, 3, 5, 7)), (2.2, (1, 2, 5)))
-"""Up to so many decades, ticks at these multiples of powers of ten."""
+_MAX_TICKS = 7
+_STEPS = ((1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,))
+"""Multiples of powers of ten that ticks are at: the finest that give few enough."""
 
 
 class Unit(enum.Enum):
@@ -88,14 +89,17 @@ class Axis:
     def ticks(self, values: npt.NDArray[np.float64]) -> dict[str, Any]:
         """Return where a logarithmic axis over these values has ticks; nothing for a linear one.
 
-        At powers of ten, and the closer together the values are at the more of their multiples.
+        At powers of ten, and the closer together the values are at the more multiples of them.
         """
         positive = values[values > 0]
         if self.scale is Scale.LINEAR or not positive.size:
             return {}
-        low, high = math.log10(positive.min()), math.log10(positive.max())
-        steps = next((steps for decades, steps in _STEPS if high - low <= decades), (1,))
-        places = [step * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for step in steps]
+        low, high = float(positive.min()), float(positive.max())
+        powers = [10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
+        for steps in _STEPS:
+            places = [step * power for power in powers for step in steps]
+            if sum(low <= place <= high for place in places) <= _MAX_TICKS:
+                break
         return {"tickvals": places, "ticktext": [self.unit.text(place) for place in places], "ticksuffix": ""}
 
 

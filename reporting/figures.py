@@ -1,11 +1,11 @@
-"""Figures that pages have in common: curves with bands, distributions, bars. Each returns a plotly figure.
+"""Figures that pages have in common: curves with bands, bars. Each returns a plotly figure.
 
 Names come from users: they are escaped, since plotly reads tags in texts.
 """
 
 import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import plotly.graph_objects as go
 
-from reporting import thinning
-from reporting.axes import Axis, Scale, Unit
+from reporting.axes import Axis, Scale
 from reporting.theme import GREY, LIMIT, PALETTE, translucent
 
 Floats = npt.NDArray[np.float64]
@@ -38,16 +37,6 @@ class Curve:
     """Bounds of the band, both or neither."""
     texts: Sequence[str] = ()
     """What else is said under the mouse, a text per point."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """Values whose distribution is drawn."""
-
-    name: str
-    values: Numbers
-    color: str = PALETTE[0]
-    dash: str = "solid"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +112,8 @@ def line_figure(curves: Sequence[Curve], frame: Frame) -> Any:
     drawn = [curve for curve in curves if len(curve.x)]
     for curve in drawn:
         add_curve(figure, curve, frame)
-    figure.update_xaxes(frame.x.ticks(_joined(curve.x for curve in drawn)))
-    figure.update_yaxes(frame.y.ticks(_joined(curve.y for curve in drawn)))
+    figure.update_xaxes(ticks_of(frame.x, [curve.x for curve in drawn], frame.x_limits))
+    figure.update_yaxes(ticks_of(frame.y, [curve.y for curve in drawn], frame.y_limits))
     return figure
 
 
@@ -157,36 +146,6 @@ def add_curve(figure: Any, curve: Curve, frame: Frame) -> None:
     )
 
 
-def ecdf_figure(samples: Sequence[Sample], frame: Frame) -> Any:
-    """Return distributions as curves: how many of the values are at most so large. `frame.y` is ours.
-
-    Under the mouse a curve says its percentile. Empty samples are left out.
-    """
-    share = Axis(title="share at most so long", unit=Unit.SHARE)
-    figure = new_figure(
-        Frame(x=frame.x, y=share, x_limits=frame.x_limits, y_limits=frame.y_limits, height=frame.height)
-    )
-    figure.update_yaxes(range=[0, 1.005])
-    figure.update_xaxes(
-        frame.x.ticks(np.concatenate([np.zeros(0), *(np.asarray(sample.values) for sample in samples)]))
-    )
-    for sample in samples:
-        values, shares = thinning.ecdf(np.asarray(sample.values, dtype=np.float64))
-        if not values.size:
-            continue
-        name = plain(sample.name)
-        figure.add_scatter(
-            x=compact(np.maximum(values, 1e-6) if frame.x.scale is Scale.LOG else values),
-            y=compact(shares),
-            name=name,
-            legendgroup=name,
-            mode="lines",
-            line={"color": sample.color, "dash": sample.dash, "width": 2, "shape": "hv"},
-            hovertemplate=f"<b>{name}</b><br>%{{y:.2%}} at most {frame.x.unit.shows('x')}<extra></extra>",
-        )
-    return figure
-
-
 def bar_figure(categories: Sequence[str], series: Sequence[Bars], frame: Frame, *, mode: str = "group") -> Any:
     """Return bars over categories; `mode` is plotly's barmode: "group" or "stack"."""
     figure = new_figure(frame)
@@ -205,8 +164,10 @@ def bar_figure(categories: Sequence[str], series: Sequence[Bars], frame: Frame, 
     return figure
 
 
-def _joined(parts: Iterable[Numbers]) -> Floats:
-    return np.concatenate([np.zeros(0), *(np.asarray(part, dtype=np.float64) for part in parts)])
+def ticks_of(axis: Axis, parts: Sequence[Numbers], limits: Sequence[Limit]) -> dict[str, Any]:
+    """Return where an axis over these values and limits has ticks; see `Axis.ticks`."""
+    values = [np.asarray(part, dtype=np.float64) for part in parts]
+    return axis.ticks(np.concatenate([*values, [limit.value for limit in limits]]))
 
 
 def _whiskers(bars: Bars) -> dict[str, Any] | None:

@@ -39,6 +39,10 @@ PHASE_COLORS = {
 }
 
 
+BUTTONS = {"font": {"size": 11, "color": "#24292f"}, "bgcolor": "#d3d9e0", "bordercolor": "#b4bcc6"}
+"""Of buttons inside figures. Plotly paints the chosen one near white, whatever the page's mode: letters stay dark."""
+
+
 class Ink(enum.StrEnum):
     """What a page is looked at on."""
 

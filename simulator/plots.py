@@ -9,7 +9,8 @@ import numpy as np
 from plotly.subplots import make_subplots
 
 from reporting.axes import Axis, Scale, Unit
-from reporting.figures import Curve, Frame, Limit, Sample, compact, ecdf_figure, line_figure, new_figure, plain
+from reporting.distributions import Sample, ecdf_figure
+from reporting.figures import Curve, Frame, Limit, compact, line_figure, new_figure, plain
 from reporting.theme import colors_of, dash_of, symbol_of
 from simulator.records import RequestResult
 from simulator.replay import CellResult

@@ -84,6 +84,14 @@ def known(values: Floats) -> Floats:
     return values[~np.isnan(values)]
 
 
+def open_requests(columns: Columns, num_moments: int = 400) -> tuple[Floats, Floats]:
+    """Return (moments, how many requests were due and not ended then), evenly over the run."""
+    at_s = np.linspace(0, float(columns.end_s.max(initial=0.0)), num_moments)
+    due, ended = np.sort(columns.due_s), np.sort(columns.end_s)
+    num_open = np.searchsorted(due, at_s, side="right") - np.searchsorted(ended, at_s, side="right")
+    return at_s, num_open.astype(np.float64)
+
+
 def _gaps(requests: Sequence[RequestRecord]) -> Gaps:
     rows = [row for row, request in enumerate(requests) if request.is_complete and len(request.chunk_s) > 1]
     if not rows:

@@ -12,7 +12,7 @@ from loadtest.report.phases import spans_of
 from reporting.axes import RUN_TIME, Axis
 from reporting.figures import Frame, compact, new_figure, plain
 from reporting.page import Absent, Panel
-from reporting.theme import LIMIT, ORANGE, PHASE_COLORS, Phase
+from reporting.theme import BUTTONS, LIMIT, ORANGE, PHASE_COLORS, Phase
 from reporting.wording import duration, scaled
 from workload.slo import Slo
 
@@ -25,7 +25,7 @@ _PHASE_NAMES = {
     Phase.TRANSFER: "transfer that shows",
     Phase.DECODE: "decode",
 }
-_MAX_STALLS = 3000
+_MAX_STALLS = 500
 
 
 def gantt_panel(columns: Columns, slo: Slo) -> Panel:
@@ -158,7 +158,7 @@ def _menu(orders: Sequence[tuple[str, np.ndarray]], held: Sequence[Sequence[int]
             "yanchor": "bottom",
             "pad": {"b": 26},
             "showactive": True,
-            "font": {"size": 11},
+            **BUTTONS,
         }
     ]
 
@@ -175,7 +175,7 @@ def _stalls(requests: Sequence[RequestRecord], slo: Slo) -> tuple[list[int], dic
     marks = {
         "x": compact([end_s for _, _, end_s in longest]),
         "mode": "markers",
-        "name": f"gap above {duration(slo.itl_s)}",
+        "name": f"gap above {duration(slo.itl_s)}" + (", the longest" if len(found) > len(longest) else ""),
         "marker": {"color": ORANGE, "symbol": "line-ns", "size": 7, "line": {"color": ORANGE, "width": 1.6}},
         "customdata": compact([gap_s for gap_s, _, _ in longest]),
         "hovertemplate": "gap of %{customdata:.3s}s<extra></extra>",

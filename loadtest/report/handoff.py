@@ -13,7 +13,7 @@ from reporting.theme import PHASE_COLORS, Phase, colors_of
 from reporting.thinning import scatter_indices
 from reporting.wording import count, duration, percent
 
-_GROUPS = (("fastest half", 0.0, 0.5), ("p50 to p90", 0.5, 0.9), ("p90 to p99", 0.9, 0.99), ("slowest 1 %", 0.99, 1.0))
+_GROUPS = (("fastest half", 0.0, 0.5), ("p50–90", 0.5, 0.9), ("p90–99", 0.9, 0.99), ("slowest 1 %", 0.99, 1.0))
 _TTFT_PHASES = (Phase.QUEUE, Phase.PREFILL, Phase.OTHER)
 _NO_STAMPS = "the target tells no stamps of its own"
 _NO_TRANSFERS = "no KV moved between workers"
@@ -35,14 +35,13 @@ def _ttft_panel(columns: Columns) -> Panel:
         for name, low, high in _GROUPS
         if round(low * order.size) < round(high * order.size)
     ]
-    names = [f"{name} ({len(members):,})" for name, members in groups]
     return Panel(
         title=title,
         look_for="What grows from left to right is what makes slow first tokens slow.",
-        content=_stack(columns, [(name, group[1]) for name, group in zip(names, groups, strict=True)], _TTFT_PHASES),
+        content=_stack(columns, groups, _TTFT_PHASES),
         width=Width.HALF,
-        note="Means over complete requests, sorted by TTFT. The first token comes from the worker that computed the"
-        " prompt, so that no transfer is in it.",
+        note=f"Means over {count(order.size, 'complete request')}, sorted by TTFT. The first token comes from the"
+        " worker that computed the prompt, so that no transfer is in it.",
     )
 
 
@@ -74,8 +73,10 @@ def _stack(columns: Columns, groups: list[tuple[str, np.ndarray]], phases: tuple
         )
         for phase in phases
     ]
-    frame = Frame(y=Axis(title="seconds, mean", unit=Unit.SECONDS, starts_at_zero=True), height=340)
-    return bar_figure([name for name, _ in groups], series, frame, mode="stack")
+    frame = Frame(y=Axis(title="mean time", unit=Unit.SECONDS, starts_at_zero=True), height=340)
+    figure = bar_figure([name for name, _ in groups], series, frame, mode="stack")
+    figure.update_layout(legend={"traceorder": "normal"})
+    return figure
 
 
 def _transfer_panels(columns: Columns) -> tuple[Panel, ...]:

@@ -7,10 +7,11 @@ import numpy as np
 from plotly.subplots import make_subplots
 
 from loadtest.records import PoolSample
-from loadtest.report.columns import Columns, Floats, Mask, known
+from loadtest.report.columns import Columns, Floats, Mask, known, open_requests
 from loadtest.summary import Window
 from reporting.axes import RUN_TIME, Axis, Scale, Unit
-from reporting.figures import Curve, Frame, Limit, Sample, compact, ecdf_figure, line_figure, new_figure, plain
+from reporting.distributions import Sample, View, ecdf_figure
+from reporting.figures import Curve, Frame, Limit, compact, line_figure, new_figure, plain
 from reporting.page import Absent, Panel, Width
 from reporting.theme import BLUE, GREY, LIMIT, PURPLE, colors_of, translucent
 from reporting.thinning import rolling, scatter_indices
@@ -34,7 +35,7 @@ def distribution_panels(columns: Columns, slo: Slo) -> tuple[Panel, ...]:
             "Read the share of users in time where a curve crosses the objective.",
             _by_kind(columns, columns.ttft_s, measured),
             ttft_limit,
-            f"The objective grows with prompts above {slo.ttft_tokens:,} tokens." if longer else "",
+            note=f"The objective grows with prompts above {slo.ttft_tokens:,} tokens." if longer else "",
         ),
         _distribution(
             "Time per output token (TPOT)",
@@ -50,6 +51,7 @@ def distribution_panels(columns: Columns, slo: Slo) -> tuple[Panel, ...]:
                 for kind, color in colors_of(columns.kinds).items()
             ],
             itl_limit,
+            view=View.TAIL,
         ),
         _distribution(
             "End to end (E2E)",
@@ -133,11 +135,11 @@ def _ttft_over_time(columns: Columns, slo: Slo, window: Window) -> Panel:
             y=compact(columns.ttft_s[shown]),
             mode="markers",
             name=plain(kind),
-            marker={"color": color, "size": 5, "opacity": 0.5},
+            marker={"color": color, "size": 5, "opacity": 0.4},
             hovertemplate=f"due {Unit.CLOCK.shows('x')}: {Unit.SECONDS.shows('y')}<extra>{plain(kind)}</extra>",
         )
     _add_rolling(figure, columns.due_s[has], columns.ttft_s[has])
-    _add_failures(figure, columns, slo.ttft_s)
+    _add_failures(figure, columns)
     figure.update_yaxes(frame.y.ticks(np.append(known(columns.ttft_s), slo.ttft_s)))
     _finish(figure, columns, window)
     note = (
@@ -149,7 +151,7 @@ def _ttft_over_time(columns: Columns, slo: Slo, window: Window) -> Panel:
         title="TTFT over time",
         look_for="A cloud that climbs from left to right is a growing line: the load is above what the system holds.",
         content=figure,
-        note=f"{note} Shaded: not counted in the summary.".strip(),
+        note=f"{note} Shaded: not counted in the summary. Crosses at the lower edge have no latency.".strip(),
     )
 
 
@@ -196,8 +198,8 @@ def _traffic_over_time(columns: Columns, window: Window, samples: Sequence[PoolS
             marker={"color": color, "line": {"width": 0}},
             hovertemplate=f"{name}: %{{y:.2f}}/s<extra></extra>",
         )
-    at_s, open_requests = _open_requests(columns)
-    lines = [("open: due and not ended", at_s, open_requests, BLUE)]
+    at_s, num_open = open_requests(columns)
+    lines = [("open: due and not ended", at_s, num_open, BLUE)]
     if samples:
         queued = np.array([sample.num_queued for sample in samples], dtype=np.float64)
         lines.append(("in the router's line", np.array([s.at_s for s in samples]), queued, PURPLE))
@@ -224,14 +226,6 @@ def _traffic_over_time(columns: Columns, window: Window, samples: Sequence[PoolS
     )
 
 
-def _open_requests(columns: Columns) -> tuple[Floats, Floats]:
-    """Return how many requests are due and not ended, at 400 moments at most."""
-    end_s = float(columns.end_s.max(initial=0.0))
-    at_s = np.linspace(0, end_s, 400)
-    due, ended = np.sort(columns.due_s), np.sort(columns.end_s)
-    return at_s, (np.searchsorted(due, at_s, side="right") - np.searchsorted(ended, at_s, side="right")).astype(float)
-
-
 def _add_rolling(figure: Any, at_s: Floats, values: Floats) -> None:
     bins = rolling(at_s, values, percentiles=(50.0, 99.0))
     for percentile, dash in ((50.0, "dot"), (99.0, "solid")):
@@ -240,13 +234,14 @@ def _add_rolling(figure: Any, at_s: Floats, values: Floats) -> None:
             y=compact(bins.values[percentile]),
             mode="lines",
             name=f"p{percentile:g}",
-            line={"color": GREY, "dash": dash, "width": 2},
+            line={"color": PURPLE, "dash": dash, "width": 2.2},
             hovertemplate=f"p{percentile:g}: {Unit.SECONDS.shows('y')}<extra></extra>",
         )
 
 
-def _add_failures(figure: Any, columns: Columns, height: float) -> None:
-    """Mark requests without an answer, at the objective's height: they have no latency."""
+def _add_failures(figure: Any, columns: Columns) -> None:
+    """Mark requests without an answer along the lower edge: they have no latency."""
+    height = 0.7 * float(known(columns.ttft_s).min(initial=1.0))
     rows = np.flatnonzero(~columns.is_complete)
     if not rows.size:
         return
@@ -280,9 +275,16 @@ def _by_kind(columns: Columns, values: Floats, mask: Mask) -> list[Sample]:
 
 
 def _distribution(
-    title: str, look_for: str, samples: Sequence[Sample], limits: tuple[Limit, ...], note: str = ""
+    title: str,
+    look_for: str,
+    samples: Sequence[Sample],
+    limits: tuple[Limit, ...],
+    *,
+    note: str = "",
+    view: View = View.EVEN,
 ) -> Panel:
     if not any(len(sample.values) for sample in samples):
         return Panel(title=title, content=Absent(why=_NO_ANSWER), width=Width.HALF)
-    frame = Frame(x=_log_time("time"), x_limits=limits, height=360)
-    return Panel(title=title, look_for=look_for, content=ecdf_figure(samples, frame), note=note, width=Width.HALF)
+    frame = Frame(x=_log_time("time"), x_limits=limits, height=380)
+    content = ecdf_figure(samples, frame, view)
+    return Panel(title=title, look_for=look_for, content=content, note=note, width=Width.HALF)

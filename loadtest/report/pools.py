@@ -14,10 +14,10 @@ from loadtest.summary import Summary, WorkerSummary
 from reporting.axes import RUN_TIME, Axis, Unit
 from reporting.figures import Curve, Frame, compact, line_figure, new_figure, plain
 from reporting.page import Absent, Panel, Table
-from reporting.theme import GREY, TEAL, colors_of, translucent
+from reporting.theme import BLUE, GREY, TEAL, colors_of, translucent
 from reporting.wording import number, percent, scaled
 
-MAX_LINES = 8
+MAX_LINES = 4
 """More workers than these are drawn as a heat map, a row each."""
 MAX_SAMPLES = 600
 _BUSY_BINS = 60
@@ -216,7 +216,7 @@ def _heat_rows(rows: Sequence[tuple[str, Floats, Floats]], label: str, unit: Uni
         z=compact(table),
         x=compact((edges[1:] + edges[:-1]) / 2),
         y=[plain(name) for name, _, _ in rows],
-        colorscale="Blues",
+        colorscale=[[0, translucent(BLUE, 0.04)], [1, translucent(BLUE, 1)]],
         zmin=0,
         zmax=1 if unit is Unit.SHARE else None,
         colorbar={"title": {"text": label}, "tickformat": ".0%" if unit is Unit.SHARE else "", "thickness": 12},
