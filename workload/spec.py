@@ -204,16 +204,19 @@ def _is_endless(stream: SessionStreamSpec | TraceStreamSpec) -> bool:
     return stream.arrivals is None or stream.arrivals.profile.last_rate > 0
 
 
-def load_workload(path: Path) -> WorkloadSpec:
-    """Read and check a workload's YAML. Raises WorkloadError with one `file:key: reason` line per problem."""
+def load_workload(path: Path, *, changes: Mapping[str, object] | None = None) -> WorkloadSpec:
+    """Read and check a workload's YAML, with `changes` in place of the keys at its top.
+
+    Raises WorkloadError with one `file:key: reason` line per problem.
+    """
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise WorkloadError(f"{path}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise WorkloadError(f"{path}: not YAML: {error}") from error
-    named = {"name": path.stem} | raw if isinstance(raw, dict) else raw
-    return parse_workload(named, source=str(path), folder=path.parent)
+    changed = {"name": path.stem} | raw | dict(changes or {}) if isinstance(raw, dict) else raw
+    return parse_workload(changed, source=str(path), folder=path.parent)
 
 
 def parse_workload(raw: object, *, source: str, folder: Path | None = None) -> WorkloadSpec:

@@ -98,14 +98,9 @@ def workload_spec(file: Path | None, shape: Shape, replay: Replay, limits: Limit
 
 
 def _from_file(file: Path, limits: Limits) -> "WorkloadSpec":
-    from workload.sessions import Content
     from workload.spec import load_workload
 
-    given = {"duration_s": limits.duration, "max_requests": limits.requests, "seed": limits.seed}
-    update: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    if limits.content is not None:
-        update["content"] = Content(limits.content.value)
-    return load_workload(file).model_copy(update=update)
+    return load_workload(file, changes=_limits(limits))
 
 
 def _trace_stream(replay: Replay) -> dict[str, Any]:
@@ -150,18 +145,23 @@ def _parsed(stream: dict[str, Any], shape: Shape, replay: Replay, limits: Limits
     if duration_s is None and limits.requests is None and replay.trace is None:
         duration_s = DEFAULT_DURATION_S
     name = replay.trace.stem if replay.trace is not None else _name(shape)
-    raw = {
-        "name": name,
-        "content": limits.content.value if limits.content is not None else None,
-        "seed": limits.seed,
-        "duration_s": duration_s,
-        "max_requests": limits.requests,
-        "streams": [{"name": _STREAM} | stream],
-    }
+    raw = _limits(limits) | {"name": name, "duration_s": duration_s, "streams": [{"name": _STREAM} | stream]}
     try:
         return parse_workload(_without_none(raw), source="")
     except WorkloadError as error:
         raise CliError("\n".join(map(_by_option, str(error).splitlines()))) from None
+
+
+def _limits(limits: Limits) -> dict[str, Any]:
+    """Return the keys of a workload that are given."""
+    return _without_none(
+        {
+            "content": None if limits.content is None else limits.content.value,
+            "seed": limits.seed,
+            "duration_s": limits.duration,
+            "max_requests": limits.requests,
+        }
+    )
 
 
 def _name(shape: Shape) -> str:

@@ -54,6 +54,15 @@ streams:
     assert replay.trace.path == tmp_path / "some" / "trace.jsonl"
 
 
+def test_changes_take_the_place_of_a_files_keys(tmp_path: Path) -> None:
+    path = tmp_path / "w.yaml"
+    path.write_text("streams: [{name: busy, concurrency: 4, first_tokens: 100, output_tokens: 10}]\n")
+    spec = load_workload(path, changes={"max_requests": 7, "content": "text"})
+    assert (spec.max_requests, spec.content) == (7, Content.TEXT)
+    with pytest.raises(WorkloadError, match="seed: Input should be greater than or equal to 0"):
+        load_workload(path, changes={"max_requests": 7, "seed": -1})
+
+
 @pytest.mark.parametrize("raw", [make_raw(), make_raw(REPLAY), make_raw(CHATS, REPLAY, name="both", seed=3)])
 def test_specification_comes_back_from_its_own_json(raw: dict[str, Any]) -> None:
     spec = parse_workload(raw, source="here")
