@@ -3,7 +3,8 @@
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -15,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.clock import Clock, SystemClock
-from loadtest.records import Outcome, PoolSample, RequestRecord, WorkerSample
+from loadtest.records import PoolSample, RequestRecord, WorkerSample
 from loadtest.spec import RunStart
 from reporting.wording import count, duration, number, percent, scaled
 
@@ -24,6 +25,21 @@ RECENT_S = 10.0
 _REFRESH_S = 0.5
 _LINE_S = 5.0
 _BAR_WIDTH = 40
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """What figures take from a request; latencies of complete ones only."""
+
+    end_s: float
+    num_tokens: int
+    ttft_s: float | None
+    tpot_s: float | None
+
+    @classmethod
+    def of(cls, request: RequestRecord) -> "_Ended":
+        latencies = (request.ttft_s, request.itl_s) if request.is_complete else (None, None)
+        return cls(request.end_s, request.num_output_tokens, *latencies)
 
 
 class LiveView:
@@ -41,7 +57,8 @@ class LiveView:
         self._started_s = 0.0
         self._num_ended = 0
         self._num_failed = 0
-        self._recent: deque[RequestRecord] = deque()
+        self._recent: deque[_Ended] = deque()
+        self._num_recent_tokens = 0
         self._sample: PoolSample | None = None
 
     def started(self, start: RunStart) -> None:
@@ -60,7 +77,9 @@ class LiveView:
         """Count a request that has ended."""
         self._num_ended += 1
         self._num_failed += not request.is_complete
-        self._recent.append(request)
+        ended = _Ended.of(request)
+        self._recent.append(ended)
+        self._num_recent_tokens += ended.num_tokens
 
     def sample(self, sample: PoolSample) -> None:
         """Keep the state of the pools."""
@@ -72,7 +91,7 @@ class LiveView:
             return
         elapsed_s = self._clock.monotonic() - self._started_s
         while self._recent and self._recent[0].end_s < elapsed_s - RECENT_S:
-            self._recent.popleft()
+            self._num_recent_tokens -= self._recent.popleft().num_tokens
         if self._live is None:
             figures = "; ".join((self._counts(elapsed_s), *self._latencies(), *self._pools()))
             self._console.print(f"{elapsed_s:6.1f} s  {figures}", soft_wrap=True)
@@ -119,25 +138,17 @@ class LiveView:
 
     def _counts(self, elapsed_s: float) -> str:
         within_s = max(1e-9, min(elapsed_s, RECENT_S))
-        num_tokens = sum(request.num_output_tokens for request in self._recent)
         failures = f", {self._num_failed:,} of them failed" if self._num_failed else ""
         return (
             f"{count(self._num_ended, 'request')} ended{failures} · {number(len(self._recent) / within_s)}/s,"
-            f" {scaled(num_tokens / within_s)} tokens/s"
+            f" {scaled(self._num_recent_tokens / within_s)} tokens/s"
         )
 
     def _latencies(self) -> list[str]:
-        measures: tuple[tuple[str, Callable[[RequestRecord], float | None]], ...] = (
-            ("TTFT", lambda request: request.ttft_s),
-            ("TPOT", lambda request: request.itl_s),
-        )
+        ttfts_s = [ended.ttft_s for ended in self._recent if ended.ttft_s is not None]
+        tpots_s = [ended.tpot_s for ended in self._recent if ended.tpot_s is not None]
         parts = []
-        for name, measure in measures:
-            values = [
-                value
-                for request in self._recent
-                if request.outcome is Outcome.COMPLETED and (value := measure(request)) is not None
-            ]
+        for name, values in (("TTFT", ttfts_s), ("TPOT", tpots_s)):
             if values:
                 p50, p99 = np.quantile(values, [0.5, 0.99], method="inverted_cdf")
                 parts.append(f"{name} p50 {duration(float(p50))}, p99 {duration(float(p99))}")
