@@ -106,7 +106,7 @@ class Crew:
         """End all processes; those with work cancel it and report so. None is left when this returns or raises."""
         try:
             for member in self._living:
-                if not self._dispatcher.is_done:
+                if member.has_begun and not self._dispatcher.is_done:
                     member.process.order(Order.STOP)
                 member.process.order(Order.FINISH)
             self._dispatcher.stop()

@@ -7,11 +7,13 @@ that to everybody: whoever started it decides. It ends when stdin does, and dies
 import asyncio
 import gc
 import os
+import resource
 import signal
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import uvloop
 
 from common.clock import SystemClock
 from common.process import die_with_parent
@@ -183,17 +185,18 @@ def main() -> None:
     """Serve the load test that has started this process."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _allow_many_connections()
     orders_fd, reports_fd = os.dup(0), os.dup(1)
     os.dup2(2, 1)  # whatever prints must not get between the reports
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    if sys.platform == "win32":
-        run = asyncio.run
-    else:
-        import uvloop
+    uvloop.run(_serve(orders_fd, reports_fd))
 
-        run = uvloop.run
-    run(_serve(orders_fd, reports_fd))
+
+def _allow_many_connections() -> None:
+    """Take as many open files as this process may have: a waiting request must not wait for another's connection."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from loadtest.selfcheck import Evidence, judge
 from loadtest.spec import LoadSpec, LoadTestFailed, NoObserver, Observer, RunStart
 from loadtest.store import in_due_order
 from loadtest.targets.interface import Target, TargetInfo
+from loadtest.targets.probing import USUAL_VOCAB
 from loadtest.targets.select import make_target
 
 _NO_OBSERVER = NoObserver()
@@ -25,8 +26,6 @@ _LEAD_S = 0.2
 """From telling the processes of the run's clock to its first moment."""
 _SPECIAL_TOKENS = 1000
 """Ids below are left out, where the vocabulary is large enough: many tokenizers have special tokens there."""
-_USUAL_VOCAB = 32_000
-"""Taken for a vocabulary whose size is not told; nearly all are larger."""
 
 
 async def run_load(spec: LoadSpec, observer: Observer = _NO_OBSERVER, *, stop: asyncio.Event | None = None) -> Run:
@@ -153,7 +152,7 @@ class _LoadRun:
 def token_range(vocab_size: int | None) -> tuple[int, int]:
     """Return the first token id that prompts use, and how many: ordinary words in most vocabularies."""
     if vocab_size is None:
-        return _SPECIAL_TOKENS, _USUAL_VOCAB - 2 * _SPECIAL_TOKENS
+        vocab_size = USUAL_VOCAB
     margin = min(_SPECIAL_TOKENS, vocab_size // 10)  # special tokens stand at either end
     return margin, vocab_size - 2 * margin
 

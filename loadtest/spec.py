@@ -51,7 +51,7 @@ class Observer(Protocol):
         """Requests are about to be sent."""
 
     def record(self, request: RequestRecord) -> None:
-        """Take a request that has ended. In order of their ends, some tens of milliseconds late."""
+        """Take a request that has ended, some tens of milliseconds ago; about in order of their ends."""
 
     def sample(self, sample: PoolSample) -> None:
         """Take the state of the pools."""

@@ -1,5 +1,6 @@
 """Our own gRPC API under load."""
 
+from common.errors import UnknownModel
 from kvrelay.client.async_client import AsyncClient, AsyncGenerationStream
 from kvrelay.client.records import (
     Accepted,
@@ -40,6 +41,8 @@ class GrpcTarget:
     async def describe(self) -> TargetInfo:
         """Ask for models and workers. Raises Unreachable, another KvrelayError."""
         models = await self._client.models(timeout_s=_UNARY_TIMEOUT_S)
+        if not models:
+            raise UnknownModel(f"{self.name} serves no model")
         model = next((one for one in models if one.name == self._model), models[0])
         num_workers: dict[str, int] = {}
         for worker in (await self._client.status(timeout_s=_UNARY_TIMEOUT_S)).workers:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from common.errors import DeadlineExceeded, InvalidRequest, KvrelayError, Unreachable
+from common.errors import DeadlineExceeded, InvalidRequest, KvrelayError, UnknownModel, Unreachable
 from kvrelay.client.records import ChatMessage
 from loadtest.records import PoolSample
 from loadtest.targets.completion import CompletionReader
@@ -24,15 +24,13 @@ from loadtest.targets.interface import (
     TargetRequest,
     TargetSpec,
 )
+from loadtest.targets.probing import find_features, find_small_vocab
 from loadtest.targets.sse import SseReader
 
 _SHORT_TIMEOUT_S = 10.0
-_PROBE_TIMEOUT_S = 120.0
-"""A server's first request may have to compile something."""
 _KEEPALIVE_S = 2.0
 """Servers drop idle connections after 5 s (uvicorn) or more, without a word: one that is about to be dropped must not
 be taken for the next request."""
-_EXTRAS = (Feature.IGNORE_EOS, Feature.MIN_TOKENS, Feature.TOKEN_IDS)
 _OUR_OWN = "kvrelay"
 
 
@@ -63,9 +61,10 @@ class OpenAiTarget:
         models = [model for model in (await self._get_json(f"{self._base}/models")).get("data", ()) if "id" in model]
         model = next((one for one in models if one["id"] == self._model), models[0] if models else None)
         if model is None:
-            raise InvalidRequest(f"{self.name} serves no model")
+            raise UnknownModel(f"{self.name} serves no model")
         self._model = self._model or str(model["id"])
-        features = await self._probe(is_ours=model.get("owned_by") == _OUR_OWN)
+        features = await find_features(self._send, takes_report=model.get("owned_by") == _OUR_OWN)
+        vocab_size = model.get("vocab_size") or await find_small_vocab(self._send)
         self.spec = replace(self.spec, model=self._model, features=features)
         try:
             version = (await self._get_json(f"{self._root}/version")).get("version", "")
@@ -75,7 +74,7 @@ class OpenAiTarget:
             system=f"{model.get('owned_by', 'unknown')} {version}".strip(),
             model=self._model,
             max_model_len=model.get("max_model_len"),
-            vocab_size=None,
+            vocab_size=vocab_size,
             num_workers={},
             notes=_notes(features),
         )
@@ -144,40 +143,15 @@ class OpenAiTarget:
         if Feature.TOKEN_IDS in features and request.wants_token_ids:
             body["return_token_ids"] = True
         if Feature.REPORT in features:
-            objectives = {"ttft_s": request.ttft_slo_s, "itl_s": request.itl_slo_s}
-            body["kvrelay"] = {"report": True, **{name: value for name, value in objectives.items() if value}}
+            wishes = {"timeout_s": request.timeout_s, "ttft_s": request.ttft_slo_s, "itl_s": request.itl_slo_s}
+            body["kvrelay"] = {"report": True, **{name: value for name, value in wishes.items() if value is not None}}
         if isinstance(prompt, str):
             return "/completions", body | {"prompt": prompt}
         if prompt and isinstance(prompt[0], ChatMessage):
             return "/chat/completions", body | {"messages": [_message(turn) for turn in prompt]}
         return "/completions", body | {"prompt": list(prompt)}
 
-    async def _probe(self, *, is_ours: bool) -> tuple[Feature, ...]:
-        """Return what the server takes: all extras, those without token ids, or none."""
-        ours = (Feature.REPORT,) if is_ours else ()
-        for features in ((*_EXTRAS, *ours), (*_EXTRAS[:2], *ours), ()):
-            for prompt in ("Hello", (ChatMessage(role="user", content="Hello"),)):
-                try:
-                    answer = await self._send_probe(prompt, features)
-                except InvalidRequest:
-                    continue
-                except KvrelayError as error:
-                    if prompt == "Hello" and not isinstance(error, Unreachable):
-                        continue  # it may have no /completions
-                    raise
-                has_ids = answer.token_ids is not None
-                return tuple(one for one in features if has_ids or one is not Feature.TOKEN_IDS)
-        raise InvalidRequest(f"{self.name} takes neither text nor chats")
-
-    async def _send_probe(self, prompt: str | Sequence[ChatMessage], features: Sequence[Feature]) -> TargetAnswer:
-        request = TargetRequest(
-            prompt=prompt,
-            num_prompt_tokens=1,
-            num_output_tokens=2,
-            seed=0,
-            timeout_s=_PROBE_TIMEOUT_S,
-            wants_token_ids=True,
-        )
+    async def _send(self, request: TargetRequest, features: Sequence[Feature]) -> TargetAnswer:
         path, body = self._body(request, features)
         return await self._call(path, json.dumps(body).encode(), request.timeout_s, lambda _num_tokens: None)
 

@@ -100,4 +100,5 @@ class Inquiries:
             "created": self._started,
             "owned_by": "kvrelay",
             "max_model_len": model.max_model_len,
+            "vocab_size": model.vocab_size,
         }

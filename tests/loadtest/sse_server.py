@@ -28,8 +28,9 @@ class ScriptedServer:
     """Drops the connection after so many events."""
     error_after: int | None = None
     """Tells an error after so many events."""
+    vocab_size: int = 50_000
     hold: asyncio.Event | None = None
-    """Holds answers after their first event until this is set; not the one to "Hello", which is a probe."""
+    """Holds answers after their first event until this is set; not those to probes."""
     metrics: str | None = None
     report: dict[str, Any] | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -68,6 +69,8 @@ class ScriptedServer:
             field_name = min(extras - self.known)
             error = {"error": {"message": f"{field_name} is unknown", "param": field_name}}
             return web.json_response(error, status=400)
+        if isinstance(body.get("prompt"), list) and max(body["prompt"]) >= self.vocab_size:
+            return web.json_response({"error": {"message": "a token is out of the vocabulary"}}, status=400)
         if self.refuse_with is not None:
             status, headers, told = self.refuse_with
             return web.json_response(told, status=status, headers=headers)
@@ -109,7 +112,7 @@ class ScriptedServer:
             if body.get("return_token_ids") and self.tells_ids:
                 choice["token_ids"] = [100 + i for i in some]
             await send({"choices": [choice]})
-            if body.get("prompt") != "Hello":
+            if not _is_probe(body):
                 self.began.set()
                 if self.hold is not None:
                     await self.hold.wait()
@@ -125,6 +128,11 @@ class ScriptedServer:
             last["kvrelay"] = self.report
         await send(last)
         await send("[DONE]")
+
+
+def _is_probe(body: dict[str, Any]) -> bool:
+    prompt = body.get("prompt")
+    return prompt == "Hello" or (isinstance(prompt, list) and len(prompt) == 1)
 
 
 @asynccontextmanager

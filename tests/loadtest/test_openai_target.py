@@ -75,6 +75,15 @@ async def test_describe_finds_what_the_server_takes_and_says_what_it_does_not(
     assert len(info.notes) == (Feature.TOKEN_IDS not in features) + (Feature.IGNORE_EOS not in features)
 
 
+@pytest.mark.parametrize(("has", "finds"), [(50_000, None), (32_000, None), (31_999, 16_000), (300, 250), (10, None)])
+async def test_describe_finds_token_ids_that_a_small_vocabulary_has(has: int, finds: int | None) -> None:
+    async with serving(ScriptedServer(vocab_size=has)) as server:
+        target = make_target(TargetSpec(url=server.url))
+        info = await target.describe()
+        await target.aclose()
+    assert info.vocab_size == finds
+
+
 async def test_token_prompt_asks_for_exactly_so_many_tokens_and_ids_only_where_they_are_needed() -> None:
     server = ScriptedServer()
     answer, num_tokens = await ask(server, request(wants_token_ids=True), {"api_key": "secret"})
@@ -144,7 +153,7 @@ async def test_report_of_our_own_door_is_asked_for_and_read() -> None:
         target = OpenAiTarget(TargetSpec(url=server.url, model="m", features=(*ALL, Feature.REPORT)))
         answer = await target.prepare(request(ttft_slo_s=1.5))(lambda _num: None)
         await target.aclose()
-    assert server.bodies[0]["kvrelay"] == {"report": True, "ttft_s": 1.5}
+    assert server.bodies[0]["kvrelay"] == {"report": True, "timeout_s": 10.0, "ttft_s": 1.5}
     report = answer.report
     assert (report.request_id, report.prefill_worker, report.decode_worker) == ("req-9", "p0", "d0")
     assert (report.queue_s, report.transfer_exposed_s, report.transfer_bytes, report.transport) == (

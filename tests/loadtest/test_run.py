@@ -19,6 +19,7 @@ from loadtest.targets.interface import TargetSpec
 from tests.e2e.in_process import running_system
 from tests.loadtest.sse_server import ScriptedServer, serving
 from tests.loadtest.workloads import closed_loop, open_loop, workload
+from workload.slo import Slo
 
 
 class Watching:
@@ -57,6 +58,24 @@ async def test_run_load_against_our_grpc_api_measures_every_turn_of_open_and_clo
     later = [r for r in run.requests if r.turn == 1]
     assert all(r.num_prompt_tokens == 4 + 2 + 4 for r in later)  # prompt, answer, prompt
     assert all(r.server.request_id and r.server.decode_worker for r in run.requests)
+
+
+async def test_run_load_against_our_http_door_gets_the_servers_report_and_continues_real_answers() -> None:
+    async with running_system(router={"http_port": 0}) as system:
+        spec = LoadSpec(
+            name="http",
+            target=TargetSpec(url=f"http://127.0.0.1:{system.router.http_port}/v1"),
+            workload=workload(open_loop([0.0, 0.05], turns=2)),
+            slo=Slo(ttft_s=60.0, itl_s=10.0),
+        )
+        run = await run_load(spec)
+        await system.until_idle()
+    assert [r.error for r in run.requests] == [""] * 4
+    assert run.info.notes == ()
+    assert all(r.num_output_tokens == r.num_wanted_tokens for r in run.requests)
+    assert all(r.num_prompt_tokens == 4 + 2 + 4 for r in run.requests if r.turn == 1)
+    assert all(r.server.decode_worker == "d0" and r.server.queue_s is not None for r in run.requests)
+    assert run.samples[0].workers == ()  # the router tells of its line alone
 
 
 def target_of(server: ScriptedServer) -> TargetSpec:

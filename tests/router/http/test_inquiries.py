@@ -22,6 +22,7 @@ async def test_models_are_those_that_workers_told() -> None:
             *("fake", "model", "kvrelay"),
             200,
         )
+        assert model["vocab_size"] == 256
         assert await ask(http, "GET", "/v1/models/fake") == model
 
 

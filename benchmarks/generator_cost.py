@@ -1,0 +1,176 @@
+"""What a request and a token cost the load generator: CPU time of one generator process, and how exact it is.
+
+`python -m benchmarks.generator_cost --out benchmarks/results/generator_cost.json`
+
+Method. 1P1D of fake engines (`model.engine: fake`, 2 ms a step) with both doors, and one generator process, driven by
+`run_load` as `kvrelay bench` does. Loads arrive at constant intervals, so that every repetition is the same work:
+`requests`: 40 requests/s for a single token each; `tokens`: 4 requests/s for 150 tokens each. Prompts are token ids, 64
+or 4096 of them. The process's CPU time (user + system, from the kernel) is read at seconds 1.5 and 6.5 of the run, when
+everything is warm. What its heartbeat costs (a run of one request a second) is taken off, and the rest divided by the
+requests that ended in between; of `tokens`, what single-token requests explain is taken off as well, and the rest is
+divided by the messages that arrived. CPU time, since the machine is shared; the median of the repetitions is reported
+beside all of them.
+`at 60 %` is what a process does until it gets company (`selfcheck.BUSY_SHARE`).
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+
+from benchmarks.clusters import running_doors
+from loadtest.records import PoolSample, RequestRecord
+from loadtest.run import run_load
+from loadtest.selfcheck import BUSY_SHARE
+from loadtest.spec import LoadSpec, RunStart
+from loadtest.targets.interface import TargetSpec
+from workload.build import build_workload
+from workload.spec import parse_workload
+
+BEGIN_S, END_S = 1.5, 6.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One load."""
+
+    door: str
+    rate: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """What happened between two readings of the process's CPU time."""
+
+    cpu_s: float
+    num_requests: int
+    num_pieces: int
+    """Messages that brought tokens."""
+    lag_p50_ms: float
+    lag_p99_ms: float
+    loop_lag_p99_ms: float
+
+
+class _Reader:
+    """Reads the generator process's CPU time while a run goes on; an `Observer`."""
+
+    def __init__(self) -> None:
+        self.cpu_s: list[float] = []
+        self._readings: list[asyncio.TimerHandle] = []
+
+    def started(self, start: RunStart) -> None:
+        """Set two readings."""
+        loop = asyncio.get_running_loop()
+        self._readings = [loop.call_later(at_s, self._read) for at_s in (BEGIN_S, END_S)]
+
+    def record(self, request: RequestRecord) -> None:
+        """Do nothing: the run keeps it."""
+
+    def sample(self, sample: PoolSample) -> None:
+        """Do nothing."""
+
+    def _read(self) -> None:
+        for child in psutil.Process().children(recursive=True):
+            if "loadtest.process" in child.cmdline():
+                times = child.cpu_times()
+                self.cpu_s.append(times.user + times.system)
+
+
+async def measure(case: Case, url: str) -> Window:
+    """Run one load and read its window."""
+    raw: dict[str, Any] = {
+        "duration_s": END_S + 0.5,
+        "streams": [
+            {
+                "name": "load",
+                "arrivals": {"rate": case.rate, "process": "constant"},
+                "first_tokens": case.num_prompt_tokens,
+                "output_tokens": case.num_output_tokens,
+            }
+        ],
+    }
+    workload = build_workload(parse_workload(raw, source="benchmark"))
+    reader = _Reader()
+    run = await run_load(
+        LoadSpec(name="cost", target=TargetSpec(url=url), workload=workload, processes=1, sample_period_s=60.0), reader
+    )
+    failed = [request.error for request in run.requests if not request.is_complete]
+    if failed:
+        raise SystemExit(f"{case}: {len(failed)} requests failed, the first with {failed[0]}")
+    inside = [request for request in run.requests if BEGIN_S <= request.end_s < END_S]
+    begin_s, end_s = reader.cpu_s
+    generator = run.info.generator
+    return Window(
+        cpu_s=end_s - begin_s,
+        num_requests=len(inside),
+        num_pieces=sum(len(request.chunk_s) for request in inside),
+        lag_p50_ms=generator.lag_p50_s * 1e3,
+        lag_p99_ms=generator.lag_p99_s * 1e3,
+        loop_lag_p99_ms=generator.loop_lag_p99_s * 1e3,
+    )
+
+
+def cost(idle_s: float, requests: Window, tokens: Window) -> dict[str, float]:
+    """Return CPU time for each request and each piece of an answer, and what fits into a process until it is busy."""
+    request_s = (requests.cpu_s - idle_s) / requests.num_requests
+    piece_s = (tokens.cpu_s - idle_s - tokens.num_requests * request_s) / (tokens.num_pieces - tokens.num_requests)
+    return {
+        "us_per_request": request_s * 1e6,
+        "us_per_piece": piece_s * 1e6,
+        "requests_per_s_at_60": BUSY_SHARE / request_s,
+        "pieces_per_s_at_60": BUSY_SHARE / piece_s,
+    }
+
+
+def main() -> None:
+    """Measure everything and write it down."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--repetitions", type=int, default=3)
+    args = parser.parse_args()
+    model = {"engine": "fake", "fake_step_ms": 2.0, "max_model_len": 8192}
+    pools = {name: {"num_blocks": 4096, "block_size": 16, "max_step_tokens": 8192} for name in ("prefill", "decode")}
+    found: list[dict[str, Any]] = []
+    with running_doors(
+        launcher="local", console=Console(stderr=True), model=model, pools=pools, router={"http_port": 0}
+    ) as (info, _config):
+        urls = {"grpc": info.address, "http": f"http://{info.http_address}/v1"}
+        idle = asyncio.run(
+            measure(Case(door="grpc", rate=1.0, num_prompt_tokens=64, num_output_tokens=1), urls["grpc"])
+        )
+        for door, url in urls.items():
+            for length in (64, 4096):
+                for repetition in range(args.repetitions):
+                    requests = Case(door=door, rate=40.0, num_prompt_tokens=length, num_output_tokens=1)
+                    tokens = Case(door=door, rate=4.0, num_prompt_tokens=length, num_output_tokens=150)
+                    windows = [asyncio.run(measure(case, url)) for case in (requests, tokens)]
+                    result = cost(idle.cpu_s, *windows)
+                    found.append(
+                        {"door": door, "num_prompt_tokens": length, "repetition": repetition, **result}
+                        | {"windows": [asdict(window) for window in windows]}
+                    )
+                    sys.stderr.write(f"{found[-1]}\n")
+    args.out.write_text(json.dumps({"idle": asdict(idle), "runs": found, "medians": _medians(found)}, indent=1))
+
+
+def _medians(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    medians = []
+    for door, length in sorted({(run["door"], run["num_prompt_tokens"]) for run in found}):
+        same = [run for run in found if (run["door"], run["num_prompt_tokens"]) == (door, length)]
+        names = ("us_per_request", "us_per_piece", "requests_per_s_at_60", "pieces_per_s_at_60")
+        values = {name: statistics.median(run[name] for run in same) for name in names}
+        medians.append({"door": door, "num_prompt_tokens": length, **values})
+    return medians
+
+
+if __name__ == "__main__":
+    main()
