@@ -6,15 +6,13 @@ in JSON. What has gathered in an outbox goes out as one write, with one event fo
 
 import json
 import time
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from common.ids import RequestId
-from common.tokens import TokenArray
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from router.http.calls import Call
 from router.http.exchange import Exchange
-from router.http.pieces import Piece, Prompt, by_sample
+from router.http.pieces import Piece, Prompt, Prompts, by_sample
 from router.http.report import RequestFacts, report_of, usage_of
 from router.http.styles import Style
 from router.record import Job
@@ -31,39 +29,13 @@ class Answer(Protocol):
     """Of each request, by its position in the call."""
 
     def open(self, position: int, job: Job, echo: str | None) -> None:
-        """Begin a request; `echo` is the prompt's text where it is to be shown again."""
+        """Begin a request; `echo` is the prompt's text where the caller wants to see it again."""
 
     async def take(self, position: int, delta: inference_pb2.TokenDelta) -> None:
         """Take new tokens."""
 
     def finish(self) -> None:
         """Every request is complete."""
-
-
-class _Prompts:
-    """What the choices of a call continue, each shown with the first piece of a choice."""
-
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._prompts: dict[int, tuple[TokenArray, str | None, Sequence[sampling_pb2.PositionLogprobs]]] = {}
-        self._shown: set[int] = set()
-
-    def open(self, position: int, job: Job, echo: str | None) -> None:
-        self._prompts[position] = (job.prompt_token_ids, echo, ())
-
-    def note(self, position: int, delta: inference_pb2.TokenDelta) -> None:
-        """Keep the prompt's log-probabilities, which come once for all samples."""
-        if delta.prompt_logprobs:
-            token_ids, echo, _none = self._prompts[position]
-            self._prompts[position] = (token_ids, echo, delta.prompt_logprobs)
-
-    def show(self, position: int, index: int) -> Prompt | None:
-        """Return the prompt for a choice's first piece, afterwards None."""
-        if index in self._shown:
-            return None
-        self._shown.add(index)
-        token_ids, echo, logprobs = self._prompts[position]
-        return Prompt(text=echo, token_ids=token_ids, logprobs=logprobs)
 
 
 class StreamedAnswer:
@@ -74,7 +46,7 @@ class StreamedAnswer:
         self._call = call
         self._style = style
         self._exchange = exchange
-        self._prompts = _Prompts(call)
+        self._prompts = Prompts()
         self._id = style.id_prefix + answer_id
         self._created = int(time.time())
         self._head = ""
@@ -84,13 +56,14 @@ class StreamedAnswer:
         self._text_end = f'{style.text_close},"logprobs":null,"finish_reason":null}}]{self._usage}}}\n\n'
         self._text_begins: dict[int, str] = {}
         """By choice, once its first piece is out."""
-        self._num_tokens: dict[int, tuple[int, int]] = {}
-        """(prompt, output) by request, for running counts."""
+        self._num_prompt_tokens = 0
+        self._num_output_tokens = 0
+        """Counted for who wants running counts."""
 
     def open(self, position: int, job: Job, echo: str | None) -> None:
         """Begin a request."""
-        self._prompts.open(position, job, echo)
-        self._num_tokens[position] = (len(job.prompt_token_ids), 0)
+        self._prompts.open(position, Prompt(token_ids=job.prompt_token_ids, echo=echo))
+        self._num_prompt_tokens += len(job.prompt_token_ids)
         self._head = (
             f'data: {{"id":{_quote(self._id)},"object":"{self._style.chunk_name}","created":{self._created},'
             f'"model":{_quote(job.model.name)},"choices":['
@@ -106,10 +79,9 @@ class StreamedAnswer:
                 await self._exchange.write(f"{begin}{_quote(token.text)}{self._text_end}".encode())
                 return
         self._prompts.note(position, delta)
-        prompt_tokens, output_tokens = self._num_tokens[position]
-        self._num_tokens[position] = (prompt_tokens, output_tokens + len(delta.tokens))
+        self._num_output_tokens += len(delta.tokens)
         events = [
-            self._event(Piece(index=index, tokens=tokens, prompt=self._prompts.show(position, index)))
+            self._event(Piece(index=index, tokens=tokens, prompt=self._prompts.tell(position, index)))
             for index, tokens in ((first + sample, tokens) for sample, tokens in by_sample(delta).items())
         ]
         await self._exchange.write("".join(events).encode())
@@ -127,24 +99,21 @@ class StreamedAnswer:
     def _event(self, piece: Piece) -> str:
         style, prompt = self._style, piece.prompt
         begin = self._text_begins.get(piece.index)
-        text = piece.text
         if begin is None:
             choice = f'{self._head}{{"index":{piece.index}'
             begin = self._text_begins[piece.index] = choice + style.text_open
             if style.opening:
                 begin = f"{choice}{style.opening}]{self._usage}}}\n\n{begin}"
-        if prompt is not None and prompt.text is not None:
-            text = prompt.text + text
         if self._is_plain and not piece.finish_reason:
-            return f"{begin}{_quote(text)}{self._text_end}"
+            return f"{begin}{_quote(piece.text)}{self._text_end}"
         logprobs = style.logprobs(piece) if self._call.wants_logprobs else None
-        event = f'{begin}{_quote(text)}{style.text_close},"logprobs":{_quote(logprobs)}'
+        event = f'{begin}{_quote(piece.text)}{style.text_close},"logprobs":{_quote(logprobs)}'
         event += f',"finish_reason":{_quote(piece.finish_reason)}'
         outside = self._usage
         if self._call.wants_running_usage:
             outside = f',"usage":{_quote(self._running_usage())}'
         if self._call.wants_token_ids:
-            event += f',"token_ids":{[token.token_id for token in piece.tokens]}'
+            event += f',"token_ids":{piece.token_ids}'
             if prompt is not None:
                 prompt_ids = f',"prompt_token_ids":{prompt.token_ids.tolist()}'
                 if style.prompt_ids_with_choice:
@@ -154,8 +123,7 @@ class StreamedAnswer:
         return f"{event}}}]{outside}}}\n\n"
 
     def _running_usage(self) -> dict[str, int]:
-        prompt = sum(count for count, _ in self._num_tokens.values())
-        output = sum(count for _, count in self._num_tokens.values())
+        prompt, output = self._num_prompt_tokens, self._num_output_tokens
         return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
@@ -168,7 +136,7 @@ class GatheredAnswer:
         self._style = style
         self._exchange = exchange
         self._id = style.id_prefix + answer_id
-        self._prompts = _Prompts(call)
+        self._prompts = Prompts()
         self._model = ""
         self._tokens: dict[tuple[int, int], list[sampling_pb2.SampleToken]] = {}
         """By request and choice."""
@@ -176,7 +144,7 @@ class GatheredAnswer:
     def open(self, position: int, job: Job, echo: str | None) -> None:
         """Begin a request."""
         self._model = job.model.name
-        self._prompts.open(position, job, echo)
+        self._prompts.open(position, Prompt(token_ids=job.prompt_token_ids, echo=echo))
 
     async def take(self, position: int, delta: inference_pb2.TokenDelta) -> None:
         """Keep the tokens."""
@@ -196,7 +164,7 @@ class GatheredAnswer:
             "usage": usage_of(self.facts.values()),
         }
         for (position, index), tokens in sorted(self._tokens.items()):
-            prompt = self._prompts.show(position, index)
+            prompt = self._prompts.tell(position, index)
             answer["choices"].append(self._choice(Piece(index=index, tokens=tokens, prompt=prompt)))
             if prompt is not None and self._call.wants_token_ids and not self._style.prompt_ids_with_choice:
                 answer["prompt_token_ids"] = prompt.token_ids.tolist()
@@ -205,17 +173,14 @@ class GatheredAnswer:
         self._exchange.finish_json(answer)
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
-        prompt, text = piece.prompt, piece.text
-        if prompt is not None and prompt.text is not None:
-            text = prompt.text + text
         choice: dict[str, Any] = {
             "index": piece.index,
-            **self._style.choice(text),
+            **self._style.choice(piece.text),
             "logprobs": self._style.logprobs(piece) if self._call.wants_logprobs else None,
             "finish_reason": piece.finish_reason,
         }
         if self._call.wants_token_ids:
-            choice["token_ids"] = [token.token_id for token in piece.tokens]
-            if prompt is not None and self._style.prompt_ids_with_choice:
-                choice["prompt_token_ids"] = prompt.token_ids.tolist()
+            choice["token_ids"] = piece.token_ids
+            if piece.prompt is not None and self._style.prompt_ids_with_choice:
+                choice["prompt_token_ids"] = piece.prompt.token_ids.tolist()
         return choice

@@ -17,7 +17,7 @@ from prometheus_client import Counter
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from common.errors import KvrelayError
+from common.errors import EngineFault, KvrelayError
 from common.rpc import to_report
 from common.structured import TaskCensus
 from router.front_door import FrontDoor
@@ -107,18 +107,24 @@ class HttpApp:
                 del self._running[exchange]
                 if not self._running:
                     self._all_ended.set()
+        error = self._failure(exchange, handling)
         if exchange.is_gone:
             return CLIENT_CLOSED_REQUEST
-        if handling.cancelled():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_LAST_WORDS_TIMEOUT_S):
-                    await exchange.fail(_stopping())
-        elif (failure := handling.exception()) is None:
+        if error is None:
             await exchange.close()
         else:
-            assert isinstance(failure, Exception)
-            await exchange.fail(to_report(failure, exchange.scope["path"]))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORDS_TIMEOUT_S if self._is_stopping else None):
+                    await exchange.fail(error)
         return exchange.status
+
+    def _failure(self, exchange: Exchange, handling: "asyncio.Task[None]") -> KvrelayError | None:
+        """Return what to tell of how a handler ended, or None for a good end; logs what is not ours."""
+        if handling.cancelled():
+            return _stopping() if self._is_stopping else EngineFault("what the request waited for was cancelled")
+        failure = handling.exception()
+        assert failure is None or isinstance(failure, Exception)
+        return None if failure is None else to_report(failure, exchange.scope["path"])
 
     def choose(self, handlers: Mapping[str, Handler], exchange: Exchange) -> Handler:
         """Return what answers a request of a path with these handlers by method."""

@@ -164,13 +164,12 @@ def _call(
     timeout_s = extension.timeout_s if extension is not None else None
     if timeout_s is not None and timeout_s <= 0:
         raise InvalidRequest(f"{timeout_s} is no positive number of seconds", field="kvrelay.timeout_s")
-    running = options is not None and bool(options.continuous_usage_stats)
     return Call(
         requests=requests,
         num_samples=body.n or 1,
         is_streamed=bool(body.stream),
         wants_usage=options is not None and bool(options.include_usage),
-        wants_running_usage=running,
+        wants_running_usage=options is not None and bool(options.continuous_usage_stats),
         wants_logprobs=wants_logprobs,
         wants_token_ids=bool(body.return_token_ids),
         wants_echo=wants_echo,

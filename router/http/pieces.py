@@ -1,7 +1,7 @@
 """What came of an answer, cut by choices: consecutive tokens of one sample."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.tokens import TokenArray
 from kvrelay.v1 import inference_pb2, sampling_pb2
@@ -15,12 +15,12 @@ FINISH_REASONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What a choice continues, where the caller wants to see it again."""
+    """What a choice continues."""
 
-    text: str | None
-    """To be echoed; None: no."""
     token_ids: TokenArray
-    logprobs: Sequence[sampling_pb2.PositionLogprobs]
+    echo: str | None
+    """Its text, where the caller wants to see it again."""
+    logprobs: Sequence[sampling_pb2.PositionLogprobs] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +35,43 @@ class Piece:
 
     @property
     def text(self) -> str:
-        """Text that became certain with these tokens."""
-        return "".join([token.text for token in self.tokens])
+        """Text that became certain with these tokens, behind the echo."""
+        text = "".join([token.text for token in self.tokens])
+        return text if self.prompt is None or self.prompt.echo is None else self.prompt.echo + text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The ids of the tokens."""
+        return [token.token_id for token in self.tokens]
 
     @property
     def finish_reason(self) -> str | None:
         """Why the choice ended, or None."""
         return FINISH_REASONS[self.tokens[-1].finish_reason]
+
+
+class Prompts:
+    """What the choices of a call continue, each told with the first piece of a choice."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, Prompt] = {}
+        self._told: set[int] = set()
+
+    def open(self, position: int, prompt: Prompt) -> None:
+        """Begin a request."""
+        self._prompts[position] = prompt
+
+    def note(self, position: int, delta: inference_pb2.TokenDelta) -> None:
+        """Keep the prompt's log-probabilities, which come once for all samples."""
+        if delta.prompt_logprobs:
+            self._prompts[position] = replace(self._prompts[position], logprobs=delta.prompt_logprobs)
+
+    def tell(self, position: int, index: int) -> Prompt | None:
+        """Return the prompt for a choice's first piece, afterwards None."""
+        if index in self._told:
+            return None
+        self._told.add(index)
+        return self._prompts[position]
 
 
 def by_sample(delta: inference_pb2.TokenDelta) -> dict[int, list[sampling_pb2.SampleToken]]:

@@ -59,14 +59,14 @@ class CompletionStyle:
         tops: list[dict[str, float] | None] = []
         offsets: list[int] = []
         prompt = piece.prompt
-        if prompt is not None and prompt.text is not None:
+        if prompt is not None and prompt.echo is not None:
             tokens += self._texts(prompt.token_ids)
             for text, position in zip(tokens, _padded(prompt.logprobs, len(tokens)), strict=True):
                 offsets.append(offset)
                 offset += len(text)
                 chosen.append(_value(position.chosen) if position.HasField("chosen") else None)
                 tops.append(self._top(position) if position.HasField("chosen") else None)
-            offset = len(prompt.text)
+            offset = len(prompt.echo)
         for token in piece.tokens:
             tokens += self._texts([token.token_id])
             offsets.append(offset)

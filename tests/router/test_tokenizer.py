@@ -161,6 +161,15 @@ def test_decode_pieces_of_an_id_outside_the_vocabulary_is_empty(codec: TextCodec
     assert codec.decode_pieces([10**6]) == ("",)
 
 
+async def test_decode_is_the_inverse_of_encode(any_model_dir: Path) -> None:
+    codec = TextCodec.load(any_model_dir)
+    try:
+        for text in ("Hello, world", "na\u00efve \u6771\u4eac \U0001f600", ""):
+            assert text in await codec.decode((await codec.encode(text)).tolist())  # special tokens may surround it
+    finally:
+        codec.close()
+
+
 def test_decode_pieces_of_ascii_text_join_to_the_decoded_text(any_model_dir: Path) -> None:
     codec = TextCodec.load(any_model_dir)
     for text in TEXTS:

@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.router.fakes import DECODE, PREFILL, FakeWorker, answer, prompt_of, sent_prompt
+from tests.router.fakes import DECODE, PREFILL, FakeWorker, answer, config_with, prompt_of, sent_prompt
 from tests.router.http.clients import API_KEY, extra, http_cluster
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -102,6 +102,58 @@ async def test_chat_stream_begins_each_choice_with_its_role() -> None:
             assert [choice.delta.role for choice in mine] == ["assistant"] + [None] * (len(mine) - 1)
             assert mine[-1].finish_reason == "length"
         assert all(chunk.usage is None for chunk in chunks)
+
+
+async def test_stream_tells_running_counts_and_a_chats_prompt_ids_beside_its_choices() -> None:
+    async with http_cluster(*pair()) as http:
+        options: Any = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+        stream = await http.client.chat.completions.create(
+            model="fake", messages=MESSAGES, max_tokens=5, **options, **extra(return_token_ids=True)
+        )
+        chunks = [chunk async for chunk in stream if chunk.choices and (chunk.choices[0].model_extra or {})]
+        counts = [len((chunk.choices[0].model_extra or {})["token_ids"]) for chunk in chunks]
+        usages = [chunk.usage for chunk in chunks if chunk.usage is not None]
+        assert [usage.completion_tokens for usage in usages] == [sum(counts[: i + 1]) for i in range(len(counts))]
+        assert sum(counts) == 5
+        assert bytes((chunks[0].model_extra or {})["prompt_token_ids"]).startswith(b"system: be brief")
+        assert {usage.prompt_tokens for usage in usages} == {len((chunks[0].model_extra or {})["prompt_token_ids"])}
+
+
+async def test_options_reach_the_worker_under_their_own_names() -> None:
+    decode = FakeWorker("d0", DECODE)
+    asked: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "presence_penalty": 0.25,
+        "frequency_penalty": -0.5,
+        "seed": -1,
+        "stop": "x",
+        "n": 2,
+        "max_tokens": 7,
+        "logit_bias": {"65": -3},
+    }
+    others = {"top_k": -1, "min_p": 0.125, "repetition_penalty": 1.25, "min_tokens": 3, "ignore_eos": True}
+    async with http_cluster(decode) as http:
+        await http.client.completions.create(
+            model="fake", prompt="hi", **asked, **extra(**others, stop_token_ids=[9], skip_special_tokens=False)
+        )
+    sent = decode.requests[0].sequence.sampling
+    assert (sent.temperature, sent.top_p, sent.presence_penalty, sent.frequency_penalty) == (0.5, 0.75, 0.25, -0.5)
+    assert (sent.seed, list(sent.stop), sent.n, sent.max_tokens) == (2**64 - 1, ["x"], 2, 7)
+    assert (dict(sent.logit_bias), sent.top_k, sent.min_p, sent.repetition_penalty) == ({65: -3}, 0, 0.125, 1.25)
+    assert (sent.min_tokens, sent.ignore_eos, list(sent.stop_token_ids)) == (3, True, [9])
+    assert sent.include_special_tokens
+
+
+@pytest.mark.parametrize("path", ["completions", "chat"])
+async def test_length_without_a_limit_is_openais_or_the_servers(path: str) -> None:
+    async with http_cluster(*pair(), config=config_with(http_port=0, default_max_tokens=20)) as http:
+        if path == "chat":
+            usage = (await http.client.chat.completions.create(model="fake", messages=MESSAGES)).usage
+        else:
+            usage = (await http.client.completions.create(model="fake", prompt="hi")).usage
+        assert usage is not None
+        assert usage.completion_tokens == (20 if path == "chat" else 16)
 
 
 async def test_completion_of_several_prompts_numbers_choices_by_prompt_and_sample() -> None:
