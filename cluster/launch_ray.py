@@ -7,10 +7,9 @@ A private Ray ends with it too, and only holders of its random token may talk to
 
 import asyncio
 import contextlib
-import math
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,8 @@ _ACTORS: dict[ProcessRole, type[ServiceActor]] = {
 }
 _POOL_LABEL = "pool"
 _OBJECT_STORE_BYTES = 80_000_000  # Ray's minimum is 75 MiB; nothing of ours goes through it
+_PRIVATE_CPUS = 1 << 16
+"""Of a private Ray, which need not ration them: what a worker may use is its thread count, and pools can grow."""
 _RETRY_S = 0.05
 _STOP_MARGIN_S = 2.0
 _KILL_TIMEOUT_S = 5.0
@@ -44,11 +45,8 @@ _KILL_TIMEOUT_S = 5.0
 class RayLauncher:
     """A Launcher of Ray actors. Event loop of the main thread only."""
 
-    def __init__(
-        self, config: ServingConfig, *, specs: Sequence[ProcessSpec], run_dir: Path, address: str | None
-    ) -> None:
+    def __init__(self, config: ServingConfig, *, run_dir: Path, address: str | None) -> None:
         self._config = config
-        self._specs = specs
         self._run_dir = run_dir
         self._address = address
         self._session_dir: Path | None = None
@@ -66,12 +64,10 @@ class RayLauncher:
             raise StartFailed(f"Ray {where}: {error}") from error
 
     def _start_private_ray(self) -> Path:
-        # As many CPUs as the plan reserves, however few there are: what a worker may use is its thread count.
-        num_cpus = max(1, math.ceil(sum(spec.num_cpus for spec in self._specs)))
         context: Any = ray.init(
             address="local",
             namespace=NAMESPACE,
-            num_cpus=num_cpus,
+            num_cpus=_PRIVATE_CPUS,
             object_store_memory=_OBJECT_STORE_BYTES,
             include_dashboard=False,
             log_to_driver=False,

@@ -45,6 +45,8 @@ class ManagedProcess:
         self._num_lives = 0
         self._num_short_lives = 0
         self._last_exit = ""
+        self.served = asyncio.Event()
+        """Set when it serves for the first time."""
 
     @property
     def address(self) -> str | None:
@@ -104,6 +106,7 @@ class ManagedProcess:
                 raise
             return str(error)
         self._num_lives += 1
+        self.served.set()
         self._set(ProcessPhase.READY, running)
         logger.info("process ready", extra={"service": self.spec.name, "address": self.address, "pid": self.pid})
         return await running.exited()

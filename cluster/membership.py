@@ -1,12 +1,12 @@
 """Tells the router which workers there are, again and again, so that a restarted router learns it within a second.
 
-At once on every change, every 0.1 s while the router does not use all of them yet, else every second.
+At once on every change; every 0.1 s while the router does not use all of them, or somebody drains; else every second.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 import grpc
@@ -33,6 +33,8 @@ class MembershipPusher:
         self._reconnect = False
         self._pushed = asyncio.Condition()
         self._num_ready = 0
+        self._num_users: Mapping[str, int] = {}
+        """Requests on each draining worker, as the router said last."""
 
     def worker_changed(self) -> None:
         """Push soon."""
@@ -47,6 +49,15 @@ class MembershipPusher:
         """Wait until the router answers that it uses `num_workers` workers."""
         async with self._pushed:
             await self._pushed.wait_for(lambda: self._num_ready >= num_workers)
+
+    async def until_empty(self, worker_id: str) -> None:
+        """Wait until the router answers that nothing runs on a draining worker."""
+        async with self._pushed:
+            await self._pushed.wait_for(lambda: self._num_users.get(worker_id) == 0)
+
+    def num_users(self, worker_id: str) -> int:
+        """Return how many requests ran on a draining worker when the router answered last."""
+        return self._num_users.get(worker_id, 0)
 
     @property
     def num_ready(self) -> int:
@@ -72,7 +83,7 @@ class MembershipPusher:
             await channel.close()
 
     async def _push(self, channel: grpc.aio.Channel) -> bool:
-        """Return whether the router uses every worker that it was told of."""
+        """Return whether the router uses every worker that it was told of, and nobody drains."""
         stub = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
         request = router_admin_pb2.SetWorkersRequest(workers=self._membership())
         try:
@@ -83,5 +94,6 @@ class MembershipPusher:
             return False
         async with self._pushed:
             self._num_ready = response.num_ready
+            self._num_users = dict(response.num_users)
             self._pushed.notify_all()
-        return response.num_ready >= len(request.workers)
+        return response.num_ready >= len(request.workers) and not self._num_users

@@ -18,16 +18,20 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
+from cluster.control import serving_control
 from cluster.launcher import Launcher, StartFailed, log_path
 from cluster.managed_process import ManagedProcess
 from cluster.membership import MembershipPusher
 from cluster.plan import PlanError, ProcessRole, ProcessSpec
 from cluster.ports import dial_address
 from cluster.run_lock import RunDirTaken, lock_run_dir
+from cluster.scaling import POOLS, Scaler
 from cluster.starter import Starter
 from cluster.state import ClusterPhase, ClusterState, StateFile
 from cluster.wiring import choose_launcher
@@ -83,9 +87,15 @@ class Supervisor:
         self._http_address = "" if http_port is None else dial_address(config.router.host, http_port)
         self._pusher = MembershipPusher(self._address, self._membership)
         clock = SystemClock()
-        self._processes = [
-            ManagedProcess(spec, launcher=launcher, clock=clock, changed=self._process_changed) for spec in specs
-        ]
+        self._new_process = partial(ManagedProcess, launcher=launcher, clock=clock, changed=self._process_changed)
+        self._processes = [self._new_process(spec) for spec in specs]
+        self._draining: set[str] = set()
+        self._gone: set[str] = set()
+        """On their way out: no members any more."""
+        self._founders: dict[str, asyncio.Task[NoReturn]] = {}
+        """What keeps the first workers running; the cluster fails when one of them does not start."""
+        self._added: dict[str, asyncio.Task[StartFailed]] = {}
+        """What keeps workers running that came later; ends only when one did not start."""
         self._all_served = asyncio.Event()
 
     @property
@@ -111,6 +121,9 @@ class Supervisor:
             await asyncio.wait([serving, stop_wanted])
             failed = not serving.cancelled()
             self._enter(ClusterPhase.FAILED if failed else ClusterPhase.STOPPING)
+            for keeper in self._added.values():
+                keeper.cancel()
+            await asyncio.gather(*self._added.values(), return_exceptions=True)
             await self._stop_all()
         if failed:
             serving.result()
@@ -119,7 +132,7 @@ class Supervisor:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for process in self._processes:
-                    tasks.create_task(process.keep_running())
+                    self._founders[process.spec.name] = tasks.create_task(process.keep_running())
                 tasks.create_task(self._pusher.run())
                 await self._until_ready()
                 self._enter(ClusterPhase.READY)
@@ -138,6 +151,59 @@ class Supervisor:
             used = f"{self._pusher.num_ready} of {num_workers} workers"
             raise StartFailed(f"the router uses only {used} after {_ACCEPT_TIMEOUT_S:g} s; see its log") from None
 
+    # What a scaler may do (scaling.Workforce).
+
+    def workers(self, role: ProcessRole) -> list[ManagedProcess]:
+        """Return a pool, in order of its names' numbers."""
+        return [process for process in self._processes if process.spec.role is role]
+
+    async def add_worker(self, spec: ProcessSpec) -> None:
+        """Start one more; returns when the router uses it. Raises StartFailed, and then nothing is left of it."""
+        process = self._new_process(spec)
+        self._processes.append(process)
+        keeper = self._added[spec.name] = asyncio.create_task(_keep_running(process), name=f"keep {spec.name}")
+        served = asyncio.create_task(process.served.wait())
+        try:
+            await asyncio.wait((keeper, served), return_when=asyncio.FIRST_COMPLETED)
+            if keeper.done():
+                raise keeper.result()
+            num_serving = sum(each.address is not None for role in POOLS for each in self.workers(role))
+            async with asyncio.timeout(_ACCEPT_TIMEOUT_S):
+                await self._pusher.until_ready(num_serving)
+        except (StartFailed, TimeoutError) as error:
+            await self.remove_worker(process)
+            if isinstance(error, StartFailed):
+                raise
+            raise StartFailed(f"the router does not use it after {_ACCEPT_TIMEOUT_S:g} s; see its log") from None
+        finally:
+            served.cancel()
+
+    async def drain_worker(self, process: ManagedProcess, *, grace_s: float) -> int:
+        """Let a worker give its requests away; returns how many it still had when the grace was over."""
+        name = process.spec.name
+        self._draining.add(name)
+        self._pusher.worker_changed()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._pusher.until_empty(name)
+        except TimeoutError:
+            return self._pusher.num_users(name)
+        return 0
+
+    async def remove_worker(self, process: ManagedProcess) -> None:
+        """Take a worker out of the membership and stop it."""
+        name = process.spec.name
+        self._gone.add(name)
+        self._pusher.worker_changed()
+        keeper = self._added.pop(name, None) or self._founders.pop(name)
+        keeper.cancel()
+        await asyncio.wait((keeper,))
+        await process.stop(self._grace.worker_s)
+        self._processes.remove(process)
+        self._gone.discard(name)
+        self._draining.discard(name)
+        self._save()
+
     def _process_changed(self, process: ManagedProcess) -> None:
         if process.spec.role is ProcessRole.ROUTER:
             self._pusher.router_changed()
@@ -153,10 +219,13 @@ class Supervisor:
     def _membership(self) -> list[router_admin_pb2.WorkerEndpoint]:
         return [
             router_admin_pb2.WorkerEndpoint(
-                worker_id=process.spec.name, role=_WIRE_ROLES[process.spec.role], address=process.address
+                worker_id=process.spec.name,
+                role=_WIRE_ROLES[process.spec.role],
+                address=process.address,
+                draining=process.spec.name in self._draining,
             )
             for process in self._processes
-            if process.spec.role in _WIRE_ROLES and process.address is not None
+            if process.spec.role in POOLS and process.address is not None and process.spec.name not in self._gone
         ]
 
     async def _stop_all(self) -> None:
@@ -188,6 +257,14 @@ class Supervisor:
         )
 
 
+async def _keep_running(process: ManagedProcess) -> StartFailed:
+    """Keep a process running until cancelled; returns why when its first start fails."""
+    try:
+        await process.keep_running()
+    except StartFailed as error:
+        return error
+
+
 async def supervise(config_path: Path, run_dir: Path, starter: Starter) -> int:
     """Own the cluster of one run folder until told to stop. Returns the exit status."""
     stopping = asyncio.Event()
@@ -196,7 +273,8 @@ async def supervise(config_path: Path, run_dir: Path, starter: Starter) -> int:
     state_file = StateFile(run_dir)
     config = load_config(config_path)
     try:
-        specs, launcher = choose_launcher(config, config_path=config_path, run_dir=run_dir)
+        plan_for, launcher = choose_launcher(config, config_path=config_path, run_dir=run_dir)
+        specs = plan_for(config)
         try:
             starter.report(f"opening launcher: {config.launcher}")
             await launcher.open()
@@ -205,10 +283,11 @@ async def supervise(config_path: Path, run_dir: Path, starter: Starter) -> int:
             supervisor = Supervisor(
                 config, specs=specs, launcher=launcher, state_file=state_file, report=starter.report
             )
-            await supervisor.run(
-                stopping,
-                on_ready=lambda: starter.ready(supervisor.address, http_address=supervisor.http_address),
-            )
+            async with serving_control(Scaler(config, supervisor, plan_for), run_dir):
+                await supervisor.run(
+                    stopping,
+                    on_ready=lambda: starter.ready(supervisor.address, http_address=supervisor.http_address),
+                )
         finally:
             await launcher.close()
             state_file.remove()

@@ -2,6 +2,8 @@
 
 import os
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from cluster import ray_settings
@@ -11,20 +13,21 @@ from cluster.plan import HostResources, ProcessSpec, make_plan
 from common.config import ServingConfig
 from engine.memory import measure_host
 
-Wiring = tuple[tuple[ProcessSpec, ...], Launcher]
+PlanFor = Callable[[ServingConfig], tuple[ProcessSpec, ...]]
+"""Returns the processes of a configuration, or of the same one with other pool sizes. Raises PlanError."""
 
 
-def choose_launcher(config: ServingConfig, *, config_path: Path, run_dir: Path) -> Wiring:
-    """Return the plan and what carries it out. Raises PlanError, or StartFailed when Ray is wanted and not there."""
+def choose_launcher(config: ServingConfig, *, config_path: Path, run_dir: Path) -> tuple[PlanFor, Launcher]:
+    """Return what plans, and what carries plans out. Raises StartFailed when Ray is wanted and not there."""
     if config.launcher == "ray":
         return _ray(config, run_dir)
     pools = config.pools
     gpus = _visible_gpus() if pools.prefill.num_gpus or pools.decode.num_gpus else None
-    specs = make_plan(config, _this_host(gpus))
-    return specs, LocalLauncher(command=service_command(config_path), run_dir=run_dir)
+    host = _this_host(gpus)
+    return partial(make_plan, host=host), LocalLauncher(command=service_command(config_path), run_dir=run_dir)
 
 
-def _ray(config: ServingConfig, run_dir: Path) -> Wiring:
+def _ray(config: ServingConfig, run_dir: Path) -> tuple[PlanFor, Launcher]:
     address = os.environ.get("RAY_ADDRESS") or None
     if address is None:
         ray_settings.prepare_to_start()
@@ -37,8 +40,7 @@ def _ray(config: ServingConfig, run_dir: Path) -> Wiring:
         raise StartFailed(f"launcher: ray, but Ray cannot be imported ({error}): {hint}") from error
     # Ray deals out the GPUs itself, and in a Ray cluster of its own it also chooses the hosts.
     host = None if address is not None else _this_host(None)
-    specs = make_plan(config, host)
-    return specs, RayLauncher(config, specs=specs, run_dir=run_dir, address=address)
+    return partial(make_plan, host=host), RayLauncher(config, run_dir=run_dir, address=address)
 
 
 def _this_host(gpus: list[str] | None) -> HostResources:

@@ -1,0 +1,100 @@
+"""How a person talks to a running supervisor: gRPC on a Unix socket in the run folder, for whoever may write there."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from cluster.plan import ProcessRole
+from cluster.scaling import Scaler
+from common.errors import InvalidRequest, from_rpc_error
+from common.rpc import error_boundary
+from kvrelay.v1 import controller_pb2, controller_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_GRACE_S = 30.0
+MAX_GRACE_S = 3600.0
+_MAX_PATH_BYTES = 100
+"""Of a Unix socket's path, less a little; the kernel's limit is 108."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
+    """Serves `kvrelay scale`."""
+
+    def __init__(self, scaler: Scaler) -> None:
+        self._scaler = scaler
+
+    async def Scale(self, request: controller_pb2.ScaleRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
+        async with error_boundary(context, "Scale"):
+            steps: asyncio.Queue[str | None] = asyncio.Queue()
+            async with asyncio.TaskGroup() as tasks:
+                # Whoever asked may leave: what has begun is brought to its end.
+                scaling = asyncio.shield(asyncio.ensure_future(self._run(request, steps)))
+                tasks.create_task(_forward(steps, context))
+                failure = await scaling
+            if failure is not None:
+                raise failure
+
+    async def _run(self, request: controller_pb2.ScaleRequest, steps: "asyncio.Queue[str | None]") -> Exception | None:
+        wanted = {
+            role: getattr(request, role)
+            for role in (ProcessRole.PREFILL, ProcessRole.DECODE)
+            if request.HasField(role.value)  # type: ignore[arg-type]  # the pools' names are the fields'
+        }
+        try:
+            if not 0 <= request.grace_s <= MAX_GRACE_S:
+                raise InvalidRequest(f"{request.grace_s:g}; between 0 and {MAX_GRACE_S:g} seconds", field="grace_s")
+            await self._scaler.scale(wanted, grace_s=request.grace_s or DEFAULT_GRACE_S, report=steps.put_nowait)
+        except Exception as error:  # noqa: BLE001 - told by whoever waits for it
+            return error
+        finally:
+            steps.put_nowait(None)
+        return None
+
+
+async def _forward(steps: "asyncio.Queue[str | None]", context: Context) -> None:
+    while (text := await steps.get()) is not None:
+        await context.write(controller_pb2.ScaleResponse(text=text))
+
+
+def socket_path(run_dir: Path) -> Path:
+    """Return where a cluster's supervisor listens."""
+    return run_dir / "control.sock"
+
+
+@asynccontextmanager
+async def serving_control(scaler: Scaler, run_dir: Path) -> AsyncIterator[None]:
+    """Serve while the block runs. Without a path that is short enough there is only a word in the log."""
+    path = socket_path(run_dir)
+    if len(str(path).encode()) > _MAX_PATH_BYTES:
+        logger.warning("the run folder's path is too long for a socket: this cluster cannot be scaled")
+        yield
+        return
+    path.unlink(missing_ok=True)  # of a supervisor that was killed: the run folder's lock is ours
+    server = grpc.aio.server()
+    controller_pb2_grpc.add_ControllerServiceServicer_to_server(ControllerService(scaler), server)
+    server.add_insecure_port(f"unix:{path}")
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(0)
+        path.unlink(missing_ok=True)
+
+
+def scale(run_dir: Path, wanted: Mapping[str, int], *, grace_s: float) -> Iterator[str]:
+    """Ask the supervisor of a run folder for other sizes; yields its steps. Raises KvrelayError."""
+    request = controller_pb2.ScaleRequest(**wanted, grace_s=grace_s)
+    with grpc.insecure_channel(f"unix:{socket_path(run_dir)}") as channel:
+        try:
+            for progress in controller_pb2_grpc.ControllerServiceStub(channel).Scale(request):
+                yield progress.text
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error

@@ -1,0 +1,129 @@
+"""Changes the pools' sizes while the cluster serves.
+
+1. Workers that are to come are started, side by side, until the router uses them.
+2. Those that are to go drain: the router gives them nothing new and moves what they decode to others (`SetWorkers`).
+3. When nothing runs on one any more, or its grace is over, it leaves the membership and is stopped. What was left is
+   resumed elsewhere from its tokens, like after a worker's death.
+
+Growing comes first, so that capacity never falls below both sizes.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from cluster.launcher import StartFailed
+from cluster.managed_process import ManagedProcess
+from cluster.plan import PlanError, ProcessRole, ProcessSpec
+from common.config import ServingConfig
+from common.errors import EngineFault, InvalidRequest, Overloaded
+
+logger = logging.getLogger(__name__)
+
+MAX_WORKERS = 1024
+POOLS = (ProcessRole.PREFILL, ProcessRole.DECODE)
+Report = Callable[[str], None]
+PlanFor = Callable[[ServingConfig], Sequence[ProcessSpec]]
+"""Returns the processes of a configuration, on the hosts that the cluster has. Raises PlanError."""
+
+
+class Workforce(Protocol):
+    """The workers of a running cluster: the supervisor."""
+
+    def workers(self, role: ProcessRole) -> Sequence[ManagedProcess]:
+        """Return a pool, in order of its names' numbers."""
+
+    async def add_worker(self, spec: ProcessSpec) -> None:
+        """Start one more; returns when the router uses it. Raises StartFailed, and then nothing is left of it."""
+
+    async def drain_worker(self, process: ManagedProcess, *, grace_s: float) -> int:
+        """Let a worker give its requests away; returns how many it still had when the grace was over."""
+
+    async def remove_worker(self, process: ManagedProcess) -> None:
+        """Take a worker out of the membership and stop it."""
+
+
+class Scaler:
+    """Brings pools to their wanted sizes, one request after the other. Event loop only."""
+
+    def __init__(self, config: ServingConfig, workforce: Workforce, plan_for: PlanFor) -> None:
+        self._config = config
+        self._workforce = workforce
+        self._plan_for = plan_for
+        self._lock = asyncio.Lock()
+
+    async def scale(self, wanted: Mapping[ProcessRole, int], *, grace_s: float, report: Report) -> None:
+        """Bring the named pools to these sizes; `report` hears of each step.
+
+        Raises InvalidRequest, Overloaded while another change runs, EngineFault when a worker does not start: those
+        that did start stay then, and nobody goes.
+        """
+        sizes = {role: len(self._workforce.workers(role)) for role in POOLS} | dict(wanted)
+        _check(sizes)
+        if self._lock.locked():
+            raise Overloaded("another change of the pools is under way", retry_after_s=5.0)
+        async with self._lock:
+            specs = self._plan(sizes)
+            await self._grow(specs, report)
+            await self._shrink({spec.name for spec in specs}, grace_s, report)
+
+    def _plan(self, sizes: Mapping[ProcessRole, int]) -> list[ProcessSpec]:
+        pools = self._config.pools
+        if self._config.launcher == "local" and (pools.prefill.num_gpus or pools.decode.num_gpus):
+            raise InvalidRequest(
+                "launcher: local deals out the GPUs at its start; launcher: ray can scale", field="pools"
+            )
+        changed = {str(role): getattr(pools, role).model_copy(update={"count": size}) for role, size in sizes.items()}
+        config = self._config.model_copy(update={"pools": pools.model_copy(update=changed)})
+        try:
+            return [spec for spec in self._plan_for(config) if spec.role in POOLS]
+        except PlanError as error:
+            raise InvalidRequest(str(error), field="pools") from error
+
+    async def _grow(self, specs: Sequence[ProcessSpec], report: Report) -> None:
+        present = {process.spec.name for role in POOLS for process in self._workforce.workers(role)}
+        coming = [spec for spec in specs if spec.name not in present]
+        if not coming:
+            return
+        report(f"starting {', '.join(spec.name for spec in coming)}")
+        started_s = time.monotonic()
+        done = await asyncio.gather(*(self._workforce.add_worker(spec) for spec in coming), return_exceptions=True)
+        for spec, failure in zip(coming, done, strict=True):
+            if isinstance(failure, StartFailed):
+                raise EngineFault(f"{spec.name} did not start, and no worker was taken away: {failure}")
+            if isinstance(failure, BaseException):
+                raise failure
+        report(f"{len(coming)} in use after {time.monotonic() - started_s:.1f} s")
+
+    async def _shrink(self, staying: set[str], grace_s: float, report: Report) -> None:
+        going = [
+            process for role in POOLS for process in self._workforce.workers(role) if process.spec.name not in staying
+        ]
+        if going:
+            report(f"draining {', '.join(process.spec.name for process in going)}")
+            await asyncio.gather(*(self._let_go(process, grace_s, report) for process in going))
+
+    async def _let_go(self, process: ManagedProcess, grace_s: float, report: Report) -> None:
+        started_s = time.monotonic()
+        num_left = await self._workforce.drain_worker(process, grace_s=grace_s)
+        took = f"{time.monotonic() - started_s:.2f} s"
+        await self._workforce.remove_worker(process)
+        if num_left:
+            logger.warning(
+                "worker went before it was empty", extra={"service": process.spec.name, "num_left": num_left}
+            )
+            report(
+                f"{process.spec.name} is gone; {num_left} requests had not moved after {took} and are resumed elsewhere"
+            )
+        else:
+            report(f"{process.spec.name} is gone; it was empty after {took}")
+
+
+def _check(sizes: Mapping[ProcessRole, int]) -> None:
+    for role, size in sizes.items():
+        if size > MAX_WORKERS:
+            raise InvalidRequest(f"{size} workers; at most {MAX_WORKERS}", field=str(role))
+    if sizes[ProcessRole.DECODE] < 1:
+        raise InvalidRequest("0; somebody has to write the answers", field=str(ProcessRole.DECODE))

@@ -1,0 +1,63 @@
+"""`kvrelay scale`: other pool sizes for the running cluster, without a lost request."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvrelay.cli.console import Progress, out
+from kvrelay.cli.errors import CliError
+from kvrelay.cli.options import DEFAULT_CONFIG, ConfigOption
+from kvrelay.cli.target import run_dir_of
+
+if TYPE_CHECKING:
+    from cluster.lifecycle import ClusterInfo
+
+_POOLS = ("prefill", "decode")
+
+
+def scale(
+    sizes: Annotated[list[str], typer.Argument(metavar="POOL=N…", help="prefill=3, decode=2, or both.")],
+    config_path: ConfigOption = DEFAULT_CONFIG,
+    grace_s: Annotated[
+        float,
+        typer.Option("--grace", metavar="SECONDS", min=0.1, max=3600, help="How long a worker that goes may take."),
+    ] = 30.0,
+) -> None:
+    """Make the running cluster's pools larger or smaller; requests go on.
+
+    \b
+    kvrelay scale decode=3
+    kvrelay scale prefill=2 decode=1 --grace 60
+
+    New workers come first. A worker that goes gets nothing new and gives its running answers to others,
+    which pull the KV from it: the same text, after a pause of one prefill at most. serving.yaml is not
+    changed: the next `kvrelay up` starts with its sizes.
+    """  # noqa: D301 - \b marks a preformatted block
+    from cluster.control import scale as ask
+
+    wanted = _parse(sizes)
+    info = _running(config_path)
+    with Progress() as report:
+        for step in ask(info.run_dir, wanted, grace_s=grace_s):
+            report(step)
+    out.print(", ".join(f"{pool}: {count}" for pool, count in wanted.items()))
+
+
+def _parse(sizes: list[str]) -> dict[str, int]:
+    wanted: dict[str, int] = {}
+    for text in sizes:
+        pool, _, count = text.partition("=")
+        if pool not in _POOLS or not count.isdecimal():
+            raise CliError(f"{text!r}: say prefill=N or decode=N")
+        wanted[pool] = int(count)
+    return wanted
+
+
+def _running(config_path: Path) -> "ClusterInfo":
+    from cluster.lifecycle import read_info
+
+    info = read_info(run_dir_of(config_path))
+    if info is None:
+        raise CliError("no cluster is running; start one with `kvrelay up`")
+    return info

@@ -1,0 +1,87 @@
+"""`kvrelay scale` on a real cluster: pools grow and shrink under load, and no client notices but by a pause."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from cluster.control import scale
+from common.errors import EngineFault, InvalidRequest
+from kvrelay.client import AsyncClient, Generation, Token
+from tests.e2e.harness import fake_config, running_cluster
+
+pytestmark = pytest.mark.e2e
+
+NUM_STREAMS = 16
+ROUNDS = 2
+
+
+async def resize(folder: Path, grace_s: float = 30.0, **wanted: int) -> list[str]:
+    """Ask for other sizes and return the steps."""
+
+    def ask(sizes: Mapping[str, int]) -> list[str]:
+        return list(scale(folder / "run", sizes, grace_s=grace_s))
+
+    return await asyncio.to_thread(ask, wanted)
+
+
+async def answer(client: AsyncClient, number: int, begun: asyncio.Event, *, num_tokens: int) -> Generation:
+    async with client.stream(f"stream {number} " * 20, max_tokens=num_tokens, ignore_eos=True, seed=number) as events:
+        async for event in events:
+            if isinstance(event, Token):
+                begun.set()
+        return await events.result()
+
+
+async def answers(client: AsyncClient, begun: asyncio.Event, *, num_tokens: int) -> list[Generation]:
+    return await asyncio.gather(*(answer(client, n, begun, num_tokens=num_tokens) for n in range(NUM_STREAMS)))
+
+
+async def workers(client: AsyncClient) -> set[str]:
+    return {view.worker_id for view in (await client.status()).workers}
+
+
+@pytest.mark.parametrize("launcher", ["local", "ray"])
+async def test_pools_grow_and_shrink_under_sixteen_streams_without_a_trace_in_the_answers(
+    tmp_path: Path, launcher: str
+) -> None:
+    async with running_cluster(tmp_path, fake_config(launcher=launcher, step_ms=5.0)) as client:
+        expected = [each.text for each in await answers(client, asyncio.Event(), num_tokens=1000)]
+        begun = asyncio.Event()
+        running = asyncio.create_task(answers(client, begun, num_tokens=1000))
+        await begun.wait()
+        for _ in range(ROUNDS):
+            await resize(tmp_path, prefill=2, decode=2)
+            assert await workers(client) == {"prefill-0", "prefill-1", "decode-0", "decode-1"}
+            await resize(tmp_path, prefill=1, decode=1)
+            assert await workers(client) == {"prefill-0", "decode-0"}
+        done = await running
+        status = (await client.status()).router
+
+        assert [each.text for each in done] == expected
+        assert status.num_failed == status.num_replans == 0
+
+
+async def test_worker_that_does_not_start_is_told_and_the_cluster_serves_on(tmp_path: Path) -> None:
+    config = fake_config()
+    async with running_cluster(tmp_path, config) as client:
+        before = await workers(client)
+        # Workers read the resolved file: a model that is not there makes new ones fail.
+        path = tmp_path / "run" / "serving.yaml"
+        path.write_text(path.read_text(encoding="utf-8").replace("engine: fake", "engine: torch"), encoding="utf-8")
+        path.write_text(path.read_text(encoding="utf-8").replace("id: default", "id: /no/such/model"), encoding="utf-8")
+        with pytest.raises(EngineFault, match="decode-1 did not start"):
+            await resize(tmp_path, decode=2)
+
+        assert await workers(client) == before
+        assert (await client.generate("still here", max_tokens=4, ignore_eos=True)).token_ids
+
+
+async def test_sizes_that_cannot_be_are_refused_by_field(tmp_path: Path) -> None:
+    async with running_cluster(tmp_path, fake_config()) as client:
+        for wanted, field in (({"decode": 0}, "decode"), ({"prefill": 5000}, "prefill")):
+            with pytest.raises(InvalidRequest) as caught:
+                await resize(tmp_path, **wanted)
+            assert caught.value.field == field
+        assert await workers(client) == {"prefill-0", "decode-0"}
