@@ -120,7 +120,7 @@ class _Search:
     @property
     def probes(self) -> tuple[ProbedLoad, ...]:
         """By load."""
-        return tuple(_tally(load, self._points[load], self._spec) for load in sorted(self._points))
+        return tuple(tally(load, self._points[load], self._spec) for load in sorted(self._points))
 
     def goodput_per_s(self, load: float) -> float:
         """Return the mean of the runs at a load."""
@@ -149,11 +149,12 @@ class _Search:
         points = self._points.setdefault(load, [])
         while len(points) < num_runs:
             points.append(self._probe(load, len(points)))
-            if _tally(load, points, self._spec).is_clear:
+            if tally(load, points, self._spec).is_clear:
                 return
 
 
-def _tally(load: float, points: Sequence[Point], spec: CapacitySpec) -> ProbedLoad:
+def tally(load: float, points: Sequence[Point], spec: CapacitySpec) -> ProbedLoad:
+    """Return what the runs at one load say together. Raises ExperimentError when none of their requests count."""
     counted = [kind for point in points for kind in _counted(point, spec.kinds)]
     num_requests = sum(kind.num_requests for kind in counted)
     num_good = sum(kind.num_good for kind in counted)
@@ -205,12 +206,27 @@ def _served(probes: Sequence[ProbedLoad], share: float) -> list[float]:
 
 
 def _interval(probes: Sequence[ProbedLoad], share: float) -> tuple[float, float | None]:
-    good = np.array([probe.num_good for probe in probes])
-    bad = np.array([probe.num_requests for probe in probes]) - good
-    draws = np.random.default_rng(0).beta(good + 0.5, bad + 0.5, size=(_NUM_DRAWS, len(probes)))
-    ends = [_crossing(probes, _pooled(shares, probes), share) for shares in draws]
+    ends = crossing_draws(probes, share)
     low, high = np.quantile(ends, [0.025, 0.975], method="inverted_cdf")  # of draws: some may be infinite
     return float(low), None if math.isinf(high) else float(high)
+
+
+def crossing_draws(probes: Sequence[ProbedLoad], share: float, *, seed: int = 0) -> Shares:
+    """Return draws [1000] of the load at which the share of good requests falls below `share`.
+
+    0: below the lowest load; infinite: above the highest. `probes` by load, at least one. Draws of two arms are
+    independent when their seeds differ.
+    """
+    good = np.array([probe.num_good for probe in probes])
+    bad = np.array([probe.num_requests for probe in probes]) - good
+    draws = np.random.default_rng(seed).beta(good + 0.5, bad + 0.5, size=(_NUM_DRAWS, len(probes)))
+    return np.array([_crossing(probes, _pooled(shares, probes), share) for shares in draws])
+
+
+def crossing(probes: Sequence[ProbedLoad], share: float) -> float:
+    """Return the same of the measured shares."""
+    measured = np.array([probe.good_share for probe in probes])
+    return _crossing(probes, _pooled(measured, probes), share)
 
 
 def _crossing(probes: Sequence[ProbedLoad], pooled: Shares, share: float) -> float:
