@@ -211,14 +211,15 @@ def _interval(probes: Sequence[ProbedLoad], share: float) -> tuple[float, float 
     return float(low), None if math.isinf(high) else float(high)
 
 
-def crossing_draws(probes: Sequence[ProbedLoad], share: float, *, seed: int = 0) -> Shares:
+def crossing_draws(probes: Sequence[ProbedLoad], share: float, *, seed: int = 0, dispersion: float = 1.0) -> Shares:
     """Return draws [1000] of the load at which the share of good requests falls below `share`.
 
     0: below the lowest load; infinite: above the highest. `probes` by load, at least one. Draws of two arms are
-    independent when their seeds differ.
+    independent when their seeds differ. `dispersion`: so many requests tell no more than one that is independent of all
+    others.
     """
-    good = np.array([probe.num_good for probe in probes])
-    bad = np.array([probe.num_requests for probe in probes]) - good
+    good = np.array([probe.num_good for probe in probes]) / dispersion
+    bad = np.array([probe.num_requests for probe in probes]) / dispersion - good
     draws = np.random.default_rng(seed).beta(good + 0.5, bad + 0.5, size=(_NUM_DRAWS, len(probes)))
     return np.array([_crossing(probes, _pooled(shares, probes), share) for shares in draws])
 

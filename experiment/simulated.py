@@ -5,6 +5,7 @@ take comes from a roofline or from timings fitted on real workers. Equal cells g
 """
 
 import json
+import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -17,21 +18,19 @@ from experiment.arms import ArmPlan
 from experiment.outcome import point_of
 from experiment.points import Arm, Point, Source
 from experiment.runner import Measure
-from experiment.spec import ExperimentError, ExperimentSpec, inline_or_file
+from experiment.spec import ExperimentError, ExperimentSpec
 from experiment.store import Cell
 from experiment.users import Users
+from experiment.workloads import Workloads
 from simulator.cluster import run
 from simulator.records import ClusterShape, NetworkShape, SimRun, SimSettings
 from simulator.replay import Hardware
 from simulator.roofline import DEVICES, MODELS, Roofline
 from simulator.timing import FittedTimes, StepTimes
 from simulator.timing_file import TimingFileError, read_timing
-from workload.build import build_workload
 from workload.content import ContentWriter
 from workload.sessions import Workload
 from workload.slo import Slo
-from workload.spec import WorkloadError, WorkloadSpec, parse_workload
-from workload.traces import TraceError
 
 _DEFAULT_KV_TOKENS = 3000 * 512
 """KV that a worker holds when its pool's size is left to the worker."""
@@ -153,10 +152,9 @@ class SimulatedBench:
 
     source = Source.SIMULATED
 
-    def __init__(self, spec: ExperimentSpec, path: Path) -> None:
-        """`path`: the experiment's file, which messages name. Raises ExperimentError."""
+    def __init__(self, spec: ExperimentSpec, workloads: Workloads) -> None:
         self._spec = spec
-        self._workload = _workload(spec, path)
+        self._workloads = workloads
         simulate = spec.simulate
         self._simulation = Simulation(
             hardware=Hardware(model=simulate.model, device=simulate.device, timing_file=simulate.timing),
@@ -167,36 +165,23 @@ class SimulatedBench:
 
     @contextmanager
     def serve(self, plan: ArmPlan) -> Iterator[Measure]:
-        """Yield what measures the arm's cells: each on workers of its own."""
+        """Yield what measures the arm's cells, each on workers of its own."""
         assert plan.serving is not None, "external servers are not simulated"
         yield partial(self._measure, plan.arm, plan.serving)
 
     def seconds(self, num_cells: int, num_starts: int) -> float:
-        """Return about how long so many cells take; starts take none."""
-        mean_load = sum(self._spec.loads) / len(self._spec.loads)
-        return num_cells * max(mean_load * self._duration_s(mean_load), 1.0) / _REQUESTS_PER_S
+        """Return about how long so many cells take; starts take no time."""
+        num_requests = statistics.fmean(load * self._duration_s(load) for load in self._spec.loads)
+        return num_cells * num_requests / _REQUESTS_PER_S
 
     def _duration_s(self, load: float) -> float:
-        """Return how long requests arrive: longer at a low load, so that there are enough."""
-        return max(self._spec.duration_s, self._spec.simulate.min_requests / load)
+        """Return how long requests come, warm-up included: longer at a low load, so that there are enough of them."""
+        return self._spec.warm_up_s + max(self._spec.duration_s, self._spec.simulate.min_requests / load)
 
     def _measure(self, arm: Arm, serving: ServingConfig, cell: Cell, folder: Path) -> Point:
-        duration_s = self._spec.warm_up_s + self._duration_s(cell.load)
-        spec = self._workload.model_copy(update={"duration_s": duration_s})
-        try:
-            workload = build_workload(spec, load=cell.load, seed=self._spec.seed + cell.repeat)
-        except (WorkloadError, TraceError, OSError) as error:
-            raise ExperimentError(str(error)) from error
+        workload = self._workloads.simulated(cell, seconds=self._duration_s(cell.load))
         point, finished = simulate_point(arm, serving, workload, self._simulation, load=cell.load, repeat=cell.repeat)
         with (folder / "requests.jsonl").open("w", encoding="utf-8") as file:
             for result in finished.results:
                 file.write(json.dumps(asdict(result)) + "\n")
         return point
-
-
-def _workload(spec: ExperimentSpec, path: Path) -> WorkloadSpec:
-    raw, source = inline_or_file(spec.workload, key="workload", path=path)
-    try:
-        return parse_workload({"name": spec.name} | raw, source=source, folder=path.parent)
-    except WorkloadError as error:
-        raise ExperimentError(str(error)) from error

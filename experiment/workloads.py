@@ -49,12 +49,23 @@ class Workloads:
 
         Raises ExperimentError.
         """
-        return self._build(cell.load, repeat=cell.repeat, spec=self.spec)
+        seed = _seed(self._experiment.seed, f"{cell.load!r} {cell.repeat}")
+        return self._build(cell.load, seed=seed, spec=self.spec)
+
+    def simulated(self, cell: Cell, *, seconds: float) -> Workload:
+        """Return what a simulated cell asks, for so long: equal for all arms, and the same sessions at every load.
+
+        So differences between arms and loads are theirs, not of what was drawn (common random numbers); nothing is left
+        in a cache that another load could find. Raises ExperimentError.
+        """
+        spec = self.spec.model_copy(update={"duration_s": seconds})
+        return self._build(cell.load, seed=_seed(self._experiment.seed, f"{cell.repeat}"), spec=spec)
 
     def warm_up(self) -> Workload:
         """Return what is asked after a start and thrown away: the lowest load, for as long as the warm-up."""
         spec = self.spec.model_copy(update={"duration_s": max(self._experiment.warm_up_s, 1e-3)})
-        return self._build(min(self._experiment.loads), repeat=_WARM_UP_REPEAT, spec=spec)
+        load = min(self._experiment.loads)
+        return self._build(load, seed=_seed(self._experiment.seed, f"{load!r} {_WARM_UP_REPEAT}"), spec=spec)
 
     def longest_tokens(self) -> int:
         """Return the tokens of the longest session of any cell, prompts and answers. Raises ExperimentError."""
@@ -71,9 +82,9 @@ class Workloads:
             for stream in self.of(Cell(arm="", load=load, repeat=repeat)).streams:
                 yield from itertools.islice(stream.sessions, _MAX_CHECKED)
 
-    def _build(self, load: float, *, repeat: int, spec: WorkloadSpec) -> Workload:
+    def _build(self, load: float, *, seed: int, spec: WorkloadSpec) -> Workload:
         try:
-            return build_workload(spec, load=load, seed=_seed(self._experiment.seed, load, repeat))
+            return build_workload(spec, load=load, seed=seed)
         except (WorkloadError, TraceError, OSError) as error:
             raise ExperimentError(f"workload: {error}") from None
 
@@ -83,6 +94,5 @@ def _num_tokens(session: Session) -> int:
     return asked + sum(turn.num_output_tokens for turn in session.turns)
 
 
-def _seed(seed: int, load: float, repeat: int) -> int:
-    text = f"{seed} {load!r} {repeat}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
+def _seed(seed: int, which: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed} {which}".encode(), digest_size=4).digest(), "little") >> 1

@@ -68,6 +68,8 @@ class Table:
     text_columns: frozenset[str] = frozenset()
     strong_rows: frozenset[int] = frozenset()
     """Indices of rows that stand out."""
+    links: tuple[str, ...] = ()
+    """Where each row's first cell leads, "" for nowhere; empty: none does. Relative, to files beside the page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,13 @@ class Prose:
     """Paragraphs."""
 
     paragraphs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """Questions, each with what was found; a question that stands several times in a row is shown once."""
+
+    pairs: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +100,7 @@ class Absent:
     why: str
 
 
-Content = go.Figure | Table | Prose | Listing | Absent
+Content = go.Figure | Table | Prose | Answers | Listing | Absent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,7 +105,7 @@ def _bench(prepared: "Experiment", store: "Store", report: "Report") -> "Bench":
     if prepared.source is Source.SIMULATED:
         from experiment.simulated import SimulatedBench
 
-        return SimulatedBench(prepared.spec, prepared.path)
+        return SimulatedBench(prepared.spec, prepared.workloads)
     from experiment.real import RealBench
 
     return RealBench(prepared.spec, prepared.path, workloads=prepared.workloads, store=store, report=report)

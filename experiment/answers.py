@@ -1,0 +1,338 @@
+"""Findings in plain words, each with the numbers that it rests on."""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from experiment.analysis import ArmFinding, Balance, Findings, Ranking
+from experiment.curves import Reading
+from experiment.limits import Limit
+from experiment.payoff import Payoff, Reached, Verdict
+from experiment.points import KindPoint, Latency, Source
+from experiment.reach import KNEE_SHARE, Reach
+from loadtest.estimates import Estimate
+from reporting.wording import duration, number, percent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One thing that was found."""
+
+    question: str
+    text: str
+
+
+def answers_of(findings: Findings) -> tuple[Answer, ...]:
+    """Return what people who plan a cluster want to know, what matters most first."""
+    found = itertools.chain(
+        _does_it_pay(findings),
+        _which_ratio(findings),
+        _next_worker(findings),
+        _what_limits(findings),
+        _trade(findings),
+        _growth(findings),
+        _externals(findings),
+    )
+    return tuple(Answer(question=question, text=text) for question, text in found)
+
+
+# ── whether it pays ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _does_it_pay(findings: Findings) -> Iterator[tuple[str, str]]:
+    question = "Does disaggregation pay?"
+    payoffs = findings.payoffs
+    if not payoffs:
+        yield question, "Cannot tell: no split and aggregated arms of equal means were measured."
+        return
+    if len(payoffs) <= 3:
+        for payoff in payoffs:
+            yield question, _paying(payoff, findings)
+    else:
+        yield question, _paying_by_size(payoffs, findings)
+    for payoff in payoffs:
+        for before, after in payoff.flips:
+            better, worse = _by_verdict(payoff, after.verdict)
+            yield (
+                "Where is the line?",
+                f"With {_workers(payoff.num_workers)}, {worse} is ahead at {number(before.load)}/s"
+                f" (by {_rate(abs(before.difference.value))}) and {better} at {number(after.load)}/s"
+                f" (by {_rate(abs(after.difference.value))}): the line is between these loads.",
+            )
+
+
+def _paying(payoff: Payoff, findings: Findings) -> str:
+    split, whole = payoff.split.arm.name, payoff.whole.arm.name
+    reaches = f"{split} serves {reach_text(payoff.split.reach)}, {whole} {reach_text(payoff.whole.reach)}"
+    bound = f"with {percent(findings.share, 0)} good requests"
+    match payoff.verdict:
+        case Verdict.MORE:
+            text = f"Yes, with {_workers(payoff.num_workers)}: {bound}, {reaches}"
+        case Verdict.LESS:
+            text = f"No, with {_workers(payoff.num_workers)} it loses: {bound}, {reaches}"
+        case Verdict.UNCLEAR:
+            text = f"Cannot tell with {_workers(payoff.num_workers)}: {bound}, {reaches}"
+    if payoff.ratio is not None:
+        text += f"; {_change(payoff.ratio)}"
+    decided = [each for each in payoff.loads if each.verdict is not Verdict.UNCLEAR]
+    if payoff.verdict is Verdict.UNCLEAR and decided:
+        ahead = {Verdict.MORE: split, Verdict.LESS: whole}
+        parts = [
+            f"{ahead[each.verdict]} at {number(each.load)}/s (by {_rate(abs(each.difference.value))})"
+            for each in decided
+        ]
+        text += f". In goodput alone, ahead are {_listed(parts)}"
+    return text + "."
+
+
+def _paying_by_size(payoffs: Sequence[Payoff], findings: Findings) -> str:
+    by_verdict = {
+        verdict: [each for each in payoffs if each.verdict is verdict and each.ratio is not None] for verdict in Verdict
+    }
+    parts = []
+    for verdict, verb in ((Verdict.MORE, "it pays"), (Verdict.LESS, "it loses"), (Verdict.UNCLEAR, "one cannot tell")):
+        group = by_verdict[verdict]
+        if group:
+            sizes = _listed([str(each.num_workers) for each in group])
+            ratios = [each.ratio for each in group if each.ratio is not None]
+            span = _span([_change_value(ratio.value) for ratio in ratios])
+            parts.append(f"with {sizes} workers {verb} ({span} of what as many aggregated workers serve)")
+    if not parts:
+        return "Cannot tell: the loads did not reach the limits of both."
+    told = " The best split of each size was taken"
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}, {percent(findings.share, 0)} of the requests being good.{told}."
+
+
+def _by_verdict(payoff: Payoff, verdict: Verdict) -> tuple[str, str]:
+    """Return the names of the better and the worse arm."""
+    names = payoff.split.arm.name, payoff.whole.arm.name
+    return names if verdict is Verdict.MORE else (names[1], names[0])
+
+
+# ── which ratio, and what next ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def _which_ratio(findings: Findings) -> Iterator[tuple[str, str]]:
+    question = "Which ratio is best?"
+    contests = [ranking for ranking in findings.rankings if len(ranking.arms) > 1 and ranking.arms[0].reach.load > 0]
+    if not contests and findings.balance is None:
+        yield question, "Cannot tell: no two splits of as many workers were measured."
+        return
+    for ranking in contests[-2:]:
+        yield question, _ranked(ranking)
+    if findings.balance is not None:
+        yield question, _balanced(findings.balance, findings.rankings)
+
+
+def _ranked(ranking: Ranking) -> str:
+    best, second = ranking.arms[:2]
+    gap = f"{best.arm.name} serves {reach_text(best.reach)}, {second.arm.name} {reach_text(second.reach)}"
+    if ranking.verdict is Verdict.MORE:
+        return f"Of {_workers(ranking.num_workers)}, {best.arm.name}: {gap}."
+    return f"Of {_workers(ranking.num_workers)}, {best.arm.name} or {second.arm.name}, one cannot tell: {gap}."
+
+
+def _balanced(balance: Balance, rankings: Sequence[Ranking]) -> str:
+    num_workers = max(ranking.num_workers for ranking in rankings)
+    num_prefill, num_decode = balance.split(num_workers)
+    return (
+        f"Where its pool gave way first, a prefill worker carried {_range(balance.per_prefill)} requests/s and a decode"
+        f" worker {_range(balance.per_decode)}: both give way at once with {percent(balance.prefill_share, 0)} of the"
+        f" workers on prefill, which is {num_prefill}P{num_decode}D of {num_workers}."
+    )
+
+
+def _next_worker(findings: Findings) -> Iterator[tuple[str, str]]:
+    question = "What should the next worker be?"
+    told = [each for each in (ranking.arms[0] for ranking in findings.rankings) if each.next_worker is not None]
+    for arm in told[-3:]:
+        following = arm.next_worker
+        assert following is not None
+        if not following.pool:
+            text = f"Beside {arm.arm.name}, one cannot tell: {following.why}."
+        elif following.is_measured:
+            text = f"Beside {arm.arm.name}, a {following.pool} worker: {following.why}."
+        else:
+            text = f"Beside {arm.arm.name}, probably a {following.pool} worker: {following.why}."
+        yield question, text
+    if not told:
+        yield question, "Cannot tell: nothing limited the best splits at the loads that were measured."
+
+
+# ── what limits ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _what_limits(findings: Findings) -> Iterator[tuple[str, str]]:
+    if len(findings.arms) <= 4:
+        for arm in findings.arms:
+            yield "What gives way first?", _limited(arm)
+        return
+    groups: dict[Limit, list[str]] = {}
+    for arm in findings.arms:
+        groups.setdefault(arm.limit.limit, []).append(arm.arm.name)
+    parts = [f"{limit.value}: {_listed(names)}" for limit, names in groups.items()]
+    yield "What gives way first?", "; ".join(parts) + "."
+
+
+def _limited(arm: ArmFinding) -> str:
+    name, limit = arm.arm.name, arm.limit
+    if limit.limit is Limit.NOTHING:
+        text = f"{name}: nothing up to {number(limit.load)}/s, where {limit.why}"
+    else:
+        text = f"{name}: the {limit.limit}; at {number(limit.load)}/s {limit.why}"
+    if arm.knee is not None:
+        text += f". From {number(arm.knee)}/s on less than {percent(KNEE_SHARE, 0)} of the load is served well"
+    return text + "."
+
+
+# ── what one pays for the other ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _trade(findings: Findings) -> Iterator[tuple[str, str]]:
+    if not findings.payoffs:
+        return
+    payoff = max(findings.payoffs, key=lambda each: len(each.loads))
+    load = _telling_load(payoff)
+    if load is None:
+        return
+    measures = (("first token", _ttft), ("gap between tokens", _itl))
+    parts = []
+    for kind in _kinds(payoff.split, load):
+        for measure, pick in measures:
+            pair = [_at(arm, load).latency(kind, pick) for arm in (payoff.split, payoff.whole)]
+            if pair[0] is not None and pair[1] is not None:
+                parts.append(f"{_whose(kind)} {measure} {duration(pair[0].value)} against {duration(pair[1].value)}")
+    if parts:
+        names = f"{payoff.split.arm.name} against {payoff.whole.arm.name}"
+        yield "What does one pay for the other?", f"{names} at {number(load)}/s, 99th percentiles: {'; '.join(parts)}."
+
+
+def _telling_load(payoff: Payoff) -> float | None:
+    """Return the highest load of both at which one of them still serves most requests well; else the lowest one."""
+    loads = [each.load for each in payoff.loads]
+    served = [
+        load
+        for load in loads
+        if max(_at(arm, load).good_share.value for arm in (payoff.split, payoff.whole)) >= KNEE_SHARE
+    ]
+    return max(served) if served else min(loads, default=None)
+
+
+def _at(arm: Reached, load: float) -> Reading:
+    reading = arm.curve.at(load)
+    assert reading is not None, "both were measured at this load"
+    return reading
+
+
+def _kinds(arm: Reached, load: float) -> tuple[str, ...]:
+    kinds = _at(arm, load).kinds
+    return kinds[1:] or kinds
+
+
+def _whose(kind: str) -> str:
+    return "everybody's" if kind == "all" else f"{kind}:"
+
+
+def _ttft(kind: KindPoint) -> Latency | None:
+    return kind.ttft
+
+
+def _itl(kind: KindPoint) -> Latency | None:
+    return kind.itl
+
+
+# ── size, and others ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _growth(findings: Findings) -> Iterator[tuple[str, str]]:
+    best = [ranking.arms[0] for ranking in findings.rankings if ranking.arms[0].reach.is_bracketed]
+    if len(best) < 3:
+        return
+    small, large = best[0], best[-1]
+    yield (
+        "Does it grow?",
+        f"{large.arm.name} serves {number(large.reach.load / small.reach.load)} times what {small.arm.name} does, with"
+        f" {number(large.arm.num_workers / small.arm.num_workers)} times the workers: {_rate(large.reach.per_worker)}"
+        f" for each worker in place of {_rate(small.reach.per_worker)}.",
+    )
+
+
+def _externals(findings: Findings) -> Iterator[tuple[str, str]]:
+    ours = [each for each in findings.arms if not each.arm.is_external]
+    for other in findings.arms:
+        if not other.arm.is_external or not ours:
+            continue
+        best = max(ours, key=lambda each: each.reach.load)
+        yield (
+            f"And {other.arm.name}?",
+            f"It serves {reach_text(other.reach)}; {best.arm.name} serves {reach_text(best.reach)}.",
+        )
+
+
+def agreement(findings: Sequence[Findings]) -> Iterator[Answer]:
+    """Yield how simulated points compare with real ones of the same arms and loads."""
+    by_source = {each.source: each for each in findings}
+    if set(by_source) != set(Source):
+        return
+    real, simulated = by_source[Source.REAL], by_source[Source.SIMULATED]
+    pairs = [
+        (reading.goodput.value, other.goodput.value)
+        for arm in real.arms
+        if (twin := simulated.of(arm.arm.name)) is not None
+        for reading in arm.curve.readings
+        if (other := twin.curve.at(reading.load)) is not None
+    ]
+    if pairs:
+        errors = sorted(abs(theirs - ours) / ours for ours, theirs in pairs if ours)
+        yield Answer(
+            question="Is the simulator right?",
+            text=f"At {len(pairs)} loads that were measured and simulated, its goodput is off by"
+            f" {percent(errors[len(errors) // 2], 0)} in the median, by {percent(errors[-1], 0)} at most.",
+        )
+
+
+# ── words ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def reach_text(reach: Reach) -> str:
+    """Return how far an arm goes, with the interval."""
+    if reach.load == 0:
+        return "less than the lowest load"
+    if math.isinf(reach.load):
+        return f"more than the highest load (at least {number(reach.low)}/s)" if reach.low else "every load"
+    high = "more" if reach.high is None else number(reach.high)
+    return f"{_rate(reach.load)} (95 %: {number(reach.low)} to {high})"
+
+
+def _rate(value: float) -> str:
+    return f"{number(value)}/s"
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker{'s' if count > 1 else ''}"
+
+
+def _change(ratio: Estimate) -> str:
+    value, low, high = (_change_value(each) for each in (ratio.value, ratio.low, ratio.high))
+    return f"that is {value} (95 %: {low} to {high})"
+
+
+def _change_value(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.0f} %"
+
+
+def _range(estimate: Estimate) -> str:
+    if number(estimate.low) == number(estimate.high):
+        return number(estimate.value)
+    return f"{number(estimate.value)} ({number(estimate.low)} to {number(estimate.high)})"
+
+
+def _span(values: Sequence[str]) -> str:
+    return values[0] if len(set(values)) == 1 else f"{values[0]} … {values[-1]}"
+
+
+def _listed(parts: Iterable[str]) -> str:
+    *rest, last = parts
+    return f"{', '.join(rest)} and {last}" if rest else last

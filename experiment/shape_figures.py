@@ -1,0 +1,216 @@
+"""Plots of the arms against each other: how far each goes, by shape and by ratio, and what gives way first."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+
+from experiment.analysis import ArmFinding, Findings
+from experiment.answers import reach_text
+from experiment.limits import Limit as Cause
+from experiment.limits import diagnose
+from experiment.looks import bar_color
+from experiment.points import Source
+from reporting.axes import Axis, Scale, Unit
+from reporting.figures import Curve, Frame, compact, line_figure, new_figure, plain
+from reporting.page import Absent, Panel, Width
+from reporting.theme import BLUE, GREY, MAGENTA, ORANGE, PALETTE, SAND, TEAL
+from reporting.wording import number, percent
+
+_CAUSE_COLORS = {
+    Cause.NOTHING: TEAL,
+    Cause.PREFILL: BLUE,
+    Cause.DECODE: ORANGE,
+    Cause.MEMORY: MAGENTA,
+    Cause.WORKERS: SAND,
+}
+_ROW = 26
+"""Height of an arm's row."""
+
+
+def reach_panel(findings: Findings) -> Panel:
+    """Return each arm's capacity for each of its workers."""
+    title = "Capacity for each worker"
+    known = [arm for arm in findings.arms if arm.reach.is_bracketed]
+    if not known:
+        return Panel(title=title, content=Absent(why="no arm was seen both serving and not serving its load"))
+    figure = new_figure(
+        Frame(
+            x=Axis(title="requests for each worker", unit=Unit.RATE, starts_at_zero=True),
+            height=120 + _ROW * len(known),
+        )
+    )
+    rows = list(reversed(known))
+    workers = [arm.reach.num_workers for arm in rows]
+    values = [arm.reach.per_worker for arm in rows]
+    highs = [arm.reach.high if arm.reach.high is not None else arm.reach.load for arm in rows]
+    figure.add_bar(
+        y=[plain(arm.arm.name) for arm in rows],
+        x=compact(values),
+        orientation="h",
+        marker=_bar_marker(rows, findings.source),
+        error_x={
+            "type": "data",
+            "symmetric": False,
+            "array": compact([high / num - value for high, num, value in zip(highs, workers, values, strict=True)]),
+            "arrayminus": compact(
+                [value - arm.reach.low / num for arm, num, value in zip(rows, workers, values, strict=True)]
+            ),
+            "color": GREY,
+            "thickness": 1.5,
+            "width": 4,
+        },
+        text=[plain(reach_text(arm.reach)) for arm in rows],
+        textposition="none",
+        hovertemplate="<b>%{y}</b><br>%{x:.3r}/s for each worker<br>%{text} in all<extra></extra>",
+        showlegend=False,
+    )
+    figure.update_yaxes(type="category", tickformat="", ticksuffix="")
+    left_out = [arm.arm.name for arm in findings.arms if arm not in known]
+    return Panel(
+        title=title,
+        look_for=f"The longest bar serves most with equal means; grey arms are aggregated. {percent(findings.share, 0)}"
+        " of the requests were good.",
+        content=figure,
+        note="Whiskers are 95 % intervals."
+        + (f" Left out, not seen at their limits: {', '.join(left_out)}." if left_out else ""),
+    )
+
+
+def ratio_panel(findings: Findings) -> Panel:
+    """Return capacity for each worker against the share of prefill workers, a curve for each size."""
+    title = "By the share of prefill workers"
+    known = [arm for arm in findings.arms if arm.reach.is_bracketed and not arm.arm.is_external]
+    sizes = sorted({arm.arm.num_workers for arm in known if arm.arm.num_prefill})
+    if not sizes:
+        return Panel(title=title, content=Absent(why="no split was seen at its limit"), width=Width.HALF)
+    curves = [_size_curve(size, index, known, findings.source) for index, size in enumerate(sizes)]
+    frame = Frame(
+        x=Axis(title="prefill workers of all; 0: aggregated", unit=Unit.SHARE),
+        y=Axis(title="requests for each worker", unit=Unit.RATE, starts_at_zero=True),
+        height=420,
+    )
+    figure = line_figure(curves, frame)
+    figure.update_xaxes(range=[-0.04, 1.0])
+    return Panel(
+        title=title,
+        look_for="The highest point is the best ratio; at the left edge is aggregated serving.",
+        content=figure,
+        width=Width.HALF,
+    )
+
+
+def grid_panel(findings: Findings) -> Panel:
+    """Return capacity for each worker by prefill and decode workers."""
+    title = "By prefill and decode workers"
+    known = {
+        (arm.arm.num_prefill, arm.arm.num_decode): arm
+        for arm in sorted(findings.arms, key=lambda arm: arm.reach.load)
+        if arm.reach.is_bracketed and arm.arm.num_prefill
+    }
+    prefills, decodes = (sorted({pools[side] for pools in known}) for side in (0, 1))
+    if len(known) < 3:
+        return Panel(
+            title=title, content=Absent(why="fewer than three splits were seen at their limits"), width=Width.HALF
+        )
+    values = [[_per_worker(known.get((row, column))) for column in decodes] for row in prefills]
+    figure = new_figure(Frame(x=Axis(title="decode workers"), y=Axis(title="prefill workers"), height=420))
+    figure.add_trace(
+        go.Heatmap(
+            x=[f"{each}D" for each in decodes],
+            y=[f"{each}P" for each in prefills],
+            z=values,
+            text=[["" if value is None else number(value) for value in row] for row in values],
+            texttemplate="%{text}",
+            colorscale="Viridis",
+            colorbar={"title": {"text": "per worker, /s"}},
+            hovertemplate="<b>%{y}%{x}</b><br>%{z:.3r}/s for each worker<extra></extra>",
+            hoverongaps=False,
+        )
+    )
+    for update in (figure.update_xaxes, figure.update_yaxes):
+        update(type="category", tickformat="", ticksuffix="", showgrid=False)
+    return Panel(
+        title=title, look_for="Brighter is better: capacity for each worker.", content=figure, width=Width.HALF
+    )
+
+
+def limit_panel(findings: Findings) -> Panel:
+    """Return what limits each arm at each load."""
+    figure = new_figure(
+        Frame(
+            x=Axis(title="load for each worker, requests", unit=Unit.RATE, scale=Scale.LOG),
+            height=130 + _ROW * len(findings.arms),
+        )
+    )
+    names = [plain(arm.arm.name) for arm in findings.arms]
+    found: dict[Cause, list[tuple[str, float, str]]] = {cause: [] for cause in Cause}
+    for name, arm in zip(names, findings.arms, strict=True):
+        for reading in arm.curve.readings:
+            diagnosis = diagnose(reading, arm.curve, share=findings.share)
+            place = reading.load / max(1, arm.arm.num_workers)
+            found[diagnosis.limit].append((name, place, f"{reading.load:g}/s: {diagnosis.why}"))
+    for cause, places in found.items():
+        if places:
+            figure.add_scatter(
+                x=compact([place for _, place, _ in places]),
+                y=[name for name, _, _ in places],
+                text=[plain(_broken(why)) for _, _, why in places],
+                name=cause.value,
+                mode="markers",
+                marker={"color": _CAUSE_COLORS[cause], "size": 13, "symbol": "square"},
+                hovertemplate=f"<b>%{{y}}</b>: {cause.value}<br>%{{text}}<extra></extra>",
+            )
+    figure.update_yaxes(type="category", categoryorder="array", categoryarray=names[::-1], tickformat="", ticksuffix="")
+    all_loads = [place for places in found.values() for _, place, _ in places]
+    figure.update_xaxes(Axis(unit=Unit.RATE, scale=Scale.LOG).ticks(_array(all_loads)))
+    return Panel(
+        title="What gives way first",
+        look_for="From left to right the load grows; the first square that is not green says what is too small.",
+        content=figure,
+        note="Prefill: first tokens late or requests refused. Decode: gaps too long. KV memory: the same as prefill,"
+        " while prefill workers have time left and a decode worker's pages are full.",
+    )
+
+
+def _broken(text: str) -> str:
+    return text.replace("; ", ", ")
+
+
+def _array(values: Sequence[float]) -> Any:
+    import numpy as np
+
+    return np.asarray(values, dtype=np.float64)
+
+
+def _per_worker(arm: ArmFinding | None) -> float | None:
+    return None if arm is None else arm.reach.per_worker
+
+
+def _bar_marker(arms: Sequence[ArmFinding], source: Source) -> dict[str, Any]:
+    colors = [bar_color(arm.arm) for arm in arms]
+    if source is Source.REAL:
+        return {"color": colors}
+    return {"color": colors, "opacity": 0.75, "line": {"color": colors, "width": 1.5}}
+
+
+def _size_curve(size: int, index: int, known: Sequence[ArmFinding], source: Source) -> Curve:
+    """Return the best arm of each ratio, of as many workers."""
+    best: dict[float, ArmFinding] = {}
+    for arm in known:
+        if arm.arm.num_workers == size:
+            share = arm.arm.num_prefill / size
+            if share not in best or best[share].reach.load < arm.reach.load:
+                best[share] = arm
+    shares = sorted(best)
+    arms = [best[share] for share in shares]
+    return Curve(
+        name=f"{size} workers",
+        x=shares,
+        y=[arm.reach.per_worker for arm in arms],
+        low=[arm.reach.low / size for arm in arms],
+        high=[(arm.reach.high if arm.reach.high is not None else arm.reach.load) / size for arm in arms],
+        color=PALETTE[index % len(PALETTE)],
+        symbol="circle" if source is Source.REAL else "circle-open",
+        texts=[arm.arm.name for arm in arms],
+    )
