@@ -12,6 +12,7 @@ from kvrelay.cli.errors import EXIT_FAILURE, CliError
 if TYPE_CHECKING:
     from experiment.prepare import Experiment
     from experiment.runner import Bench, Report
+    from experiment.side_by_side import Errand
     from experiment.store import Store
 
 experiment_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
@@ -39,6 +40,9 @@ def run(
         str, typer.Option("--loads", metavar="X,Y,…", help="In place of the file's; requests/s.", show_default=False)
     ] = "",
     again: Annotated[bool, typer.Option("--again", help="Replace earlier results in the folder.")] = False,
+    jobs: Annotated[
+        int, typer.Option("--jobs", "-j", min=1, help="Simulated arms side by side, each in a process.")
+    ] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the file and tell what would be run.")] = False,
 ) -> None:
     """Run an experiment: start every arm, warm it up, measure it, stop it.
@@ -58,7 +62,10 @@ def run(
 
     source = Source.SIMULATED if simulate else Source.REAL
     chosen = tuple(name.strip() for name in only.split(",") if name.strip())
-    prepared = prepare(path, Choices(source=source, only=chosen, loads=_loads(loads)))
+    if jobs > 1 and not simulate:
+        raise CliError("--jobs: real arms would be in each other's way; it is for --simulate")
+    choices = Choices(source=source, only=chosen, loads=_loads(loads))
+    prepared = prepare(path, choices)
     _tell_added(prepared)
     store = Store(out)
     if dry_run:
@@ -68,6 +75,12 @@ def run(
         store.forget()
     prepared.claim(store)
     with sigterm_interrupts(), Progress() as report:
+        if jobs > 1:
+            from experiment.side_by_side import Errand
+
+            _run_side_by_side(
+                prepared, Errand(path=path, choices=choices, out=out, is_search=find_capacity), jobs, report
+            )
         is_complete = _run(prepared, store, report, find_capacity=find_capacity)
     _show(store)
     if not is_complete:
@@ -99,6 +112,14 @@ def _run(prepared: "Experiment", store: "Store", report: "Report", *, find_capac
     return not keeper.failures
 
 
+def _run_side_by_side(prepared: "Experiment", errand: "Errand", jobs: int, report: "Report") -> None:
+    """Measure every arm in a process of its own, the largest first: they take longest."""
+    from experiment.side_by_side import measure_side_by_side
+
+    arms = sorted((plan.arm for plan in prepared.arms.plans), key=lambda arm: -arm.num_workers)
+    measure_side_by_side(errand, [arm.name for arm in arms], num_jobs=jobs, report=report)
+
+
 def _bench(prepared: "Experiment", store: "Store", report: "Report") -> "Bench":
     from experiment.points import Source
 
@@ -112,7 +133,7 @@ def _bench(prepared: "Experiment", store: "Store", report: "Report") -> "Bench":
 
 
 def _show(store: "Store") -> None:
-
+    from experiment.report import write_report
     from experiment.tables import capacity_table, points_table
 
     points, capacities = tuple(store.points()), tuple(store.capacities())
@@ -122,6 +143,8 @@ def _show(store: "Store") -> None:
         print_wide(capacity_table(capacities))
     for failure in store.failures():
         err.print(f"not measured: {failure}", soft_wrap=True)
+    if points:
+        err.print(f"The page is {write_report(store)}", soft_wrap=True)
 
 
 def _tell_added(prepared: "Experiment") -> None:

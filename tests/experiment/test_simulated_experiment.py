@@ -1,0 +1,98 @@
+"""An experiment in virtual time from its file to its page."""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from experiment.points import Source
+from experiment.store import Store
+from kvrelay.cli.experiment import experiment_app
+
+FILE = """
+name: tiny
+workload:
+  streams:
+    - name: chats
+      arrivals: {rate: 0.5}
+      turns: 2
+      think_s: 2
+      first_tokens: 2000
+      turn_tokens: 100
+      output_tokens: 60
+    - {name: documents, arrivals: {rate: 0.5}, first_tokens: "uniform:6000,9000", output_tokens: 20}
+slo: {ttft_s: 2.0, itl_s: 0.05}
+serving:
+  pools:
+    prefill: {block_size: 64, num_blocks: 4000, max_step_tokens: 2048}
+    decode: {block_size: 64, num_blocks: 4000, max_step_tokens: 2048}
+shapes: [1P1D, 2 aggregated]
+loads: [1, 6]
+repeats: 2
+duration_s: 20
+warm_up_s: 5
+simulate: {min_requests: 40}
+capacity: {share: 0.9, precision: 0.5, repeats: 1, max_loads: 4}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(FILE)
+    return path
+
+
+def kvrelay_experiment(*arguments: str | Path) -> str:
+    done = CliRunner().invoke(experiment_app, [str(each) for each in arguments])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_simulated_grid_keeps_points_and_writes_a_page_with_answers_and_plots(file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    kvrelay_experiment("run", file, "--simulate", "--out", out)
+    points = list(Store(out).points())
+    assert [(point.arm.name, point.load, point.repeat, point.source) for point in points] == [
+        (arm, load, repeat, Source.SIMULATED)
+        for arm in ("1P1D", "2 aggregated")
+        for load in (1.0, 6.0)
+        for repeat in (0, 1)
+    ]
+    assert all(point.overall.num_requests >= 20 for point in points)
+    page = (out / "report.html").read_text()
+    for text in (
+        "Experiment tiny",
+        "Does disaggregation pay?",
+        "What should the next worker be?",
+        "What gives way first?",
+        "8 simulated runs of 2 arms",
+        "first token within 2 s per 8,192 prompt tokens",
+        "First token, documents: p99",
+        "KV moved per request",
+    ):
+        assert text in page
+    assert not re.search(r'(src|href)="(https?:)?//', page)
+
+
+def test_simulated_search_finds_a_capacity_for_each_arm_side_by_side_as_one_after_the_other(
+    file: Path, tmp_path: Path
+) -> None:
+    for out, jobs in ((tmp_path / "one", "1"), (tmp_path / "two", "2")):
+        kvrelay_experiment("run", file, "--simulate", "--find-capacity", "--jobs", jobs, "--out", out)
+    stores = [Store(tmp_path / name) for name in ("one", "two")]
+    assert list(stores[0].points()) == list(stores[1].points())
+    assert list(stores[0].capacities()) == list(stores[1].capacities())
+    assert {capacity.arm.name for capacity in stores[0].capacities()} == {"1P1D", "2 aggregated"}
+    assert (tmp_path / "one" / "report.html").read_text() == (tmp_path / "two" / "report.html").read_text()
+
+
+def test_page_is_written_again_from_what_was_kept(file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    kvrelay_experiment("run", file, "--simulate", "--loads", "1", "--out", out)
+    page = out / "report.html"
+    before = page.read_text()
+    page.unlink()
+    kvrelay_experiment("report", out)
+    assert page.read_text() == before
