@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from loadtest.summary import Summary
     from workload.slo import Slo
 
-SUMMARY_FILE, REPORT_FILE = "summary.json", "report.html"
+SUMMARY_FILE, REPORT_FILE, COMPARISON_FILE = "summary.json", "report.html", "comparison.html"
 REQUIRED_SHARE = 0.99
 """Of the requests that must be good for the objectives to be met, where `--check` says nothing else."""
 

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from kvrelay.cli.bench_measure import Judgement, Output, judge, show
+from kvrelay.cli.bench_measure import COMPARISON_FILE, Judgement, Output, judge, show
 from kvrelay.cli.bench_options import (
+    OUTPUT,
     CheckOption,
     CoolDownOption,
     ItlOption,
@@ -20,7 +21,7 @@ from kvrelay.cli.bench_options import (
     WarmUpOption,
     objectives,
 )
-from kvrelay.cli.console import print_wide
+from kvrelay.cli.console import err, print_wide
 from kvrelay.cli.errors import CliError
 from kvrelay.cli.options import DEFAULT_CONFIG, ConfigOption
 
@@ -62,13 +63,25 @@ def compare(
     itl: ItlOption = None,
     warm_up: WarmUpOption = None,
     cool_down: CoolDownOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="FILE.html",
+            help="The page of overlaid plots; default: comparison.html in the last of the folders.",
+            show_default=False,
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
     as_json: JsonOption = False,
+    with_report: ReportOption = True,
 ) -> None:
     """Put runs side by side, and say what is more than chance.
 
     \b
     kvrelay bench compare bench-results/before bench-results/after
-    kvrelay bench compare kvrelay vllm --ttft 1
+    kvrelay bench compare kvrelay vllm --ttft 1 --out side-by-side.html
 
     All are judged by the same objectives. Runs of the same workload and seed are
     compared request by request, which finds smaller differences.
@@ -87,7 +100,15 @@ def compare(
         dataclasses.replace(run, info=dataclasses.replace(run.info, name=name))
         for run, name in zip(runs, names, strict=True)
     ]
-    comparison = compare_runs(runs, [judge(run, judgement) for run in runs])
+    summaries = [judge(run, judgement) for run in runs]
+    comparison = compare_runs(runs, summaries)
+    if with_report:
+        from loadtest.report.comparison import write_comparison
+
+        page = out or folders[-1] / COMPARISON_FILE
+        page.parent.mkdir(parents=True, exist_ok=True)
+        write_comparison(list(zip(runs, summaries, strict=True)), page)
+        err.print(f"The page is {page}", soft_wrap=True)
     if as_json:
         typer.echo(json.dumps({"names": names} | dataclasses.asdict(comparison), ensure_ascii=False, indent=1))
     else:

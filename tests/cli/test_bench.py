@@ -269,6 +269,7 @@ def test_bench_compare_puts_runs_side_by_side(run: Run, folder: Path) -> None:
     (line,) = [line.split() for line in result.stdout.splitlines() if line.split()[:2] == ["TTFT", "p50"]]
     assert line == ["TTFT", "p50", "200", "ms", "300", "ms", "×1.5", "[1.5", "–", "1.5]"]
     assert "before" in result.stdout
+    assert (folder / "after" / "comparison.html").read_text().startswith("<!doctype html>")
     assert "compared request by request: after" in result.stdout
 
 
@@ -278,6 +279,14 @@ def test_bench_compare_as_json_names_the_runs(run: Run, folder: Path) -> None:
     compared = json.loads(run("bench", "compare", "a", "b", "--json").stdout)
     assert compared["names"] == ["a", "b"]
     assert compared["is_paired"] == [True, True]
+
+
+def test_bench_compare_writes_its_page_where_it_is_asked_to(run: Run, folder: Path) -> None:
+    for name in ("a", "b"):
+        write_run(made_run(name=name), folder / name)
+    assert run("bench", "compare", "a", "b", "--out", "pages/ab.html").exit_code == 0
+    assert (folder / "pages" / "ab.html").exists()
+    assert not (folder / "b" / "comparison.html").exists()
 
 
 def test_bench_compare_of_one_run_is_refused(run: Run, folder: Path) -> None:
