@@ -20,6 +20,16 @@ Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Point = tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], Rate]
 """(second since the run began, sessions per second)"""
 
+
+def _rate_tag(raw: Any) -> str:
+    return "<points>" if isinstance(raw, list | tuple) else "<number>"
+
+
+RateOrPoints = Annotated[
+    Annotated[float, Field(gt=0, allow_inf_nan=False), Tag("<number>")] | Annotated[tuple[Point, ...], Tag("<points>")],
+    Discriminator(_rate_tag),
+]
+
 _ONE = Distribution("constant", (1.0,))
 _ZERO = Distribution("constant", (0.0,))
 
@@ -46,7 +56,7 @@ class Process(enum.StrEnum):
 class ArrivalsSpec(_Section):
     """An open loop: sessions begin whether or not others have been answered."""
 
-    rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] | tuple[Point, ...] | None = None
+    rate: RateOrPoints | None = None
     """Sessions per second; or points [second, rate], linear in between."""
     steps: tuple[Point, ...] | None = None
     """Instead of `rate`: points [second, rate]; the rate jumps at each of them."""
@@ -160,11 +170,11 @@ class TraceStreamSpec(_Section):
 
 def _stream_tag(raw: Any) -> str:
     has_trace = "trace" in raw if isinstance(raw, Mapping) else isinstance(raw, TraceStreamSpec)
-    return "trace stream" if has_trace else "session stream"
+    return "<trace>" if has_trace else "<sessions>"
 
 
 StreamSpec = Annotated[
-    Annotated[SessionStreamSpec, Tag("session stream")] | Annotated[TraceStreamSpec, Tag("trace stream")],
+    Annotated[SessionStreamSpec, Tag("<sessions>")] | Annotated[TraceStreamSpec, Tag("<trace>")],
     Discriminator(_stream_tag),
 ]
 
@@ -244,17 +254,17 @@ def _type_name(raw: object) -> str:
     return "nothing" if raw is None else f"a {type(raw).__name__}"
 
 
-# What pydantic adds to the location of a key that takes one of several types.
-_ALTERNATIVES = ("constrained-float", "session stream", "trace stream", "float")
+_REASONS = {
+    "extra_forbidden": "unknown key",
+    "tuple_type": "must be a list",
+    "model_type": "must be a mapping of keys to values",
+    "model_attributes_type": "must be a mapping of keys to values",
+}
 
 
 def _line(source: str, item: dict[str, object]) -> str:
     location = item["loc"]
     assert isinstance(location, tuple)
-    key = ".".join(str(part) for part in location if not _is_alternative(part))
-    reason = "unknown key" if item["type"] == "extra_forbidden" else str(item["msg"]).removeprefix("Value error, ")
+    key = ".".join(str(part) for part in location if not str(part).startswith("<"))  # tags of alternatives
+    reason = _REASONS.get(str(item["type"]), str(item["msg"]).removeprefix("Value error, "))
     return f"{source}:{key}: {reason}" if key else f"{source}:{reason}"
-
-
-def _is_alternative(part: object) -> bool:
-    return isinstance(part, str) and (part in _ALTERNATIVES or part.startswith(("tuple[", "constrained-")))
