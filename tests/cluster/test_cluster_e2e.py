@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,11 +82,17 @@ def answer(address: str) -> list[int]:
         return list(sample.token_ids)
 
 
+def is_healthy(http_address: str) -> bool:
+    with urllib.request.urlopen(f"http://{http_address}/health", timeout=10) as response:
+        return bool(response.status == 200)
+
+
 @pytest.mark.parametrize("launcher", ["local", "ray"])
 def test_every_process_killed_comes_back_where_the_cluster_answers_the_same(launcher: str, tmp_path: Path) -> None:
     with running(tmp_path, launcher) as info:
         first = answer(info.address)
         assert len(first) == 8
+        assert is_healthy(info.http_address)
 
         for name in ("decode-0", "prefill-0", "router"):
             before = process(tmp_path, name).identity
@@ -99,6 +106,7 @@ def test_every_process_killed_comes_back_where_the_cluster_answers_the_same(laun
             assert process(tmp_path, name).num_restarts == 1
 
         assert answer(info.address) == first
+        assert is_healthy(info.http_address)
         logs = {path.name: path.stat().st_size for path in (tmp_path / "logs").glob("*.log")}
         assert set(logs) == {"supervisor.log", "router.log", "prefill-0.log", "decode-0.log"}
         assert all(size > 0 for size in logs.values())
