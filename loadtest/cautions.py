@@ -38,10 +38,7 @@ def _of_requests(overall: KindSummary) -> Iterator[str]:
     if overall.num_requests < _FEW_REQUESTS:
         yield f"only {count(overall.num_requests, 'request')} counted: intervals are rough"
     if overall.num_cancelled:
-        yield (
-            f"{count(overall.num_cancelled, 'request')} that the load test cancelled at its end counted as not good;"
-            " --cool-down SECONDS leaves the last ones out"
-        )
+        yield "what the load test cancelled counts as not good; --cool-down SECONDS leaves out the last requests"
     if overall.tokens_per_piece is not None and overall.tokens_per_piece > _MANY_TOKENS_PER_PIECE:
         yield (
             f"a piece of an answer holds {overall.tokens_per_piece:.2f} tokens in the mean: ITL is the gap between"

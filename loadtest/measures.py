@@ -2,12 +2,11 @@
 
 import dataclasses
 import re
-from collections import Counter
 from collections.abc import Sequence
 
 from loadtest.cautions import cautions
 from loadtest.kinds import summarize_kind
-from loadtest.records import RequestRecord, Run
+from loadtest.records import Outcome, RequestRecord, Run
 from loadtest.steadiness import steadiness
 from loadtest.summary import ALL, FailureCount, KindSummary, Summary, Throughput, Window
 from loadtest.window import counted, find_window
@@ -70,12 +69,12 @@ def _throughput(requests: Sequence[RequestRecord], window: Window) -> Throughput
 
 
 def _failures(requests: Sequence[RequestRecord]) -> tuple[FailureCount, ...]:
-    counts = Counter(
-        (request.outcome.value, _NUMBER.sub("N", _ID.sub("ID", request.error))[:_MAX_ERROR_CHARS])
-        for request in requests
-        if not request.is_complete
-    )
+    alike: dict[tuple[Outcome, str], list[RequestRecord]] = {}
+    for request in requests:
+        if not request.is_complete:
+            what = _NUMBER.sub("", _ID.sub("", request.error))
+            alike.setdefault((request.outcome, what), []).append(request)
     return tuple(
-        FailureCount(outcome=outcome, error=error, num_requests=count)
-        for (outcome, error), count in counts.most_common()
+        FailureCount(outcome=outcome.value, error=same[0].error[:_MAX_ERROR_CHARS], num_requests=len(same))
+        for (outcome, _), same in sorted(alike.items(), key=lambda item: -len(item[1]))
     )

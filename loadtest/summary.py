@@ -174,7 +174,7 @@ class FailureCount:
 
     outcome: str
     error: str
-    """Its class and message, numbers left out."""
+    """Class and message of the first of them; others may differ in ids and numbers."""
     num_requests: int
 
 

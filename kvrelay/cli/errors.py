@@ -53,7 +53,7 @@ def _hint(error: Exception) -> str:
     if errors is None:
         return ""
     if isinstance(error, errors.Unreachable):
-        return "Start a cluster with `kvrelay up`, or name another one with --address HOST:PORT."
+        return "Start a cluster with `kvrelay up`, or name another one with --address HOST:PORT (bench: --target URL)."
     if isinstance(error, errors.Unauthenticated):
         return "Give a key with KVRELAY_API_KEY or --api-key."
     if isinstance(error, errors.Overloaded):
