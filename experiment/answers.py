@@ -1,17 +1,16 @@
 """Findings in plain words, each with the numbers that it rests on."""
 
 import itertools
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from experiment.analysis import ArmFinding, Balance, Findings, Ranking
 from experiment.curves import Reading
 from experiment.limits import Limit
 from experiment.payoff import Payoff, Reached, Verdict
+from experiment.phrases import change, change_value, listed, ranged, rate, reach_text, span, workers
 from experiment.points import KindPoint, Latency, Source
-from experiment.reach import KNEE_SHARE, Reach
-from loadtest.estimates import Estimate
+from experiment.reach import KNEE_SHARE
 from reporting.wording import duration, number, percent
 
 
@@ -51,14 +50,14 @@ def _does_it_pay(findings: Findings) -> Iterator[tuple[str, str]]:
             yield question, _paying(payoff, findings)
     else:
         yield question, _paying_by_size(payoffs, findings)
-    for payoff in payoffs:
+    for payoff in payoffs[-2:]:
         for before, after in payoff.flips:
             better, worse = _by_verdict(payoff, after.verdict)
             yield (
                 "Where is the line?",
-                f"With {_workers(payoff.num_workers)}, {worse} is ahead at {number(before.load)}/s"
-                f" (by {_rate(abs(before.difference.value))}) and {better} at {number(after.load)}/s"
-                f" (by {_rate(abs(after.difference.value))}): the line is between these loads.",
+                f"With {workers(payoff.num_workers)}, {worse} is ahead at {number(before.load)}/s"
+                f" (by {rate(abs(before.difference.value))}) and {better} at {number(after.load)}/s"
+                f" (by {rate(abs(after.difference.value))}): the line is between these loads.",
             )
 
 
@@ -68,41 +67,37 @@ def _paying(payoff: Payoff, findings: Findings) -> str:
     bound = f"with {percent(findings.share, 0)} good requests"
     match payoff.verdict:
         case Verdict.MORE:
-            text = f"Yes, with {_workers(payoff.num_workers)}: {bound}, {reaches}"
+            text = f"Yes, with {workers(payoff.num_workers)}: {bound}, {reaches}"
         case Verdict.LESS:
-            text = f"No, with {_workers(payoff.num_workers)} it loses: {bound}, {reaches}"
+            text = f"No, with {workers(payoff.num_workers)} it loses: {bound}, {reaches}"
         case Verdict.UNCLEAR:
-            text = f"Cannot tell with {_workers(payoff.num_workers)}: {bound}, {reaches}"
+            text = f"Cannot tell with {workers(payoff.num_workers)}: {bound}, {reaches}"
     if payoff.ratio is not None:
-        text += f"; {_change(payoff.ratio)}"
+        text += f"; {change(payoff.ratio)}"
     decided = [each for each in payoff.loads if each.verdict is not Verdict.UNCLEAR]
     if payoff.verdict is Verdict.UNCLEAR and decided:
         ahead = {Verdict.MORE: split, Verdict.LESS: whole}
         parts = [
-            f"{ahead[each.verdict]} at {number(each.load)}/s (by {_rate(abs(each.difference.value))})"
+            f"{ahead[each.verdict]} at {number(each.load)}/s (by {rate(abs(each.difference.value))})"
             for each in decided
         ]
-        text += f". In goodput alone, ahead are {_listed(parts)}"
+        text += f". In goodput alone, ahead are {listed(parts)}"
     return text + "."
 
 
 def _paying_by_size(payoffs: Sequence[Payoff], findings: Findings) -> str:
-    by_verdict = {
-        verdict: [each for each in payoffs if each.verdict is verdict and each.ratio is not None] for verdict in Verdict
-    }
     parts = []
     for verdict, verb in ((Verdict.MORE, "it pays"), (Verdict.LESS, "it loses"), (Verdict.UNCLEAR, "one cannot tell")):
-        group = by_verdict[verdict]
+        group = [each for each in payoffs if each.verdict is verdict]
         if group:
-            sizes = _listed([str(each.num_workers) for each in group])
-            ratios = [each.ratio for each in group if each.ratio is not None]
-            span = _span([_change_value(ratio.value) for ratio in ratios])
-            parts.append(f"with {sizes} workers {verb} ({span} of what as many aggregated workers serve)")
-    if not parts:
-        return "Cannot tell: the loads did not reach the limits of both."
-    told = " The best split of each size was taken"
+            sizes = listed([str(each.num_workers) for each in group])
+            ratios = [change_value(each.ratio.value) for each in group if each.ratio is not None]
+            parts.append(f"with {sizes} workers {verb}" + (f" ({span(ratios)})" if ratios else ""))
     text = "; ".join(parts)
-    return f"{text[0].upper()}{text[1:]}, {percent(findings.share, 0)} of the requests being good.{told}."
+    return (
+        f"{text[0].upper()}{text[1:]}. Compared is how much the best split of each size serves with"
+        f" {percent(findings.share, 0)} good requests, and as many aggregated workers."
+    )
 
 
 def _by_verdict(payoff: Payoff, verdict: Verdict) -> tuple[str, str]:
@@ -130,16 +125,16 @@ def _ranked(ranking: Ranking) -> str:
     best, second = ranking.arms[:2]
     gap = f"{best.arm.name} serves {reach_text(best.reach)}, {second.arm.name} {reach_text(second.reach)}"
     if ranking.verdict is Verdict.MORE:
-        return f"Of {_workers(ranking.num_workers)}, {best.arm.name}: {gap}."
-    return f"Of {_workers(ranking.num_workers)}, {best.arm.name} or {second.arm.name}, one cannot tell: {gap}."
+        return f"Of {workers(ranking.num_workers)}, {best.arm.name}: {gap}."
+    return f"Of {workers(ranking.num_workers)}, {best.arm.name} or {second.arm.name}, one cannot tell: {gap}."
 
 
 def _balanced(balance: Balance, rankings: Sequence[Ranking]) -> str:
     num_workers = max(ranking.num_workers for ranking in rankings)
     num_prefill, num_decode = balance.split(num_workers)
     return (
-        f"Where its pool gave way first, a prefill worker carried {_range(balance.per_prefill)} requests/s and a decode"
-        f" worker {_range(balance.per_decode)}: both give way at once with {percent(balance.prefill_share, 0)} of the"
+        f"Where its pool gave way first, a prefill worker carried {ranged(balance.per_prefill)} requests/s and a decode"
+        f" worker {ranged(balance.per_decode)}: both give way at once with {percent(balance.prefill_share, 0)} of the"
         f" workers on prefill, which is {num_prefill}P{num_decode}D of {num_workers}."
     )
 
@@ -172,7 +167,7 @@ def _what_limits(findings: Findings) -> Iterator[tuple[str, str]]:
     groups: dict[Limit, list[str]] = {}
     for arm in findings.arms:
         groups.setdefault(arm.limit.limit, []).append(arm.arm.name)
-    parts = [f"{limit.value}: {_listed(names)}" for limit, names in groups.items()]
+    parts = [f"{limit.value}: {listed(names)}" for limit, names in groups.items()]
     yield "What gives way first?", "; ".join(parts) + "."
 
 
@@ -197,16 +192,19 @@ def _trade(findings: Findings) -> Iterator[tuple[str, str]]:
     load = _telling_load(payoff)
     if load is None:
         return
-    measures = (("first token", _ttft), ("gap between tokens", _itl))
     parts = []
     for kind in _kinds(payoff.split, load):
-        for measure, pick in measures:
-            pair = [_at(arm, load).latency(kind, pick) for arm in (payoff.split, payoff.whole)]
-            if pair[0] is not None and pair[1] is not None:
-                parts.append(f"{_whose(kind)} {measure} {duration(pair[0].value)} against {duration(pair[1].value)}")
+        pairs = [
+            f"{name} {duration(ours.value)} against {duration(theirs.value)}"
+            for name, pick in (("first token", _ttft), ("gap between tokens", _itl))
+            if (ours := _at(payoff.split, load).latency(kind, pick)) is not None
+            and (theirs := _at(payoff.whole, load).latency(kind, pick)) is not None
+        ]
+        if pairs:
+            parts.append(f"{'everybody' if kind == 'all' else kind}: {', '.join(pairs)}")
     if parts:
         names = f"{payoff.split.arm.name} against {payoff.whole.arm.name}"
-        yield "What does one pay for the other?", f"{names} at {number(load)}/s, 99th percentiles: {'; '.join(parts)}."
+        yield "What does one pay for the other?", f"99th percentiles of {names} at {rate(load)}. {'; '.join(parts)}."
 
 
 def _telling_load(payoff: Payoff) -> float | None:
@@ -231,10 +229,6 @@ def _kinds(arm: Reached, load: float) -> tuple[str, ...]:
     return kinds[1:] or kinds
 
 
-def _whose(kind: str) -> str:
-    return "everybody's" if kind == "all" else f"{kind}:"
-
-
 def _ttft(kind: KindPoint) -> Latency | None:
     return kind.ttft
 
@@ -254,8 +248,8 @@ def _growth(findings: Findings) -> Iterator[tuple[str, str]]:
     yield (
         "Does it grow?",
         f"{large.arm.name} serves {number(large.reach.load / small.reach.load)} times what {small.arm.name} does, with"
-        f" {number(large.arm.num_workers / small.arm.num_workers)} times the workers: {_rate(large.reach.per_worker)}"
-        f" for each worker in place of {_rate(small.reach.per_worker)}.",
+        f" {number(large.arm.num_workers / small.arm.num_workers)} times the workers: {rate(large.reach.per_worker)}"
+        f" for each worker in place of {rate(small.reach.per_worker)}.",
     )
 
 
@@ -291,48 +285,3 @@ def agreement(findings: Sequence[Findings]) -> Iterator[Answer]:
             text=f"At {len(pairs)} loads that were measured and simulated, its goodput is off by"
             f" {percent(errors[len(errors) // 2], 0)} in the median, by {percent(errors[-1], 0)} at most.",
         )
-
-
-# ── words ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def reach_text(reach: Reach) -> str:
-    """Return how far an arm goes, with the interval."""
-    if reach.load == 0:
-        return "less than the lowest load"
-    if math.isinf(reach.load):
-        return f"more than the highest load (at least {number(reach.low)}/s)" if reach.low else "every load"
-    high = "more" if reach.high is None else number(reach.high)
-    return f"{_rate(reach.load)} (95 %: {number(reach.low)} to {high})"
-
-
-def _rate(value: float) -> str:
-    return f"{number(value)}/s"
-
-
-def _workers(count: int) -> str:
-    return f"{count} worker{'s' if count > 1 else ''}"
-
-
-def _change(ratio: Estimate) -> str:
-    value, low, high = (_change_value(each) for each in (ratio.value, ratio.low, ratio.high))
-    return f"that is {value} (95 %: {low} to {high})"
-
-
-def _change_value(ratio: float) -> str:
-    return f"{100 * (ratio - 1):+.0f} %"
-
-
-def _range(estimate: Estimate) -> str:
-    if number(estimate.low) == number(estimate.high):
-        return number(estimate.value)
-    return f"{number(estimate.value)} ({number(estimate.low)} to {number(estimate.high)})"
-
-
-def _span(values: Sequence[str]) -> str:
-    return values[0] if len(set(values)) == 1 else f"{values[0]} … {values[-1]}"
-
-
-def _listed(parts: Iterable[str]) -> str:
-    *rest, last = parts
-    return f"{', '.join(rest)} and {last}" if rest else last

@@ -31,7 +31,7 @@ def goodput_panel(findings: Sequence[Findings]) -> Panel:
     )
     figure = line_figure([_curve(arm, lambda reading: reading.goodput) for arm in shown], frame)
     loads = np.array([reading.load for arm in shown for reading in arm.finding.curve.readings])
-    ends = [loads.min() if load.scale is Scale.LOG else 0.0, loads.max()]
+    ends = [loads.min(), loads.max()]
     figure.add_scatter(
         x=compact(ends),
         y=compact(ends),
@@ -189,9 +189,7 @@ def _exact(value: float | None) -> Estimate | None:
 def _load_axis(shown: Sequence[Shown]) -> Axis:
     loads = [reading.load for arm in shown for reading in arm.finding.curve.readings]
     is_wide = bool(loads) and max(loads) > _MANY_DECADES * min(loads)
-    return Axis(
-        title="load, requests", unit=Unit.RATE, scale=Scale.LOG if is_wide else Scale.LINEAR, starts_at_zero=True
-    )
+    return Axis(title="load, requests", unit=Unit.RATE, scale=Scale.LOG if is_wide else Scale.LINEAR)
 
 
 def _kinds(arm: Shown) -> tuple[str, ...]:

@@ -1,28 +1,26 @@
 """An experiment's page: what was found in words, then the plots and tables that it was found in."""
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import yaml
 
-from experiment.analysis import ArmFinding, Findings, analyze
-from experiment.answers import agreement, answers_of, reach_text
+from experiment.analysis import Findings, analyze
+from experiment.answers import agreement, answers_of
 from experiment.load_figures import busy_panels, goodput_panel, handoff_panels, latency_panels, share_panel
 from experiment.looks import is_thinned
-from experiment.payoff import Payoff, Verdict
-from experiment.points import Latency, Point
+from experiment.payoff import Payoff, Reached, Verdict
+from experiment.phrases import change_value, reach_text
+from experiment.points import Point
+from experiment.report_tables import tables_section
 from experiment.shape_figures import grid_panel, limit_panel, ratio_panel, reach_panel
 from experiment.spec import CapacitySpec
-from experiment.store import Cell, Store
-from reporting.page import Answers, Card, Page, Panel, Section, Table, Tone, write_page
+from experiment.store import Store
+from reporting.page import Answers, Card, Page, Panel, Section, Tone, write_page
 from reporting.wording import count, duration, number, percent
 from workload.slo import Slo
-
-_NONE = "–"
 
 
 def write_report(store: Store) -> Path:
@@ -51,7 +49,7 @@ def write_report(store: Store) -> Path:
             *(_shapes(each) for each in findings),
             Section(title="Workers", panels=busy_panels(findings)),
             Section(title="Cost of the handoff", panels=handoff_panels(findings)),
-            _tables(findings, store),
+            tables_section(findings, store),
         ),
         settings={"experiment": file, "settings": settings},
     )
@@ -133,7 +131,7 @@ def _cards(findings: Sequence[Findings]) -> tuple[Card, ...]:
     return tuple(cards)
 
 
-def _reach_card(arm: Any) -> Card:
+def _reach_card(arm: Reached) -> Card:
     reach = arm.reach
     value = f"{number(reach.load)}/s" if reach.is_bracketed else reach_text(reach)
     high = "more" if reach.high is None else number(reach.high)
@@ -143,9 +141,7 @@ def _reach_card(arm: Any) -> Card:
 
 def _payoff_card(payoff: Payoff) -> Card:
     assert payoff.ratio is not None
-    value, low, high = (
-        f"{100 * (each - 1):+.0f} %" for each in (payoff.ratio.value, payoff.ratio.low, payoff.ratio.high)
-    )
+    value, low, high = (change_value(each) for each in (payoff.ratio.value, payoff.ratio.low, payoff.ratio.high))
     tones = {Verdict.MORE: Tone.GOOD, Verdict.LESS: Tone.BAD, Verdict.UNCLEAR: Tone.PLAIN}
     return Card(
         label=f"Disaggregation, {count(payoff.num_workers, 'worker')}",
@@ -204,119 +200,3 @@ def _shapes(findings: Findings) -> Section:
     if sum(arm.arm.num_prefill > 0 for arm in findings.arms) > 1:
         panels[1:1] = [ratio_panel(findings), grid_panel(findings)]
     return Section(title=f"Shapes, {source}", panels=tuple(panels))
-
-
-def _tables(findings: Sequence[Findings], store: Store) -> Section:
-    panels = [_arms_table(each) for each in findings]
-    return Section(title="All numbers", panels=(*panels, _points_table(findings, store)))
-
-
-def _arms_table(findings: Findings) -> Panel:
-    rows = tuple(
-        (
-            arm.arm.name,
-            _finite(arm.reach.load),
-            f"{number(arm.reach.low)} to {'more' if arm.reach.high is None else number(arm.reach.high)}",
-            _finite(arm.reach.per_worker),
-            _NONE if arm.knee is None else f"{number(arm.knee)}/s",
-            f"{number(arm.curve.peak.goodput.value)}/s at {number(arm.curve.peak.load)}/s",
-            arm.limit.limit.value,
-            _next(arm),
-        )
-        for arm in findings.arms
-    )
-    best = {payoff.split.arm.name for payoff in findings.payoffs}
-    return Panel(
-        title=f"Arms, {findings.source.value}",
-        content=Table(
-            columns=("arm", "serves", "95 %", "per worker", "knee", "most goodput", "gives way first", "next worker"),
-            rows=rows,
-            text_columns=frozenset(["gives way first", "next worker"]),
-            strong_rows=frozenset(index for index, arm in enumerate(findings.arms) if arm.arm.name in best),
-        ),
-        note="Bold: the best split of its size.",
-    )
-
-
-def _next(arm: ArmFinding) -> str:
-    following = arm.next_worker
-    if following is None:
-        return _NONE
-    if not following.pool:
-        return "cannot tell"
-    return following.pool if following.is_measured else f"{following.pool}, probably"
-
-
-def _finite(value: float) -> str:
-    return f"{number(value)}/s" if 0 < value < float("inf") else _NONE
-
-
-def _points_table(findings: Sequence[Findings], store: Store) -> Panel:
-    rows, links = [], []
-    for each in findings:
-        for arm in each.arms:
-            for reading in arm.curve.readings:
-                for point in reading.points:
-                    rows.append(_point_row(point))
-                    links.append(_link(point, store))
-    return Panel(
-        title="Runs",
-        content=Table(
-            columns=(
-                "arm",
-                "source",
-                "load /s",
-                "run",
-                "requests",
-                "good",
-                "good /s",
-                "late",
-                "slow",
-                "refused",
-                "TTFT p50",
-                "p99",
-                "gap p50",
-                "p99 ",
-                "prefill busy",
-                "decode busy",
-                "KV peak",
-                "cached",
-            ),
-            rows=tuple(rows),
-            text_columns=frozenset(["source"]),
-            links=tuple(links) if any(links) else (),
-        ),
-        note="Arms lead to the pages of their runs, where there are some.",
-    )
-
-
-def _point_row(point: Point) -> tuple[str, ...]:
-    everybody = point.overall
-    return (
-        point.arm.name,
-        point.source.value,
-        f"{point.load:g}",
-        str(point.repeat + 1),
-        f"{everybody.num_requests:,}",
-        percent(everybody.good_share),
-        number(point.goodput_per_s),
-        str(everybody.num_ttft_misses),
-        str(everybody.num_itl_misses),
-        str(everybody.num_refused),
-        *_times(everybody.ttft),
-        *_times(everybody.itl),
-        *(_NONE if share is None else percent(share, 0) for share in (point.prefill_busy, point.decode_busy)),
-        _NONE if point.kv_peak is None else percent(point.kv_peak, 0),
-        _NONE if point.token_hit is None else percent(point.token_hit, 0),
-    )
-
-
-def _times(latency: Latency | None) -> tuple[str, str]:
-    return (_NONE, _NONE) if latency is None else (duration(latency.p50), duration(latency.p99))
-
-
-def _link(point: Point, store: Store) -> str:
-    """Return where a run's own page is, from the experiment's."""
-    folder = store.folder(point.source, Cell(arm=point.arm.name, load=point.load, repeat=point.repeat))
-    page = folder / "report.html"
-    return quote(os.path.relpath(page, store.out)) if page.exists() else ""

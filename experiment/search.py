@@ -17,7 +17,7 @@ from experiment.store import Cell
 def find_capacities(
     plans: Sequence[ArmPlan], spec: CapacitySpec, keeper: Keeper, bench: Bench, *, start: float
 ) -> tuple[Capacity, ...]:
-    """Search each arm's capacity from a first load; arms that fail have none, and the keeper knows why.
+    """Search each arm's capacity, from `start` if `spec` names no load; arms that fail have none, the keeper knows why.
 
     Raises ExperimentError, KeyboardInterrupt.
     """
@@ -27,7 +27,8 @@ def find_capacities(
         arm = _Arm(plan, keeper, bench)
         try:
             with arm:
-                found.append(find_capacity(plan.arm, bench.source, spec, start=start, probe=arm.probe))
+                first = spec.first_load(plan.arm.num_workers, default=start)
+                found.append(find_capacity(plan.arm, bench.source, spec, start=first, probe=arm.probe))
         except (ArmFailed, CellFailed) as error:
             keeper.give_up(arm.last, str(error))
         else:

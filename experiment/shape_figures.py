@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 
 from experiment.analysis import ArmFinding, Findings
-from experiment.answers import reach_text
 from experiment.limits import Limit as Cause
 from experiment.limits import diagnose
 from experiment.looks import bar_color
+from experiment.phrases import reach_text
 from experiment.points import Source
 from reporting.axes import Axis, Scale, Unit
 from reporting.figures import Curve, Frame, compact, line_figure, new_figure, plain
@@ -155,7 +156,7 @@ def limit_panel(findings: Findings) -> Panel:
             figure.add_scatter(
                 x=compact([place for _, place, _ in places]),
                 y=[name for name, _, _ in places],
-                text=[plain(_broken(why)) for _, _, why in places],
+                text=[plain(why) for _, _, why in places],
                 name=cause.value,
                 mode="markers",
                 marker={"color": _CAUSE_COLORS[cause], "size": 13, "symbol": "square"},
@@ -163,7 +164,7 @@ def limit_panel(findings: Findings) -> Panel:
             )
     figure.update_yaxes(type="category", categoryorder="array", categoryarray=names[::-1], tickformat="", ticksuffix="")
     all_loads = [place for places in found.values() for _, place, _ in places]
-    figure.update_xaxes(Axis(unit=Unit.RATE, scale=Scale.LOG).ticks(_array(all_loads)))
+    figure.update_xaxes(Axis(unit=Unit.RATE, scale=Scale.LOG).ticks(np.array(all_loads)))
     return Panel(
         title="What gives way first",
         look_for="From left to right the load grows; the first square that is not green says what is too small.",
@@ -171,16 +172,6 @@ def limit_panel(findings: Findings) -> Panel:
         note="Prefill: first tokens late or requests refused. Decode: gaps too long. KV memory: the same as prefill,"
         " while prefill workers have time left and a decode worker's pages are full.",
     )
-
-
-def _broken(text: str) -> str:
-    return text.replace("; ", ", ")
-
-
-def _array(values: Sequence[float]) -> Any:
-    import numpy as np
-
-    return np.asarray(values, dtype=np.float64)
 
 
 def _per_worker(arm: ArmFinding | None) -> float | None:

@@ -61,7 +61,7 @@ def _measure_arm(errand: Errand, arm: str) -> Sequence[str]:
     bench = SimulatedBench(prepared.spec, prepared.workloads)
     if errand.is_search:
         spec = prepared.spec.capacity
-        find_capacities(plans, spec, keeper, bench, start=spec.start or prepared.spec.loads[0])
+        find_capacities(plans, spec, keeper, bench, start=prepared.spec.loads[0])
     else:
         run_cells(prepared.cells, plans, keeper, bench)
     return [line if arm in line else f"{arm}: {line}" for line in lines]

@@ -64,6 +64,8 @@ class CapacitySpec(_Section):
     """No higher one."""
     start: PositiveFloat | None = None
     """First load; default: the first one of `loads`."""
+    start_per_worker: PositiveFloat | None = None
+    """First load for each of an arm's workers, in place of `start`, where arms differ much in size."""
     precision: Annotated[float, Field(ge=0.005, lt=1)] = 0.05
     """The search ends when the lowest load that failed is by this share above the highest one that did not."""
     repeats: Annotated[int, Field(ge=1)] = 2
@@ -75,9 +77,17 @@ class CapacitySpec(_Section):
     def _range(self) -> Self:
         if self.low > self.high:
             raise ValueError(f"low: {self.low:g} is above high: {self.high:g}")
+        if self.start is not None and self.start_per_worker is not None:
+            raise ValueError("say one of start and start_per_worker")
         if self.start is not None and not self.low <= self.start <= self.high:
             raise ValueError(f"start: {self.start:g} is not between low: {self.low:g} and high: {self.high:g}")
         return self
+
+    def first_load(self, num_workers: int, *, default: float) -> float:
+        """Return where the search of an arm with so many workers begins."""
+        if self.start_per_worker is None:
+            return default if self.start is None else self.start
+        return min(max(self.start_per_worker * num_workers, self.low), self.high)
 
 
 class ExperimentSpec(_Section):

@@ -124,6 +124,7 @@ def add_curve(figure: Any, curve: Curve, frame: Frame) -> None:
         figure.add_scatter(
             x=compact(np.concatenate([np.asarray(curve.x), np.asarray(curve.x)[::-1]])),
             y=compact(np.concatenate([np.asarray(curve.high), np.asarray(curve.low)[::-1]])),
+            mode="lines",
             fill="toself",
             fillcolor=translucent(curve.color, 0.15),
             line={"width": 0},

@@ -106,7 +106,7 @@ def _run(prepared: "Experiment", store: "Store", report: "Report", *, find_capac
     keeper = Keeper(store, prepared.source, report)
     if find_capacity:
         spec = prepared.spec.capacity
-        find_capacities(prepared.arms.plans, spec, keeper, bench, start=spec.start or prepared.spec.loads[0])
+        find_capacities(prepared.arms.plans, spec, keeper, bench, start=prepared.spec.loads[0])
     else:
         run_cells(prepared.cells, prepared.arms.plans, keeper, bench)
     return not keeper.failures
