@@ -32,6 +32,8 @@ class Curve:
     dash: str = "solid"
     symbol: str | None = None
     """Marks its points."""
+    shape: str = "linear"
+    """"hv": a value holds until the next one."""
     low: Numbers | None = None
     high: Numbers | None = None
     """Bounds of the band, both or neither."""
@@ -140,7 +142,7 @@ def add_curve(figure: Any, curve: Curve, frame: Frame) -> None:
         name=name,
         legendgroup=name,
         mode="lines+markers" if curve.symbol else "lines",
-        line={"color": curve.color, "dash": curve.dash, "width": 2},
+        line={"color": curve.color, "dash": curve.dash, "width": 2, "shape": curve.shape},
         marker=marker,
         text=[plain(text) for text in curve.texts] or None,
         hovertemplate=f"<b>{name}</b><br>{frame.x.unit.shows('x')}: {frame.y.unit.shows('y')}{extra}<extra></extra>",

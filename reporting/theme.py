@@ -102,6 +102,7 @@ def template(ink: Ink) -> dict[str, Any]:
             "xaxis": axis,
             "yaxis": axis,
             "hovermode": "closest",
+            "showlegend": True,
             "bargap": 0.15,
         }
     }

@@ -264,7 +264,7 @@ def _over_time(arms: Sequence[_Arm]) -> Iterator[Panel]:
         look_for="Requests that are due and not ended. With equal arrivals, the lower line serves them sooner.",
         content=line_figure(
             [
-                Curve(name=arm.name, x=at_s, y=num_open, color=arm.color)
+                Curve(name=arm.name, x=at_s, y=num_open, color=arm.color, shape="hv")
                 for arm in arms
                 for at_s, num_open in (open_requests(arm.columns),)
             ],

@@ -84,7 +84,7 @@ def _transfer_panels(columns: Columns) -> tuple[Panel, ...]:
     num_bytes = columns.server("transfer_bytes")
     moved = columns.is_measured & (num_bytes > 0)
     if not moved.any():
-        return (Panel(title="Transfers", content=Absent(why=_NO_TRANSFERS), width=Width.HALF),)
+        return (Panel(title="Transfers", content=Absent(why=_NO_TRANSFERS)),)
     seen = moved & ~np.isnan(exposed_s)
     panels = []
     if seen.any():

@@ -191,6 +191,8 @@ def _traffic_over_time(columns: Columns, window: Window, samples: Sequence[PoolS
         ("due", translucent(GREY, 0.6), columns.due_s),
         ("not complete", LIMIT, columns.due_s[~columns.is_complete]),
     ):
+        if not times.size:
+            continue
         figure.add_bar(
             x=compact((edges[:-1] + edges[1:]) / 2),
             y=compact(np.histogram(times, edges)[0] / edges[1]),

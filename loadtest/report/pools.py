@@ -98,9 +98,9 @@ def _running_panel(role: str, workers: Sequence[WorkerSeries]) -> Panel:
         worker = next(w for w in workers if w.worker_id == name)
         running = worker.values(lambda w: w.num_running)
         waiting = worker.values(lambda w: w.num_waiting)
-        curves.append(Curve(name=f"{name} running", x=worker.at_s, y=running, color=color))
+        curves.append(Curve(name=f"{name} running", x=worker.at_s, y=running, color=color, shape="hv"))
         if waiting.any():
-            curves.append(Curve(name=f"{name} waiting", x=worker.at_s, y=waiting, color=color, dash="dot"))
+            curves.append(Curve(name=f"{name} waiting", x=worker.at_s, y=waiting, color=color, dash="dot", shape="hv"))
     frame = Frame(x=RUN_TIME, y=Axis(title="requests", unit=Unit.COUNT, starts_at_zero=True), height=290)
     return Panel(
         title=title,
