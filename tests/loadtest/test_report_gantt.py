@@ -34,7 +34,9 @@ def test_small_run_is_shown_whole_and_bars_are_the_phases() -> None:
     assert panel.note == "All requests."
     assert len(rows_of(panel.content)) == 30
     queue = trace(panel.content, "queue")
-    np.testing.assert_allclose(queue.base, [request.sent_s for request in columns.requests], rtol=1e-5)
+    np.testing.assert_allclose(
+        np.asarray(queue.base, dtype=np.float64), [request.sent_s for request in columns.requests], rtol=1e-5
+    )
     np.testing.assert_allclose(queue.x, [request.server.queue_s or 0 for request in columns.requests], atol=1e-5)
 
 
