@@ -8,9 +8,10 @@ first load the search doubles or halves until one load fails and one does not, a
 a ratio. Where it ends in doubt the two loads are measured again: one that has failed by chance must not hide all that
 lie above it.
 
-The interval around the answer comes from Jeffreys' posterior of every load's share: drawn a thousand times, pooled and
-interpolated like the measured ones. Both intervals take requests for independent. Those of one run queue behind each
-other, so the intervals are the least that has to be said of the uncertainty.
+The interval around the answer comes from Jeffreys' posterior of every load's share: drawn a thousand times and pooled
+like the measured ones; between the last load that is served and the first that is not, the share passes anywhere. Both
+intervals take requests for independent. Those of one run queue behind each other, so the intervals are the least that
+has to be said of the uncertainty.
 """
 
 import math
@@ -94,7 +95,7 @@ def find_capacity(arm: Arm, source: Source, spec: CapacitySpec, *, start: float,
         share=spec.share,
         kinds=spec.kinds,
         load=best,
-        low=low,
+        low=min(low, best),  # which was measured
         high=high,
         goodput_per_s=search.goodput_per_s(best) if best else 0.0,
         probes=probes,
@@ -220,26 +221,32 @@ def crossing_draws(probes: Sequence[ProbedLoad], share: float, *, seed: int = 0,
     """
     good = np.array([probe.num_good for probe in probes]) / dispersion
     bad = np.array([probe.num_requests for probe in probes]) / dispersion - good
-    draws = np.random.default_rng(seed).beta(good + 0.5, bad + 0.5, size=(_NUM_DRAWS, len(probes)))
-    return np.array([_crossing(probes, _pooled(shares, probes), share) for shares in draws])
+    rng = np.random.default_rng(seed)
+    draws = rng.beta(good + 0.5, bad + 0.5, size=(_NUM_DRAWS, len(probes)))
+    gaps = np.array([_gap(probes, _pooled(shares, probes), share) for shares in draws])
+    # How the share falls between two loads nobody has seen: it may pass anywhere between them.
+    return gaps[:, 0] + (gaps[:, 1] - gaps[:, 0]) * (1 - rng.random(_NUM_DRAWS))
 
 
 def crossing(probes: Sequence[ProbedLoad], share: float) -> float:
-    """Return the same of the measured shares."""
-    measured = np.array([probe.good_share for probe in probes])
-    return _crossing(probes, _pooled(measured, probes), share)
+    """Return the likeliest such load by the measured shares: between two loads in proportion."""
+    pooled = _pooled(np.array([probe.good_share for probe in probes]), probes)
+    before, after = _gap(probes, pooled, share)
+    shares = {probe.load: value for probe, value in zip(probes, pooled, strict=True)}
+    if before == 0 or math.isinf(after):
+        return 0.0 if before == 0 else math.inf
+    return before + (after - before) * float((shares[before] - share) / (shares[before] - shares[after]))
 
 
-def _crossing(probes: Sequence[ProbedLoad], pooled: Shares, share: float) -> float:
-    """Return where shares that fall with the load pass `share`, between two loads in proportion."""
+def _gap(probes: Sequence[ProbedLoad], pooled: Shares, share: float) -> tuple[float, float]:
+    """Return the loads between which shares that fall with the load pass `share`.
+
+    (0, 0): they are below it from the first load on. The last load and infinity: they never are.
+    """
     num_served = int(np.count_nonzero(pooled >= share))
     if num_served == 0:
-        return 0.0
-    if num_served == len(probes):
-        return math.inf
-    before, after = probes[num_served - 1].load, probes[num_served].load
-    above, below = pooled[num_served - 1], pooled[num_served]
-    return before + (after - before) * float((above - share) / (above - below))
+        return 0.0, 0.0
+    return probes[num_served - 1].load, probes[num_served].load if num_served < len(probes) else math.inf
 
 
 def _pooled(shares: Shares, probes: Sequence[ProbedLoad]) -> Shares:
