@@ -225,7 +225,8 @@ def crossing_draws(probes: Sequence[ProbedLoad], share: float, *, seed: int = 0,
     draws = rng.beta(good + 0.5, bad + 0.5, size=(_NUM_DRAWS, len(probes)))
     gaps = np.array([_gap(probes, _pooled(shares, probes), share) for shares in draws])
     # How the share falls between two loads nobody has seen: it may pass anywhere between them.
-    return gaps[:, 0] + (gaps[:, 1] - gaps[:, 0]) * (1 - rng.random(_NUM_DRAWS))
+    places: Shares = gaps[:, 0] + (gaps[:, 1] - gaps[:, 0]) * (1 - rng.random(_NUM_DRAWS))
+    return places
 
 
 def crossing(probes: Sequence[ProbedLoad], share: float) -> float:
