@@ -17,6 +17,13 @@ _CLOSE_TIMEOUT_S = 1
 """For connections whose clients do not read their last answer."""
 _BACKLOG = 2048
 _DATE_S = 1.0
+_LINUX_OPTIONS = {
+    "TCP_KEEPIDLE": 20,
+    "TCP_KEEPINTVL": 10,
+    "TCP_KEEPCNT": 3,
+    # What was sent is not acknowledged, or the client's window stays closed, for this long (milliseconds).
+    "TCP_USER_TIMEOUT": 120_000,
+}
 
 
 class _Uvicorn(uvicorn.Server):
@@ -81,6 +88,14 @@ async def start_http_server(door: FrontDoor, *, host: str, port: int) -> HttpSer
     return HttpServer(app, server, serving, port=bound)
 
 
+def _notice_dead_clients(listener: socket.socket) -> None:
+    """Have the kernel break connections whose client has vanished or does not read; they inherit the options."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _LINUX_OPTIONS.items():
+        if hasattr(socket, name):
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 def _listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens. Raises OSError that names the address."""
     try:
@@ -89,6 +104,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _notice_dead_clients(listener)
             listener.bind(address)
             listener.listen(_BACKLOG)
         except BaseException:
