@@ -260,6 +260,8 @@ class Attempt:
     def _enter_decoding(self) -> None:
         if self.life.state is not State.DECODING:
             self.life.advance(State.DECODING)
+            if (prefill := self.booking.prefill) is not None:
+                prefill.member.end_use(prefill)  # its blocks have been fetched and verified
 
     def _unfinished(self) -> list[int]:
         return self.record.ledger.unfinished(self.samples)

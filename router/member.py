@@ -47,6 +47,8 @@ class Hold:
     """KV tokens of those."""
     is_prefilled: bool = False
     """The first token has come."""
+    has_left: bool = False
+    """The worker has nothing more to do for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +100,7 @@ class Member:
     unreported: dict[Hold, None] = field(default_factory=dict)
     """Those of them that the worker's own report does not include yet, in order."""
     num_users: int = 0
-    """Bookings on any life: their calls use the channel."""
+    """Bookings on any life for which the worker still has something to do: their calls use the channel."""
     _active: _Active = field(default_factory=_Active)
     """Sums over `holds`, kept so that a load costs only what is not reported."""
     _load: WorkerLoad | None = None
@@ -129,9 +131,15 @@ class Member:
             del self.holds[hold]
             self._active.count(hold, -1)
         self.unreported.pop(hold, None)
-        self.num_users -= 1
         self._load = None
-        assert self.num_users >= 0, f"{self.endpoint.worker_id}: num_users {self.num_users}"
+        self.end_use(hold)
+
+    def end_use(self, hold: Hold) -> None:
+        """The worker has nothing more to do for a booking, which still counts as its load. Harmless when repeated."""
+        if not hold.has_left:
+            hold.has_left = True
+            self.num_users -= 1
+            assert self.num_users >= 0, f"{self.endpoint.worker_id}: num_users {self.num_users}"
 
     def begin_life(self, facts: WorkerFacts) -> None:
         """Take over the facts of a worker that fits; a new epoch voids what was booked on the old one."""

@@ -92,6 +92,21 @@ async def test_draining_worker_gets_no_new_requests() -> None:
         assert states == {"p0": "ready", "p1": "draining", "d0": "draining", "d1": "ready"}
 
 
+async def test_prefill_worker_is_empty_as_soon_as_its_prompts_are_handed_over() -> None:
+    policy = {"policy": "round_robin", "local_prefill_max_tokens": 0}
+    async with running_system(num_prefill=2, num_decode=1, router=policy, **SHAPE) as system:
+        async with system.client() as client:
+            begun = asyncio.Event()
+            running = [asyncio.create_task(answer(client, n, begun=begun)) for n in range(4)]
+            await begun.wait()
+            await drained(system, "p0")
+            assert not all(task.done() for task in running), "the answers were over before the worker was empty"
+            done = await asyncio.gather(*running)
+            assert {plan.prefill_worker_id for each in done for plan in each.plans} == {"p0", "p1"}
+            assert (await client.status()).router.num_replans == 0
+        await system.until_idle()
+
+
 async def test_last_decode_worker_serves_on_while_it_drains() -> None:
     async with running_system(num_decode=1, **SHAPE) as system:
         await system.drain("d0")
