@@ -150,6 +150,7 @@ class Crew:
                 return
             case Report.READY:
                 member.is_ready = True
+                self._evidence.runs_first &= values[0]
                 if self._terms is not None:
                     self._join(member)
             case Report.SESSION_OVER:

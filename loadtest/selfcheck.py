@@ -33,6 +33,8 @@ class Evidence:
     """By process."""
     machine_shares: list[float] = field(default_factory=list)
     """Of all cores, at evenly spaced times."""
+    runs_first: bool = True
+    """Whether the kernel lets every process run as soon as it has something to do."""
 
 
 def is_busy(pulse: Pulse) -> bool:
@@ -103,9 +105,10 @@ def _blame(report: GeneratorReport, evidence: Evidence) -> str:
         return ""
     if report.cpu_share > FULL_SHARE:
         return " The machine's cores were all busy, and the generator itself took a good part of them."
+    advice = "" if evidence.runs_first else ", or the generator the right to real-time scheduling (CAP_SYS_NICE)"
     return (
         " The machine's cores were all busy, the generator's share of them small: on a machine that it has in common "
-        "with the server, the server starves it. Give each its own cores."
+        f"with the server, the server starves it. Give each its own cores{advice}."
     )
 
 

@@ -41,7 +41,7 @@ class Report(enum.IntEnum):
     """From a generator process."""
 
     READY = 0
-    """[]"""
+    """[whether it runs before others on its core]"""
     RECORD = 1
     """[request]"""
     SESSION_OVER = 2

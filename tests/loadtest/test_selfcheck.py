@@ -53,6 +53,13 @@ def test_late_generator_on_a_full_machine_says_who_took_the_cores(
     assert ("the server starves it" in warning) == blames_server
 
 
+def test_starved_generator_that_may_not_run_first_is_told_what_right_it_needs() -> None:
+    late = [record(due_s=i, sent_s=i + 0.05) for i in range(100)]
+    for runs_first in (True, False):
+        evidence = Evidence(max_processes=1, pulses={0: [pulse()]}, machine_shares=[1.0], runs_first=runs_first)
+        assert ("CAP_SYS_NICE" in judge(late, evidence).warnings[0]) == (not runs_first)
+
+
 def test_late_stamps_are_told() -> None:
     (warning,) = report(lags_s=(0.0,) * 20 + (0.04,) * 5).warnings
     assert "noticed answers up to 40.0 ms late" in warning
