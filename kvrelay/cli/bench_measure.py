@@ -105,6 +105,19 @@ def show(measured: "Run", judgement: Judgement, folder: Path, output: Output) ->
         raise typer.Exit(EXIT_BELOW_BOUND)
 
 
+def earlier_objectives(folder: Path) -> "Slo | None":
+    """Return the objectives by which a run was judged last; None when it was not. Raises CliError."""
+    from workload.slo import Slo
+
+    path = folder / SUMMARY_FILE
+    if not path.exists():
+        return None
+    try:
+        return Slo(**json.loads(path.read_text(encoding="utf-8"))["slo"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise CliError(f"{path}: is no summary of a run; remove it, and name the objectives") from error
+
+
 @contextmanager
 def _first_interrupt_sets(stop: asyncio.Event) -> Iterator[None]:
     """Make the first Ctrl-C or SIGTERM set `stop`, and later ones do what they always do. Main thread, in its loop."""

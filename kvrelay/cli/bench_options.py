@@ -1,7 +1,8 @@
 """Options that the commands of `kvrelay bench` share."""
 
+import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,7 +20,7 @@ TtftOption = Annotated[
         "--ttft",
         min=0,
         metavar="SECONDS",
-        help="From when a request was due to its first token; default: slo.ttft_s of serving.yaml.",
+        help="From when a request was due to its first token; default: slo.ttft_s of serving.yaml, or as before.",
         show_default=False,
         rich_help_panel=OBJECTIVES,
     ),
@@ -30,7 +31,7 @@ TtftTokensOption = Annotated[
         "--ttft-tokens",
         min=1,
         metavar="TOKENS",
-        help="Longer prompts may take longer to the first token, in proportion; default: slo.ttft_tokens.",
+        help="Longer prompts may take longer to the first token, in proportion; default: likewise.",
         show_default=False,
         rich_help_panel=OBJECTIVES,
     ),
@@ -41,7 +42,7 @@ ItlOption = Annotated[
         "--itl",
         min=0,
         metavar="SECONDS",
-        help="Mean gap between a request's tokens; default: slo.itl_s.",
+        help="Mean gap between a request's tokens; default: likewise.",
         show_default=False,
         rich_help_panel=OBJECTIVES,
     ),
@@ -89,15 +90,18 @@ ReportOption = Annotated[
 ]
 
 
-def objectives(config_path: Path, *, ttft_s: float | None, ttft_tokens: int | None, itl_s: float | None) -> "Slo":
-    """Return the objectives given, and the configuration's for the others. Raises ConfigError."""
+def objectives(defaults: "Slo", *, ttft_s: float | None, ttft_tokens: int | None, itl_s: float | None) -> "Slo":
+    """Return the objectives given, and `defaults` for the others."""
+    given = {"ttft_s": ttft_s, "ttft_tokens": ttft_tokens, "itl_s": itl_s}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(defaults, **changes)
+
+
+def served_objectives(config_path: Path) -> "Slo":
+    """Return the configuration's objectives. Raises ConfigError."""
     from common.config import ServingConfig, load_config
     from workload.slo import Slo
 
     is_default = config_path == DEFAULT_CONFIG and not config_path.exists()
     served = (ServingConfig() if is_default else load_config(config_path)).slo
-    return Slo(
-        ttft_s=served.ttft_s if ttft_s is None else ttft_s,
-        itl_s=served.itl_s if itl_s is None else itl_s,
-        ttft_tokens=served.ttft_tokens if ttft_tokens is None else ttft_tokens,
-    )
+    return Slo(ttft_s=served.ttft_s, itl_s=served.itl_s, ttft_tokens=served.ttft_tokens)

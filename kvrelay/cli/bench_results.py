@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvrelay.cli.bench_measure import COMPARISON_FILE, Judgement, Output, judge, show
+from kvrelay.cli.bench_measure import COMPARISON_FILE, Judgement, Output, earlier_objectives, judge, show
 from kvrelay.cli.bench_options import (
     OUTPUT,
     CheckOption,
@@ -20,6 +20,7 @@ from kvrelay.cli.bench_options import (
     TtftTokensOption,
     WarmUpOption,
     objectives,
+    served_objectives,
 )
 from kvrelay.cli.console import err, print_wide
 from kvrelay.cli.errors import CliError
@@ -45,10 +46,12 @@ def report(
     kvrelay bench report DIR --warm-up 20 --json | jq .kinds[0].good_share
 
     Writes summary.json and report.html in DIR again; the requests stay as they are.
+    Objectives that are not given are those by which the run was judged before.
     """  # noqa: D301 - \b marks a preformatted block
     from loadtest.store import read_run
 
-    slo = objectives(config_path, ttft_s=ttft, ttft_tokens=ttft_tokens, itl_s=itl)
+    defaults = earlier_objectives(folder) or served_objectives(config_path)
+    slo = objectives(defaults, ttft_s=ttft, ttft_tokens=ttft_tokens, itl_s=itl)
     judgement = Judgement(slo=slo, warm_up_s=warm_up, cool_down_s=cool_down, required_share=check)
     show(read_run(folder), judgement, folder, Output(as_json=as_json, with_report=with_report))
 
@@ -83,7 +86,7 @@ def compare(
     kvrelay bench compare bench-results/before bench-results/after
     kvrelay bench compare kvrelay vllm --ttft 1 --out side-by-side.html
 
-    All are judged by the same objectives. Runs of the same workload and seed are
+    All are judged by the same objectives, by default the first one's. Runs of the same workload and seed are
     compared request by request, which finds smaller differences.
     """  # noqa: D301 - \b marks a preformatted block
     from loadtest.comparison import compare as compare_runs
@@ -92,7 +95,8 @@ def compare(
 
     if len(folders) < 2:
         raise CliError("compare takes two folders of results or more")
-    slo = objectives(config_path, ttft_s=ttft, ttft_tokens=ttft_tokens, itl_s=itl)
+    defaults = earlier_objectives(folders[0]) or served_objectives(config_path)
+    slo = objectives(defaults, ttft_s=ttft, ttft_tokens=ttft_tokens, itl_s=itl)
     judgement = Judgement(slo=slo, warm_up_s=warm_up, cool_down_s=cool_down, required_share=None)
     runs = [read_run(folder) for folder in folders]
     names = _names(folders, [run.info.name for run in runs])

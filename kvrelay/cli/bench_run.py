@@ -3,14 +3,44 @@
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
+from kvrelay.cli.bench_load_options import (
+    RESULTS,
+    ArrivalsOption,
+    BurstinessOption,
+    ConcurrencyOption,
+    ContentOption,
+    DirectOption,
+    DrainOption,
+    DurationOption,
+    LabelOption,
+    LimitOption,
+    LoadOption,
+    ModelOption,
+    OutOption,
+    OutputTokensOption,
+    PrefixCountOption,
+    PrefixShareOption,
+    PrefixTokensOption,
+    ProcessesOption,
+    PromptTokensOption,
+    RateOption,
+    RequestsOption,
+    SeedOption,
+    ShrinkOption,
+    SpeedOption,
+    TargetOption,
+    ThinkOption,
+    TimeoutOption,
+    TraceOption,
+    TurnsOption,
+    TurnTokensOption,
+    WorkloadOption,
+)
 from kvrelay.cli.bench_measure import Judgement, Output, measure, show
 from kvrelay.cli.bench_options import (
-    COUNTED,
-    OUTPUT,
     CheckOption,
     CoolDownOption,
     ItlOption,
@@ -20,321 +50,54 @@ from kvrelay.cli.bench_options import (
     TtftTokensOption,
     WarmUpOption,
     objectives,
+    served_objectives,
 )
-from kvrelay.cli.bench_workload import (
-    DEFAULT_DURATION_S,
-    DEFAULT_OUTPUT_TOKENS,
-    DEFAULT_PROMPT_TOKENS,
-    DEFAULT_RATE,
-    DEFAULT_THINK_S,
-    DEFAULT_TURN_TOKENS,
-    Arrivals,
-    ContentKind,
-    Limits,
-    Replay,
-    Shape,
-    workload_spec,
-)
+from kvrelay.cli.bench_workload import Limits, Replay, Shape, workload_spec
 from kvrelay.cli.console import err
 from kvrelay.cli.errors import EXIT_INTERRUPTED, CliError
 from kvrelay.cli.options import DEFAULT_CONFIG, ApiKeyOption, ConfigOption
 from kvrelay.cli.target import find_address
 
-RESULTS = Path("bench-results")
-_TARGET, _LOAD, _REQUESTS, _TRACE, _RUN = "Target", "Load", "Requests", "Replay", "Generator"
-_LENGTHS = "300, uniform:20,60, normal:300,40, lognormal:MEDIAN,SIGMA, exponential:MEAN; then ,min= and ,max="
-
 
 def run(
-    target: Annotated[
-        str | None,
-        typer.Option(
-            "--target",
-            "-T",
-            metavar="URL",
-            envvar="KVRELAY_TARGET",
-            help="HOST:PORT of a kvrelay router, or http(s)://HOST[:PORT]/v1 of any OpenAI-compatible server;"
-            " default: the cluster that `kvrelay up` started.",
-            show_default=False,
-            rich_help_panel=_TARGET,
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", "-m", help="Default: the first one served.", show_default=False, rich_help_panel=_TARGET
-        ),
-    ] = None,
+    target: TargetOption = None,
+    model: ModelOption = None,
     api_key: ApiKeyOption = None,
-    direct: Annotated[
-        bool, typer.Option("--direct", help="Stream tokens from the decode workers (gRPC).", rich_help_panel=_TARGET)
-    ] = False,
+    direct: DirectOption = False,
     config_path: ConfigOption = DEFAULT_CONFIG,
-    workload: Annotated[
-        Path | None,
-        typer.Option(
-            "--workload",
-            "-w",
-            metavar="FILE.yaml",
-            help="A workload of several streams (docs/loadtest.md), in place of the options below.",
-            show_default=False,
-            rich_help_panel=_LOAD,
-        ),
-    ] = None,
-    rate: Annotated[
-        float | None,
-        typer.Option(
-            "--rate",
-            "-r",
-            min=0.0001,
-            help=f"Open loop: sessions a second, in the mean; default: {DEFAULT_RATE:g}.",
-            show_default=False,
-            rich_help_panel=_LOAD,
-        ),
-    ] = None,
-    arrivals: Annotated[
-        Arrivals | None,
-        typer.Option("--arrivals", help="Default: poisson.", show_default=False, rich_help_panel=_LOAD),
-    ] = None,
-    burstiness: Annotated[
-        float | None,
-        typer.Option(
-            "--burstiness",
-            min=0.001,
-            help="Gamma arrivals: 1 is Poisson, below burstier, above more even.",
-            show_default=False,
-            rich_help_panel=_LOAD,
-        ),
-    ] = None,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(
-            "--concurrency",
-            "-k",
-            min=1,
-            help="Closed loop: so many sessions at any time; the load follows the server.",
-            show_default=False,
-            rich_help_panel=_LOAD,
-        ),
-    ] = None,
-    load: Annotated[
-        float | None,
-        typer.Option(
-            "--load",
-            min=0.0001,
-            metavar="RATE",
-            help="Scale all arrivals, of a file or a trace too, to so many requests a second in the mean.",
-            show_default=False,
-            rich_help_panel=_LOAD,
-        ),
-    ] = None,
-    duration: Annotated[
-        float | None,
-        typer.Option(
-            "--duration",
-            "-d",
-            min=0.1,
-            metavar="SECONDS",
-            help=f"No session begins later; default: {DEFAULT_DURATION_S:g}, or as the file or trace has it.",
-            show_default=False,
-            rich_help_panel=_LOAD,
-        ),
-    ] = None,
-    requests: Annotated[
-        int | None,
-        typer.Option(
-            "--requests",
-            "-n",
-            min=1,
-            help="No session begins after so many requests.",
-            show_default=False,
-            rich_help_panel=_LOAD,
-        ),
-    ] = None,
-    prompt_tokens: Annotated[
-        str | None,
-        typer.Option(
-            "--prompt-tokens",
-            metavar="LENGTH",
-            help=f"{_LENGTHS}. Default: {DEFAULT_PROMPT_TOKENS}.",
-            show_default=False,
-            rich_help_panel=_REQUESTS,
-        ),
-    ] = None,
-    output_tokens: Annotated[
-        str | None,
-        typer.Option(
-            "--output-tokens",
-            metavar="LENGTH",
-            help=f"Exactly so many are generated. Default: {DEFAULT_OUTPUT_TOKENS}.",
-            show_default=False,
-            rich_help_panel=_REQUESTS,
-        ),
-    ] = None,
-    turns: Annotated[
-        str | None,
-        typer.Option(
-            "--turns",
-            metavar="LENGTH",
-            help="Requests of a session, each with all that was said before; default: 1.",
-            show_default=False,
-            rich_help_panel=_REQUESTS,
-        ),
-    ] = None,
-    turn_tokens: Annotated[
-        str | None,
-        typer.Option(
-            "--turn-tokens",
-            metavar="LENGTH",
-            help=f"What later turns add. Default: {DEFAULT_TURN_TOKENS}.",
-            show_default=False,
-            rich_help_panel=_REQUESTS,
-        ),
-    ] = None,
-    think: Annotated[
-        str | None,
-        typer.Option(
-            "--think",
-            metavar="SECONDS",
-            help=f"From an answer to the next turn; also a distribution. Default: {DEFAULT_THINK_S}.",
-            show_default=False,
-            rich_help_panel=_REQUESTS,
-        ),
-    ] = None,
-    prefix_tokens: Annotated[
-        str | None,
-        typer.Option(
-            "--prefix-tokens",
-            metavar="LENGTH",
-            help="Prompts begin with a shared prefix so long, a system prompt.",
-            show_default=False,
-            rich_help_panel=_REQUESTS,
-        ),
-    ] = None,
-    prefix_share: Annotated[
-        float | None,
-        typer.Option(
-            "--prefix-share",
-            min=0,
-            max=1,
-            help="So many of the sessions have one; default: 1.",
-            show_default=False,
-            rich_help_panel=_REQUESTS,
-        ),
-    ] = None,
-    prefix_count: Annotated[
-        int | None,
-        typer.Option(
-            "--prefix-count",
-            min=1,
-            help="So many different prefixes; default: 1.",
-            show_default=False,
-            rich_help_panel=_REQUESTS,
-        ),
-    ] = None,
-    content: Annotated[
-        ContentKind | None,
-        typer.Option(
-            "--content",
-            help="Exact token ids, words, or chat messages; default: tokens.",
-            show_default=False,
-            rich_help_panel=_REQUESTS,
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            "--seed",
-            min=0,
-            help="Same seed, same requests at the same times. Another one keeps caches cold; default: 0.",
-            show_default=False,
-            rich_help_panel=_REQUESTS,
-        ),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            "--trace",
-            "-t",
-            metavar="FILE",
-            help="Mooncake (.jsonl), Azure (.csv), or what `kvrelay bench record` wrote.",
-            show_default=False,
-            rich_help_panel=_TRACE,
-        ),
-    ] = None,
-    speed: Annotated[
-        float | None,
-        typer.Option(
-            "--speed",
-            "-s",
-            min=0.0001,
-            help="Arrivals so many times faster.",
-            show_default=False,
-            rich_help_panel=_TRACE,
-        ),
-    ] = None,
-    shrink: Annotated[
-        int | None,
-        typer.Option("--shrink", min=1, help="Divide all lengths by this.", show_default=False, rich_help_panel=_TRACE),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option("--limit", min=1, help="Only the first requests.", show_default=False, rich_help_panel=_TRACE),
-    ] = None,
+    workload: WorkloadOption = None,
+    rate: RateOption = None,
+    arrivals: ArrivalsOption = None,
+    burstiness: BurstinessOption = None,
+    concurrency: ConcurrencyOption = None,
+    load: LoadOption = None,
+    duration: DurationOption = None,
+    requests: RequestsOption = None,
+    prompt_tokens: PromptTokensOption = None,
+    output_tokens: OutputTokensOption = None,
+    turns: TurnsOption = None,
+    turn_tokens: TurnTokensOption = None,
+    think: ThinkOption = None,
+    prefix_tokens: PrefixTokensOption = None,
+    prefix_share: PrefixShareOption = None,
+    prefix_count: PrefixCountOption = None,
+    content: ContentOption = None,
+    seed: SeedOption = None,
+    trace: TraceOption = None,
+    speed: SpeedOption = None,
+    shrink: ShrinkOption = None,
+    limit: LimitOption = None,
     ttft: TtftOption = None,
     ttft_tokens: TtftTokensOption = None,
     itl: ItlOption = None,
     check: CheckOption = None,
     warm_up: WarmUpOption = None,
     cool_down: CoolDownOption = None,
-    drain: Annotated[
-        float,
-        typer.Option(
-            "--drain",
-            min=0,
-            metavar="SECONDS",
-            help="So long after the load has ended, what still runs is cancelled.",
-            rich_help_panel=COUNTED,
-        ),
-    ] = 120.0,
-    timeout: Annotated[
-        float,
-        typer.Option(
-            "--timeout", min=0.001, metavar="SECONDS", help="Of a request, from its sending.", rich_help_panel=COUNTED
-        ),
-    ] = 600.0,
-    processes: Annotated[
-        int | None,
-        typer.Option(
-            "--processes",
-            min=1,
-            help="Exactly so many send; default: one, and more when it gets busy.",
-            show_default=False,
-            rich_help_panel=_RUN,
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="DIR",
-            help=f"Results; default: a new folder in {RESULTS}.",
-            show_default=False,
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    label: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--label",
-            "-l",
-            metavar="KEY=VALUE",
-            help="Kept with the results; repeatable. name=… names the run.",
-            show_default=False,
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
+    drain: DrainOption = 120.0,
+    timeout: TimeoutOption = 600.0,
+    processes: ProcessesOption = None,
+    out: OutOption = None,
+    label: LabelOption = None,
     as_json: JsonOption = False,
     report: ReportOption = True,
 ) -> None:
@@ -378,7 +141,7 @@ def run(
         Replay(trace=trace, speed=speed, shrink=shrink, limit=limit),
         Limits(duration=duration, requests=requests, content=content, seed=seed),
     )
-    slo = objectives(config_path, ttft_s=ttft, ttft_tokens=ttft_tokens, itl_s=itl)
+    slo = objectives(served_objectives(config_path), ttft_s=ttft, ttft_tokens=ttft_tokens, itl_s=itl)
     name = labels.pop("name", specification.name)
     spec = LoadSpec(
         name=name,

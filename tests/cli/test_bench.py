@@ -243,7 +243,16 @@ def test_bench_report_judges_a_run_by_other_objectives(run: Run, folder: Path) -
     assert strict.exit_code == 3
     assert "SLOs are not met: 0.0 % good" in strict.stdout
     assert (folder / "there" / "report.html").exists()
-    assert "SLOs are met" in run("bench", "report", "there", "--no-report").stdout
+    assert "SLOs are not met" in run("bench", "report", "there", "--no-report").stdout  # as it was judged last
+    assert "SLOs are met" in run("bench", "report", "there", "--no-report", "--ttft", "0.3").stdout
+
+
+def test_bench_report_of_a_folder_with_a_broken_summary_names_it(run: Run, folder: Path) -> None:
+    write_run(made_run(), folder / "there")
+    (folder / "there" / "summary.json").write_text("{}")
+    result = run("bench", "report", "there")
+    assert result.exit_code == 1
+    assert "there/summary.json: is no summary of a run" in result.stderr
 
 
 def test_bench_report_that_counts_nothing_says_when_requests_were_due(run: Run, folder: Path) -> None:
@@ -270,7 +279,7 @@ def test_bench_compare_puts_runs_side_by_side(run: Run, folder: Path) -> None:
     assert line == ["TTFT", "p50", "200", "ms", "300", "ms", "×1.5", "[1.5", "–", "1.5]"]
     assert "before" in result.stdout
     assert (folder / "after" / "comparison.html").read_text().startswith("<!doctype html>")
-    assert "compared request by request: after" in result.stdout
+    assert "Compared request by request: B." in result.stdout
 
 
 def test_bench_compare_as_json_names_the_runs(run: Run, folder: Path) -> None:

@@ -86,5 +86,6 @@ def test_comparison_view_shows_values_ratios_and_what_they_mean() -> None:
     comparison = compare(runs, [summarize(run, slo=SLO, warm_up_s=0) for run in runs])
     printed = text(comparison_view(comparison, ["before", "after"]))
     assert line(printed, "TTFT p50") == ["TTFT", "p50", "200", "ms", "300", "ms", "×1.5", "[1.5", "–", "1.5]"]
-    assert line(printed, "all") == ["all", "good", "100.0", "%", "100.0", "%", "+0.0", "[+0.0", "–", "+0.0]", "points"]
-    assert "compared request by request: after" in printed
+    assert line(printed, "all") == ["all", "good", "100.0", "%", "100.0", "%", "+0.0", "[+0.0", "–", "+0.0]", "pt"]
+    assert printed.startswith("A before · kvrelay 0 · grpc://127.0.0.1:50051 · 40 requests\nB after · ")
+    assert "Compared request by request: B." in printed
