@@ -10,9 +10,19 @@ import numpy.typing as npt
 
 from reporting.wording import duration, number, scaled
 
-_MAX_TICKS = 7
+_MIN_TICKS, _MAX_TICKS = 3, 7
 _STEPS = ((1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,))
 """Multiples of powers of ten that ticks are at: the finest that give few enough."""
+
+
+def even_places(low: float, high: float) -> list[float]:
+    """Return about five round numbers at even distances that cover an interval; the number itself where it is one."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(multiple * power for multiple in (1, 2, 5, 10) if multiple * power >= rough * (1 - 1e-9))
+    return [place * step for place in range(math.floor(low / step), math.ceil(high / step) + 1)]
 
 
 class Unit(enum.Enum):
@@ -89,7 +99,8 @@ class Axis:
     def ticks(self, values: npt.NDArray[np.float64]) -> dict[str, Any]:
         """Return where a logarithmic axis over these values has ticks; nothing for a linear one.
 
-        At powers of ten, and the closer together the values are at the more multiples of them.
+        At powers of ten, and the closer together the values are at the more multiples of them; at even distances where
+        values are closer still.
         """
         positive = values[values > 0]
         if self.scale is Scale.LINEAR or not positive.size:
@@ -98,8 +109,11 @@ class Axis:
         powers = [10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
         for steps in _STEPS:
             places = [step * power for power in powers for step in steps]
-            if sum(low <= place <= high for place in places) <= _MAX_TICKS:
+            num_ticks = sum(low <= place <= high for place in places)
+            if num_ticks <= _MAX_TICKS:
                 break
+        if num_ticks < _MIN_TICKS:
+            places = even_places(low, high)
         return {"tickvals": places, "ticktext": [self.unit.text(place) for place in places], "ticksuffix": ""}
 
 

@@ -19,6 +19,7 @@ from reporting.theme import GREY, LIMIT, PALETTE, translucent
 Floats = npt.NDArray[np.float64]
 Numbers = Sequence[float] | Floats
 HEIGHT = 380
+_MANY_DOTS = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,11 @@ def plain(text: str) -> str:
 def compact(values: Numbers) -> npt.NDArray[np.float32]:
     """Return values as they are written to a page: seven digits are enough for a picture."""
     return np.asarray(values, dtype=np.float32)
+
+
+def dots(color: str, num_points: int) -> dict[str, Any]:
+    """Return plotly's marker of a cloud: the more points, the smaller and the fainter."""
+    return {"color": color} | ({"size": 5, "opacity": 0.45} if num_points > _MANY_DOTS else {"size": 7, "opacity": 0.8})
 
 
 def new_figure(frame: Frame) -> Any:

@@ -13,6 +13,8 @@ from reporting.theme import PALETTE, colors_of
 from reporting.wording import number
 
 _MAX_TURNS = 12
+_WIDE = 5
+"""Lengths that differ by more than this factor are drawn on a logarithmic axis."""
 _NOT_TOLD = "the target does not tell how much was cached"
 
 
@@ -99,7 +101,8 @@ def _over_time(columns: Columns, cached: np.ndarray, told: Mask) -> Panel:
 def _lengths(columns: Columns, lengths: np.ndarray, title: str, look_for: str) -> Panel:
     if not lengths.size:
         return Panel(title=title, content=Absent(why="no request was sent"), width=Width.HALF)
-    axis = Axis(title="tokens", unit=Unit.TOKENS, scale=Scale.LOG)
+    is_wide = lengths.max() > _WIDE * max(1, lengths.min())
+    axis = Axis(title="tokens", unit=Unit.TOKENS, scale=Scale.LOG if is_wide else Scale.LINEAR)
     frame = Frame(x=axis, y=Axis(title="requests", unit=Unit.COUNT), height=300)
     return Panel(
         title=title,
@@ -111,22 +114,29 @@ def _lengths(columns: Columns, lengths: np.ndarray, title: str, look_for: str) -
 
 
 def _histogram(columns: Columns, lengths: np.ndarray, frame: Frame) -> Any:
-    low, high = max(1.0, float(lengths.min())), max(2.0, float(lengths.max()))
-    edges = np.geomspace(low * 0.999, max(high, low * 1.5) * 1.001, 41)
+    edges = _edges(lengths, frame.x.scale)
     figure = new_figure(frame)
     for kind, color in colors_of(columns.kinds).items():
-        counts, _ = np.histogram(np.maximum(lengths[columns.of_kind(kind)], low), edges)
+        counts, _ = np.histogram(np.maximum(lengths[columns.of_kind(kind)], edges[0]), edges)
         figure.add_bar(
-            x=compact(np.sqrt(edges[:-1] * edges[1:])),
+            x=compact((edges[:-1] + edges[1:]) / 2),
             y=compact(counts),
             width=compact(np.diff(edges)),
             name=plain(kind),
-            showlegend=True,
             marker={"color": color, "line": {"width": 0}},
-            customdata=np.stack([edges[:-1], edges[1:]], axis=1).astype(np.float32),
+            customdata=np.stack([np.ceil(edges[:-1]), np.ceil(edges[1:]) - 1], axis=1).astype(np.float32),
             hovertemplate=f"<b>{plain(kind)}</b><br>%{{customdata[0]:,.0f}} to %{{customdata[1]:,.0f}} tokens:"
             " %{y:,}<extra></extra>",
         )
     figure.update_layout(barmode="stack", bargap=0)
     figure.update_xaxes(frame.x.ticks(lengths))
     return figure
+
+
+def _edges(lengths: np.ndarray, scale: Scale) -> np.ndarray:
+    """Return at most 40 bins; none of a linear axis is narrower than a token."""
+    low, high = max(1.0, float(lengths.min())), float(lengths.max()) + 1
+    if scale is Scale.LOG:
+        return np.geomspace(low, high, 41)
+    width = max(1.0, np.ceil((high - low) / 40))
+    return np.arange(low - 0.5, high - 0.5 + width, width)

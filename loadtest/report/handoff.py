@@ -7,7 +7,7 @@ import numpy as np
 from loadtest.report.columns import Columns, Floats, Mask
 from loadtest.report.phases import lengths_of
 from reporting.axes import Axis, Scale, Unit
-from reporting.figures import Bars, Frame, bar_figure, compact, new_figure, plain
+from reporting.figures import Bars, Frame, bar_figure, compact, dots, new_figure, plain
 from reporting.page import Absent, Panel, Width
 from reporting.theme import PHASE_COLORS, Phase, colors_of
 from reporting.thinning import scatter_indices
@@ -147,7 +147,7 @@ def _cloud(columns: Columns, mask: Mask, values: tuple[Floats, Floats], frame: F
             mode="markers",
             name=plain(transport),
             showlegend=True,
-            marker={"color": color, "size": 5, "opacity": 0.6},
+            marker=dots(color, int(mask.sum())),
             hovertemplate=f"{frame.x.unit.shows('x')}: {frame.y.unit.shows('y')}<extra>{plain(transport)}</extra>",
         )
     figure.update_xaxes(frame.x.ticks(x[mask]))

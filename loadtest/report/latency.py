@@ -11,7 +11,7 @@ from loadtest.report.columns import Columns, Floats, Mask, known, open_requests
 from loadtest.summary import Window
 from reporting.axes import RUN_TIME, Axis, Scale, Unit
 from reporting.distributions import Sample, View, ecdf_figure
-from reporting.figures import Curve, Frame, Limit, compact, line_figure, new_figure, plain
+from reporting.figures import Curve, Frame, Limit, compact, dots, line_figure, new_figure, plain
 from reporting.page import Absent, Panel, Width
 from reporting.theme import BLUE, GREY, LIMIT, PURPLE, colors_of, translucent
 from reporting.thinning import rolling, scatter_indices
@@ -78,7 +78,7 @@ def prompt_length_panel(columns: Columns, slo: Slo) -> Panel:
             y=compact(columns.ttft_s[shown]),
             mode="markers",
             name=plain(kind),
-            marker={"color": color, "size": 5, "opacity": 0.6},
+            marker=dots(color, rows.size),
             hovertemplate=f"<b>{plain(kind)}</b><br>%{{x:,}} tokens: {Unit.SECONDS.shows('y')}<extra></extra>",
         )
     lengths = columns.num_prompt_tokens[rows].astype(np.float64)
@@ -135,7 +135,7 @@ def _ttft_over_time(columns: Columns, slo: Slo, window: Window) -> Panel:
             y=compact(columns.ttft_s[shown]),
             mode="markers",
             name=plain(kind),
-            marker={"color": color, "size": 5, "opacity": 0.4},
+            marker=dots(color, columns.ttft_s.size),
             hovertemplate=f"due {Unit.CLOCK.shows('x')}: {Unit.SECONDS.shows('y')}<extra>{plain(kind)}</extra>",
         )
     _add_rolling(figure, columns.due_s[has], columns.ttft_s[has])

@@ -40,3 +40,12 @@ def test_ticks_of_few_decades_have_steps_between() -> None:
     assert axis.ticks(np.array([0.001, 9000.0]))["ticktext"][:4] == ["1 ms", "10 ms", "100 ms", "1 s"]
     assert axis.ticks(np.array([0.0])) == {}
     assert Axis(unit=Unit.SECONDS).ticks(np.array([1.0])) == {}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "places"),
+    [(671, 727, [660, 680, 700, 720, 740]), (0.0193, 0.0197, [0.0193, 0.0194, 0.0195, 0.0196, 0.0197]), (5, 5, [5])],
+)
+def test_values_close_together_have_even_ticks(low: float, high: float, places: list[float]) -> None:
+    axis = Axis(unit=Unit.TOKENS, scale=Scale.LOG)
+    assert axis.ticks(np.array([low, high]))["tickvals"] == pytest.approx(places)
