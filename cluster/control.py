@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,42 +27,54 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
-    """Serves `kvrelay scale`."""
+    """Serves `kvrelay scale` and `kvrelay restart`."""
 
     def __init__(self, scaler: Scaler) -> None:
         self._scaler = scaler
 
     async def Scale(self, request: controller_pb2.ScaleRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
-        async with error_boundary(context, "Scale"):
-            steps: asyncio.Queue[str | None] = asyncio.Queue()
-            async with asyncio.TaskGroup() as tasks:
-                # Whoever asked may leave: what has begun is brought to its end.
-                scaling = asyncio.shield(asyncio.ensure_future(self._run(request, steps)))
-                tasks.create_task(_forward(steps, context))
-                failure = await scaling
-            if failure is not None:
-                raise failure
-
-    async def _run(self, request: controller_pb2.ScaleRequest, steps: "asyncio.Queue[str | None]") -> Exception | None:
         wanted = {
             role: getattr(request, role)
             for role in (ProcessRole.PREFILL, ProcessRole.DECODE)
             if request.HasField(role.value)  # type: ignore[arg-type]  # the pools' names are the fields'
         }
+        async with error_boundary(context, "Scale"):
+            grace_s = _grace_s(request.grace_s)
+            change = partial(self._scaler.scale, wanted, grace_s=grace_s)
+            await _tell(change, lambda text: context.write(controller_pb2.ScaleResponse(text=text)))
+
+    async def RestartWorkers(  # type: ignore[override]  # noqa: D102
+        self, request: controller_pb2.RestartWorkersRequest, context: Context
+    ) -> None:
+        async with error_boundary(context, "RestartWorkers"):
+            change = partial(self._scaler.restart, grace_s=_grace_s(request.grace_s))
+            await _tell(change, lambda text: context.write(controller_pb2.RestartWorkersResponse(text=text)))
+
+
+def _grace_s(asked_s: float) -> float:
+    if not 0 <= asked_s <= MAX_GRACE_S:
+        raise InvalidRequest(f"{asked_s:g}; between 0 and {MAX_GRACE_S:g} seconds", field="grace_s")
+    return asked_s or DEFAULT_GRACE_S
+
+
+async def _tell(change: Callable[..., Awaitable[None]], write: Callable[[str], Awaitable[None]]) -> None:
+    """Run a change of the pools and write its steps. Whoever asked may leave: what has begun is brought to its end."""
+    steps: asyncio.Queue[str | None] = asyncio.Queue()
+
+    async def run() -> Exception | None:
         try:
-            if not 0 <= request.grace_s <= MAX_GRACE_S:
-                raise InvalidRequest(f"{request.grace_s:g}; between 0 and {MAX_GRACE_S:g} seconds", field="grace_s")
-            await self._scaler.scale(wanted, grace_s=request.grace_s or DEFAULT_GRACE_S, report=steps.put_nowait)
-        except Exception as error:  # noqa: BLE001 - told by whoever waits for it
+            await change(report=steps.put_nowait)
+        except Exception as error:  # noqa: BLE001 - raised by whoever waits for it, if anybody still does
             return error
         finally:
             steps.put_nowait(None)
         return None
 
-
-async def _forward(steps: "asyncio.Queue[str | None]", context: Context) -> None:
+    running = asyncio.ensure_future(run())
     while (text := await steps.get()) is not None:
-        await context.write(controller_pb2.ScaleResponse(text=text))
+        await write(text)
+    if (failure := await asyncio.shield(running)) is not None:
+        raise failure
 
 
 def socket_path(run_dir: Path) -> Path:
@@ -90,11 +103,21 @@ async def serving_control(scaler: Scaler, run_dir: Path) -> AsyncIterator[None]:
 
 
 def scale(run_dir: Path, wanted: Mapping[str, int], *, grace_s: float) -> Iterator[str]:
-    """Ask the supervisor of a run folder for other sizes; yields its steps. Raises KvrelayError."""
+    """Ask the supervisor of a run folder for other pool sizes; yields its steps. Raises KvrelayError."""
     request = controller_pb2.ScaleRequest(**wanted, grace_s=grace_s)
+    return _ask(run_dir, lambda stub: stub.Scale(request))
+
+
+def restart(run_dir: Path, *, grace_s: float) -> Iterator[str]:
+    """Ask the supervisor of a run folder to replace its workers one by one; yields its steps. Raises KvrelayError."""
+    request = controller_pb2.RestartWorkersRequest(grace_s=grace_s)
+    return _ask(run_dir, lambda stub: stub.RestartWorkers(request))
+
+
+def _ask(run_dir: Path, call: "Callable[[controller_pb2_grpc.ControllerServiceStub], Iterable[Any]]") -> Iterator[str]:
     with grpc.insecure_channel(f"unix:{socket_path(run_dir)}") as channel:
         try:
-            for progress in controller_pb2_grpc.ControllerServiceStub(channel).Scale(request):
-                yield progress.text
+            for step in call(controller_pb2_grpc.ControllerServiceStub(channel)):
+                yield step.text
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error

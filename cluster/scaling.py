@@ -67,7 +67,26 @@ class Scaler:
         async with self._lock:
             specs = self._plan(sizes)
             await self._grow(specs, report)
-            await self._shrink({spec.name for spec in specs}, grace_s, report)
+            await self._shrink(self._present() - {spec.name for spec in specs}, grace_s, report)
+
+    async def restart(self, *, grace_s: float, report: Report) -> None:
+        """Replace every worker by a new process, one after the other; one more than usual runs meanwhile.
+
+        Raises like `scale`; what was replaced by then stays replaced.
+        """
+        sizes = {role: len(self._workforce.workers(role)) for role in POOLS}
+        if self._lock.locked():
+            raise Overloaded("another change of the pools is under way", retry_after_s=5.0)
+        async with self._lock:
+            for role in (role for role in POOLS if sizes[role]):
+                old = [process.spec for process in self._workforce.workers(role)]
+                # It takes the place of whoever is away.
+                await self._grow(self._plan(sizes | {role: sizes[role] + 1}), report)
+                for spec in old:
+                    await self._shrink({spec.name}, grace_s, report)
+                    await self._grow([spec], report)
+                extra = {process.spec.name for process in self._workforce.workers(role)} - {spec.name for spec in old}
+                await self._shrink(extra, grace_s, report)
 
     def _plan(self, sizes: Mapping[ProcessRole, int]) -> list[ProcessSpec]:
         pools = self._config.pools
@@ -82,9 +101,11 @@ class Scaler:
         except PlanError as error:
             raise InvalidRequest(str(error), field="pools") from error
 
+    def _present(self) -> set[str]:
+        return {process.spec.name for role in POOLS for process in self._workforce.workers(role)}
+
     async def _grow(self, specs: Sequence[ProcessSpec], report: Report) -> None:
-        present = {process.spec.name for role in POOLS for process in self._workforce.workers(role)}
-        coming = [spec for spec in specs if spec.name not in present]
+        coming = [spec for spec in specs if spec.name not in self._present()]
         if not coming:
             return
         report(f"starting {', '.join(spec.name for spec in coming)}")
@@ -97,13 +118,11 @@ class Scaler:
                 raise failure
         report(f"{len(coming)} in use after {time.monotonic() - started_s:.1f} s")
 
-    async def _shrink(self, staying: set[str], grace_s: float, report: Report) -> None:
-        going = [
-            process for role in POOLS for process in self._workforce.workers(role) if process.spec.name not in staying
-        ]
-        if going:
-            report(f"draining {', '.join(process.spec.name for process in going)}")
-            await asyncio.gather(*(self._let_go(process, grace_s, report) for process in going))
+    async def _shrink(self, going: set[str], grace_s: float, report: Report) -> None:
+        processes = [each for role in POOLS for each in self._workforce.workers(role) if each.spec.name in going]
+        if processes:
+            report(f"draining {', '.join(sorted(going))}")
+            await asyncio.gather(*(self._let_go(process, grace_s, report) for process in processes))
 
     async def _let_go(self, process: ManagedProcess, grace_s: float, report: Report) -> None:
         started_s = time.monotonic()

@@ -18,7 +18,7 @@ from kvrelay.cli.explain import explain
 from kvrelay.cli.generate import generate
 from kvrelay.cli.logs import logs
 from kvrelay.cli.model import fetch_model
-from kvrelay.cli.scale import scale
+from kvrelay.cli.scale import restart, scale
 from kvrelay.cli.simulate import simulate
 from kvrelay.cli.status import status
 from kvrelay.cli.trace import trace_app
@@ -62,6 +62,7 @@ app.command(rich_help_panel=_CLUSTER)(up)
 app.command(rich_help_panel=_CLUSTER)(down)
 app.command(rich_help_panel=_CLUSTER)(status)
 app.command(rich_help_panel=_CLUSTER)(scale)
+app.command(rich_help_panel=_CLUSTER)(restart)
 app.command(rich_help_panel=_CLUSTER)(explain)
 app.command(rich_help_panel=_CLUSTER)(logs)
 app.command(rich_help_panel=_CLUSTER)(doctor)

@@ -1,4 +1,4 @@
-"""`kvrelay scale`: other pool sizes for the running cluster, without a lost request."""
+"""`kvrelay scale` and `kvrelay restart`: other pool sizes, or new workers, without a lost request."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from cluster.lifecycle import ClusterInfo
 
 _POOLS = ("prefill", "decode")
+GraceOption = Annotated[
+    float, typer.Option("--grace", metavar="SECONDS", min=0.1, max=3600, help="How long a worker that goes may take.")
+]
 
 
 def scale(
     sizes: Annotated[list[str], typer.Argument(metavar="POOL=N…", help="prefill=3, decode=2, or both.")],
     config_path: ConfigOption = DEFAULT_CONFIG,
-    grace_s: Annotated[
-        float,
-        typer.Option("--grace", metavar="SECONDS", min=0.1, max=3600, help="How long a worker that goes may take."),
-    ] = 30.0,
+    grace_s: GraceOption = 30.0,
 ) -> None:
     """Make the running cluster's pools larger or smaller; requests go on.
 
@@ -42,6 +42,21 @@ def scale(
         for step in ask(info.run_dir, wanted, grace_s=grace_s):
             report(step)
     out.print(", ".join(f"{pool}: {count}" for pool, count in wanted.items()))
+
+
+def restart(config_path: ConfigOption = DEFAULT_CONFIG, grace_s: GraceOption = 30.0) -> None:
+    """Replace every worker of the running cluster by a new process, one after the other; requests go on.
+
+    For a new version of kvrelay, or new model files under the same name. One worker more than usual runs
+    meanwhile, so capacity never falls; workers go as with `kvrelay scale`. The router stays.
+    """
+    from cluster.control import restart as ask
+
+    info = _running(config_path)
+    with Progress() as report:
+        for step in ask(info.run_dir, grace_s=grace_s):
+            report(step)
+    out.print("every worker is new")
 
 
 def _parse(sizes: list[str]) -> dict[str, int]:

@@ -74,3 +74,47 @@ class ScaleResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ScaleResponse: _TypeAlias = ScaleResponse  # noqa: Y015
+
+@_typing.final
+class RestartWorkersRequest(_message.Message):
+    """How to go about it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRACE_S_FIELD_NUMBER: _builtins.int
+    grace_s: _builtins.float
+    """As in ScaleRequest."""
+    def __init__(
+        self,
+        *,
+        grace_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_s", b"grace_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartWorkersRequest: _TypeAlias = RestartWorkersRequest  # noqa: Y015
+
+@_typing.final
+class RestartWorkersResponse(_message.Message):
+    """A step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """What was done, in words."""
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartWorkersResponse: _TypeAlias = RestartWorkersResponse  # noqa: Y015

@@ -40,6 +40,11 @@ class ControllerServiceStub(object):
                 request_serializer=kvrelay_dot_v1_dot_controller__pb2.ScaleRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_controller__pb2.ScaleResponse.FromString,
                 _registered_method=True)
+        self.RestartWorkers = channel.unary_stream(
+                '/kvrelay.v1.ControllerService/RestartWorkers',
+                request_serializer=kvrelay_dot_v1_dot_controller__pb2.RestartWorkersRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_controller__pb2.RestartWorkersResponse.FromString,
+                _registered_method=True)
 
 
 class ControllerServiceServicer(object):
@@ -53,6 +58,13 @@ class ControllerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RestartWorkers(self, request, context):
+        """Replaces every worker by a new process, one after the other, and tells each step. Capacity never falls.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControllerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +72,11 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.Scale,
                     request_deserializer=kvrelay_dot_v1_dot_controller__pb2.ScaleRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_controller__pb2.ScaleResponse.SerializeToString,
+            ),
+            'RestartWorkers': grpc.unary_stream_rpc_method_handler(
+                    servicer.RestartWorkers,
+                    request_deserializer=kvrelay_dot_v1_dot_controller__pb2.RestartWorkersRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_controller__pb2.RestartWorkersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +107,33 @@ class ControllerService(object):
             '/kvrelay.v1.ControllerService/Scale',
             kvrelay_dot_v1_dot_controller__pb2.ScaleRequest.SerializeToString,
             kvrelay_dot_v1_dot_controller__pb2.ScaleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestartWorkers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvrelay.v1.ControllerService/RestartWorkers',
+            kvrelay_dot_v1_dot_controller__pb2.RestartWorkersRequest.SerializeToString,
+            kvrelay_dot_v1_dot_controller__pb2.RestartWorkersResponse.FromString,
             options,
             channel_credentials,
             insecure,

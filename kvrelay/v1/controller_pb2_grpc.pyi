@@ -35,6 +35,8 @@ class ControllerServiceStub:
     def __new__(cls, channel: _aio.Channel) -> ControllerServiceAsyncStub: ...
     Scale: _grpc.UnaryStreamMultiCallable[_controller_pb2.ScaleRequest, _controller_pb2.ScaleResponse]
     """Makes the pools this large and tells each step; the stream ends when it is done. One request at a time."""
+    RestartWorkers: _grpc.UnaryStreamMultiCallable[_controller_pb2.RestartWorkersRequest, _controller_pb2.RestartWorkersResponse]
+    """Replaces every worker by a new process, one after the other, and tells each step. Capacity never falls."""
 
 @_typing.type_check_only
 class ControllerServiceAsyncStub(ControllerServiceStub):
@@ -43,6 +45,8 @@ class ControllerServiceAsyncStub(ControllerServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Scale: _aio.UnaryStreamMultiCallable[_controller_pb2.ScaleRequest, _controller_pb2.ScaleResponse]  # type: ignore[assignment]
     """Makes the pools this large and tells each step; the stream ends when it is done. One request at a time."""
+    RestartWorkers: _aio.UnaryStreamMultiCallable[_controller_pb2.RestartWorkersRequest, _controller_pb2.RestartWorkersResponse]  # type: ignore[assignment]
+    """Replaces every worker by a new process, one after the other, and tells each step. Capacity never falls."""
 
 class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
     """What a person tells the process that owns a cluster. Served on a socket in its run folder: who may write there may ask."""
@@ -54,5 +58,13 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_controller_pb2.ScaleResponse], _abc.AsyncIterator[_controller_pb2.ScaleResponse]]:
         """Makes the pools this large and tells each step; the stream ends when it is done. One request at a time."""
+
+    @_abc_1.abstractmethod
+    def RestartWorkers(
+        self,
+        request: _controller_pb2.RestartWorkersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_controller_pb2.RestartWorkersResponse], _abc.AsyncIterator[_controller_pb2.RestartWorkersResponse]]:
+        """Replaces every worker by a new process, one after the other, and tells each step. Capacity never falls."""
 
 def add_ControllerServiceServicer_to_server(servicer: ControllerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.control import scale
+from cluster.control import restart, scale
 from common.errors import EngineFault, InvalidRequest
 from kvrelay.client import AsyncClient, Generation, Token
 from tests.e2e.harness import fake_config, running_cluster
@@ -61,6 +61,24 @@ async def test_pools_grow_and_shrink_under_sixteen_streams_without_a_trace_in_th
 
         assert [each.text for each in done] == expected
         assert status.num_failed == status.num_replans == 0
+
+
+async def test_rolling_restart_replaces_every_worker_without_a_trace_in_the_answers(tmp_path: Path) -> None:
+    async with running_cluster(tmp_path, fake_config(step_ms=5.0)) as client:
+        expected = [each.text for each in await answers(client, asyncio.Event(), num_tokens=1000)]
+        before = {view.worker_id: view.status.pid for view in (await client.status()).workers if view.status}
+        begun = asyncio.Event()
+        running = asyncio.create_task(answers(client, begun, num_tokens=1000))
+        await begun.wait()
+        await asyncio.to_thread(lambda: list(restart(tmp_path / "run", grace_s=30.0)))
+        done = await running
+        status = await client.status()
+        after = {view.worker_id: view.status.pid for view in status.workers if view.status}
+
+        assert after.keys() == before.keys()
+        assert not set(after.values()) & set(before.values())
+        assert [each.text for each in done] == expected
+        assert status.router.num_failed == status.router.num_replans == 0
 
 
 async def test_worker_that_does_not_start_is_told_and_the_cluster_serves_on(tmp_path: Path) -> None:
