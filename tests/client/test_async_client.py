@@ -4,7 +4,7 @@ import pytest
 
 from common.errors import Cancelled, DeadlineExceeded, InvalidRequest, Overloaded, Unreachable
 from kvrelay.client import AsyncClient, Event, Token
-from tests.client.fake_server import LIMIT_S, FakeInference, Hold, accepted, remote_plan, tokens
+from tests.client.fake_server import LIMIT_S, FakeInference, Hold, accepted, completed, remote_plan, tokens
 
 
 async def left(fake: FakeInference) -> bool:
@@ -23,6 +23,14 @@ async def test_stream_yields_tokens_and_result_has_the_rest(address: str) -> Non
         texts = [event.text async for event in stream if isinstance(event, Token)]
         assert texts == ["Hello", " world"]
         assert (await stream.result()).usage.num_output_tokens == 2
+
+
+async def test_next_batch_returns_what_came_together_and_nothing_at_the_end(fake: FakeInference, address: str) -> None:
+    fake.script = [accepted(), remote_plan(), tokens(["a", "b", "c"], last="stop"), completed()]
+    async with AsyncClient(address) as client, client.stream("Hi") as stream:
+        batches = [len(batch) for batch in [await stream.next_batch() for _ in range(5)]]
+        assert batches == [1, 1, 3, 1, 0]
+        assert (await stream.result()).text == "abc"
 
 
 async def test_chat_and_stream_chat_send_conversations(fake: FakeInference, address: str) -> None:
