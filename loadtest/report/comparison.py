@@ -27,7 +27,6 @@ MAX_KINDS = 3
 """More kinds than these are not told apart in plots."""
 _WORDS = {"good": "share of good requests"}
 _VERDICT = ("good", "goodput", "TTFT p99", "ITL p99", "TPOT p99")
-_MORE, _LESS = {True: "better", False: "worse"}, {True: "worse", False: "better"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,11 +86,8 @@ def _verdicts(comparison: Comparison, names: Sequence[str]) -> Iterator[str]:
     for place, name in enumerate(names[1:], 1):
         changed = []
         for row in comparison.rows:
-            cell = row.cells[place]
-            if row.kind == ALL and row.name in _VERDICT and row.is_significant(place) and cell and cell.change:
-                words = _MORE if row.more_is_better else _LESS
-                is_more = cell.change.value > (0.0 if row.unit is Unit.SHARE else 1.0)
-                changed.append(f"{_WORDS.get(row.name, row.name)} {_change_text(row, cell.change)}, {words[is_more]}")
+            if row.kind == ALL and row.name in _VERDICT and row.is_significant(place):
+                changed.append(f"{_WORDS.get(row.name, row.name)} {_change_text(row, place)}")
         told = "; ".join(changed) if changed else "no headline figure differs by more than chance"
         yield f"{name} against {names[0]}: {told}."
 
@@ -129,7 +125,7 @@ def _cells(row: Row) -> Iterator[str]:
     for place, cell in enumerate(row.cells):
         yield NOT_TOLD if cell is None else ("" if cell.is_sufficient else "~") + write(cell.value.value)
         if place:
-            yield NOT_TOLD if cell is None or cell.change is None else _change_text(row, cell.change)
+            yield _change_text(row, place)
 
 
 def _writer(unit: Unit) -> Callable[[float], str]:
@@ -142,11 +138,19 @@ def _writer(unit: Unit) -> Callable[[float], str]:
             return number
 
 
-def _change_text(row: Row, change: Estimate) -> str:
+def _change_text(row: Row, place: int) -> str:
+    """Return a run's change against the first, with its interval, and which way it goes where that is certain."""
+    cell = row.cells[place]
+    if cell is None or cell.change is None:
+        return NOT_TOLD
+    change, same = cell.change, 1.0
+    text = f"×{number(change.value)} ({number(change.low)} to {number(change.high)})"
     if row.unit is Unit.SHARE:
-        points = change.scaled(100)
-        return f"{points.value:+.1f} points ({points.low:+.1f} to {points.high:+.1f})"
-    return f"×{number(change.value)} ({number(change.low)} to {number(change.high)})"
+        points, same = change.scaled(100), 0.0
+        text = f"{points.value:+.1f} points ({points.low:+.1f} to {points.high:+.1f})"
+    if not row.is_significant(place):
+        return text
+    return f"{text}, {'better' if (change.value > same) == row.more_is_better else 'worse'}"
 
 
 def _bar_panels(arms: Sequence[_Arm]) -> tuple[Panel, ...]:

@@ -37,7 +37,9 @@ def test_page_says_what_differs_and_by_how_much() -> None:
     table = table_of(page)
     assert table.columns == ("measure", "kind", "2 aggregated", "1P1D", "1P1D against 2 aggregated")
     assert {row[1] for row in table.rows} == {"all", "chat", "documents"}
-    assert any(row[0] == "ITL p99" and index in table.strong_rows for index, row in enumerate(table.rows))
+    for index, row in enumerate(table.rows):
+        assert row[-1].endswith((", better", ", worse")) == (index in table.strong_rows)
+    assert any(row[0] == "ITL p99" and row[-1].endswith("better") for row in table.rows)
     assert not any(isinstance(panel.content, Absent) for section in page.sections for panel in section.panels)
     check(render_page(page))
 
