@@ -1,8 +1,11 @@
-"""Plots over the load: what was served well, how fast, and how busy the workers were."""
+"""Plots over the load: what was served well, how fast, and how busy the workers were.
+
+Clusters of very different sizes are compared by the load for each of their workers.
+"""
 
 from collections.abc import Callable, Sequence
-
-import numpy as np
+from dataclasses import dataclass
+from typing import Any, Self
 
 from experiment.analysis import Findings
 from experiment.curves import Reading
@@ -16,25 +19,97 @@ from reporting.theme import GREY
 from reporting.wording import count, percent
 from workload.slo import Slo
 
-_MANY_DECADES = 8.0
+_WIDE = 8.0
 """Loads that span more than such a factor are drawn on a logarithmic axis."""
+_MANY_SIZES = 3
+"""More numbers of workers than these are compared by the load for each worker."""
+_MAX_NAMES = 8
+"""Small plots of more curves have no legend."""
+_AS_ABOVE = "Colours are those of the first plot."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sheet:
+    """The curves of an experiment, and the axis that they share."""
+
+    shown: tuple[Shown, ...]
+    is_per_worker: bool
+
+    @classmethod
+    def of(cls, findings: Sequence[Findings]) -> Self:
+        """Return a sheet for everything that is shown."""
+        shown = shown_arms(findings)
+        sizes = {arm.finding.arm.num_workers for arm in shown}
+        return cls(shown=shown, is_per_worker=len(sizes) > _MANY_SIZES)
+
+    def only_splits(self) -> "_Sheet":
+        """Return the sheet without aggregated arms."""
+        splits = tuple(arm for arm in self.shown if arm.finding.arm.num_prefill)
+        return _Sheet(shown=splits, is_per_worker=self.is_per_worker)
+
+    @property
+    def loads(self) -> Sequence[float]:
+        """All places on the axis."""
+        return [reading.load / self.divisor(arm) for arm in self.shown for reading in arm.finding.curve.readings]
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether a legend would be larger than a small plot."""
+        return len(self.shown) > _MAX_NAMES
+
+    @property
+    def axis(self) -> Axis:
+        """The load."""
+        is_wide = bool(self.loads) and max(self.loads) > _WIDE * min(self.loads)
+        return Axis(title=f"load{self.whose}, requests", unit=Unit.RATE, scale=Scale.LOG if is_wide else Scale.LINEAR)
+
+    @property
+    def whose(self) -> str:
+        """What rates are by."""
+        return " for each worker" if self.is_per_worker else ""
+
+    def divisor(self, arm: Shown) -> int:
+        """Return what an arm's rates are divided by."""
+        return max(1, arm.finding.arm.num_workers) if self.is_per_worker else 1
+
+    def rates(self, pick: Callable[[Reading], Estimate]) -> list[Curve]:
+        """Return every arm's curve of a rate, by worker where the load is."""
+        return [self._curve(arm, pick, divisor=self.divisor(arm)) for arm in self.shown]
+
+    def curves(self, pick: Callable[[Reading], Estimate | None]) -> list[Curve]:
+        """Return every arm's curve over the loads at which something is known."""
+        return [self._curve(arm, pick) for arm in self.shown]
+
+    def _curve(self, arm: Shown, pick: Callable[[Reading], Estimate | None], *, divisor: int = 1) -> Curve:
+        readings = arm.finding.curve.readings
+        known = [(reading, found.scaled(1 / divisor)) for reading in readings if (found := pick(reading)) is not None]
+        return Curve(
+            name=arm.name,
+            x=[reading.load / self.divisor(arm) for reading, _ in known],
+            y=[estimate.value for _, estimate in known],
+            low=[estimate.low for _, estimate in known],
+            high=[estimate.high for _, estimate in known],
+            color=arm.color,
+            symbol=arm.symbol,
+            dash=arm.dash,
+            texts=[
+                f"{reading.load:g}/s in all, {count(len(reading.points), 'run')},"
+                f" {count(reading.num_requests, 'request')}"
+                for reading, _ in known
+            ],
+        )
 
 
 def goodput_panel(findings: Sequence[Findings]) -> Panel:
     """Return good requests per second against the load."""
-    shown = shown_arms(findings)
-    load = _load_axis(shown)
-    frame = Frame(
-        x=load,
-        y=Axis(title="good requests", unit=Unit.RATE, scale=load.scale, starts_at_zero=True),
-        height=460,
-    )
-    figure = line_figure([_curve(arm, lambda reading: reading.goodput) for arm in shown], frame)
-    loads = np.array([reading.load for arm in shown for reading in arm.finding.curve.readings])
-    ends = [loads.min(), loads.max()]
+    sheet = _Sheet.of(findings)
+    rate = Axis(title=f"good requests{sheet.whose}", unit=Unit.RATE, scale=sheet.axis.scale, starts_at_zero=True)
+    curves = sheet.rates(lambda reading: reading.goodput)
+    figure = line_figure(curves, Frame(x=sheet.axis, y=rate, height=480))
+    ends = compact([min(sheet.loads), max(sheet.loads)])
     figure.add_scatter(
-        x=compact(ends),
-        y=compact(ends),
+        x=ends,
+        y=ends,
         mode="lines",
         name="all of the load",
         line={"color": GREY, "width": 1, "dash": "dot"},
@@ -52,13 +127,13 @@ def goodput_panel(findings: Sequence[Findings]) -> Panel:
 
 def share_panel(findings: Sequence[Findings]) -> Panel:
     """Return the share of good requests against the load, with the share that is wanted."""
-    shown, share = shown_arms(findings), findings[0].share
+    sheet, share = _Sheet.of(findings), findings[0].share
     frame = Frame(
-        x=_load_axis(shown),
+        x=sheet.axis,
         y=Axis(title="good requests of all", unit=Unit.SHARE),
         y_limits=(Limit(value=share, text=f"{percent(share, 0)} wanted"),),
     )
-    figure = line_figure([_curve(arm, lambda reading: reading.good_share) for arm in shown], frame)
+    figure = line_figure(sheet.curves(lambda reading: reading.good_share), frame)
     figure.update_yaxes(range=[0, 1.03])
     return Panel(
         title="Share of good requests",
@@ -69,8 +144,9 @@ def share_panel(findings: Sequence[Findings]) -> Panel:
 
 def latency_panels(findings: Sequence[Findings], slo: Slo | None) -> tuple[Panel, ...]:
     """Return p99 of first tokens and of gaps against the load, of everybody and of each kind."""
-    shown = shown_arms(findings)
-    kinds = list(dict.fromkeys(kind for arm in shown for kind in _kinds(arm)))
+    sheet = _Sheet.of(findings)
+    readings = [reading for arm in sheet.shown for reading in arm.finding.curve.readings]
+    kinds = list(dict.fromkeys(kind for reading in readings for kind in reading.kinds))
     kinds = kinds if len(kinds) > 2 else kinds[:1]  # one kind is everybody
     ttft_limit = () if slo is None else (Limit(value=slo.ttft_s, text="objective, short prompts"),)
     itl_limit = () if slo is None else (Limit(value=slo.itl_s, text="objective of the mean gap"),)
@@ -78,47 +154,49 @@ def latency_panels(findings: Sequence[Findings], slo: Slo | None) -> tuple[Panel
     for kind in kinds:
         whose = "everybody" if kind == "all" else kind
         panels += [
-            _latency_panel(shown, kind, _ttft, f"First token, {whose}: p99", ttft_limit),
-            _latency_panel(shown, kind, _itl, f"Gap between tokens, {whose}: p99", itl_limit),
+            _latency_panel(sheet, kind, _ttft, f"First token, {whose}: p99", ttft_limit),
+            _latency_panel(sheet, kind, _itl, f"Gap between tokens, {whose}: p99", itl_limit),
         ]
     return tuple(panels)
 
 
 def busy_panels(findings: Sequence[Findings]) -> tuple[Panel, ...]:
     """Return how busy the pools were, and how full."""
-    shown = shown_arms(findings)
+    sheet = _Sheet.of(findings)
     return (
         _mean_panel(
-            shown,
+            sheet,
             lambda point: point.prefill_busy,
             "Prefill pool: time in steps",
             "Above nine tenths prompts wait for each other.",
         ),
         _mean_panel(
-            shown,
+            sheet,
             lambda point: point.decode_busy,
             "Decode pool: time in steps",
             "A decode worker steps while it has one answer to write: busy is not full.",
         ),
         _mean_panel(
-            shown, lambda point: point.kv_peak, "KV pages in use, fullest worker", "At 100 % answers wait for a place."
+            sheet, lambda point: point.kv_peak, "KV pages in use, fullest worker", "At 100 % answers wait for a place."
         ),
-        _mean_panel(shown, lambda point: point.token_hit, "Prompt tokens found in a cache", "Less to compute."),
+        _mean_panel(
+            sheet, lambda point: point.token_hit, "Prompt tokens found in a cache", "What is found is not computed."
+        ),
     )
 
 
 def handoff_panels(findings: Sequence[Findings]) -> tuple[Panel, ...]:
     """Return what moving KV costs."""
-    shown = [arm for arm in shown_arms(findings) if arm.finding.arm.num_prefill]
+    sheet = _Sheet.of(findings).only_splits()
     exposed = _mean_panel(
-        shown,
+        sheet,
         lambda point: point.transfer_exposed_p50_s,
         "Time that prefill does not hide, median",
         "So much later the first token comes because KV moves.",
         unit=Unit.SECONDS,
     )
     moved = _mean_panel(
-        shown,
+        sheet,
         lambda point: point.transfer_bytes / point.overall.num_requests if point.overall.num_requests else None,
         "KV moved per request",
         "What is cached at the decode worker does not move.",
@@ -128,72 +206,47 @@ def handoff_panels(findings: Sequence[Findings]) -> tuple[Panel, ...]:
 
 
 def _mean_panel(
-    shown: Sequence[Shown],
-    pick: Callable[[Point], float | None],
-    title: str,
-    look_for: str,
-    *,
-    unit: Unit = Unit.SHARE,
+    sheet: _Sheet, pick: Callable[[Point], float | None], title: str, look_for: str, *, unit: Unit = Unit.SHARE
 ) -> Panel:
-    curves = [_curve(arm, lambda reading: _exact(reading.mean_of(pick))) for arm in shown]
+    curves = sheet.curves(lambda reading: _exact(reading.mean_of(pick)))
     if not any(len(curve.x) for curve in curves):
         return Panel(title=title, content=Absent(why="nobody says"), width=Width.HALF)
-    frame = Frame(x=_load_axis(shown), y=Axis(unit=unit, starts_at_zero=True), height=320)
-    figure = line_figure(curves, frame)
+    figure = line_figure(curves, Frame(x=sheet.axis, y=Axis(unit=unit, starts_at_zero=True), height=320))
     if unit is Unit.SHARE:
         figure.update_yaxes(range=[0, 1.03])
-    return Panel(title=title, look_for=look_for, content=figure, width=Width.HALF)
+    note = _AS_ABOVE if sheet.is_crowded else ""
+    return Panel(title=title, look_for=look_for, content=_small(figure, sheet), note=note, width=Width.HALF)
 
 
 def _latency_panel(
-    shown: Sequence[Shown],
+    sheet: _Sheet,
     kind: str,
     pick: Callable[[KindPoint], Latency | None],
     title: str,
     limits: tuple[Limit, ...],
 ) -> Panel:
-    curves = [_curve(arm, lambda reading: reading.latency(kind, pick)) for arm in shown]
+    curves = sheet.curves(lambda reading: reading.latency(kind, pick))
     if not any(len(curve.x) for curve in curves):
         return Panel(title=title, content=Absent(why="nothing was answered"), width=Width.HALF)
-    frame = Frame(x=_load_axis(shown), y=Axis(unit=Unit.SECONDS, scale=Scale.LOG), y_limits=limits, height=340)
+    frame = Frame(x=sheet.axis, y=Axis(unit=Unit.SECONDS, scale=Scale.LOG), y_limits=limits, height=340)
     return Panel(
         title=title,
-        content=line_figure(curves, frame),
-        note="Mean of the runs; bands from the least to the greatest of them.",
+        content=_small(line_figure(curves, frame), sheet),
+        note="Mean of the runs; bands from the least to the greatest of them."
+        + (f" {_AS_ABOVE}" if sheet.is_crowded else ""),
         width=Width.HALF,
     )
 
 
-def _curve(arm: Shown, pick: Callable[[Reading], Estimate | None]) -> Curve:
-    """Return a curve over the loads at which something is known."""
-    known = [(reading, estimate) for reading in arm.finding.curve.readings if (estimate := pick(reading)) is not None]
-    return Curve(
-        name=arm.name,
-        x=[reading.load for reading, _ in known],
-        y=[estimate.value for _, estimate in known],
-        low=[estimate.low for _, estimate in known],
-        high=[estimate.high for _, estimate in known],
-        color=arm.color,
-        symbol=arm.symbol,
-        dash=arm.dash,
-        texts=[
-            f"{count(len(reading.points), 'run')}, {count(reading.num_requests, 'request')}" for reading, _ in known
-        ],
-    )
+def _small(figure: Any, sheet: _Sheet) -> Any:
+    """Return a figure, without its legend where there are too many names. Mutates it."""
+    if sheet.is_crowded:
+        figure.update_layout(showlegend=False)
+    return figure
 
 
 def _exact(value: float | None) -> Estimate | None:
     return None if value is None else Estimate(value=value, low=value, high=value)
-
-
-def _load_axis(shown: Sequence[Shown]) -> Axis:
-    loads = [reading.load for arm in shown for reading in arm.finding.curve.readings]
-    is_wide = bool(loads) and max(loads) > _MANY_DECADES * min(loads)
-    return Axis(title="load, requests", unit=Unit.RATE, scale=Scale.LOG if is_wide else Scale.LINEAR)
-
-
-def _kinds(arm: Shown) -> tuple[str, ...]:
-    return tuple(kind for reading in arm.finding.curve.readings for kind in reading.kinds)
 
 
 def _ttft(kind: KindPoint) -> Latency | None:

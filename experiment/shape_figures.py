@@ -13,7 +13,7 @@ from experiment.looks import bar_color
 from experiment.phrases import reach_text
 from experiment.points import Source
 from reporting.axes import Axis, Scale, Unit
-from reporting.figures import Curve, Frame, compact, line_figure, new_figure, plain
+from reporting.figures import Curve, Frame, add_curve, compact, line_figure, new_figure, plain
 from reporting.page import Absent, Panel, Width
 from reporting.theme import BLUE, GREY, MAGENTA, ORANGE, PALETTE, SAND, TEAL
 from reporting.wording import number, percent
@@ -92,10 +92,14 @@ def ratio_panel(findings: Findings) -> Panel:
         height=420,
     )
     figure = line_figure(curves, frame)
+    for curve in (_whole_mark(size, index, known) for index, size in enumerate(sizes)):
+        if curve is not None:
+            add_curve(figure, curve, frame)
+            figure.data[-1].showlegend = False
     figure.update_xaxes(range=[-0.04, 1.0])
     return Panel(
         title=title,
-        look_for="The highest point is the best ratio; at the left edge is aggregated serving.",
+        look_for="The highest point is the best ratio; squares at the left edge are aggregated arms of these sizes.",
         content=figure,
         width=Width.HALF,
     )
@@ -186,10 +190,10 @@ def _bar_marker(arms: Sequence[ArmFinding], source: Source) -> dict[str, Any]:
 
 
 def _size_curve(size: int, index: int, known: Sequence[ArmFinding], source: Source) -> Curve:
-    """Return the best arm of each ratio, of as many workers."""
+    """Return the best split of each ratio, of as many workers."""
     best: dict[float, ArmFinding] = {}
     for arm in known:
-        if arm.arm.num_workers == size:
+        if arm.arm.num_workers == size and arm.arm.num_prefill:
             share = arm.arm.num_prefill / size
             if share not in best or best[share].reach.load < arm.reach.load:
                 best[share] = arm
@@ -204,4 +208,19 @@ def _size_curve(size: int, index: int, known: Sequence[ArmFinding], source: Sour
         color=PALETTE[index % len(PALETTE)],
         symbol="circle" if source is Source.REAL else "circle-open",
         texts=[arm.arm.name for arm in arms],
+    )
+
+
+def _whole_mark(size: int, index: int, known: Sequence[ArmFinding]) -> Curve | None:
+    """Return the best aggregated arm of as many workers, as a mark; None without one."""
+    wholes = [arm for arm in known if arm.arm.num_workers == size and not arm.arm.num_prefill]
+    if not wholes:
+        return None
+    best = max(wholes, key=lambda arm: arm.reach.load)
+    return Curve(
+        name=best.arm.name,
+        x=[0.0],
+        y=[best.reach.per_worker],
+        color=PALETTE[index % len(PALETTE)],
+        symbol="square",
     )
