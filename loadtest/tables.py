@@ -137,7 +137,8 @@ def _shares(summary: Summary) -> RenderableType:
     return _spaced(table)
 
 
-def _latency_table(summary: Summary) -> RenderableType:
+def _latency_table(summary: Summary) -> RenderableType | None:
+    """Return the latencies; None where no request is complete."""
     table = plain_table("", "", *(f"p{100 * p:g}" for p in PERCENTILES), "p99 between", "mean", "max", num_left=2)
     kinds = _own_kinds(summary)
     for kind in kinds:
@@ -147,7 +148,7 @@ def _latency_table(summary: Summary) -> RenderableType:
             table.add_section()
     for name, distribution in _measured(summary.overall.latencies, _STAGES):
         table.add_row("server" if name == "queue" else "", name, *_cells(distribution), style="dim")
-    return _spaced(table)
+    return _spaced(table) if table.row_count else None
 
 
 def _measured(latencies: Latencies, measures: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Distribution]]:

@@ -89,3 +89,16 @@ def test_comparison_view_shows_values_ratios_and_what_they_mean() -> None:
     assert line(printed, "all") == ["all", "good", "100.0", "%", "100.0", "%", "+0.0", "[+0.0", "–", "+0.0]", "pt"]
     assert printed.startswith("A before · kvrelay 0 · grpc://127.0.0.1:50051 · 40 requests\nB after · ")
     assert "Compared request by request: B." in printed
+
+
+def test_summary_view_of_a_run_in_which_everything_failed_has_reasons_and_no_latencies() -> None:
+    printed = shown(make_run([make_failure(i, Outcome.FAILED, due_s=float(i), error="Boom: gone") for i in range(3)]))
+    assert "SLOs are not met: 0.0 % good" in printed
+    assert line(printed, "failed") == ["failed", "3", "Boom:", "gone"]
+    assert "p50" not in printed
+
+
+def test_summary_view_of_a_single_request_marks_every_percentile() -> None:
+    printed = shown(make_run([make_request(0, ttft_s=0.25, gaps_s=[0.01])]))
+    assert line(printed, "all")[:3] == ["all", "1", "1"]
+    assert printed.count("~250 ms") == 4
