@@ -1,7 +1,7 @@
 """A generator process: plays the sessions that it is given, and measures itself. `python -m loadtest.process`.
 
-Orders come on stdin, reports go to stdout (`loadtest.wire`), words to stderr. It ignores SIGINT, since a terminal sends
-that to everybody: whoever started it decides. It ends when stdin does, and dies with its parent.
+Orders come on stdin, reports go to stdout (`loadtest.wire`), words to stderr. It ignores SIGINT: whoever
+started it decides when it ends. It ends when stdin does, and dies with its parent.
 """
 
 import asyncio

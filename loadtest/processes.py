@@ -35,6 +35,9 @@ class GeneratorProcess:
             stdout=PIPE,
             stderr=PIPE,
             env=os.environ | {PARENT_PID_ENV: str(os.getpid())},
+            # A group of its own: Ctrl-C at a terminal, which reaches a whole group, must not end it while it starts and
+            # does not ignore it yet.
+            process_group=0,
         )
         return cls(number, process)
 

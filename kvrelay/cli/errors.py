@@ -41,7 +41,7 @@ class ErrorReportingGroup(TyperGroup):
 def explain(error: Exception) -> str | None:
     """Return the message for an expected error, None for one that nobody expected."""
     if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
-        return str(error)
+        return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
     if type(error).__module__.partition(".")[0] not in _OUR_PACKAGES:
         return None
     hint = _hint(error)

@@ -177,8 +177,9 @@ class OpenAiTarget:
             raise self._unreachable(error) from None
 
     def _unreachable(self, error: aiohttp.ClientError) -> Unreachable:
-        what = "cannot be reached" if isinstance(error, aiohttp.ClientConnectorError) else "broke the connection"
-        return Unreachable(f"{self._base} {what}: {error or type(error).__name__}")
+        if isinstance(error, aiohttp.ClientConnectorError):
+            return Unreachable(f"{self._base} cannot be reached: {error.strerror or error}")
+        return Unreachable(f"{self._base} broke the connection: {error or type(error).__name__}")
 
     def _connections(self) -> aiohttp.ClientSession:
         if self._session is None:  # not in __init__: it belongs to the loop that runs when it is made

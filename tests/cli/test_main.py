@@ -61,4 +61,4 @@ def test_overloaded_cluster_says_when_to_come_back(run: Run, fake: FakeInference
 def test_explain_of_an_unexpected_error_is_none() -> None:
     assert explain(ZeroDivisionError("a defect")) is None
     assert explain(BrokenPipeError()) is None
-    assert explain(FileNotFoundError(2, "No such file or directory", "a.yaml")) is not None
+    assert explain(FileNotFoundError(2, "No such file or directory", "a.yaml")) == "a.yaml: No such file or directory"
