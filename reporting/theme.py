@@ -15,7 +15,7 @@ PALETTE = (BLUE, ORANGE, TEAL, MAGENTA, CYAN, PURPLE, SAND, OLIVE)
 """Of arms, kinds and workers, in this order. Red is kept for failures and for limits."""
 DASHES = ("solid", "dash", "dot", "dashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "hexagon")
-BAD, LIMIT = RED, RED
+LIMIT = RED
 
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 
