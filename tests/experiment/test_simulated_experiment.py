@@ -7,8 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from experiment.points import Source
-from experiment.store import Store
+from experiment.report import write_report
+from experiment.store import Cell, Store
 from kvrelay.cli.experiment import experiment_app
+from tests.experiment.truths import make_arm, served_up_to
 
 FILE = """
 name: tiny
@@ -96,3 +98,21 @@ def test_page_is_written_again_from_what_was_kept(file: Path, tmp_path: Path) ->
     page.unlink()
     kvrelay_experiment("report", out)
     assert page.read_text() == before
+
+
+def test_page_of_many_sizes_draws_the_best_arms_by_the_load_for_each_worker(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for size in (1, 2, 4, 8):
+        arms = [(make_arm(size, size), 3.0 * size), (make_arm(0, 2 * size), 2.0 * size)]
+        if size > 1:
+            arms += [(make_arm(size - 1, size + 1), 1.5 * size), (make_arm(size + 1, size - 1), 2.5 * size)]
+        for arm, capacity in arms:
+            for point in served_up_to(capacity, arm, [capacity / 2, capacity, 1.5 * capacity]):
+                store.keep(point.source, Cell(arm=arm.name, load=point.load, repeat=point.repeat), point)
+    page = write_report(store).read_text()
+    assert "load for each worker, requests" in page
+    assert "Of each number of workers the best split and the best aggregated arm; the table has all." in page
+    assert "With 2, 4, 8 and 16 workers it pays (+50 %)" in page
+    assert page.count('"name":"8P8D"') > 2
+    assert '"name":"7P9D"' not in page
+    assert re.search(r"<td[^>]*>7P9D</td>", page)  # in the tables it is
