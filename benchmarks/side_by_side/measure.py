@@ -29,8 +29,8 @@ class Plan:
 
     arms: tuple[str, ...]
     workload: WorkloadSpec
-    loads: tuple[float | None, ...]
-    """Requests per second; None: as the workload says."""
+    loads: tuple[float, ...]
+    """Requests per second."""
     repeats: int
     warm_up_s: float
     slo: Slo
@@ -42,18 +42,13 @@ class Cell:
     """One run."""
 
     arm: str
-    load: float | None
+    load: float
     repeat: int
 
     @property
     def folder(self) -> str:
         """Where it is kept."""
-        return f"{self.arm}-{self.load_name}-{self.repeat}"
-
-    @property
-    def load_name(self) -> str:
-        """The load, for names and labels."""
-        return "own" if self.load is None else f"{self.load:g}"
+        return f"{self.arm}-{self.load:g}-{self.repeat}"
 
 
 def cells(plan: Plan) -> Iterator[Cell]:
@@ -68,24 +63,26 @@ def cells(plan: Plan) -> Iterator[Cell]:
 async def run_cell(cell: Cell, url: str, plan: Plan) -> Run:
     """Warm up, then measure. Raises KvrelayError."""
     target = TargetSpec(url=url)
+    # No two cells of an arm have a seed in common: what stays up must not find an earlier cell's sessions in its cache.
+    seed = plan.workload.seed + cell.repeat * len(plan.loads) + plan.loads.index(cell.load)
     warm_up = plan.workload.model_copy(update={"duration_s": plan.warm_up_s})
     await run_load(
         LoadSpec(
             name="warm-up",
             target=target,
-            workload=build_workload(warm_up, load=cell.load, seed=_WARM_UP_SEED + cell.repeat),
+            workload=build_workload(warm_up, load=cell.load, seed=_WARM_UP_SEED + seed),
         )
     )
     return await run_load(
         LoadSpec(
             name=cell.arm,
             target=target,
-            workload=build_workload(plan.workload, load=cell.load, seed=plan.workload.seed + cell.repeat),
+            workload=build_workload(plan.workload, load=cell.load, seed=seed),
             specification=plan.workload.model_dump(mode="json"),
             slo=plan.slo,
             labels={
                 "arm": cell.arm,
-                "load": cell.load_name,
+                "load": f"{cell.load:g}",
                 "repeat": str(cell.repeat),
             },
         )

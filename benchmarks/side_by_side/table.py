@@ -21,7 +21,7 @@ _SHOWN = {
 
 def rows(measured: Mapping[Cell, Summary]) -> list[dict[str, Any]]:
     """Return one row for each load, kind of request and arm: medians and ranges over the repeats."""
-    groups: dict[tuple[float | None, str, str], list[tuple[Summary, KindSummary]]] = {}
+    groups: dict[tuple[float, str, str], list[tuple[Summary, KindSummary]]] = {}
     for cell, summary in measured.items():
         for kind in summary.kinds:
             groups.setdefault((cell.load, kind.kind, cell.arm), []).append((summary, kind))
@@ -44,7 +44,7 @@ def rows(measured: Mapping[Cell, Summary]) -> list[dict[str, Any]]:
                 for share in (0.5, 0.9, 0.99)
             },
         }
-        for (load, kind, arm), group in sorted(groups.items(), key=lambda item: (item[0][0] or 0.0, item[0][1]))
+        for (load, kind, arm), group in sorted(groups.items(), key=lambda item: item[0][:2])
     ]
 
 
@@ -69,7 +69,7 @@ def table(found: Sequence[Mapping[str, Any]]) -> Table:
     for row in found:
         failed = f" ({row['not_complete']} failed)" if row["not_complete"] else ""
         shown.add_row(
-            "own" if row["load"] is None else f"{row['load']:g}/s",
+            f"{row['load']:g}/s",
             row["kind"],
             row["arm"],
             f"{row['requests']}{failed}",

@@ -39,7 +39,7 @@ def test_rows_give_the_median_and_the_range_over_repeats() -> None:
         for ttft_s in (0.1, 0.3, 0.2)
     ]
     measured = {
-        Cell(arm="a", load=None, repeat=number): summarize(run, slo=slo, warm_up_s=0.0)
+        Cell(arm="a", load=1.0, repeat=number): summarize(run, slo=slo, warm_up_s=0.0)
         for number, run in enumerate(runs)
     }
 
