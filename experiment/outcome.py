@@ -1,5 +1,6 @@
 """What a simulated run says as a point of an experiment."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -11,6 +12,8 @@ from simulator.results import Percentiles, gap_percentile
 from workload.slo import Slo
 
 _ALL = "all"
+_TOLERATED = 0.1
+"""By such a share fewer requests than the load says may come."""
 
 Gaps = Sequence[tuple[float, int]]
 
@@ -41,8 +44,17 @@ def point_of(finished: SimRun, *, arm: Arm, slo: Slo, window_s: tuple[float, flo
         kv_peak=kv_peak,
         transfer_bytes=sum(result.transfer_bytes for result in counted),
         transfer_exposed_p50_s=float(np.median(exposed)) if exposed else None,
-        warnings=() if counted else ("no request came after the warm-up",),
+        warnings=_warnings(len(counted), load * duration_s),
     )
+
+
+def _warnings(num_counted: int, num_expected: float) -> tuple[str, ...]:
+    """Return why fewer requests count than the load says, if that is not by chance."""
+    if not num_counted:
+        return ("no request came after the warm-up",)
+    if num_counted < (1 - _TOLERATED) * num_expected - 3 * math.sqrt(num_expected):
+        return ("much less than the load came while it was measured: the warm-up is too short for its sessions",)
+    return ()
 
 
 def _kinds(finished: SimRun, counted: Sequence[RequestResult], slo: Slo) -> tuple[KindPoint, ...]:

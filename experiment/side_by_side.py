@@ -43,12 +43,16 @@ def measure_side_by_side(errand: Errand, arms: Sequence[str], *, num_jobs: int, 
 def _in_processes(errand: Errand, arms: Sequence[str], num_jobs: int) -> Iterator[Sequence[str]]:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_jobs, mp_context=context, max_tasks_per_child=1) as pool:
+        futures = [pool.submit(_measure_arm, errand, arm) for arm in arms]
         try:
-            futures = [pool.submit(_measure_arm, errand, arm) for arm in arms]
             for future in as_completed(futures):
                 yield future.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        except BaseException:  # an interrupt, too: nobody waits for minutes until the running cells are done
+            for future in futures:
+                future.cancel()
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
 
 
 def _measure_arm(errand: Errand, arm: str) -> Sequence[str]:

@@ -1,5 +1,6 @@
 """An experiment in virtual time from its file to its page."""
 
+import multiprocessing
 import re
 from pathlib import Path
 
@@ -7,7 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from experiment.points import Source
+from experiment.prepare import Choices
 from experiment.report import write_report
+from experiment.side_by_side import Errand, measure_side_by_side
+from experiment.spec import ExperimentError
 from experiment.store import Cell, Store
 from kvrelay.cli.experiment import experiment_app
 from tests.experiment.truths import make_arm, served_up_to
@@ -88,6 +92,18 @@ def test_simulated_search_finds_a_capacity_for_each_arm_side_by_side_as_one_afte
     assert list(stores[0].capacities()) == list(stores[1].capacities())
     assert {capacity.arm.name for capacity in stores[0].capacities()} == {"1P1D", "2 aggregated"}
     assert (tmp_path / "one" / "report.html").read_text() == (tmp_path / "two" / "report.html").read_text()
+
+
+def test_error_of_one_arm_is_raised_at_once_and_ends_the_others(file: Path, tmp_path: Path) -> None:
+    file.write_text(
+        FILE.replace("decode: {block_size: 64, num_blocks: 4000", "decode: {block_size: 64, num_blocks: 5000")
+    )
+    errand = Errand(path=file, choices=Choices(source=Source.SIMULATED), out=tmp_path / "out", is_search=False)
+    with pytest.raises(ExperimentError, match=r"1P1D: pools.prefill.num_blocks must be as in pools.decode"):
+        measure_side_by_side(errand, ["1P1D", "2 aggregated"], num_jobs=2, report=print)
+    for process in multiprocessing.active_children():
+        process.join()
+    assert not list(Store(tmp_path / "out").points())
 
 
 def test_page_is_written_again_from_what_was_kept(file: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from simulator.replay import Hardware
 from tests.simulator.builders import make_settings, make_shape
 from workload.build import build_workload
 from workload.content import ContentWriter
+from workload.lengths import Distribution
 from workload.sessions import Content, Segment, Session, Stream, Turn, Workload
 from workload.slo import Slo
 from workload.spec import parse_workload
@@ -198,3 +199,21 @@ def test_gaps_of_a_point_are_those_of_an_idle_model_when_nobody_else_asks() -> N
     point, _finished = simulate_point(arm, config, build_workload(SPEC, load=0.2), SIMULATION, load=0.2, repeat=0)
     assert point.overall.itl is not None and point.overall.tpot is not None
     assert point.overall.itl.p50 == pytest.approx(point.overall.tpot.p50, rel=0.05)
+
+
+def test_point_warns_when_sessions_are_longer_than_the_warm_up() -> None:
+    slow = SPEC.model_copy(
+        update={
+            "streams": tuple(
+                stream.model_copy(update={"think_s": Distribution("constant", (300.0,))}) for stream in SPEC.streams[:1]
+            )
+        }
+    )
+    arm = Arm(name="2 aggregated", num_prefill=0, num_decode=2)
+    config = parse_config(serving(), source="test")
+    warned, calm = (
+        simulate_point(arm, config, build_workload(spec, load=4.0), SIMULATION, load=4.0, repeat=0)[0].warnings
+        for spec in (slow, SPEC)
+    )
+    assert warned == ("much less than the load came while it was measured: the warm-up is too short for its sessions",)
+    assert calm == ()
