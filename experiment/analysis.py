@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from experiment.capacity import Capacity
 from experiment.curves import Curve, curves_of
 from experiment.limits import Diagnosis, Limit, first_limit
+from experiment.means import Unit, num_units, unit_of
 from experiment.payoff import Payoff, Reached, Verdict, goes_how_far, payoffs_of
 from experiment.points import Point, Source
 from experiment.reach import gain_draws, knee_of, reach_of
@@ -78,6 +79,8 @@ class Findings:
     """So many of the requests had to be good."""
     kinds: tuple[str, ...]
     """Of these kinds; empty: of all."""
+    unit: Unit
+    """What arms of unequal size are compared by."""
     arms: tuple[ArmFinding, ...]
     """By workers; of as many, splits first and other systems last."""
     rankings: tuple[Ranking, ...]
@@ -104,16 +107,23 @@ def analyze(
     curves = sorted(curves_of(points), key=_place)
     found = []
     for source in Source:
+        ours = [curve for curve in curves if curve.source is source]
+        unit = unit_of(curve.arm for curve in ours)
         arms = [
             Reached(
                 curve=curve,
-                reach=reach_of(curve, share=share, kinds=kinds, found=searched.get((source, curve.arm.name))),
+                reach=reach_of(
+                    curve,
+                    share=share,
+                    num_units=num_units(curve.arm, unit),
+                    kinds=kinds,
+                    found=searched.get((source, curve.arm.name)),
+                ),
             )
-            for curve in curves
-            if curve.source is source
+            for curve in ours
         ]
         if arms:
-            found.append(_findings(arms, source=source, share=share, kinds=kinds))
+            found.append(_findings(arms, source=source, share=share, kinds=kinds, unit=unit))
     return tuple(found)
 
 
@@ -123,12 +133,13 @@ def _place(curve: Curve) -> tuple[bool, int, bool, int, str]:
     return arm.is_external, arm.num_workers, arm.num_prefill == 0, arm.num_prefill, arm.name
 
 
-def _findings(arms: Sequence[Reached], *, source: Source, share: float, kinds: tuple[str, ...]) -> Findings:
+def _findings(arms: Sequence[Reached], *, source: Source, share: float, kinds: tuple[str, ...], unit: Unit) -> Findings:
     findings = tuple(_finding(each, arms, share=share) for each in arms)
     return Findings(
         source=source,
         share=share,
         kinds=kinds,
+        unit=unit,
         arms=findings,
         rankings=tuple(_rankings(findings)),
         payoffs=payoffs_of(arms),

@@ -74,15 +74,21 @@ def _paying(payoff: Payoff, findings: Findings) -> str:
             text = f"Cannot tell with {workers(payoff.num_workers)}: {bound}, {reaches}"
     if payoff.ratio is not None:
         text += f"; {change(payoff.ratio)}"
+    return f"{text}. {_told_by_goodput(payoff)}".rstrip()
+
+
+def _told_by_goodput(payoff: Payoff) -> str:
+    """Return what goodput says at the load where the two differ most, of those at which one can tell."""
     decided = [each for each in payoff.loads if each.verdict is not Verdict.UNCLEAR]
-    if payoff.verdict is Verdict.UNCLEAR and decided:
-        ahead = {Verdict.MORE: split, Verdict.LESS: whole}
-        parts = [
-            f"{ahead[each.verdict]} at {number(each.load)}/s (by {rate(abs(each.difference.value))})"
-            for each in decided
-        ]
-        text += f". In goodput alone, ahead are {listed(parts)}"
-    return text + "."
+    if not decided:
+        return "Their goodput cannot be told apart at any load." if payoff.loads else ""
+    most = max(decided, key=lambda each: abs(each.difference.value))
+    ours, theirs = (_at(arm, most.load).goodput.value for arm in (payoff.split, payoff.whole))
+    low, high = sorted((most.difference.low, most.difference.high))
+    return (
+        f"At {rate(most.load)} {payoff.split.arm.name} answers {rate(ours)} well and {payoff.whole.arm.name}"
+        f" {rate(theirs)} (difference {number(most.difference.value)}, 95 %: {number(low)} to {number(high)})."
+    )
 
 
 def _paying_by_size(payoffs: Sequence[Payoff], findings: Findings) -> str:
@@ -248,8 +254,8 @@ def _growth(findings: Findings) -> Iterator[tuple[str, str]]:
     yield (
         "Does it grow?",
         f"{large.arm.name} serves {number(large.reach.load / small.reach.load)} times what {small.arm.name} does, with"
-        f" {number(large.arm.num_workers / small.arm.num_workers)} times the workers: {rate(large.reach.per_worker)}"
-        f" for each worker in place of {rate(small.reach.per_worker)}.",
+        f" {number(large.arm.num_workers / small.arm.num_workers)} times the workers: {rate(large.reach.per_unit)}"
+        f" for each {findings.unit} in place of {rate(small.reach.per_unit)}.",
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 from experiment.analysis import Findings
 from experiment.curves import Reading
 from experiment.looks import Shown, shown_arms
+from experiment.means import Unit as Means
 from experiment.points import KindPoint, Latency, Point
 from loadtest.estimates import Estimate
 from reporting.axes import Axis, Scale, Unit
@@ -33,19 +34,20 @@ class _Sheet:
     """The curves of an experiment, and the axis that they share."""
 
     shown: tuple[Shown, ...]
-    is_per_worker: bool
+    unit: Means | None
+    """What rates are divided by; None: they are not."""
 
     @classmethod
     def of(cls, findings: Sequence[Findings]) -> Self:
         """Return a sheet for everything that is shown."""
         shown = shown_arms(findings)
-        sizes = {arm.finding.arm.num_workers for arm in shown}
-        return cls(shown=shown, is_per_worker=len(sizes) > _MANY_SIZES)
+        sizes = {arm.finding.reach.num_units for arm in shown}
+        return cls(shown=shown, unit=findings[0].unit if len(sizes) > _MANY_SIZES else None)
 
     def only_splits(self) -> "_Sheet":
         """Return the sheet without aggregated arms."""
         splits = tuple(arm for arm in self.shown if arm.finding.arm.num_prefill)
-        return _Sheet(shown=splits, is_per_worker=self.is_per_worker)
+        return _Sheet(shown=splits, unit=self.unit)
 
     @property
     def loads(self) -> Sequence[float]:
@@ -66,11 +68,11 @@ class _Sheet:
     @property
     def whose(self) -> str:
         """What rates are by."""
-        return " for each worker" if self.is_per_worker else ""
+        return "" if self.unit is None else f" for each {self.unit}"
 
     def divisor(self, arm: Shown) -> int:
         """Return what an arm's rates are divided by."""
-        return max(1, arm.finding.arm.num_workers) if self.is_per_worker else 1
+        return 1 if self.unit is None else arm.finding.reach.num_units
 
     def rates(self, pick: Callable[[Reading], Estimate]) -> list[Curve]:
         """Return every arm's curve of a rate, by worker where the load is."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from experiment.curves import Curve, Draws, Reading, goodput_draws, interval
+from experiment.means import are_equals
 from experiment.points import Arm
 from experiment.reach import Reach, gain_draws, sure_of
 from loadtest.estimates import CONFIDENCE, Estimate
@@ -96,17 +97,6 @@ def payoffs_of(arms: Iterable[Reached]) -> tuple[Payoff, ...]:
 def goes_how_far(arm: Reached) -> tuple[float, float]:
     """Return what arms are ranked by: their reach and, where that tells nothing, their most goodput at any load."""
     return arm.reach.load, arm.curve.peak.goodput.value
-
-
-def are_equals(one: Arm, other: Arm) -> bool:
-    """Return whether two arms have the same means."""
-    threads = [_num_threads(arm) for arm in (one, other)]
-    return one.num_workers == other.num_workers or (threads[0] is not None and threads[0] == threads[1])
-
-
-def _num_threads(arm: Arm) -> int | None:
-    each = arm.settings.get("threads", "")
-    return int(each) * arm.num_workers if each.isdecimal() else None
 
 
 def _payoff(num_workers: int, split: Reached, whole: Reached) -> Payoff:

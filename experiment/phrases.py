@@ -13,7 +13,7 @@ def reach_text(reach: Reach) -> str:
     if reach.load == 0:
         return "less than the lowest load"
     if math.isinf(reach.load):
-        return f"more than the highest load (at least {number(reach.low)}/s)" if reach.low else "every load"
+        return f"more than {rate(reach.highest)}, the highest load (95 %: at least {number(reach.low)})"
     high = "more" if reach.high is None else number(reach.high)
     return f"{rate(reach.load)} (95 %: {number(reach.low)} to {high})"
 

@@ -23,16 +23,19 @@ class Reach:
     """95 % interval. 0: it may be below every load that was measured."""
     high: float | None
     """None: it may be above every load that was measured."""
-    num_workers: int
+    num_units: int
+    """Workers, or threads of all workers: what arms are compared by."""
+    highest: float
+    """The highest load that was measured."""
     draws: Draws
     """As good as what was measured; 0 below the lowest load, infinite above the highest."""
     is_searched: bool
     """Whether loads were chosen to find it."""
 
     @property
-    def per_worker(self) -> float:
-        """By workers of both kinds."""
-        return self.load / self.num_workers
+    def per_unit(self) -> float:
+        """For each of the arm's workers or threads."""
+        return self.load / self.num_units
 
     @property
     def is_bracketed(self) -> bool:
@@ -40,7 +43,14 @@ class Reach:
         return 0 < self.load < math.inf
 
 
-def reach_of(curve: Curve, *, share: float, kinds: tuple[str, ...] = (), found: Capacity | None = None) -> Reach:
+def reach_of(
+    curve: Curve,
+    *,
+    share: float,
+    num_units: int,
+    kinds: tuple[str, ...] = (),
+    found: Capacity | None = None,
+) -> Reach:
     """Return an arm's reach, from a search where there was one, else from its curve. Raises ExperimentError.
 
     `kinds`: only their requests count; empty: all.
@@ -56,9 +66,10 @@ def reach_of(curve: Curve, *, share: float, kinds: tuple[str, ...] = (), found: 
     load = crossing(probes, share)
     return Reach(
         load=load,
-        low=min(low, load),
+        low=min(low, load, probes[-1].load),
         high=None if math.isinf(max(high, load)) else max(high, load),
-        num_workers=max(1, curve.arm.num_workers),
+        num_units=num_units,
+        highest=probes[-1].load,
         draws=draws,
         is_searched=found is not None,
     )

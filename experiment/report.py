@@ -1,6 +1,7 @@
 """An experiment's page: what was found in words, then the plots and tables that it was found in."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from experiment.answers import agreement, answers_of
 from experiment.load_figures import busy_panels, goodput_panel, handoff_panels, latency_panels, share_panel
 from experiment.looks import is_thinned
 from experiment.payoff import Payoff, Reached, Verdict
-from experiment.phrases import change_value, reach_text
+from experiment.phrases import change_value
 from experiment.points import Point
 from experiment.report_tables import tables_section
 from experiment.shape_figures import grid_panel, limit_panel, ratio_panel, reach_panel
@@ -116,10 +117,11 @@ def _cards(findings: Sequence[Findings]) -> tuple[Card, ...]:
         cards += [_reach_card(payoff.split), _reach_card(payoff.whole)]
         if payoff.ratio is not None:
             cards.append(_payoff_card(payoff))
-    known = [arm for arm in each.arms if arm.reach.is_bracketed]
-    if known:
-        best = max(known, key=lambda arm: arm.reach.per_worker)
-        cards.append(Card(label="Most for each worker", value=f"{number(best.reach.per_worker)}/s", note=best.arm.name))
+    if all(arm.reach.load < math.inf for arm in each.arms):
+        best = max(each.arms, key=lambda arm: arm.reach.per_unit)
+        cards.append(
+            Card(label=f"Most for each {each.unit}", value=f"{number(best.reach.per_unit)}/s", note=best.arm.name)
+        )
     if each.balance is not None:
         cards.append(
             Card(
@@ -133,9 +135,11 @@ def _cards(findings: Sequence[Findings]) -> tuple[Card, ...]:
 
 def _reach_card(arm: Reached) -> Card:
     reach = arm.reach
-    value = f"{number(reach.load)}/s" if reach.is_bracketed else reach_text(reach)
-    high = "more" if reach.high is None else number(reach.high)
-    note = f"95 %: {number(reach.low)} to {high}" if reach.is_bracketed else ""
+    if not reach.load:
+        return Card(label=f"{arm.arm.name} serves", value="no load that was tried")
+    value = f"{number(reach.load)}/s" if reach.is_bracketed else f"> {number(reach.highest)}/s"
+    low = number(reach.low)
+    note = f"95 %: at least {low}" if reach.high is None else f"95 %: {low} to {number(reach.high)}"
     return Card(label=f"{arm.arm.name} serves", value=value, note=note)
 
 

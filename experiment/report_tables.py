@@ -26,7 +26,7 @@ def _arms_table(findings: Findings) -> Panel:
             arm.arm.name,
             _finite(arm.reach.load),
             f"{number(arm.reach.low)} to {'more' if arm.reach.high is None else number(arm.reach.high)}",
-            _finite(arm.reach.per_worker),
+            _finite(arm.reach.per_unit),
             _NONE if arm.knee is None else f"{number(arm.knee)}/s",
             f"{number(arm.curve.peak.goodput.value)}/s at {number(arm.curve.peak.load)}/s",
             arm.limit.limit.value,
@@ -38,7 +38,16 @@ def _arms_table(findings: Findings) -> Panel:
     return Panel(
         title=f"Arms, {findings.source.value}",
         content=Table(
-            columns=("arm", "serves", "95 %", "per worker", "knee", "most goodput", "gives way first", "next worker"),
+            columns=(
+                "arm",
+                "serves",
+                "95 %",
+                f"per {findings.unit}",
+                "knee",
+                "most goodput",
+                "gives way first",
+                "next worker",
+            ),
             rows=rows,
             text_columns=frozenset(["gives way first", "next worker"]),
             strong_rows=frozenset(index for index, arm in enumerate(findings.arms) if arm.arm.name in best),

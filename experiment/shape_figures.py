@@ -31,20 +31,20 @@ _ROW = 26
 
 def reach_panel(findings: Findings) -> Panel:
     """Return each arm's capacity for each of its workers."""
-    title = "Capacity for each worker"
-    known = [arm for arm in findings.arms if arm.reach.is_bracketed]
+    title = f"Capacity for each {findings.unit}"
+    known = [arm for arm in findings.arms if arm.reach.load]
     if not known:
-        return Panel(title=title, content=Absent(why="no arm was seen both serving and not serving its load"))
+        return Panel(title=title, content=Absent(why="no arm served any of its loads"))
     figure = new_figure(
         Frame(
-            x=Axis(title="requests for each worker", unit=Unit.RATE, starts_at_zero=True),
+            x=Axis(title=f"requests for each {findings.unit}", unit=Unit.RATE, starts_at_zero=True),
             height=120 + _ROW * len(known),
         )
     )
     rows = list(reversed(known))
-    workers = [arm.reach.num_workers for arm in rows]
-    values = [arm.reach.per_worker for arm in rows]
-    highs = [arm.reach.high if arm.reach.high is not None else arm.reach.load for arm in rows]
+    units = [arm.reach.num_units for arm in rows]
+    values = [min(arm.reach.load, arm.reach.highest) / arm.reach.num_units for arm in rows]
+    highs = [arm.reach.high if arm.reach.high is not None else arm.reach.highest for arm in rows]
     figure.add_bar(
         y=[plain(arm.arm.name) for arm in rows],
         x=compact(values),
@@ -53,9 +53,11 @@ def reach_panel(findings: Findings) -> Panel:
         error_x={
             "type": "data",
             "symmetric": False,
-            "array": compact([high / num - value for high, num, value in zip(highs, workers, values, strict=True)]),
+            "array": compact(
+                [max(0.0, high / num - value) for high, num, value in zip(highs, units, values, strict=True)]
+            ),
             "arrayminus": compact(
-                [value - arm.reach.low / num for arm, num, value in zip(rows, workers, values, strict=True)]
+                [value - arm.reach.low / num for arm, num, value in zip(rows, units, values, strict=True)]
             ),
             "color": GREY,
             "thickness": 1.5,
@@ -63,18 +65,20 @@ def reach_panel(findings: Findings) -> Panel:
         },
         text=[plain(reach_text(arm.reach)) for arm in rows],
         textposition="none",
-        hovertemplate="<b>%{y}</b><br>%{x:.3r}/s for each worker<br>%{text} in all<extra></extra>",
+        hovertemplate=f"<b>%{{y}}</b><br>%{{x:.3r}}/s for each {findings.unit}<br>%{{text}} in all<extra></extra>",
         showlegend=False,
     )
     figure.update_yaxes(type="category", tickformat="", ticksuffix="")
-    left_out = [arm.arm.name for arm in findings.arms if arm not in known]
+    beyond = [arm.arm.name for arm in known if not arm.reach.is_bracketed]
+    left_out = [arm.arm.name for arm in findings.arms if not arm.reach.load]
     return Panel(
         title=title,
         look_for=f"The longest bar serves most with equal means; grey arms are aggregated. {percent(findings.share, 0)}"
         " of the requests were good.",
         content=figure,
         note="Whiskers are 95 % intervals."
-        + (f" Left out, not seen at their limits: {', '.join(left_out)}." if left_out else ""),
+        + (f" Bars end at the highest load that was measured: {', '.join(beyond)} served it." if beyond else "")
+        + (f" Left out: {', '.join(left_out)} served none." if left_out else ""),
     )
 
 
@@ -88,7 +92,7 @@ def ratio_panel(findings: Findings) -> Panel:
     curves = [_size_curve(size, index, known, findings.source) for index, size in enumerate(sizes)]
     frame = Frame(
         x=Axis(title="prefill workers of all; 0: aggregated", unit=Unit.SHARE),
-        y=Axis(title="requests for each worker", unit=Unit.RATE, starts_at_zero=True),
+        y=Axis(title=f"requests for each {findings.unit}", unit=Unit.RATE, starts_at_zero=True),
         height=420,
     )
     figure = line_figure(curves, frame)
@@ -118,7 +122,7 @@ def grid_panel(findings: Findings) -> Panel:
         return Panel(
             title=title, content=Absent(why="fewer than three splits were seen at their limits"), width=Width.HALF
         )
-    values = [[_per_worker(known.get((row, column))) for column in decodes] for row in prefills]
+    values = [[_per_unit(known.get((row, column))) for column in decodes] for row in prefills]
     figure = new_figure(Frame(x=Axis(title="decode workers"), y=Axis(title="prefill workers"), height=420))
     figure.add_trace(
         go.Heatmap(
@@ -128,15 +132,18 @@ def grid_panel(findings: Findings) -> Panel:
             text=[["" if value is None else number(value) for value in row] for row in values],
             texttemplate="%{text}",
             colorscale="Viridis",
-            colorbar={"title": {"text": "per worker, /s"}},
-            hovertemplate="<b>%{y}%{x}</b><br>%{z:.3r}/s for each worker<extra></extra>",
+            colorbar={"title": {"text": f"per {findings.unit}, /s"}},
+            hovertemplate=f"<b>%{{y}}%{{x}}</b><br>%{{z:.3r}}/s for each {findings.unit}<extra></extra>",
             hoverongaps=False,
         )
     )
     for update in (figure.update_xaxes, figure.update_yaxes):
         update(type="category", tickformat="", ticksuffix="", showgrid=False)
     return Panel(
-        title=title, look_for="Brighter is better: capacity for each worker.", content=figure, width=Width.HALF
+        title=title,
+        look_for=f"Brighter is better: capacity for each {findings.unit}.",
+        content=figure,
+        width=Width.HALF,
     )
 
 
@@ -144,7 +151,7 @@ def limit_panel(findings: Findings) -> Panel:
     """Return what limits each arm at each load."""
     figure = new_figure(
         Frame(
-            x=Axis(title="load for each worker, requests", unit=Unit.RATE, scale=Scale.LOG),
+            x=Axis(title=f"load for each {findings.unit}, requests", unit=Unit.RATE, scale=Scale.LOG),
             height=130 + _ROW * len(findings.arms),
         )
     )
@@ -153,7 +160,7 @@ def limit_panel(findings: Findings) -> Panel:
     for name, arm in zip(names, findings.arms, strict=True):
         for reading in arm.curve.readings:
             diagnosis = diagnose(reading, arm.curve, share=findings.share)
-            place = reading.load / max(1, arm.arm.num_workers)
+            place = reading.load / arm.reach.num_units
             found[diagnosis.limit].append((name, place, f"{reading.load:g}/s: {diagnosis.why}"))
     for cause, places in found.items():
         if places:
@@ -178,8 +185,8 @@ def limit_panel(findings: Findings) -> Panel:
     )
 
 
-def _per_worker(arm: ArmFinding | None) -> float | None:
-    return None if arm is None else arm.reach.per_worker
+def _per_unit(arm: ArmFinding | None) -> float | None:
+    return None if arm is None else arm.reach.per_unit
 
 
 def _bar_marker(arms: Sequence[ArmFinding], source: Source) -> dict[str, Any]:
@@ -202,7 +209,7 @@ def _size_curve(size: int, index: int, known: Sequence[ArmFinding], source: Sour
     return Curve(
         name=f"{size} workers",
         x=shares,
-        y=[arm.reach.per_worker for arm in arms],
+        y=[arm.reach.per_unit for arm in arms],
         low=[arm.reach.low / size for arm in arms],
         high=[(arm.reach.high if arm.reach.high is not None else arm.reach.load) / size for arm in arms],
         color=PALETTE[index % len(PALETTE)],
@@ -220,7 +227,7 @@ def _whole_mark(size: int, index: int, known: Sequence[ArmFinding]) -> Curve | N
     return Curve(
         name=best.arm.name,
         x=[0.0],
-        y=[best.reach.per_worker],
+        y=[best.reach.per_unit],
         color=PALETTE[index % len(PALETTE)],
         symbol="square",
     )

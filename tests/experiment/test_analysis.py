@@ -12,6 +12,7 @@ from experiment.analysis import Findings, analyze
 from experiment.answers import agreement, answers_of
 from experiment.curves import curves_of, dispersion_of
 from experiment.limits import Limit, first_limit
+from experiment.means import Unit
 from experiment.payoff import Verdict
 from experiment.points import Point, Source
 from tests.experiment.truths import LOADS, NUM_REQUESTS, make_arm, make_point, served_up_to
@@ -31,7 +32,7 @@ def test_capacity_lies_between_the_last_load_that_was_served_and_the_first_that_
     assert 3.0 < arm.reach.load < 3.1  # where a line from 100 % at 3 to 67 % at 4 passes 99 %
     assert arm.reach.high is not None
     assert 2.9 < arm.reach.low <= arm.reach.load <= arm.reach.high < 4.0
-    assert arm.reach.per_worker == arm.reach.load / 2
+    assert arm.reach.per_unit == arm.reach.load / 2
 
 
 @given(st.floats(0.5, 6.5), st.sampled_from([0.9, 0.95, 0.99]))
@@ -73,6 +74,14 @@ def test_arms_that_serve_every_load_cannot_be_told_apart() -> None:
     found = findings(served_up_to(9.0, make_arm(1, 1)), served_up_to(9.0, make_arm(0, 2)))
     (payoff,) = found.payoffs
     assert (payoff.ratio, payoff.verdict) == (None, Verdict.UNCLEAR)
+    assert "1P1D serves more than 6/s, the highest load (95 %: at least 6)" in said(found)
+
+
+def test_split_beyond_every_load_pays_and_goodput_says_by_how_much_at_least() -> None:
+    found = findings(served_up_to(9.0, make_arm(1, 1)), served_up_to(2.0, make_arm(0, 2)))
+    (payoff,) = found.payoffs
+    assert (payoff.ratio, payoff.verdict) == (None, Verdict.MORE)
+    assert "At 6/s 1P1D answers 6/s well and 2 aggregated 4.02/s (difference 1.98, 95 %: 1." in said(found)
 
 
 def test_line_is_between_the_loads_at_which_the_better_arm_becomes_the_worse_one() -> None:
@@ -89,6 +98,7 @@ def test_aggregated_arm_with_as_many_threads_is_a_fair_comparison() -> None:
     split, whole = make_arm(1, 1, threads="1"), make_arm(0, 1, threads="2")
     found = findings(served_up_to(2.0, split), served_up_to(4.0, whole))
     assert found.payoffs[0].whole.arm == whole
+    assert (found.unit, [arm.reach.num_units for arm in found.arms]) == (Unit.THREAD, [2, 2])
     unequal = make_arm(0, 1, threads="4")
     assert not findings(served_up_to(2.0, split), served_up_to(4.0, unequal)).payoffs
 
