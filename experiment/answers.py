@@ -8,7 +8,7 @@ from experiment.analysis import ArmFinding, Balance, Findings, Ranking
 from experiment.curves import Reading
 from experiment.limits import Limit
 from experiment.payoff import Payoff, Reached, Verdict
-from experiment.phrases import change, change_value, listed, ranged, rate, reach_text, span, workers
+from experiment.phrases import change, change_value, listed, ranged, rate, reach_text, workers
 from experiment.points import KindPoint, Latency, Source
 from experiment.reach import KNEE_SHARE
 from reporting.wording import duration, number, percent
@@ -96,9 +96,11 @@ def _paying_by_size(payoffs: Sequence[Payoff], findings: Findings) -> str:
     for verdict, verb in ((Verdict.MORE, "it pays"), (Verdict.LESS, "it loses"), (Verdict.UNCLEAR, "one cannot tell")):
         group = [each for each in payoffs if each.verdict is verdict]
         if group:
-            sizes = listed([str(each.num_workers) for each in group])
-            ratios = [change_value(each.ratio.value) for each in group if each.ratio is not None]
-            parts.append(f"with {sizes} workers {verb}" + (f" ({span(ratios)})" if ratios else ""))
+            sizes = [
+                f"{each.num_workers} ({change_value(each.ratio.value)})" if each.ratio else str(each.num_workers)
+                for each in group
+            ]
+            parts.append(f"with {listed(sizes)} workers {verb}")
     text = "; ".join(parts)
     return (
         f"{text[0].upper()}{text[1:]}. Compared is how much the best split of each size serves with"
@@ -194,7 +196,7 @@ def _limited(arm: ArmFinding) -> str:
 def _trade(findings: Findings) -> Iterator[tuple[str, str]]:
     if not findings.payoffs:
         return
-    payoff = max(findings.payoffs, key=lambda each: len(each.loads))
+    payoff = max(findings.payoffs, key=lambda each: (bool(each.loads), each.num_workers))
     load = _telling_load(payoff)
     if load is None:
         return

@@ -68,7 +68,7 @@ class Payoff:
     whole: Reached
     """The best aggregated one."""
     ratio: Estimate | None
-    """Reach of the one by that of the other; None where either is not known."""
+    """Reach of the one by that of the other; None where loads were too low or too high to know it."""
     verdict: Verdict
     loads: tuple[AtLoad, ...]
     """Loads that both were measured at, ascending."""
@@ -101,13 +101,15 @@ def goes_how_far(arm: Reached) -> tuple[float, float]:
 
 def _payoff(num_workers: int, split: Reached, whole: Reached) -> Payoff:
     draws = gain_draws(split.reach, whole.reach)
-    is_known = split.reach.is_bracketed and whole.reach.is_bracketed and bool(np.isfinite(draws).all())
-    ratio = split.reach.load / whole.reach.load if is_known else math.nan
+    ratio = None
+    if split.reach.is_bracketed and whole.reach.is_bracketed:
+        estimate = interval(split.reach.load / whole.reach.load, np.exp(draws))
+        ratio = estimate if estimate.low > 0 and estimate.high < math.inf else None
     return Payoff(
         num_workers=num_workers,
         split=split,
         whole=whole,
-        ratio=interval(ratio, np.exp(draws)) if is_known else None,
+        ratio=ratio,
         verdict=Verdict.of(draws),
         loads=tuple(_at_loads(split.curve, whole.curve)),
     )

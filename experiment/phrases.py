@@ -1,7 +1,7 @@
 """Numbers of findings as people say them."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from experiment.reach import Reach
 from loadtest.estimates import Estimate
@@ -44,11 +44,6 @@ def ranged(estimate: Estimate) -> str:
     if number(estimate.low) == number(estimate.high):
         return number(estimate.value)
     return f"{number(estimate.value)} ({number(estimate.low)} to {number(estimate.high)})"
-
-
-def span(values: Sequence[str]) -> str:
-    """Return the first and the last of several, or the one that all are."""
-    return values[0] if len(set(values)) == 1 else f"{values[0]} … {values[-1]}"
 
 
 def listed(parts: Iterable[str]) -> str:

@@ -128,7 +128,7 @@ def test_page_of_many_sizes_draws_the_best_arms_by_the_load_for_each_worker(tmp_
     page = write_report(store).read_text()
     assert "load for each worker, requests" in page
     assert "Of each number of workers the best split and the best aggregated arm; the table has all." in page
-    assert "With 2, 4, 8 and 16 workers it pays (+50 %)" in page
+    assert "With 2 (+50 %), 4 (+50 %), 8 (+50 %) and 16 (+50 %) workers it pays" in page
     assert page.count('"name":"8P8D"') > 2
     assert '"name":"7P9D"' not in page
     assert re.search(r"<td[^>]*>7P9D</td>", page)  # in the tables it is
