@@ -53,7 +53,7 @@ def test_simulate_with_a_timing_file_takes_times_and_step_budget_from_it(run: Ru
         (("-m", "gpt"), "--model: 'gpt' is not known; say one of llama-70b"),
         (("--device", "abacus"), "--device: 'abacus' is not known; say one of h100"),
         (("--block-size", "96"), "pages of 96 tokens do not divide"),
-        (("-t", "none.jsonl"), "No such file or directory: 'none.jsonl'"),
+        (("-t", "none.jsonl"), "none.jsonl: No such file or directory"),
         (("--timing", SMALL), "small.jsonl: "),
     ],
 )
