@@ -43,7 +43,7 @@ class FakeLoad:
             observer.record(request)
         if self.interrupts_itself:
             os.kill(os.getpid(), signal.SIGINT)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await stop.wait()
         return run
 

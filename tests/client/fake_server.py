@@ -12,7 +12,7 @@ import grpc
 from common.errors import KvrelayError, to_status
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2, worker_pb2
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from kvrelay.client import AsyncClient, Client, RecordedRequest
 from kvrelay.v1 import inference_pb2
 from tests.client.fake_server import FakeInference, serving
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 
 def told(num_prompt_tokens: int, *, num_dropped: int = 0) -> inference_pb2.RecordTrafficResponse:

@@ -57,7 +57,7 @@ class RecordingRouter(router_admin_pb2_grpc.RouterAdminServiceServicer):
             self._pushed.notify_all()
         return router_admin_pb2.SetWorkersResponse(num_ready=len(self.workers))
 
-    async def until(self, condition: Callable[["RecordingRouter"], bool], *, timeout_s: float = 20.0) -> None:
+    async def until(self, condition: Callable[["RecordingRouter"], bool], *, timeout_s: float = 60.0) -> None:
         """Wait until `condition` holds after a push, or now."""
         async with asyncio.timeout(timeout_s), self._pushed:
             await self._pushed.wait_for(lambda: condition(self))

@@ -83,7 +83,7 @@ def answer(address: str) -> list[int]:
 
 
 def is_healthy(http_address: str) -> bool:
-    with urllib.request.urlopen(f"http://{http_address}/health", timeout=10) as response:
+    with urllib.request.urlopen(f"http://{http_address}/health", timeout=60) as response:
         return bool(response.status == 200)
 
 

@@ -66,7 +66,7 @@ async def test_exited_tells_the_signal(tmp_path: Path) -> None:
     process = await make_launcher(tmp_path).start(make_spec("decode-0"))
     os.kill(process.ready.pid, signal.SIGKILL)
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert await process.exited() == "killed by SIGKILL"
     await process.stop(0)
 
@@ -74,7 +74,7 @@ async def test_exited_tells_the_signal(tmp_path: Path) -> None:
 async def test_stop_of_a_process_that_ignores_sigterm_kills_it(tmp_path: Path) -> None:
     process = await make_launcher(tmp_path, decode_0=["--ignore-sigterm"]).start(make_spec("decode-0"))
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await process.stop(0.05)
 
     assert process_birth(process.ready.pid) is None

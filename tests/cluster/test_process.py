@@ -60,7 +60,7 @@ def test_die_with_parent_when_the_parent_is_killed_kills_the_child(tmp_path: Pat
         grandchild = psutil.Process(int(process.stdout.readline()))
         process.kill()
 
-        _, alive = psutil.wait_procs([grandchild], timeout=10)
+        _, alive = psutil.wait_procs([grandchild], timeout=60)
     assert alive == []
 
 

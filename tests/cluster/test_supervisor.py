@@ -69,7 +69,7 @@ async def running_cluster(run_dir: Path, **modes: Sequence[str]) -> AsyncIterato
     async with make_cluster(run_dir, **modes) as cluster, asyncio.TaskGroup() as tasks:
         tasks.create_task(cluster.run())
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await cluster.ready.wait()
             yield cluster
         finally:

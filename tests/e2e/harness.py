@@ -86,7 +86,7 @@ async def until(condition: Callable[[], Awaitable[bool]], *, timeout_s: float, w
     return time.monotonic() - started_s
 
 
-async def until_idle(client: AsyncClient, *, timeout_s: float = 20) -> None:
+async def until_idle(client: AsyncClient, *, timeout_s: float = 60) -> None:
     """Wait until `status` shows that nothing is held anywhere."""
 
     async def idle() -> bool:

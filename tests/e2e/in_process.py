@@ -18,7 +18,7 @@ from tests.worker.cluster import make_runtime
 from worker.shell import RunningWorker, start_worker
 
 PREFILL, DECODE = worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 @dataclass(slots=True, kw_only=True)

@@ -67,7 +67,7 @@ def _hostile() -> list[tuple[str, bytes]]:
 async def _raw_generate(channel: grpc.aio.Channel, payload: bytes) -> grpc.StatusCode:
     method: Any = channel.unary_stream("/kvrelay.v1.InferenceService/Generate")
     try:
-        async for _message in method(payload, timeout=30):
+        async for _message in method(payload, timeout=60):
             pass
     except grpc.aio.AioRpcError as error:
         return error.code()

@@ -108,7 +108,7 @@ class Manual:
         request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=PROMPT), direct=True)
         for name, value in {**SAMPLING, **sampling}.items():
             setattr(request.sampling, name, value)
-        self.call = self._router.Generate(request, timeout=30)
+        self.call = self._router.Generate(request, timeout=60)
         while not (message := await self.call.read()).HasField("direct"):
             pass
         grant: inference_pb2.DirectGrant = message.direct

@@ -37,7 +37,7 @@ async def running_router(pair: Pair, **tenants: dict[str, Any]) -> AsyncIterator
     try:
         admin = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
         inference = inference_pb2_grpc.InferenceServiceStub(channel)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=workers))
             while True:
                 status = await inference.GetClusterStatus(inference_pb2.GetClusterStatusRequest())
@@ -50,7 +50,7 @@ async def running_router(pair: Pair, **tenants: dict[str, Any]) -> AsyncIterator
 
 
 async def ask(address: str, tenant: str, prompt: list[int]) -> Generation:
-    async with AsyncClient(address, api_key=KEYS[tenant], timeout_s=10) as client:
+    async with AsyncClient(address, api_key=KEYS[tenant], timeout_s=60) as client:
         return await client.generate(prompt, max_tokens=4, temperature=0)
 
 

@@ -49,7 +49,7 @@ async def test_thread_when_bookkeeping_raises_dies_and_tells_its_owner() -> None
     core.begin_step = broken  # type: ignore[method-assign,assignment]
     async with running(core, faults.put_nowait) as thread:
         await thread.call(lambda core: core.add(make_request([1]), Collector()))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             fault = await faults.get()
     assert str(fault) == "block 3: ref_cnt -1"
 
@@ -99,7 +99,7 @@ class _GatedStep:
         self._gate, self._handle = gate, handle
 
     def results(self) -> list[StepResult]:
-        assert self._gate.acquire(timeout=10)
+        assert self._gate.acquire(timeout=60)
         return self._handle.results()
 
 
@@ -109,7 +109,7 @@ async def test_started_reaches_the_loop_while_its_step_still_computes(max_steps_
     gate = Gate(core)
     events: asyncio.Queue[EngineEvent] = asyncio.Queue()
     request = make_request([1, 2, 3], max_tokens=6, ignore_eos=True)
-    async with running(core, unexpected) as thread, asyncio.timeout(10):
+    async with running(core, unexpected) as thread, asyncio.timeout(60):
         await thread.call(lambda core: core.add(request, events.put_nowait))
         assert isinstance(await events.get(), Started)
         assert events.empty()
@@ -128,7 +128,7 @@ async def test_cancel_posted_while_steps_compute_takes_effect_before_the_next_pl
     core = make_core(max_steps_in_flight=max_steps_in_flight)
     gate = Gate(core)
     events: asyncio.Queue[EngineEvent] = asyncio.Queue()
-    async with running(core, unexpected) as thread, asyncio.timeout(10):
+    async with running(core, unexpected) as thread, asyncio.timeout(60):
         group = await thread.call(
             lambda core: core.add(make_request([1, 2], max_tokens=50, ignore_eos=True), events.put_nowait)
         )
@@ -157,7 +157,7 @@ async def test_fault_of_a_step_is_told_and_the_thread_lives() -> None:
 
     core.executor.launch = fail_once  # type: ignore[method-assign]
     events: asyncio.Queue[EngineEvent] = asyncio.Queue()
-    async with running(core, unexpected) as thread, asyncio.timeout(10):
+    async with running(core, unexpected) as thread, asyncio.timeout(60):
         await thread.call(lambda core: core.add(make_request([1]), events.put_nowait))
         assert isinstance(await events.get(), Started)
         assert isinstance(await events.get(), Failed)

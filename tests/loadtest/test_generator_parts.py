@@ -53,7 +53,7 @@ async def test_alarm_wakes_everybody_and_never_early(make: Callable[[], Alarm]) 
         woken.append(after_s)
 
     times = [0.009, 0.001, 0.005, -1.0, 0.0011]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await asyncio.gather(*map(sleeper, times))
     alarm.close()
     assert sorted(woken) == sorted(times)
@@ -66,7 +66,7 @@ async def test_alarm_when_the_next_sleeper_is_cancelled_wakes_the_others(make: C
     second = asyncio.ensure_future(alarm.until(now_s + 0.004))
     await asyncio.sleep(0)
     first.cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await second
     assert first.cancelled()
     alarm.close()

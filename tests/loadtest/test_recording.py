@@ -118,7 +118,7 @@ async def test_workload_that_is_served_and_recorded_replays_as_it_was(tmp_path: 
     trace = TrafficTrace()
     async with (
         running_cluster(FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)) as cluster,
-        AsyncClient(cluster.router.address, timeout_s=10) as client,
+        AsyncClient(cluster.router.address, timeout_s=60) as client,
         client.record() as stream,
     ):
         for session in original:

@@ -42,7 +42,7 @@ BLOCK_SIZE = 4
 FINGERPRINT = "fake-model"
 VOCAB_SIZE = 256
 ROOT = hash_root(model_fingerprint=FINGERPRINT)
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Write = Callable[[decode_pb2.DecodeResponse], Awaitable[None]]

@@ -34,7 +34,7 @@ def pair() -> tuple[FakeWorker, FakeWorker]:
     return FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
 
 
-async def ask(client: AsyncClient, num_tokens: int = 10, *, timeout_s: float = 10.0) -> list[int]:
+async def ask(client: AsyncClient, num_tokens: int = 10, *, timeout_s: float = 60.0) -> list[int]:
     generation = await client.generate(prompt_of(num_tokens), max_tokens=6, temperature=0, timeout_s=timeout_s)
     return list(generation.samples[0].token_ids)
 

@@ -133,7 +133,7 @@ class Pair:
 async def until_empty(worker: RunningWorker) -> None:
     """Wait (bounded) until a worker holds nothing."""
     runtime = worker.runtime
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while True:
             load = await runtime.engine.call(lambda core: core.load())
             held = load.num_used_blocks + load.num_reserved + load.num_held + load.num_running

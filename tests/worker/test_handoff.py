@@ -135,7 +135,7 @@ async def test_decode_call_whose_prefill_worker_has_moved_meanwhile_ends_with_a_
         moved.handoff.CopyFrom(pair.handoff(mint_handoff_id()))
         moved.handoff.prefill_address = "127.0.0.1:1"  # the channel to the old address is closed
         assert isinstance(from_rpc_error(await error_of(pair.decode_stub.Decode(moved))), WorkerLost)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             assert isinstance(from_rpc_error(await error_of(decode)), WorkerLost)
         await pair.until_empty()
 
@@ -219,6 +219,6 @@ async def test_worker_whose_engine_thread_dies_ends_its_process(monkeypatch: pyt
 
         monkeypatch.setattr(EngineCore, "begin_step", broken)
         call = pair.open_decode(make_request(range(20)), None)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             assert await statuses.get() == 70
         call.cancel()
