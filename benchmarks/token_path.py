@@ -37,7 +37,7 @@ import uvloop
 import yaml
 
 from benchmarks.token_worker import TEXT, WORKER_ID
-from cluster.ports import free_port
+from common.ports import free_port
 from common.process import PARENT_PID_ENV, Ready, parse_ready
 from common.rpc import client_channel, until_ready
 from kvrelay.v1 import (

@@ -14,11 +14,11 @@ from pathlib import Path
 import yaml
 
 from cluster.launcher import log_path, log_tail
-from cluster.ports import dial_address, free_port, is_port_free
 from cluster.starter import DETACH, Failed, Progress, Up, parse_event
 from cluster.state import ClusterState, StateFile
 from common.config import ServingConfig
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, cache_dir, resolve_model
+from common.ports import dial_address, free_port, is_port_free
 from common.process import ProcessIdentity
 
 RUN_DIR_ENV = "KVRELAY_RUN_DIR"

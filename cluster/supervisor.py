@@ -29,7 +29,6 @@ from cluster.launcher import Launcher, StartFailed, log_path
 from cluster.managed_process import ManagedProcess
 from cluster.membership import MembershipPusher
 from cluster.plan import PlanError, ProcessRole, ProcessSpec
-from cluster.ports import dial_address
 from cluster.run_lock import RunDirTaken, lock_run_dir
 from cluster.scaling import POOLS, Scaler
 from cluster.starter import Starter
@@ -38,6 +37,7 @@ from cluster.wiring import choose_launcher
 from common.clock import SystemClock
 from common.config import ServingConfig, load_config
 from common.log import setup_logging
+from common.ports import dial_address
 from common.process import ProcessIdentity
 from kvrelay.v1 import router_admin_pb2, worker_pb2
 

@@ -63,10 +63,26 @@ class PoolConfig(_Section):
     """CPU threads per worker; auto: the machine's cores shared among the workers on it."""
     metrics: bool = True
     """Serve Prometheus metrics on a free port of each worker."""
+    ports: Annotated[str, Field(pattern=r"^\d{1,5}-\d{1,5}$")] | None = None
+    """`first-last`: where its workers and their metrics listen, each on the first that is free on its host."""
     num_cpus: Annotated[float, Field(ge=0)] = 1
     """Ray CPUs to reserve per worker."""
     num_gpus: Annotated[float, Field(ge=0)] = 0
     """Ray GPUs to reserve per worker."""
+
+    @property
+    def port_range(self) -> range:
+        """Ports to try, in order; only 0, which picks any free one, where none are named."""
+        if self.ports is None:
+            return range(1)
+        first, last = map(int, self.ports.split("-"))
+        return range(first, last + 1)
+
+    @model_validator(mode="after")
+    def _ports_exist(self) -> "PoolConfig":
+        if self.ports is not None and not 1024 <= self.port_range.start < self.port_range.stop <= 65536:
+            raise ValueError(f"ports: {self.ports} is no range of ports from 1024 to 65535")
+        return self
 
 
 class PoolsConfig(_Section):

@@ -1,11 +1,13 @@
 """gRPC plumbing that every process shares: channels, servers with health and reflection, deadlines, error mapping."""
 
 import asyncio
+import errno
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -14,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from common.errors import EngineFault, KvrelayError, to_status
 from common.malformed import MalformedRequestInterceptor
+from common.ports import is_port_free, listen_on_first
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +65,15 @@ class Server:
 
 
 async def start_server(
-    add_services: Callable[[grpc.aio.Server], Sequence[str]], *, host: str, port: int, max_message_mib: int = 64
+    add_services: Callable[[grpc.aio.Server], Sequence[str]],
+    *,
+    host: str,
+    port: int | Sequence[int],
+    max_message_mib: int = 64,
 ) -> Server:
-    """Start a server with health checking and reflection; port 0 picks a free one.
+    """Start a server with health checking and reflection on the first free one of some ports; 0 is always free.
 
-    `add_services` registers the servicers and returns their full names. Raises OSError when the port is taken.
+    `add_services` registers the servicers and returns their full names. Raises OSError when all are taken.
     """
     options = [
         *_KEEPALIVE,
@@ -80,16 +87,23 @@ async def start_server(
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection(names, server)
-    try:
-        bound = server.add_insecure_port(f"{host}:{port}")
-    except RuntimeError as error:
-        raise OSError(f"cannot listen on {host}:{port}: {error}") from error
-    if bound == 0:
-        raise OSError(f"cannot listen on {host}:{port}: the port is taken")
+    bound = listen_on_first((port,) if isinstance(port, int) else port, partial(_bind, server, host))
     await server.start()
     for name in ("", *names):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     return Server(grpc_server=server, port=bound, health=health_servicer)
+
+
+def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    if port and not is_port_free(host, port):  # gRPC would also log it, as an error
+        raise OSError(errno.EADDRINUSE, f"cannot listen on {host}:{port}: the port is taken")
+    try:
+        bound: int = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error}") from error
+    if bound == 0:
+        raise OSError(errno.EADDRINUSE, f"cannot listen on {host}:{port}: the port is taken")
+    return bound
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: KvrelayError) -> NoReturn:

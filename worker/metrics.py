@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from common.metrics_server import MetricsServer
+from common.ports import listen_on_first
 from common.wire_names import ROLE_NAMES, TRANSPORT_NAMES
 from worker.prefix_pull import PullOutcome
 from worker.runtime import WorkerRuntime
@@ -67,7 +68,8 @@ class RuntimeCollector(Collector):
 
 
 def serve_metrics(runtime: WorkerRuntime, host: str) -> MetricsServer:
-    """Serve a runtime's metrics on a free port."""
+    """Serve a runtime's metrics on a free port of its pool's. Raises OSError when all are taken."""
     registry = CollectorRegistry()
     registry.register(RuntimeCollector(runtime))
-    return MetricsServer(registry, host=host, port=0)
+    ports = runtime.pool_config.port_range
+    return listen_on_first(ports, lambda port: MetricsServer(registry, host=host, port=port))

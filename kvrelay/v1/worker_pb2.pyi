@@ -613,6 +613,58 @@ class WorkerStatus(_message.Message):
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
 
 @_typing.final
+class ProbePeerRequest(_message.Message):
+    """Whom to try."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """host:port of the other worker."""
+    worker_id: _builtins.str
+    """Its name: another one there counts as not reached."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbePeerRequest: _TypeAlias = ProbePeerRequest  # noqa: Y015
+
+@_typing.final
+class ProbePeerResponse(_message.Message):
+    """Whether it answered."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REACHED_FIELD_NUMBER: _builtins.int
+    ROUND_TRIP_S_FIELD_NUMBER: _builtins.int
+    reached: _builtins.bool
+    """That worker answered, with blocks of the same layout."""
+    round_trip_s: _builtins.float
+    """Seconds until it did."""
+    def __init__(
+        self,
+        *,
+        reached: _builtins.bool = ...,
+        round_trip_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reached", b"reached", "round_trip_s", b"round_trip_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbePeerResponse: _TypeAlias = ProbePeerResponse  # noqa: Y015
+
+@_typing.final
 class GetWorkerStatusResponse(_message.Message):
     """The status."""
 

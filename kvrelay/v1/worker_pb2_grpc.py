@@ -50,6 +50,11 @@ class WorkerServiceStub(object):
                 request_serializer=kvrelay_dot_v1_dot_worker__pb2.GetWorkerStatusRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_worker__pb2.GetWorkerStatusResponse.FromString,
                 _registered_method=True)
+        self.ProbePeer = channel.unary_unary(
+                '/kvrelay.v1.WorkerService/ProbePeer',
+                request_serializer=kvrelay_dot_v1_dot_worker__pb2.ProbePeerRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_worker__pb2.ProbePeerResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer(object):
@@ -77,6 +82,13 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ProbePeer(self, request, context):
+        """Tries whether this worker reaches another one, for diagnosis. Says nothing of what else may be at that address.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +106,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.GetWorkerStatus,
                     request_deserializer=kvrelay_dot_v1_dot_worker__pb2.GetWorkerStatusRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_worker__pb2.GetWorkerStatusResponse.SerializeToString,
+            ),
+            'ProbePeer': grpc.unary_unary_rpc_method_handler(
+                    servicer.ProbePeer,
+                    request_deserializer=kvrelay_dot_v1_dot_worker__pb2.ProbePeerRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_worker__pb2.ProbePeerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +195,33 @@ class WorkerService(object):
             '/kvrelay.v1.WorkerService/GetWorkerStatus',
             kvrelay_dot_v1_dot_worker__pb2.GetWorkerStatusRequest.SerializeToString,
             kvrelay_dot_v1_dot_worker__pb2.GetWorkerStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ProbePeer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.WorkerService/ProbePeer',
+            kvrelay_dot_v1_dot_worker__pb2.ProbePeerRequest.SerializeToString,
+            kvrelay_dot_v1_dot_worker__pb2.ProbePeerResponse.FromString,
             options,
             channel_credentials,
             insecure,

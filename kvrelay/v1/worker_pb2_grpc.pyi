@@ -39,6 +39,8 @@ class WorkerServiceStub:
     """KV events and load. Starts with a snapshot; a subscriber that sees a gap in seq subscribes again."""
     GetWorkerStatus: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStatusRequest, _worker_pb2.GetWorkerStatusResponse]
     """Counters and everything that is held right now."""
+    ProbePeer: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ProbePeerRequest, _worker_pb2.ProbePeerResponse]
+    """Tries whether this worker reaches another one, for diagnosis. Says nothing of what else may be at that address."""
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -51,6 +53,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """KV events and load. Starts with a snapshot; a subscriber that sees a gap in seq subscribes again."""
     GetWorkerStatus: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStatusRequest, _worker_pb2.GetWorkerStatusResponse]  # type: ignore[assignment]
     """Counters and everything that is held right now."""
+    ProbePeer: _aio.UnaryUnaryMultiCallable[_worker_pb2.ProbePeerRequest, _worker_pb2.ProbePeerResponse]  # type: ignore[assignment]
+    """Tries whether this worker reaches another one, for diagnosis. Says nothing of what else may be at that address."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """What every worker tells about itself."""
@@ -78,5 +82,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.GetWorkerStatusResponse, _abc.Awaitable[_worker_pb2.GetWorkerStatusResponse]]:
         """Counters and everything that is held right now."""
+
+    @_abc_1.abstractmethod
+    def ProbePeer(
+        self,
+        request: _worker_pb2.ProbePeerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ProbePeerResponse, _abc.Awaitable[_worker_pb2.ProbePeerResponse]]:
+        """Tries whether this worker reaches another one, for diagnosis. Says nothing of what else may be at that address."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -2,6 +2,10 @@
 
 import errno
 import socket
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+_Listening = TypeVar("_Listening")
 
 _WILDCARDS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -28,6 +32,21 @@ def is_port_free(host: str, port: int) -> bool:
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
             return False
         raise
+
+
+def listen_on_first(ports: Sequence[int], listen: Callable[[int], _Listening]) -> _Listening:
+    """Return what `listen` makes of the first port for which it does not raise OSError; raises the last one's."""
+    for port in ports[:-1]:
+        try:
+            return listen(port)
+        except OSError:
+            continue
+    try:
+        return listen(ports[-1])
+    except OSError as error:
+        if len(ports) == 1:
+            raise
+        raise OSError(error.errno, f"none of the ports {ports[0]} to {ports[-1]} is free: {error}") from error
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,0 +1,107 @@
+"""A worker that tries a peer says whether that worker answered, and nothing of what else is there."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from common.errors import InvalidRequest, Overloaded
+from common.ports import free_port
+from common.rpc import client_channel
+from kvrelay.v1 import worker_pb2 as pb
+from kvrelay.v1 import worker_pb2_grpc
+from worker.peer_probe import MAX_PROBES, PeerProbe
+
+BOUND_S = 0.3
+OURS = pb.DescribeWorkerResponse(worker_id="decode-0", layout=pb.KvLayout(fingerprint="a", block_size=16))
+PEER = pb.DescribeWorkerResponse(worker_id="prefill-0", layout=pb.KvLayout(fingerprint="a", block_size=16))
+STRANGER = pb.DescribeWorkerResponse(worker_id="prefill-0", layout=pb.KvLayout(fingerprint="b", block_size=16))
+
+
+class Peer(worker_pb2_grpc.WorkerServiceServicer):
+    def __init__(self, described: pb.DescribeWorkerResponse, may_answer: asyncio.Event) -> None:
+        self._described = described
+        self._may_answer = may_answer
+        self.asked = asyncio.Semaphore(0)
+
+    async def DescribeWorker(self, request: Any, context: Any) -> pb.DescribeWorkerResponse:
+        self.asked.release()
+        await self._may_answer.wait()
+        return self._described
+
+
+@asynccontextmanager
+async def serving(described: pb.DescribeWorkerResponse, may_answer: asyncio.Event) -> AsyncIterator[tuple[Peer, str]]:
+    server, peer = grpc.aio.server(), Peer(described, may_answer)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(peer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield peer, f"127.0.0.1:{port}"
+    await server.stop(None)
+
+
+def at_once() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
+def asking(address: str, worker_id: str = "prefill-0") -> pb.ProbePeerRequest:
+    return pb.ProbePeerRequest(address=address, worker_id=worker_id)
+
+
+async def test_reach_of_a_worker_with_the_same_blocks_is_reached_with_its_time() -> None:
+    async with serving(PEER, at_once()) as (_, address):
+        tried = await PeerProbe(client_channel, bound_s=60).reach(asking(address), OURS)
+
+    assert tried.reached
+    assert 0 < tried.round_trip_s < 60
+
+
+@pytest.mark.parametrize(("described", "worker_id"), [(PEER, "prefill-1"), (STRANGER, "prefill-0")])
+async def test_reach_of_anything_else_is_not_reached_and_takes_the_whole_bound(
+    described: pb.DescribeWorkerResponse, worker_id: str
+) -> None:
+    loop = asyncio.get_running_loop()
+    async with serving(described, at_once()) as (_, address):
+        started_s = loop.time()
+        tried = await PeerProbe(client_channel, bound_s=BOUND_S).reach(asking(address, worker_id), OURS)
+
+    assert tried == pb.ProbePeerResponse(reached=False)
+    assert loop.time() - started_s >= 0.9 * BOUND_S
+
+
+async def test_reach_where_nobody_listens_answers_like_where_another_one_does() -> None:
+    loop = asyncio.get_running_loop()
+    started_s = loop.time()
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+
+    tried = await PeerProbe(client_channel, bound_s=BOUND_S).reach(asking(address), OURS)
+
+    assert tried == pb.ProbePeerResponse(reached=False)
+    assert loop.time() - started_s >= 0.9 * BOUND_S
+
+
+@pytest.mark.parametrize("address", ["", "here", "unix:/run/a.sock", "http://a:80", "a:1/b", "[::1]", "a b:80"])
+async def test_reach_of_what_is_no_address_is_refused_by_field(address: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await PeerProbe(client_channel).reach(asking(address), OURS)
+
+    assert caught.value.field == "address"
+
+
+async def test_reach_beyond_the_limit_is_refused_until_one_ends() -> None:
+    may_answer = asyncio.Event()
+    probe = PeerProbe(client_channel, bound_s=60)
+    async with serving(PEER, may_answer) as (peer, address):
+        running = [asyncio.create_task(probe.reach(asking(address), OURS)) for _ in range(MAX_PROBES)]
+        for _ in running:
+            await peer.asked.acquire()
+        with pytest.raises(Overloaded):
+            await probe.reach(asking(address), OURS)
+        may_answer.set()
+        assert all(tried.reached for tried in await asyncio.gather(*running))
+        assert (await probe.reach(asking(address), OURS)).reached

@@ -1,0 +1,70 @@
+"""Tries whether this worker reaches another one: the pulls need it, and no third host can see it.
+
+Whoever may call this must not learn with it what else listens where, so the only answers are "that worker, with blocks
+like mine, answered" and "it did not", and the second one always takes the whole bound.
+"""
+
+import asyncio
+import re
+from contextlib import suppress
+
+import grpc
+
+from common.errors import InvalidRequest, Overloaded
+from common.rpc import Connect
+from kvrelay.v1 import worker_pb2 as pb
+from kvrelay.v1 import worker_pb2_grpc
+
+BOUND_S = 2.0
+MAX_PROBES = 4
+"""At a time."""
+_HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):\d{1,5}")
+_MAX_ID_CHARS = 128
+
+
+class PeerProbe:
+    """Tries peers, a few at a time. Event loop only."""
+
+    def __init__(self, connect: Connect, *, bound_s: float = BOUND_S) -> None:
+        self._connect = connect
+        self._bound_s = bound_s
+        self._num_running = 0
+
+    async def reach(self, request: pb.ProbePeerRequest, ours: pb.DescribeWorkerResponse) -> pb.ProbePeerResponse:
+        """Return whether the named worker answers at that address with blocks like ours, within the bound.
+
+        Raises InvalidRequest for what is no address, Overloaded when `MAX_PROBES` run.
+        """
+        if not _HOST_AND_PORT.fullmatch(request.address):
+            raise InvalidRequest("must be host:port", field="address")
+        if not 0 < len(request.worker_id) <= _MAX_ID_CHARS:
+            raise InvalidRequest(f"must have 1 to {_MAX_ID_CHARS} characters", field="worker_id")
+        if self._num_running >= MAX_PROBES:
+            raise Overloaded(f"{MAX_PROBES} probes run already", retry_after_s=self._bound_s)
+        self._num_running += 1
+        loop = asyncio.get_running_loop()
+        started_s = loop.time()
+        try:
+            described = await self._describe(request.address)
+            round_trip_s = loop.time() - started_s
+            if described is None or not _is_peer(described, request.worker_id, ours):
+                await asyncio.sleep(self._bound_s - round_trip_s)
+                return pb.ProbePeerResponse(reached=False)
+        finally:
+            self._num_running -= 1
+        return pb.ProbePeerResponse(reached=True, round_trip_s=round_trip_s)
+
+    async def _describe(self, address: str) -> pb.DescribeWorkerResponse | None:
+        channel = self._connect(f"dns:///{address}")  # the scheme, so that no address can name another one
+        try:
+            with suppress(grpc.aio.AioRpcError):
+                return await worker_pb2_grpc.WorkerServiceStub(channel).DescribeWorker(
+                    pb.DescribeWorkerRequest(), timeout=self._bound_s
+                )
+            return None
+        finally:
+            await channel.close()
+
+
+def _is_peer(described: pb.DescribeWorkerResponse, worker_id: str, ours: pb.DescribeWorkerResponse) -> bool:
+    return described.worker_id == worker_id and described.layout == ours.layout
