@@ -431,12 +431,15 @@ class WatchWorkerResponse(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
     ACCEPTED_REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The worker's epoch."""
     seq: _builtins.int
     """Consecutive from 0 in each stream."""
     kv_events: _builtins.bytes
     """msgpack batch of KV events (common/kv_events.py); empty when nothing changed."""
+    leaving: _builtins.bool
+    """It was told to end: routers give it nothing new, and move to others what runs on it."""
     @_builtins.property
     def load(self) -> Global___LoadReport:
         """Load at this moment."""
@@ -460,10 +463,11 @@ class WatchWorkerResponse(_message.Message):
         load: Global___LoadReport | None = ...,
         timing: Global___TimingReport | None = ...,
         accepted_request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_request_ids", b"accepted_request_ids", "epoch", b"epoch", "kv_events", b"kv_events", "load", b"load", "seq", b"seq", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_request_ids", b"accepted_request_ids", "epoch", b"epoch", "kv_events", b"kv_events", "leaving", b"leaving", "load", b"load", "seq", b"seq", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
