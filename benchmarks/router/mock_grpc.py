@@ -122,7 +122,7 @@ class MockWorker(
 async def _serve(num_workers: int) -> None:
     servers: list[Server] = []  # a server that nobody holds stops
     for number in range(num_workers):
-        worker = MockWorker(number)
+        worker = MockWorker(number)  # type: ignore[abstract]
 
         def add(server: grpc.aio.Server, worker: MockWorker = worker) -> list[str]:
             worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)

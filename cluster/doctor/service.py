@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import grpc
 
 from cluster.doctor.finding import Finding, failure, ok, warning
+from cluster.doctor.peers import Reached, check_peers
 from common.config import ServingConfig
 from common.errors import KvrelayError, Unreachable
 from common.rpc import client_channel
@@ -44,11 +45,17 @@ async def check_service(address: str, config: ServingConfig | None, *, api_key: 
         return [failure("router", error.message, advice)]
     except KvrelayError as error:
         return [failure("router", f"{address}: {error.message}", "see `kvrelay logs router`")]
-    advice = "see docs/operations.md, “When something is wrong”"
+    advice = "requests are routed worse than they could be: docs/operations.md, “Alarms of the router”"
     alarms = [warning("routing", alarm, advice) for alarm in status.router.alarms]
     pools = [] if config is None else _pools(status, config)
     peers = await asyncio.gather(*(_ask(view) for view in status.workers))
-    return [answered, *alarms, *pools, *(_worker(peer) for peer in peers), *_agreement(peers)]
+    reached = [
+        Reached(worker_id=peer.view.worker_id, address=peer.view.address, layout=peer.described.layout)
+        for peer in peers
+        if peer.described is not None
+    ]
+    between = await check_peers(reached, {view.worker_id: view.address for view in status.workers})
+    return [answered, *alarms, *pools, *(_worker(peer) for peer in peers), *_agreement(peers), *between]
 
 
 def _pools(status: ClusterStatus, config: ServingConfig) -> list[Finding]:
@@ -99,7 +106,7 @@ def _worker(peer: _Peer) -> Finding:
         return failure(
             name,
             f"{view.address} runs kvrelay {described.version or 'of an unknown version'}; this host has {ours}",
-            "install the same version on every host and restart that worker",
+            "what they say to each other may differ: install the same version on every host and restart that worker",
         )
     if abs(peer.skew_s) > _MAX_SKEW_S:
         return warning(
@@ -124,7 +131,7 @@ def _agreement(peers: Sequence[_Peer]) -> list[Finding]:
         failure(
             "agreement",
             f"{', '.join(odd)}: other weights, dtype or block size than the others",
-            "put the same model files on every host, and restart those workers",
+            "their KV is useless to the others: put the same model files on every host, and restart those workers",
         )
     ]
 

@@ -124,8 +124,8 @@ def test_taken_port_is_a_failure_unless_the_cluster_itself_holds_it() -> None:
 class Worker(worker_pb2_grpc.WorkerServiceServicer):
     """Says who it is."""
 
-    def __init__(self, *, version: str, fingerprint: str, clock_s: float) -> None:
-        self._version, self._fingerprint, self._clock_s = version, fingerprint, clock_s
+    def __init__(self, *, version: str, fingerprint: str, clock_s: float, reaches: bool = True) -> None:
+        self._version, self._fingerprint, self._clock_s, self._reaches = version, fingerprint, clock_s, reaches
 
     async def DescribeWorker(self, request: Any, context: Any) -> worker_pb2.DescribeWorkerResponse:
         return worker_pb2.DescribeWorkerResponse(
@@ -133,6 +133,9 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
             version=self._version,
             unix_time_s=time.time() + self._clock_s,
         )
+
+    async def ProbePeer(self, request: Any, context: Any) -> worker_pb2.ProbePeerResponse:
+        return worker_pb2.ProbePeerResponse(reached=self._reaches)
 
 
 class Router(inference_pb2_grpc.InferenceServiceServicer):
@@ -162,11 +165,15 @@ async def serving(add: Any, servicer: Any) -> AsyncIterator[str]:
         await server.stop(None)
 
 
-async def checked(*, version: str | None = None, fingerprint: str = "f", clock_s: float = 0.0) -> dict[str, Finding]:
+async def checked(
+    *, version: str | None = None, fingerprint: str = "f", clock_s: float = 0.0, reaches: bool = True
+) -> dict[str, Finding]:
     """Return what is wrong with 1P1D whose decode worker is as told."""
     ours = installed_version()
     add = worker_pb2_grpc.add_WorkerServiceServicer_to_server
-    decode_worker = Worker(version=version or ours, fingerprint=fingerprint, clock_s=clock_s)  # type: ignore[abstract]
+    decode_worker = Worker(  # type: ignore[abstract]
+        version=version or ours, fingerprint=fingerprint, clock_s=clock_s, reaches=reaches
+    )
     async with (
         serving(add, Worker(version=ours, fingerprint="f", clock_s=0.0)) as prefill,  # type: ignore[abstract]
         serving(add, decode_worker) as decode,
@@ -192,6 +199,14 @@ async def test_worker_of_another_version_is_a_failure() -> None:
 
 async def test_workers_with_other_weights_are_named() -> None:
     assert "same model files" in (await checked(fingerprint="g"))["agreement"].advice
+
+
+async def test_worker_that_cannot_reach_a_peer_is_named_with_the_port_to_open() -> None:
+    found = await checked(reaches=False)
+
+    assert found.keys() == {"to prefill-0"}
+    assert "not reached by decode-0" in found["to prefill-0"].detail
+    assert found["to prefill-0"].detail.split()[0].rpartition(":")[2] in found["to prefill-0"].advice
 
 
 async def test_clock_that_is_off_is_a_warning() -> None:

@@ -152,7 +152,7 @@ class FakeWorker:
         return self.calls["started"] - self.calls["finished"] - self.calls["cancelled"] - self.calls["failed"]
 
     async def start(self) -> "FakeWorker":
-        servicer = _Servicer(self)
+        servicer = _Servicer(self)  # type: ignore[abstract]
 
         def add(server: grpc.aio.Server) -> list[str]:
             worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)

@@ -35,7 +35,7 @@ class Peer(worker_pb2_grpc.WorkerServiceServicer):
 
 @asynccontextmanager
 async def serving(described: pb.DescribeWorkerResponse, may_answer: asyncio.Event) -> AsyncIterator[tuple[Peer, str]]:
-    server, peer = grpc.aio.server(), Peer(described, may_answer)
+    server, peer = grpc.aio.server(), Peer(described, may_answer)  # type: ignore[abstract]
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(peer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -1,0 +1,96 @@
+"""Checks whether every worker reaches every other one: whoever takes over a request pulls its KV from a peer."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from cluster.doctor.finding import Finding, failure, ok, warning
+from common.rpc import client_channel
+from kvrelay.v1 import worker_pb2 as pb
+from kvrelay.v1 import worker_pb2_grpc
+
+_TIMEOUT_S = 10.0
+_AT_A_TIME = 2
+"""Probes of one worker; it takes four, and another doctor may run."""
+_NUM_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """A worker that this host reaches itself, so that it can be asked for others."""
+
+    worker_id: str
+    address: str
+    layout: pb.KvLayout
+
+
+async def check_peers(asked: Sequence[Reached], addresses: Mapping[str, str]) -> list[Finding]:
+    """Have every worker of `asked` try all of `addresses`, by worker id, and return findings about who reaches whom."""
+    layouts = {each.worker_id: each.layout for each in asked}
+
+    def is_target(source: Reached, name: str) -> bool:
+        # Others than its own kind never exchange blocks; `agreement` tells of them.
+        return name != source.worker_id and layouts.get(name, source.layout) == source.layout
+
+    told = await asyncio.gather(
+        *(_try(each, {name: at for name, at in addresses.items() if is_target(each, name)}) for each in asked)
+    )
+    cut_off: dict[str, list[str]] = {}
+    unasked, num_tried = [], 0
+    for source, answers in zip(asked, told, strict=True):
+        if any(answer is None for answer in answers.values()):
+            unasked.append(source.worker_id)
+        num_tried += sum(answer is not None for answer in answers.values())
+        for name, answer in answers.items():
+            if answer is False:
+                cut_off.setdefault(name, []).append(source.worker_id)
+    findings = [_cut_off(name, addresses[name], sources) for name, sources in sorted(cut_off.items())]
+    if unasked:
+        findings.append(
+            warning(
+                "worker to worker",
+                f"{_named(unasked)} could not try the others",
+                "unknown whether KV gets from worker to worker: install the same version everywhere and ask again",
+            )
+        )
+    if not findings and num_tried:
+        findings.append(ok("worker to worker", f"all {num_tried} ways between {len(asked)} workers are open"))
+    return findings
+
+
+def _cut_off(name: str, address: str, sources: Sequence[str]) -> Finding:
+    port = address.rpartition(":")[2]
+    return failure(
+        f"to {name}",
+        f"{address} is not reached by {_named(sources)}",
+        f"KV cannot be pulled there, so prompts are computed again: open port {port} of that host (pools.*.ports) to"
+        " all hosts of the cluster, and see that its address is the one by which they know it",
+    )
+
+
+def _named(names: Sequence[str]) -> str:
+    more = len(names) - _NUM_NAMED
+    return ", ".join(names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+async def _try(source: Reached, targets: Mapping[str, str]) -> dict[str, bool | None]:
+    """Return for each target whether the source reaches it; None where the source could not tell."""
+    channel = client_channel(source.address)
+    stub = worker_pb2_grpc.WorkerServiceStub(channel)
+    places = asyncio.Semaphore(_AT_A_TIME)
+
+    async def one(name: str, address: str) -> bool | None:
+        async with places:
+            try:
+                request = pb.ProbePeerRequest(address=address, worker_id=name)
+                return bool((await stub.ProbePeer(request, timeout=_TIMEOUT_S)).reached)
+            except grpc.aio.AioRpcError:
+                return None
+
+    try:
+        answers = await asyncio.gather(*(one(name, address) for name, address in targets.items()))
+    finally:
+        await channel.close()
+    return dict(zip(targets, answers, strict=True))
