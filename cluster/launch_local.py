@@ -27,11 +27,11 @@ def service_command(config_path: Path) -> Command:
     """Return how a process of this project is started with a configuration file."""
 
     def command(spec: ProcessSpec) -> Sequence[str]:
-        worker = [] if spec.role is ProcessRole.ROUTER else ["--worker-id", spec.name]
+        who = ["--index", str(spec.index)] if spec.role is ProcessRole.ROUTER else ["--worker-id", spec.name]
         where = ["--host", spec.host or "127.0.0.1", "--port", str(spec.port)]
         # -P: a folder of the user's called `router` must not shadow the package.
         module = [sys.executable, "-P", "-m", _MODULES[spec.role]]
-        return [*module, "--config", str(config_path), *worker, *where, "--die-with-parent"]
+        return [*module, "--config", str(config_path), *who, *where, "--die-with-parent"]
 
     return command
 

@@ -107,9 +107,10 @@ class RayLauncher:
         return _ActorProcess(actor, ready, identity, kill=lambda: self._discard(spec.name))
 
     def _create(self, spec: ProcessSpec) -> Any:
+        config = self._config.for_router(spec.index) if spec.role is ProcessRole.ROUTER else self._config
         params = ServiceParams(
             name=spec.name,
-            config=self._config,
+            config=config,
             host=spec.host,
             port=spec.port,
             env=dict(spec.env),
@@ -132,13 +133,12 @@ class RayLauncher:
     def _placement(self, spec: ProcessSpec) -> dict[str, Any]:
         if self._address is None:
             return {}
-        if spec.role is ProcessRole.ROUTER:
-            # Clients know it by this host's address.
+        if spec.host is not None:  # the first router: clients know it by this host's address
             here = ray.get_runtime_context().get_node_id()
             return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=here, soft=False)}
-        if any(_POOL_LABEL in node.get("Labels", {}) for node in ray.nodes()):  # type: ignore[no-untyped-call]
-            return {"label_selector": {_POOL_LABEL: str(spec.role)}}
-        return {}
+        labels = {node.get("Labels", {}).get(_POOL_LABEL) for node in ray.nodes()}  # type: ignore[no-untyped-call]
+        is_labelled = str(spec.role) in labels if spec.role is ProcessRole.ROUTER else bool(labels - {None})
+        return {"label_selector": {_POOL_LABEL: str(spec.role)}} if is_labelled else {}
 
     def _discard(self, name: str) -> None:
         actor = self._actors.pop(name, None)
@@ -147,8 +147,8 @@ class RayLauncher:
                 ray.kill(actor, no_restart=True)
 
     def _is_on_this_host(self, spec: ProcessSpec, ready: Ready) -> bool:
-        """Return whether a pid means something here. Workers of a Ray cluster listen on their own host's address."""
-        if self._address is None or spec.role is ProcessRole.ROUTER:
+        """Return whether a pid means something here. What runs anywhere listens on its own host's address."""
+        if self._address is None or spec.host is not None:
             return True
         here: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         return ready.address.rpartition(":")[0] == here

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +16,9 @@ import yaml
 from cluster.launcher import log_path, log_tail
 from cluster.starter import DETACH, Failed, Progress, Up, parse_event
 from cluster.state import ClusterState, StateFile
-from common.config import ServingConfig
+from common.config import RouterConfig, ServingConfig
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, cache_dir, resolve_model
-from common.ports import dial_address, free_port, is_port_free
+from common.ports import dial_address, free_ports, is_port_free
 from common.process import ProcessIdentity
 
 RUN_DIR_ENV = "KVRELAY_RUN_DIR"
@@ -38,13 +38,23 @@ class ClusterError(Exception):
 class ClusterInfo:
     """A running cluster."""
 
-    address: str
-    """The router's host:port, as a client dials it."""
-    http_address: str
-    """The same of its OpenAI-compatible HTTP door; empty without one."""
+    addresses: tuple[str, ...]
+    """host:port of each router, as a client dials it."""
+    http_addresses: tuple[str, ...]
+    """The same of their OpenAI-compatible HTTP doors; empty without any."""
     pid: int
     """The supervisor."""
     run_dir: Path
+
+    @property
+    def address(self) -> str:
+        """The routers' addresses as a client takes them, separated by commas."""
+        return ",".join(self.addresses)
+
+    @property
+    def http_address(self) -> str:
+        """The first router's HTTP door; empty without one."""
+        return next(iter(self.http_addresses), "")
 
 
 def default_run_dir(name: str) -> Path:
@@ -59,9 +69,11 @@ def read_info(run_dir: Path) -> ClusterInfo | None:
     state = StateFile(run_dir).read()
     if state is None or not state.supervisor.is_alive():
         return None
-    return ClusterInfo(
-        address=state.address, http_address=state.http_address, pid=state.supervisor.pid, run_dir=run_dir
-    )
+    return _info(state.addresses, state.http_addresses, state.supervisor.pid, run_dir)
+
+
+def _info(addresses: tuple[str, ...], http_addresses: tuple[str, ...], pid: int, run_dir: Path) -> ClusterInfo:
+    return ClusterInfo(addresses=addresses, http_addresses=http_addresses, pid=pid, run_dir=run_dir)
 
 
 def up(config: ServingConfig, *, config_path: Path, run_dir: Path, report: Report) -> ClusterInfo:
@@ -100,7 +112,8 @@ def down(run_dir: Path, *, report: Report) -> bool:
     state = state_file.read()
     if state is None or not state.supervisor.is_alive():
         return _clean_up(state_file, report)
-    report(f"stopping the cluster on {state.address}: the router drains first")
+    drains = "the router drains" if len(state.addresses) == 1 else "the routers drain"
+    report(f"stopping the cluster on {', '.join(state.addresses)}: {drains} first")
     state.supervisor.signal(signal.SIGTERM)
     if _alive_after([state.supervisor], _STOP_TIMEOUT_S):
         report(f"the supervisor does not stop after {_STOP_TIMEOUT_S:g} s: killing it")
@@ -140,7 +153,7 @@ def _fetch_default_model(report: Report) -> None:
 
 
 def _with_ports(config: ServingConfig, config_path: Path) -> ServingConfig:
-    """Return the configuration with definite ports of the router's doors, so that a restarted router is where it was.
+    """Return the configuration with definite ports of the routers' doors, so that a restarted router is where it was.
 
     Raises ClusterError for a port that is taken.
     """
@@ -151,24 +164,28 @@ def _with_ports(config: ServingConfig, config_path: Path) -> ServingConfig:
     definite: dict[str, int] = {}
     # Those that are named first: a free one must not be one of them.
     for key in sorted(wanted, key=lambda name: wanted[name] == 0):
-        definite[key] = _definite_port(router.host, wanted[key], key=key, config_path=config_path)
-    while len(set(definite.values())) < len(definite):  # the same free one twice: nobody holds it yet
-        definite["http_port"] = _definite_port(router.host, 0, key="http_port", config_path=config_path)
+        taken = {port + idx for port in definite.values() for idx in range(router.count)}
+        definite[key] = _definite_port(router, key, taken=taken, config_path=config_path)
     return config.model_copy(update={"router": router.model_copy(update=definite)})
 
 
-def _definite_port(host: str, port: int, *, key: str, config_path: Path) -> int:
-    """Return a port that is free now: the one that is named, or any for 0. Raises ClusterError."""
+def _definite_port(router: RouterConfig, key: str, *, taken: Collection[int], config_path: Path) -> int:
+    """Return the first of `router.count` ports in a row that are free now: those named, or any for 0.
+
+    Raises ClusterError.
+    """
+    host, port = router.host, getattr(router, key)
     try:
         if port == 0:
-            return free_port(host)
-        if is_port_free(host, port):
-            return port
+            return free_ports(host, router.count, taken=taken)
+        busy = next((each for each in range(port, port + router.count) if not is_port_free(host, each)), None)
     except OSError as error:
         raise ClusterError(f"{config_path}:router.host: cannot listen on {host}: {error.strerror}") from error
+    if busy is None:
+        return int(port)
     off = ", or null for no HTTP" if key == "http_port" else ""
     raise ClusterError(
-        f"{config_path}:router.{key}: {dial_address(host, port)} is taken by another program;"
+        f"{config_path}:router.{key}: {dial_address(host, busy)} is taken by another program;"
         f" choose another port, or 0 for a free one{off}"
     )
 
@@ -218,8 +235,8 @@ def _follow(events: Iterable[str], run_dir: Path, report: Report) -> ClusterInfo
         match parse_event(line):
             case Progress(text=text):
                 report(text)
-            case Up(address=address, http_address=http_address, pid=pid):
-                return ClusterInfo(address=address, http_address=http_address, pid=pid, run_dir=run_dir)
+            case Up(addresses=addresses, http_addresses=http_addresses, pid=pid):
+                return _info(addresses, http_addresses, pid, run_dir)
             case Failed(reason=reason):
                 raise ClusterError(reason)
     return None

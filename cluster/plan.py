@@ -28,7 +28,7 @@ class ProcessSpec:
     """One process to keep running."""
 
     name: str
-    """Unique in the cluster, stable over restarts; a worker's id."""
+    """Unique in the cluster, stable over restarts; a worker's id. Ends with its number: `decode-0`."""
     role: ProcessRole
     host: str | None
     """Where it listens; None: the address by which other hosts reach its host."""
@@ -38,6 +38,11 @@ class ProcessSpec:
     """To reserve from Ray."""
     num_gpus: float = 0
     env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def index(self) -> int:
+        """Its number among those of its role, from 0."""
+        return int(self.name.rpartition("-")[2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,18 +57,26 @@ class HostResources:
 
 
 def make_plan(config: ServingConfig, host: HostResources | None) -> tuple[ProcessSpec, ...]:
-    """Return the processes, router first, then the prefill pool, then the decode pool.
+    """Return the processes, routers first, then the prefill pool, then the decode pool.
 
     With `host` None the workers spread over unknown hosts: each takes as many threads as the CPUs it reserves, their
-    share of its host's memory, and listens on its own host's address. Raises PlanError.
+    share of its host's memory, and listens on its own host's address. So do all routers but the first, which stays
+    where its configured address is. Raises PlanError.
     """
-    router = ProcessSpec(
-        name="router", role=ProcessRole.ROUTER, host=config.router.host, port=config.router.port, num_cpus=0
-    )
+    routers = [
+        ProcessSpec(
+            name=f"router-{idx}",
+            role=ProcessRole.ROUTER,
+            host=config.router.host if host is not None or idx == 0 else None,
+            port=config.router.replica(idx).port,
+            num_cpus=0,
+        )
+        for idx in range(config.router.count)
+    ]
     pools = ((ProcessRole.PREFILL, config.pools.prefill), (ProcessRole.DECODE, config.pools.decode))
     num_workers = sum(pool.count for _, pool in pools)
     devices = _GpuDealer(host.gpus) if host is not None and host.gpus is not None else None
-    specs = [router]
+    specs = routers
     for role, pool in pools:
         for idx in range(pool.count):
             env = _thread_env(_num_threads(pool, host, num_workers=num_workers))

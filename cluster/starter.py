@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -28,9 +28,10 @@ class Progress:
 class Up:
     """The cluster serves."""
 
-    address: str
-    http_address: str
-    """Empty without an HTTP door."""
+    addresses: tuple[str, ...]
+    """Of the routers."""
+    http_addresses: tuple[str, ...]
+    """Of their HTTP doors; empty without any."""
     pid: int
 
 
@@ -49,7 +50,8 @@ def parse_event(line: str) -> Progress | Up | Failed | None:
             case "progress":
                 return Progress(text=entry["text"])
             case "ready":
-                return Up(address=entry["address"], http_address=entry["http_address"], pid=entry["pid"])
+                addresses, http_addresses = tuple(entry["addresses"]), tuple(entry["http_addresses"])
+                return Up(addresses=addresses, http_addresses=http_addresses, pid=entry["pid"])
             case "failed":
                 return Failed(reason=entry["reason"])
     except (ValueError, TypeError, KeyError):
@@ -96,9 +98,9 @@ class Starter:
         """Tell a step."""
         self._tell({"event": "progress", "text": text})
 
-    def ready(self, address: str, *, http_address: str) -> None:
+    def ready(self, addresses: Sequence[str], *, http_addresses: Sequence[str]) -> None:
         """Tell that the cluster serves, and where."""
-        self._tell({"event": "ready", "address": address, "http_address": http_address, "pid": os.getpid()})
+        self._tell({"event": "ready", "addresses": addresses, "http_addresses": http_addresses, "pid": os.getpid()})
 
     def failed(self, reason: str) -> None:
         """Tell why it does not."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from common.process import ProcessIdentity
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 class ClusterPhase(StrEnum):
@@ -61,10 +61,10 @@ class ClusterState:
     launcher: str
     phase: ClusterPhase
     supervisor: ProcessIdentity
-    address: str
-    """The router's host:port, as a client dials it."""
-    http_address: str
-    """The same of its HTTP door; empty without one."""
+    addresses: tuple[str, ...]
+    """host:port of each router, as a client dials it."""
+    http_addresses: tuple[str, ...]
+    """The same of their HTTP doors; empty without any."""
     processes: tuple[ProcessState, ...]
     helpers: tuple[ProcessIdentity, ...]
     """Every other process below the supervisor, such as Ray's daemons."""
@@ -103,8 +103,8 @@ def _decode(entry: Mapping[str, Any]) -> ClusterState:
         launcher=entry["launcher"],
         phase=ClusterPhase(entry["phase"]),
         supervisor=ProcessIdentity(**entry["supervisor"]),
-        address=entry["address"],
-        http_address=entry["http_address"],
+        addresses=tuple(entry["addresses"]),
+        http_addresses=tuple(entry["http_addresses"]),
         processes=tuple(_decode_process(item) for item in entry["processes"]),
         helpers=tuple(ProcessIdentity(**item) for item in entry["helpers"]),
     )

@@ -1,11 +1,11 @@
-"""The process that owns a cluster: it starts router and workers, restarts what dies, tells the router, and cleans up.
+"""The process that owns a cluster: starts routers and workers, restarts what dies, tells the routers, and cleans up.
 
     python -m cluster.supervisor --config serving.yaml --run-dir DIR [--attached]
 
 1. Take the run folder's lock, plan, open the launcher, start everything.
-2. When every process serves and the router uses every worker: phase READY.
+2. When every process serves and every router uses every worker: phase READY.
 3. Until SIGTERM or SIGINT: restart, push the membership, keep state.json true.
-4. Stop: the router drains first, since what it drains needs the workers; then the workers; then the launcher.
+4. Stop: the routers drain first, since what they drain needs the workers; then the workers; then the launcher.
 
 Nothing it started outlives it. It imports neither torch nor transformers, and Ray only through `cluster.launch_ray`.
 """
@@ -27,8 +27,8 @@ import psutil
 from cluster.control import serving_control
 from cluster.launcher import Launcher, StartFailed, log_path
 from cluster.managed_process import ManagedProcess
-from cluster.membership import MembershipPusher
 from cluster.plan import PlanError, ProcessRole, ProcessSpec
+from cluster.routers import Routers
 from cluster.run_lock import RunDirTaken, lock_run_dir
 from cluster.scaling import POOLS, Scaler
 from cluster.starter import Starter
@@ -37,7 +37,6 @@ from cluster.wiring import choose_launcher
 from common.clock import SystemClock
 from common.config import ServingConfig, load_config
 from common.log import setup_logging
-from common.ports import dial_address
 from common.process import ProcessIdentity
 from kvrelay.v1 import router_admin_pb2, worker_pb2
 
@@ -82,11 +81,9 @@ class Supervisor:
         identity = ProcessIdentity.of(os.getpid())
         assert identity is not None, "this process is alive"
         self._identity = identity
-        self._address = dial_address(config.router.host, config.router.port)
-        http_port = config.router.http_port
-        self._http_address = "" if http_port is None else dial_address(config.router.host, http_port)
-        self._pusher = MembershipPusher(self._address, self._membership)
         clock = SystemClock()
+        routers = [spec for spec in specs if spec.role is ProcessRole.ROUTER]
+        self._routers = Routers(config.router, routers, self._membership, clock=clock)
         self._new_process = partial(ManagedProcess, launcher=launcher, clock=clock, changed=self._process_changed)
         self._processes = [self._new_process(spec) for spec in specs]
         self._draining: set[str] = set()
@@ -99,14 +96,14 @@ class Supervisor:
         self._all_served = asyncio.Event()
 
     @property
-    def address(self) -> str:
-        """The router's host:port, as a client dials it."""
-        return self._address
+    def addresses(self) -> tuple[str, ...]:
+        """host:port of each router, as a client dials it."""
+        return self._routers.addresses
 
     @property
-    def http_address(self) -> str:
-        """The same of its HTTP door; empty without one."""
-        return self._http_address
+    def http_addresses(self) -> tuple[str, ...]:
+        """The same of their HTTP doors; empty without any."""
+        return self._routers.http_addresses
 
     async def run(self, stopping: asyncio.Event, *, on_ready: Callable[[], None]) -> None:
         """Serve until `stopping`, then stop everything. Raises StartFailed when the cluster does not come up."""
@@ -133,7 +130,7 @@ class Supervisor:
             async with asyncio.TaskGroup() as tasks:
                 for process in self._processes:
                     self._founders[process.spec.name] = tasks.create_task(process.keep_running())
-                tasks.create_task(self._pusher.run())
+                tasks.create_task(self._routers.run())
                 await self._until_ready()
                 self._enter(ClusterPhase.READY)
                 on_ready()
@@ -143,13 +140,13 @@ class Supervisor:
 
     async def _until_ready(self) -> None:
         await self._all_served.wait()
-        num_workers = len(self._processes) - 1
+        num_workers = sum(process.spec.role in POOLS for process in self._processes)
         try:
             async with asyncio.timeout(_ACCEPT_TIMEOUT_S):
-                await self._pusher.until_ready(num_workers)
+                await self._routers.until_ready(num_workers)
         except TimeoutError:
-            used = f"{self._pusher.num_ready} of {num_workers} workers"
-            raise StartFailed(f"the router uses only {used} after {_ACCEPT_TIMEOUT_S:g} s; see its log") from None
+            used = f"{self._routers.num_ready} of {num_workers} workers"
+            raise StartFailed(f"the routers use only {used} after {_ACCEPT_TIMEOUT_S:g} s; see their logs") from None
 
     # What a scaler may do (scaling.Workforce).
 
@@ -158,7 +155,7 @@ class Supervisor:
         return [process for process in self._processes if process.spec.role is role]
 
     async def add_worker(self, spec: ProcessSpec) -> None:
-        """Start one more; returns when the router uses it. Raises StartFailed, and then nothing is left of it."""
+        """Start one more; returns when the routers use it. Raises StartFailed, and then nothing is left of it."""
         process = self._new_process(spec)
         self._processes.append(process)
         keeper = self._added[spec.name] = asyncio.create_task(_keep_running(process), name=f"keep {spec.name}")
@@ -169,12 +166,12 @@ class Supervisor:
                 raise keeper.result()
             num_serving = sum(each.address is not None for role in POOLS for each in self.workers(role))
             async with asyncio.timeout(_ACCEPT_TIMEOUT_S):
-                await self._pusher.until_ready(num_serving)
+                await self._routers.until_ready(num_serving)
         except (StartFailed, TimeoutError) as error:
             await self.remove_worker(process)
             if isinstance(error, StartFailed):
                 raise
-            raise StartFailed(f"the router does not use it after {_ACCEPT_TIMEOUT_S:g} s; see its log") from None
+            raise StartFailed(f"the routers do not use it after {_ACCEPT_TIMEOUT_S:g} s; see their logs") from None
         finally:
             served.cancel()
 
@@ -182,19 +179,19 @@ class Supervisor:
         """Let a worker give its requests away; returns how many it still had when the grace was over."""
         name = process.spec.name
         self._draining.add(name)
-        self._pusher.worker_changed()
+        self._routers.worker_changed()
         try:
             async with asyncio.timeout(grace_s):
-                await self._pusher.until_empty(name)
+                await self._routers.until_empty(name)
         except TimeoutError:
-            return self._pusher.num_users(name)
+            return self._routers.num_users(name)
         return 0
 
     async def remove_worker(self, process: ManagedProcess) -> None:
         """Take a worker out of the membership and stop it."""
         name = process.spec.name
         self._gone.add(name)
-        self._pusher.worker_changed()
+        self._routers.worker_changed()
         keeper = self._added.pop(name, None) or self._founders.pop(name)
         keeper.cancel()
         await asyncio.wait((keeper,))
@@ -206,9 +203,9 @@ class Supervisor:
 
     def _process_changed(self, process: ManagedProcess) -> None:
         if process.spec.role is ProcessRole.ROUTER:
-            self._pusher.router_changed()
+            self._routers.router_changed(process.spec.name, process.address)
         else:
-            self._pusher.worker_changed()
+            self._routers.worker_changed()
         if self._phase is ClusterPhase.STARTING and process.address is not None:
             served = sum(1 for each in self._processes if each.address is not None)
             self._report(f"{process.spec.name} is up ({served} of {len(self._processes)})")
@@ -249,8 +246,8 @@ class Supervisor:
                 launcher=self._config.launcher,
                 phase=self._phase,
                 supervisor=self._identity,
-                address=self._address,
-                http_address=self._http_address,
+                addresses=self.addresses,
+                http_addresses=self.http_addresses,
                 processes=processes,
                 helpers=tuple(each for each in below if each is not None and each not in known),
             )
@@ -286,7 +283,7 @@ async def supervise(config_path: Path, run_dir: Path, starter: Starter) -> int:
             async with serving_control(Scaler(config, supervisor, plan_for), run_dir):
                 await supervisor.run(
                     stopping,
-                    on_ready=lambda: starter.ready(supervisor.address, http_address=supervisor.http_address),
+                    on_ready=lambda: starter.ready(supervisor.addresses, http_addresses=supervisor.http_addresses),
                 )
         finally:
             await launcher.close()

@@ -3,13 +3,16 @@
 Every problem is reported as `file:key: reason`. Nothing changes after loading.
 """
 
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-Port = Annotated[int, Field(ge=0, le=65535)]
+MAX_PORT = 65535
+Port = Annotated[int, Field(ge=0, le=MAX_PORT)]
+ROUTER_PORTS = ("port", "http_port", "metrics_port")
 TransportName = Literal["cuda_ipc", "shm", "grpc"]
 
 
@@ -105,6 +108,8 @@ class TransferConfig(_Section):
 class RouterConfig(_Section):
     """The front door."""
 
+    count: Annotated[int, Field(ge=1, le=64)] = 1
+    """Routers, each a front door of its own to the same workers: the i-th on the named ports plus i."""
     host: str = "127.0.0.1"
     port: Port = 50051
     http_port: Port | None = 0
@@ -159,6 +164,11 @@ class RouterConfig(_Section):
     """Most memory for the prefix index: 4.5 million different blocks in 1024 MiB. Beyond it the blocks are forgotten
     that were used longest ago."""
 
+    def replica(self, index: int) -> "RouterConfig":
+        """Return what the router of that number runs with: named ports plus its number; free ones stay free ones."""
+        ports = {name: port + index for name in ROUTER_PORTS if (port := getattr(self, name))}
+        return self.model_copy(update=ports)
+
 
 class TenantConfig(_Section):
     """Whose requests get which share; what is left out is not limited."""
@@ -204,6 +214,10 @@ class ServingConfig(_Section):
     slo: SloConfig = SloConfig()
     tenants: Annotated[tuple[TenantConfig, ...], Field(max_length=1024)] = ()
 
+    def for_router(self, index: int) -> "ServingConfig":
+        """Return what the router of that number runs with."""
+        return self.model_copy(update={"router": self.router.replica(index)})
+
     @model_validator(mode="after")
     def _identities(self) -> "ServingConfig":
         names = [tenant.name for tenant in self.tenants]
@@ -223,11 +237,14 @@ class ServingConfig(_Section):
     @model_validator(mode="after")
     def _ports(self) -> "ServingConfig":
         named: dict[int, str] = {}
-        for name in ("port", "http_port", "metrics_port"):
-            port = getattr(self.router, name)
+        for index, name in product(range(self.router.count), ROUTER_PORTS):
+            port = getattr(self.router.replica(index), name)
+            owner = f"router.{name}" if self.router.count == 1 else f"router.{name} of router-{index}"
             if port and port in named:
-                raise ValueError(f"router.{name}: {port} is router.{named[port]} already")
-            named[port] = name
+                raise ValueError(f"{owner}: {port} is {named[port]} already")
+            if port and port > MAX_PORT:
+                raise ValueError(f"{owner}: {port} is no port")
+            named[port] = owner
         return self
 
     @model_validator(mode="after")

@@ -2,11 +2,14 @@
 
 import errno
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
+
+from common.config import MAX_PORT
 
 _Listening = TypeVar("_Listening")
 
+_MAX_TRIES = 100
 _WILDCARDS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -21,6 +24,20 @@ def free_port(host: str) -> int:
     """Return a port that is free on `host` now. Raises OSError for an address that is not this machine's."""
     with _listen(host, 0) as listener:
         return int(listener.getsockname()[1])
+
+
+def free_ports(host: str, count: int, *, taken: Collection[int] = ()) -> int:
+    """Return the first of `count` ports in a row that are free on `host` now, and none of them `taken`.
+
+    Raises OSError for an address that is not this machine's, and when no such row was found.
+    """
+    for _ in range(_MAX_TRIES):
+        first = free_port(host)
+        row = range(first, first + count)
+        is_ours = row[-1] <= MAX_PORT and not any(port in taken for port in row)
+        if is_ours and all(is_port_free(host, port) for port in row[1:]):
+            return first
+    raise OSError(errno.EADDRNOTAVAIL, f"no {count} free ports in a row")
 
 
 def is_port_free(host: str, port: int) -> bool:

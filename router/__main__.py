@@ -23,15 +23,16 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True, help="serving.yaml")
     parser.add_argument("--host", help="address to listen on; default: serving.yaml's")
     parser.add_argument("--port", type=int, help="0 picks a free one; default: serving.yaml's")
+    parser.add_argument("--index", type=int, default=0, help="number of this router; added to the ports of the file")
     parser.add_argument(
         "--die-with-parent", action="store_true", help="never outlive the process that started this one"
     )
     args = parser.parse_args()
     if args.die_with_parent:
         die_with_parent()
-    setup_logging("router")
+    setup_logging(f"router-{args.index}")
     try:
-        config = load_config(args.config)
+        config = load_config(args.config).for_router(args.index)
         model_dir = _model_dir(config)
     except (ConfigError, ModelNotFound) as error:
         parser.exit(2, f"{error}\n")

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
+from itertools import product
 from pathlib import Path
 
 import psutil
@@ -196,7 +197,8 @@ def _kernels(config: ServingConfig, host: HostFacts) -> Finding:
 
 def _ports(config: ServingConfig) -> Iterator[Finding]:
     router = config.router
-    for key, port in (("router.port", router.port), ("router.http_port", router.http_port)):
+    for index, name in product(range(router.count), ("port", "http_port")):
+        key, port = f"router.{name}", getattr(router.replica(index), name)
         if not port:
             continue
         at = dial_address(router.host, port)

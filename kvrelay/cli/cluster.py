@@ -53,7 +53,7 @@ def up(
 def down(config_path: ConfigOption = DEFAULT_CONFIG) -> None:
     """Stop the cluster.
 
-    The router drains first, then the workers end. Does nothing when no cluster is running.
+    The routers drain first, then the workers end. Does nothing when no cluster is running.
     """
     if not _stop(run_dir_of(config_path)):
         err.print("no cluster is running")
@@ -68,7 +68,8 @@ def _start(config: "ServingConfig", config_path: Path) -> "ClusterInfo":
 
 
 def _ready(info: "ClusterInfo") -> str:
-    openai = f" · OpenAI-compatible: http://{info.http_address}/v1" if info.http_address else ""
+    urls = [f"http://{address}/v1" for address in info.http_addresses]
+    openai = f" · OpenAI-compatible: {', '.join(urls)}" if urls else ""
     return f"ready at {info.address}{openai}"
 
 

@@ -21,7 +21,7 @@ _CLOCK = slice(11, 23)  # hours to milliseconds of an ISO time
 
 def logs(
     process: Annotated[
-        str | None, typer.Argument(help="Such as router, prefill-0, supervisor; default: all of them.")
+        str | None, typer.Argument(help="Such as router-0, decode (the whole pool), supervisor; default: everybody.")
     ] = None,
     config_path: ConfigOption = DEFAULT_CONFIG,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines until Ctrl-C.")] = False,
@@ -103,7 +103,7 @@ def _log_files(folder: Path, process: str | None) -> list[Path]:
         raise CliError(f"there are no logs in {folder}: `kvrelay up` has not run with this configuration")
     if process is None:
         return found
-    chosen = [path for path in found if path.stem == process]
+    chosen = [path for path in found if process in (path.stem, path.stem.rpartition("-")[0])]
     if not chosen:
         raise CliError(f"there is no log of {process!r}; there are: {', '.join(path.stem for path in found)}")
     return chosen

@@ -15,7 +15,7 @@ def line(msg: str, **extra: object) -> str:
 def log_dir(lifecycle: FakeLifecycle) -> Path:
     folder = lifecycle.default_run_dir("kvrelay") / "logs"
     folder.mkdir(parents=True)
-    (folder / "router.log").write_text(line("one") + line("two", request_id="req-1") + "not json\n")
+    (folder / "router-0.log").write_text(line("one") + line("two", request_id="req-1") + "not json\n")
     (folder / "decode-0.log").write_text(line("three"))
     return folder
 
@@ -24,9 +24,9 @@ def test_logs_are_readable(run: Run, log_dir: Path) -> None:
     result = run("logs", "router")
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [
-        "03:04:05.678 info    router       one",
-        "03:04:05.678 info    router       two request_id=req-1",
-        "router       not json",
+        "03:04:05.678 info    router-0     one",
+        "03:04:05.678 info    router-0     two request_id=req-1",
+        "router-0     not json",
     ]
 
 
@@ -36,21 +36,21 @@ def test_logs_of_all_processes_are_limited_each(run: Run, log_dir: Path) -> None
 
 
 def test_logs_of_all_processes_are_in_the_order_of_time(run: Run, log_dir: Path) -> None:
-    (log_dir / "router.log").write_text(line("first", ts="2026-01-02T03:04:05.000Z") + "no time\n" + line("third"))
+    (log_dir / "router-0.log").write_text(line("first", ts="2026-01-02T03:04:05.000Z") + "no time\n" + line("third"))
     (log_dir / "decode-0.log").write_text(line("second", ts="2026-01-02T03:04:05.100Z"))
     shown = run("logs").stdout.splitlines()
     assert [text.split()[-1] for text in shown] == ["first", "time", "second", "third"]
 
 
 def test_logs_with_a_traceback_show_it(run: Run, log_dir: Path) -> None:
-    (log_dir / "router.log").write_text(line("failed", exc="Traceback …\nValueError: x"))
+    (log_dir / "router-0.log").write_text(line("failed", exc="Traceback …\nValueError: x"))
     assert run("logs", "router").stdout.endswith("failed\nTraceback …\nValueError: x\n")
 
 
 def test_logs_of_an_unknown_process_name_the_known_ones(run: Run, log_dir: Path) -> None:
     result = run("logs", "prefill-9")
     assert result.exit_code == 1
-    assert "there are: decode-0, router" in result.stderr
+    assert "there are: decode-0, router-0" in result.stderr
 
 
 def test_logs_without_a_run_folder_say_so(run: Run) -> None:
@@ -67,7 +67,7 @@ def test_logs_follow_shows_whole_new_lines_until_interrupted(
     def write_next(seconds: float) -> None:
         if not pieces:
             raise KeyboardInterrupt
-        with (log_dir / "router.log").open("a") as stream:
+        with (log_dir / "router-0.log").open("a") as stream:
             stream.write(pieces.pop(0))
 
     monkeypatch.setattr("kvrelay.cli.logs.sleep", write_next)

@@ -25,11 +25,11 @@ def make_spec(name: str, role: ProcessRole = ProcessRole.DECODE) -> ProcessSpec:
     return ProcessSpec(name=name, role=role, host="127.0.0.1", port=0)
 
 
-def fake_command(*, router_address: str = "", modes: dict[str, Sequence[str]] | None = None) -> Command:
-    """Return a Command that starts fake services: workers tell an address made of their name."""
+def fake_command(*, routers: Sequence[str] = (), modes: dict[str, Sequence[str]] | None = None) -> Command:
+    """Return a Command that starts fake services: routers tell these addresses, workers one made of their name."""
 
     def command(spec: ProcessSpec) -> list[str]:
-        address = router_address if spec.role is ProcessRole.ROUTER else f"{spec.name}.invalid:1"
+        address = routers[spec.index] if spec.role is ProcessRole.ROUTER else f"{spec.name}.invalid:1"
         return [sys.executable, str(FAKE_SERVICE), address, *(modes or {}).get(spec.name, ())]
 
     return command
@@ -43,6 +43,10 @@ class RecordingRouter(router_admin_pb2_grpc.RouterAdminServiceServicer):
 
     def __init__(self) -> None:
         self.workers: list[Worker] = []
+        self.num_unused = 0
+        """Of the members: how many it says that it does not use yet."""
+        self.num_users: dict[str, int] = {}
+        """What it says of draining workers."""
         self.num_pushes = 0
         self._pushed = asyncio.Condition()
 
@@ -55,7 +59,8 @@ class RecordingRouter(router_admin_pb2_grpc.RouterAdminServiceServicer):
             self.workers = [(each.worker_id, each.role, each.address) for each in request.workers]
             self.num_pushes += 1
             self._pushed.notify_all()
-        return router_admin_pb2.SetWorkersResponse(num_ready=len(self.workers))
+        num_ready = len(self.workers) - self.num_unused
+        return router_admin_pb2.SetWorkersResponse(num_ready=num_ready, num_users=self.num_users)
 
     async def until(self, condition: Callable[["RecordingRouter"], bool], *, timeout_s: float = 60.0) -> None:
         """Wait until `condition` holds after a push, or now."""

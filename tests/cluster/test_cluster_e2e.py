@@ -94,7 +94,7 @@ def test_every_process_killed_comes_back_where_the_cluster_answers_the_same(laun
         assert len(first) == 8
         assert is_healthy(info.http_address)
 
-        for name in ("decode-0", "prefill-0", "router"):
+        for name in ("decode-0", "prefill-0", "router-0"):
             before = process(tmp_path, name).identity
             assert before is not None
             before.signal(signal.SIGKILL)
@@ -108,7 +108,7 @@ def test_every_process_killed_comes_back_where_the_cluster_answers_the_same(laun
         assert answer(info.address) == first
         assert is_healthy(info.http_address)
         logs = {path.name: path.stat().st_size for path in (tmp_path / "logs").glob("*.log")}
-        assert set(logs) == {"supervisor.log", "router.log", "prefill-0.log", "decode-0.log"}
+        assert set(logs) == {"supervisor.log", "router-0.log", "prefill-0.log", "decode-0.log"}
         assert all(size > 0 for size in logs.values())
 
 
@@ -141,7 +141,7 @@ def test_starter_killed_before_the_cluster_is_ready_leaves_nothing(tmp_path: Pat
         [sys.executable, "-u", "-c", code, str(tmp_path)], stdout=subprocess.PIPE, cwd=root
     ) as starter:
         assert starter.stdout is not None
-        while b"starting router" not in starter.stdout.readline():
+        while b"starting router-0" not in starter.stdout.readline():
             assert starter.poll() is None
         eventually(lambda: bool(identities(tmp_path)), what="state.json is there")
         supervisor = read_state(tmp_path).supervisor
@@ -161,7 +161,7 @@ def test_up_when_a_service_cannot_start_tells_its_reason_and_leaves_nothing(laun
     config = make_fake_config(launcher, model={"id": str(model)})
     children = set(psutil.Process().children(recursive=True))
 
-    with pytest.raises(ClusterError, match=r"^(router|prefill-0|decode-0): "):
+    with pytest.raises(ClusterError, match=r"^(router-0|prefill-0|decode-0): "):
         up(config, config_path=Path("serving.yaml"), run_dir=tmp_path / "run", report=lambda _: None)
 
     assert set(psutil.Process().children(recursive=True)) <= children

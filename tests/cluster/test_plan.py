@@ -14,11 +14,11 @@ def make_host(*, cores: int = 8, gpus: list[str] | None = None) -> HostResources
     return HostResources(cores=cores, gpus=gpus)
 
 
-def test_plan_lists_the_router_then_prefill_then_decode_by_index() -> None:
+def test_plan_lists_routers_then_prefill_then_decode_by_index() -> None:
     specs = make_plan(make_config(prefill={"count": 1}, decode={"count": 2}), make_host())
 
     assert [(spec.name, spec.role) for spec in specs] == [
-        ("router", ProcessRole.ROUTER),
+        ("router-0", ProcessRole.ROUTER),
         ("prefill-0", ProcessRole.PREFILL),
         ("decode-0", ProcessRole.DECODE),
         ("decode-1", ProcessRole.DECODE),
@@ -32,6 +32,17 @@ def test_plan_gives_the_router_its_configured_place_and_workers_a_free_port() ->
 
     assert (router.host, router.port) == ("0.0.0.0", 7001)
     assert {(worker.host, worker.port) for worker in workers} == {("127.0.0.1", 0)}
+
+
+def test_plan_of_several_routers_counts_ports_up_and_leaves_all_but_the_first_to_other_hosts() -> None:
+    config = ServingConfig.model_validate({"router": {"count": 3, "host": "0.0.0.0", "port": 7001}})
+
+    here, anywhere = make_plan(config, make_host())[:3], make_plan(config, None)[:3]
+
+    places = [(spec.name, spec.index, spec.host, spec.port) for spec in here]
+    assert places == [(f"router-{idx}", idx, "0.0.0.0", 7001 + idx) for idx in range(3)]
+    assert [spec.host for spec in anywhere] == ["0.0.0.0", None, None]
+    assert [spec.port for spec in anywhere] == [7001, 7002, 7003]
 
 
 @pytest.mark.parametrize(

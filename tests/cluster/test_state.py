@@ -19,8 +19,8 @@ def make_state(*, supervisor: ProcessIdentity, members: tuple[ProcessIdentity, .
         launcher="local",
         phase=ClusterPhase.READY,
         supervisor=supervisor,
-        address="127.0.0.1:50051",
-        http_address="127.0.0.1:8000",
+        addresses=("127.0.0.1:50051",),
+        http_addresses=("127.0.0.1:8000",),
         processes=tuple(
             ProcessState(
                 name=f"decode-{idx}",
@@ -47,7 +47,7 @@ def test_state_reads_back_as_written(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["state.json"]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 0}', '{"format": 2, "name": "x"}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 0}', '{"format": 3, "name": "x"}'])
 def test_state_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "state.json").write_text(text)
 
@@ -74,8 +74,8 @@ def test_lock_held_by_another_process_is_refused_and_ends_with_it(tmp_path: Path
     [
         ('{"event": "progress", "text": "t"}\n', Progress(text="t")),
         (
-            '{"event": "ready", "address": "a:1", "http_address": "a:2", "pid": 3}',
-            Up(address="a:1", http_address="a:2", pid=3),
+            '{"event": "ready", "addresses": ["a:1", "b:1"], "http_addresses": ["a:2"], "pid": 3}',
+            Up(addresses=("a:1", "b:1"), http_addresses=("a:2",), pid=3),
         ),
         ('{"event": "failed", "reason": "r"}', Failed(reason="r")),
         ('{"event": "else"}', None),

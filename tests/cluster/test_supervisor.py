@@ -51,7 +51,7 @@ async def make_cluster(run_dir: Path, **modes: Sequence[str]) -> AsyncIterator[C
     by_name = {name.replace("_", "-"): mode for name, mode in modes.items()}
     async with recording_router() as (router, port):
         config = make_config(router={"port": port})
-        command = fake_command(router_address=f"127.0.0.1:{port}", modes=by_name)
+        command = fake_command(routers=[f"127.0.0.1:{port}"], modes=by_name)
         reports: list[str] = []
         supervisor = Supervisor(
             config,
@@ -83,11 +83,11 @@ async def test_run_pushes_every_worker_and_then_is_ready(tmp_path: Path) -> None
         assert state.phase is ClusterPhase.READY
         assert state.supervisor.pid == os.getpid()
         assert {each.name: each.phase for each in state.processes} == {
-            "router": ProcessPhase.READY,
+            "router-0": ProcessPhase.READY,
             "prefill-0": ProcessPhase.READY,
             "decode-0": ProcessPhase.READY,
         }
-        assert sorted(report.split()[0] for report in cluster.reports) == ["decode-0", "prefill-0", "router"]
+        assert sorted(report.split()[0] for report in cluster.reports) == ["decode-0", "prefill-0", "router-0"]
 
 
 async def test_worker_killed_is_taken_out_restarted_and_put_back(tmp_path: Path) -> None:
@@ -118,11 +118,11 @@ async def test_worker_that_keeps_dying_is_started_again_and_again(tmp_path: Path
 async def test_router_killed_is_told_the_membership_again(tmp_path: Path) -> None:
     async with running_cluster(tmp_path) as cluster:
         cluster.router.workers.clear()
-        router = cluster.process("router").identity
+        router = cluster.process("router-0").identity
         assert router is not None
         router.signal(signal.SIGKILL)
 
-        await cluster.router.until(lambda _: cluster.process("router").num_restarts == 1)
+        await cluster.router.until(lambda _: cluster.process("router-0").num_restarts == 1)
         await cluster.router.until(lambda router: router.workers == _MEMBERS)
 
 

@@ -20,6 +20,10 @@ MISTAKES = {
     "pools: {decode: {ports: 21000-20000}}": "f.yaml:pools.decode: ports: 21000-20000 is no range of ports",
     "pools: {decode: {ports: 60000-70000}}": "f.yaml:pools.decode: ports: 60000-70000 is no range of ports",
     "router: {port: 70000}": "f.yaml:router.port: ",
+    "router: {port: 8000, http_port: 8000}": "router.http_port: 8000 is router.port already",
+    "router: {count: 3, port: 8000, http_port: 8002}": "router.port of router-2: 8002 is router.http_port of router-0",
+    "router: {count: 2, port: 65535}": "router.port of router-1: 65536 is no port",
+    "router: {count: 0}": "f.yaml:router.count: ",
     "model: {dtype: int3}": "f.yaml:model.dtype: ",
     "tenants: [{name: Big}]": "f.yaml:tenants.0.name: ",
     "tenants: [{name: a}]": "f.yaml:tenants: without router.auth: api_key there is only `default`",
@@ -47,6 +51,12 @@ def test_load_config_when_two_keys_are_wrong_reports_both() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config({"nonsense": 1, "router": {"port": -1}}, source="f.yaml")
     assert len(str(caught.value).splitlines()) == 2
+
+
+def test_router_of_a_number_has_ports_that_much_higher_and_free_ones_stay_free() -> None:
+    config = parse_config({"router": {"count": 2, "port": 7000, "http_port": None, "metrics_port": 0}}, source="f.yaml")
+    second = config.for_router(1).router
+    assert (second.port, second.http_port, second.metrics_port) == (7001, None, 0)
 
 
 def test_load_config_of_the_shipped_file_and_of_an_empty_one_passes(tmp_path: Path) -> None:

@@ -1,0 +1,90 @@
+"""The routers of a cluster: where each is, and what they say of the workers, all together.
+
+Every router is told the whole membership by a pusher of its own. What is waited for, that the workers are used or that
+nobody is left on one, must hold at every router that serves now: one that is down, or does not answer for seconds,
+holds up neither growing nor draining, and learns what it missed when it is back.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from cluster.membership import Membership, MembershipPusher
+from cluster.plan import ProcessSpec
+from common.clock import Clock
+from common.config import RouterConfig
+from common.ports import dial_address
+
+
+class Routers:
+    """All routers. Event loop only."""
+
+    def __init__(
+        self, config: RouterConfig, specs: Sequence[ProcessSpec], membership: Membership, *, clock: Clock
+    ) -> None:
+        """`specs` are the routers' own."""
+        self._config = config
+        self._pushed = asyncio.Event()
+        self._pushers = {
+            spec.name: MembershipPusher(membership, clock=clock, pushed=self._pushed.set) for spec in specs
+        }
+        self._addresses = {spec.name: dial_address(spec.host, spec.port) if spec.host else "" for spec in specs}
+        self._indices = {spec.name: spec.index for spec in specs}
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """host:port of each router, as a client dials it; one on another host has none before it has served."""
+        return tuple(address for address in self._addresses.values() if address)
+
+    @property
+    def http_addresses(self) -> tuple[str, ...]:
+        """The same of their HTTP doors; empty without any."""
+        return tuple(
+            dial_address(address.rpartition(":")[0], self._config.replica(self._indices[name]).http_port or 0)
+            for name, address in self._addresses.items()
+            if address and self._config.http_port is not None
+        )
+
+    def router_changed(self, name: str, address: str | None) -> None:
+        """Note where a router listens now; None: it is down."""
+        if address is not None:
+            host, _, port = address.rpartition(":")
+            address = self._addresses[name] = dial_address(host, int(port))
+        self._pushers[name].router_changed(address)
+        self._pushed.set()
+
+    def worker_changed(self) -> None:
+        """Tell every router the membership soon."""
+        for pusher in self._pushers.values():
+            pusher.worker_changed()
+
+    async def until_ready(self, num_workers: int) -> None:
+        """Wait until every router that serves uses `num_workers` workers."""
+        await self._until(lambda pusher: pusher.num_ready >= num_workers)
+
+    async def until_empty(self, worker_id: str) -> None:
+        """Wait until every router that serves says that nothing of its own runs on a draining worker."""
+        await self._until(lambda pusher: pusher.num_users.get(worker_id) == 0)
+
+    def num_users(self, worker_id: str) -> int:
+        """Return how many requests of all routers ran on a draining worker when they answered last."""
+        return sum(pusher.num_users.get(worker_id, 0) for pusher in self._serving)
+
+    @property
+    def num_ready(self) -> int:
+        """How many workers every router uses that serves."""
+        return min((pusher.num_ready for pusher in self._serving), default=0)
+
+    async def run(self) -> NoReturn:
+        """Tell every router until cancelled."""
+        await asyncio.gather(*(pusher.run() for pusher in self._pushers.values()))
+        raise AssertionError("a pusher ends only when it is cancelled")
+
+    @property
+    def _serving(self) -> list[MembershipPusher]:
+        return [pusher for pusher in self._pushers.values() if pusher.is_serving]
+
+    async def _until(self, holds: Callable[[MembershipPusher], bool]) -> None:
+        while not (serving := self._serving) or not all(map(holds, serving)):
+            self._pushed.clear()
+            await self._pushed.wait()
