@@ -14,8 +14,8 @@ from common.process import PARENT_PID_ENV, ProcessIdentity, Ready, parse_ready
 
 _MODULES = {
     ProcessRole.ROUTER: "router",
-    ProcessRole.PREFILL: "prefill_worker",
-    ProcessRole.DECODE: "decode_worker",
+    ProcessRole.PREFILL: "pool_worker",
+    ProcessRole.DECODE: "pool_worker",
 }
 
 _EXIT_GRACE_S = 5.0
@@ -27,7 +27,8 @@ def service_command(config_path: Path) -> Command:
     """Return how a process of this project is started with a configuration file."""
 
     def command(spec: ProcessSpec) -> Sequence[str]:
-        who = ["--index", str(spec.index)] if spec.role is ProcessRole.ROUTER else ["--worker-id", spec.name]
+        is_router = spec.role is ProcessRole.ROUTER
+        who = ["--index", str(spec.index)] if is_router else ["--role", str(spec.role), "--worker-id", spec.name]
         where = ["--host", spec.host or "127.0.0.1", "--port", str(spec.port)]
         # -P: a folder of the user's called `router` must not shadow the package.
         module = [sys.executable, "-P", "-m", _MODULES[spec.role]]

@@ -23,15 +23,14 @@ from cluster.plan import ProcessRole, ProcessSpec
 from common.config import ServingConfig
 from common.process import ProcessIdentity, Ready
 from common.service_actor import ServiceActor, ServiceParams
-from decode_worker.actor import DecodeActor
-from prefill_worker.actor import PrefillActor
+from pool_worker.actor import WorkerActor
 from router.actor import RouterActor
 
 NAMESPACE = "kvrelay"
 _ACTORS: dict[ProcessRole, type[ServiceActor]] = {
     ProcessRole.ROUTER: RouterActor,
-    ProcessRole.PREFILL: PrefillActor,
-    ProcessRole.DECODE: DecodeActor,
+    ProcessRole.PREFILL: WorkerActor,
+    ProcessRole.DECODE: WorkerActor,
 }
 _POOL_LABEL = "pool"
 _OBJECT_STORE_BYTES = 80_000_000  # Ray's minimum is 75 MiB; nothing of ours goes through it
@@ -114,6 +113,7 @@ class RayLauncher:
             host=spec.host,
             port=spec.port,
             env=dict(spec.env),
+            role=str(spec.role),
             log_path=log_path(self._run_dir, spec.name),
         )
         name = f"{self._config.name}/{spec.name}"

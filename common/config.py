@@ -94,6 +94,18 @@ class PoolsConfig(_Section):
     prefill: PoolConfig = PoolConfig()
     decode: PoolConfig = PoolConfig()
 
+    @property
+    def flip_obstacle(self) -> str | None:
+        """Why no worker can change its pool: the keys in which a worker of one is another thing than one of the other.
+
+        Pages are not among them: a worker keeps those that it was born with.
+        """
+        for key in ("num_gpus", "num_cpus", "threads"):
+            mine, theirs = getattr(self.prefill, key), getattr(self.decode, key)
+            if mine != theirs:
+                return f"pools.prefill.{key} is {mine}, pools.decode.{key} is {theirs}"
+        return None
+
 
 class TransferConfig(_Section):
     """How KV moves."""

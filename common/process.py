@@ -95,6 +95,8 @@ class Ready:
     metrics_port: int
     """0: no metrics."""
     pid: int
+    role: str = ""
+    """Of a worker, at this moment: "prefill" or "decode". It may have changed since it was started."""
 
 
 def ready_line(ready: Ready) -> str:
@@ -113,4 +115,5 @@ def parse_ready(line: str) -> Ready | None:
     address, metrics_port, pid = entry.get("address"), entry.get("metrics_port") or 0, entry.get("pid")
     if not (isinstance(address, str) and isinstance(metrics_port, int) and isinstance(pid, int)):
         return None
-    return Ready(address=address, metrics_port=metrics_port, pid=pid)
+    role = entry.get("role")
+    return Ready(address=address, metrics_port=metrics_port, pid=pid, role=role if isinstance(role, str) else "")

@@ -31,6 +31,11 @@ class RunningService(Protocol):
         """Prometheus port, 0 when off."""
         ...
 
+    @property
+    def role(self) -> str:
+        """Of a worker, at this moment: "prefill" or "decode"; empty for anything else."""
+        ...
+
     async def stop(self, grace_s: float) -> None:
         """Drain for up to `grace_s` seconds, then cancel."""
         ...
@@ -47,6 +52,8 @@ class ServiceParams:
     port: int
     env: Mapping[str, str]
     """Environment to set before anything heavy is imported."""
+    role: str
+    """What it is started as, as `cluster.plan.ProcessRole` says it."""
     log_path: Path | None
     """Gets stdout and stderr of the process, where its folder exists."""
 
@@ -68,7 +75,7 @@ class ServiceActor(ABC):
     async def ready(self) -> Ready:
         """Return where it serves, once it does. Raises what the start raised."""
         service = await asyncio.shield(self._service)
-        return Ready(address=service.address, metrics_port=service.metrics_port, pid=os.getpid())
+        return Ready(address=service.address, metrics_port=service.metrics_port, pid=os.getpid(), role=service.role)
 
     async def stop(self, grace_s: float) -> None:
         """Drain and stop the service; the process stays. Never raises for a service that failed to start."""

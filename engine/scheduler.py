@@ -107,6 +107,12 @@ class Scheduler:
         self._num_steps_in_flight = 0
         self._watermark_blocks = max(1, round(limits.watermark * pool.num_blocks))
 
+    def change_limits(self, limits: SchedulerLimits) -> None:
+        """Plan within other bounds from the next step on. Whoever has entered stays, be it more than these allow."""
+        assert limits.block_size == self.limits.block_size, "pages keep their size"
+        self.limits = limits
+        self._watermark_blocks = max(1, round(limits.watermark * self.pool.num_blocks))
+
     @property
     def has_work(self) -> bool:
         """Whether `schedule` could find something to do."""

@@ -128,6 +128,11 @@ class HandoffTable:
         """Handoffs that are expected or pin pages."""
         return len(self._handoffs)
 
+    async def until_empty(self) -> None:
+        """Wait until there are none."""
+        while self._handoffs:
+            await next(iter(self._handoffs.values())).changed()
+
     def begin(self, handoff_id: HandoffId, on_end: Callable[[], None]) -> Handoff:
         """The prefill side arrives; `on_end` runs once when the handoff is over.
 

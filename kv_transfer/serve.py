@@ -37,7 +37,8 @@ _READ_BYTES = 4 << 20  # gathered per executor hop: large enough to amortise it,
 class ServeSettings:
     """How this worker serves."""
 
-    epoch: Epoch
+    epoch: Callable[[], Epoch]
+    """Of the worker at this moment."""
     pid: int
     transports: tuple[int, ...]
     """Allowed worker_pb2.KvTransport numbers."""
@@ -114,8 +115,8 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         return BlockHashes(opened.block_hashes)[: self._store.num_blocks]
 
     def _check(self, opened: pb.OpenFetch) -> None:
-        if opened.epoch != self._settings.epoch:
-            raise StaleEpoch("this worker was restarted; its handoffs are gone")
+        if opened.epoch != self._settings.epoch():
+            raise StaleEpoch("this worker was restarted, or has another role now; its handoffs are gone")
         if opened.layout_fingerprint != self._store.shape.fingerprint:
             raise LayoutMismatch(f"puller's layout {opened.layout_fingerprint} is not {self._store.shape.fingerprint}")
 

@@ -49,6 +49,11 @@ class RunningRouter:
     """Of the event loop: how late and how busy it is; and of the routing: whether it works."""
 
     @property
+    def role(self) -> str:
+        """It serves no pool."""
+        return ""
+
+    @property
     def metrics_port(self) -> int:
         """Port of the Prometheus metrics; 0 when off."""
         return 0 if self.metrics_server is None else self.metrics_server.port

@@ -2,8 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import cast
 
 import grpc
 
@@ -11,13 +11,12 @@ from common.config import ServingConfig
 from common.fake_tokenizer import byte_tokenizer
 from common.ids import WorkerId
 from common.timing import TimingModel
-from decode_worker.server import add_services as add_decode
 from engine.core import EngineCore
 from engine.events import StepReport, StepSample
 from engine.executor import Executor
 from engine.thread import EngineDriver
 from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
-from prefill_worker.server import add_services as add_prefill
+from pool_worker.server import add_services
 from router.facts import Endpoint
 from simulator.engine import SimEngine
 from simulator.loop import VirtualClock, VirtualLoop
@@ -50,6 +49,10 @@ class _GivenTiming(WorkerTiming):
     def __init__(self, model: TimingModel) -> None:
         super().__init__(max_step_tokens=model.max_step_tokens)
         self.model = model
+
+    def change_budget(self, max_step_tokens: int) -> None:
+        """Steps may have so many tokens from now on."""
+        self.model = replace(self.model, max_step_tokens=max_step_tokens)
 
     def observe(self, samples: Iterable[StepSample]) -> None:
         """Learn nothing."""
@@ -104,10 +107,14 @@ class SimWorker:
         service = WorkerService(runtime, update_gap_s=self._surroundings.report_interval_s)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, grpc_server)
         kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(runtime.transfer_service(), grpc_server)
-        add_services: Any = add_prefill if self.endpoint.role == worker_pb2.WORKER_ROLE_PREFILL else add_decode
         add_services(grpc_server, runtime)
         runtime.start()
         self._surroundings.network.listen(self.endpoint.address, server)
+
+    async def change_role(self, role: worker_pb2.WorkerRole.ValueType, *, grace_s: float) -> None:
+        """Move to the other pool, as `WorkerRuntime.change_role` does; the membership has to tell the routers."""
+        await self.runtime.change_role(role, epoch=self.runtime.epoch, grace_s=grace_s)
+        self.endpoint = replace(self.endpoint, role=role)
 
     async def crash(self) -> None:
         """Die without a word. Tokens that were only kept back have left before."""

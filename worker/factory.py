@@ -64,6 +64,8 @@ def _load_torch(config: ServingConfig, pool: PoolConfig, model_dir: Path) -> Exe
     if threads:
         torch.set_num_threads(int(threads))
     model = config.model
+    # What steps need of the device is sized once: for whichever role the worker may have later.
+    pools = (config.pools.prefill, config.pools.decode) if config.pools.flip_obstacle is None else (pool,)
     return load_executor(
         EngineOptions(
             model_dir=model_dir,
@@ -75,8 +77,8 @@ def _load_torch(config: ServingConfig, pool: PoolConfig, model_dir: Path) -> Exe
             kv_memory_bytes=_fixed_kv_bytes(pool),
             memory_share=memory_share(config, pool, os.environ, cores=os.cpu_count() or 1),
             max_model_len=model.max_model_len,
-            max_step_tokens=pool.max_step_tokens,
-            max_running=pool.max_running,
+            max_step_tokens=max(each.max_step_tokens for each in pools),
+            max_running=max(each.max_running for each in pools),
             quantization=model.quantization,
             kv_dtype=model.kv_dtype,
             kernels=model.kernels,

@@ -80,8 +80,12 @@ class KvEventHub:
 
     def close(self) -> None:
         """End every subscription: the worker is stopping, and an open stream would hold up its server."""
+        self.end(WorkerLost("the worker is stopping"))
+
+    def end(self, why: KvrelayError) -> None:
+        """End every subscription that there is."""
         for watcher in self._watchers:
-            watcher.end(WorkerLost("the worker is stopping"))
+            watcher.end(why)
 
     @contextmanager
     def watch(self) -> Iterator[Watcher]:

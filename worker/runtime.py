@@ -1,6 +1,7 @@
 """One worker process from the inside: engine thread, epoch, counters, and what its services share."""
 
 import asyncio
+import logging
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -12,12 +13,12 @@ import tokenizers
 
 from common.clock import Clock, SystemClock
 from common.config import PoolConfig, ServingConfig
-from common.errors import StaleEpoch
+from common.errors import InvalidRequest, Overloaded, StaleEpoch
 from common.fake_template import LineTemplate
 from common.ids import Epoch, WorkerId, mint_epoch
 from common.parity import Template, TextProbes, text_probes
 from common.rpc import Connect, client_channel
-from common.wire_names import TRANSPORT_NUMBERS
+from common.wire_names import ROLE_NAMES, TRANSPORT_NUMBERS
 from engine.core import EngineCore
 from engine.events import Load, StepReport
 from engine.executor import Executor
@@ -31,6 +32,8 @@ from worker.kv_event_hub import KvEventHub
 from worker.peers import PeerChannels
 from worker.prefix_pull import PrefixPuller
 from worker.timing import WorkerTiming
+
+logger = logging.getLogger(__name__)
 
 _EXIT_SOFTWARE = 70  # sysexits.h: internal software error
 
@@ -88,6 +91,8 @@ class WorkerRuntime:
         self.timing = WorkerTiming(max_step_tokens=self.pool_config.max_step_tokens)
         self.engine: EngineDriver = outside.drive(core, self._on_report, _end_process)
         self.num_request_tasks = 0
+        self._no_tasks = asyncio.Event()
+        self._no_tasks.set()
         self._started_s = clock.monotonic()
         self.handoffs = HandoffTable(
             block_size=executor.kv.shape.block_size, lease_ttl_s=config.transfer.lease_ttl_s, clock=clock
@@ -167,27 +172,68 @@ class WorkerRuntime:
             await close()
         await self.engine.aclose()
 
+    async def change_role(self, role: worker_pb2.WorkerRole.ValueType, *, epoch: int, grace_s: float) -> None:
+        """Move to the other pool: with the model, the pages and everything cached in them.
+
+        Waits up to `grace_s` for requests and handoffs to end; new ones come in meanwhile, so that whoever wants the
+        change drains the worker first. Having the role already is success. Raises StaleEpoch for another life than
+        `epoch`, InvalidRequest when the pools are too different, Overloaded when the worker is not empty in time;
+        nothing has changed then.
+        """
+        if self.role == role:
+            return
+        self.check_epoch(epoch)
+        if (obstacle := self.config.pools.flip_obstacle) is not None:
+            raise InvalidRequest(f"this worker cannot change its role: {obstacle}", field="role")
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._until_idle()
+        except TimeoutError:
+            held = f"{self.num_request_tasks} calls and {self.handoffs.num_leases} handoffs"
+            raise Overloaded(f"{self.worker_id} still has {held} after {grace_s:g} s", retry_after_s=1.0) from None
+        if self.role == role:  # by another caller
+            return
+        self.check_epoch(epoch)
+        self._enter_role(role)
+
+    async def _until_idle(self) -> None:
+        """Wait until there is neither a call nor a handoff; true until the caller awaits something."""
+        while self.num_request_tasks or self.handoffs.num_leases:
+            await self._no_tasks.wait()
+            await self.handoffs.until_empty()
+
+    def _enter_role(self, role: worker_pb2.WorkerRole.ValueType) -> None:
+        """In one turn of the event loop: who knows the new epoch comes to the engine behind its new limits."""
+        self.role = role
+        self.epoch = mint_epoch()
+        limits = limits_for(self.pool_config)
+        self.engine.post(lambda core: core.scheduler.change_limits(limits))
+        self.timing.change_budget(limits.max_step_tokens)
+        self.hub.end(StaleEpoch(f"{self.worker_id} has another role now"))
+        logger.info("role changed", extra={"role": ROLE_NAMES[role], "epoch": self.epoch})
+
     @contextmanager
     def request_task(self) -> Iterator[None]:
         """Count a call that serves a request, and whether it was cancelled."""
-        self.num_request_tasks += 1
         self.counters.num_requests += 1
-        try:
-            yield
-        except asyncio.CancelledError:
-            self.counters.num_cancelled += 1
-            raise
-        finally:
-            self.num_request_tasks -= 1
+        with self.transfer_task():
+            try:
+                yield
+            except asyncio.CancelledError:
+                self.counters.num_cancelled += 1
+                raise
 
     @contextmanager
     def transfer_task(self) -> Iterator[None]:
         """Count a call that serves a transfer."""
         self.num_request_tasks += 1
+        self._no_tasks.clear()
         try:
             yield
         finally:
             self.num_request_tasks -= 1
+            if not self.num_request_tasks:
+                self._no_tasks.set()
 
     def backlog_s(self) -> float:
         """Return the predicted seconds until the prompts accepted so far are computed."""
@@ -196,7 +242,7 @@ class WorkerRuntime:
     def check_epoch(self, epoch: int) -> None:
         """Raise StaleEpoch when the caller means an earlier life of this worker."""
         if epoch != self.epoch:
-            raise StaleEpoch(f"{self.worker_id} was restarted; its epoch is another one")
+            raise StaleEpoch(f"{self.worker_id} was restarted, or has another role now; its epoch is another one")
 
     def transfer_service(self) -> KvTransferService:
         """Return the service that lets others pull this worker's blocks."""
@@ -205,7 +251,7 @@ class WorkerRuntime:
             engine=self.engine,
             store=self.executor.kv,
             settings=ServeSettings(
-                epoch=self.epoch,
+                epoch=lambda: self.epoch,
                 pid=os.getpid(),
                 transports=self.transports,
                 chunk_bytes=self.config.transfer.chunk_bytes,

@@ -8,10 +8,12 @@ from typing import Any
 import grpc
 
 from common.block_hash import hash_probe, hash_root
+from common.errors import InvalidRequest
 from common.kv_events import KvEvents, encode_events
 from common.rpc import client_channel, error_boundary
 from common.timing_wire import timing_to_proto
 from common.version import installed_version
+from common.wire_names import ROLE_NAMES
 from engine.events import Load
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
@@ -20,6 +22,7 @@ from worker.runtime import WorkerRuntime
 
 UPDATE_GAP_S = 0.02
 """Load changes with each step; routers need not hear of each."""
+MAX_GRACE_S = 3600.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -92,6 +95,15 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                     seq += 1
                     await asyncio.sleep(self._update_gap_s)
                     events = await watcher.next_changes()
+
+    async def SetRole(self, request: pb.SetRoleRequest, context: Context) -> pb.SetRoleResponse:  # noqa: D102
+        async with error_boundary(context, "SetRole"):
+            if request.role not in ROLE_NAMES:
+                raise InvalidRequest(f"{request.role} is no role", field="role")
+            if not 0 <= request.grace_s <= MAX_GRACE_S:
+                raise InvalidRequest(f"{request.grace_s:g}; between 0 and {MAX_GRACE_S:g} seconds", field="grace_s")
+            await self._runtime.change_role(request.role, epoch=request.epoch, grace_s=request.grace_s)
+        return pb.SetRoleResponse(epoch=self._runtime.epoch)
 
     async def GetWorkerStatus(  # noqa: D102
         self, request: pb.GetWorkerStatusRequest, context: Context

@@ -1,8 +1,7 @@
-"""The process around a worker: start, announce, serve, stop. The same for both kinds, with or without Ray."""
+"""The process around a worker: start, announce, serve, stop. With or without Ray."""
 
 import argparse
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -15,8 +14,9 @@ import grpc
 from common.config import ConfigError, ServingConfig, load_config
 from common.log import setup_logging
 from common.metrics_server import MetricsServer
+from common.process import Ready, die_with_parent, ready_line
 from common.rpc import Server, start_server
-from common.wire_names import ROLE_NAMES
+from common.wire_names import ROLE_NAMES, ROLE_NUMBERS
 from kvrelay.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from worker.metrics import serve_metrics
 from worker.runtime import WorkerRuntime
@@ -25,7 +25,7 @@ from worker.service import WorkerService
 logger = logging.getLogger(__name__)
 
 AddServices = Callable[[grpc.aio.Server, WorkerRuntime], Sequence[str]]
-"""Registers the services of one worker kind and returns their full names."""
+"""Registers services of a worker beside those that all have, and returns their full names."""
 
 _STOP_GRACE_S = 5.0
 
@@ -38,6 +38,11 @@ class RunningWorker:
     server: Server
     metrics: MetricsServer | None
     address: str
+
+    @property
+    def role(self) -> str:
+        """Name of its role at this moment."""
+        return ROLE_NAMES[self.runtime.role]
 
     @property
     def metrics_port(self) -> int:
@@ -91,12 +96,12 @@ async def start_worker(runtime: WorkerRuntime, add_services: AddServices, *, hos
     return RunningWorker(runtime=runtime, server=server, metrics=metrics, address=f"{host}:{server.port}")
 
 
-def worker_main(role: worker_pb2.WorkerRole.ValueType, add_services: AddServices) -> None:
+def worker_main(add_services: AddServices) -> None:
     """Run a worker as a plain process: one ready line on stdout, logs on stderr, SIGTERM stops it."""
-    name = ROLE_NAMES[role]
-    parser = argparse.ArgumentParser(prog=f"python -m {name}_worker", description=f"A kvrelay {name} worker.")
+    parser = argparse.ArgumentParser(prog="python -m pool_worker", description="A kvrelay worker.")
     parser.add_argument("--config", type=Path, required=True, help="serving.yaml")
-    parser.add_argument("--worker-id", default=f"{name}-0", help="name, stable over restarts")
+    parser.add_argument("--role", choices=list(ROLE_NUMBERS), required=True, help="the pool in which it begins")
+    parser.add_argument("--worker-id", help="name, stable over restarts and changes of role (default ROLE-0)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=0, help="0 picks a free one of its pool's `ports`")
     parser.add_argument(
@@ -104,9 +109,8 @@ def worker_main(role: worker_pb2.WorkerRole.ValueType, add_services: AddServices
     )
     args = parser.parse_args()
     if args.die_with_parent:
-        from common.process import die_with_parent
-
         die_with_parent()
+    args.worker_id = args.worker_id or f"{args.role}-0"
     setup_logging(args.worker_id)
     try:
         config = load_config(args.config)
@@ -118,28 +122,16 @@ def worker_main(role: worker_pb2.WorkerRole.ValueType, add_services: AddServices
         run = asyncio.run
     else:
         run = uvloop.run
-    run(_serve(config, role, add_services, args))
+    run(_serve(config, add_services, args))
 
 
-async def _serve(
-    config: ServingConfig,
-    role: worker_pb2.WorkerRole.ValueType,
-    add_services: AddServices,
-    args: argparse.Namespace,
-) -> None:
+async def _serve(config: ServingConfig, add_services: AddServices, args: argparse.Namespace) -> None:
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    runtime = await WorkerRuntime.load_from(config, role=role, worker_id=args.worker_id)
+    runtime = await WorkerRuntime.load_from(config, role=ROLE_NUMBERS[args.role], worker_id=args.worker_id)
     worker = await start_worker(runtime, add_services, host=args.host, port=args.port)
-    ready = {
-        "event": "ready",
-        "worker_id": args.worker_id,
-        "address": worker.address,
-        "metrics_port": worker.metrics_port,
-        "pid": os.getpid(),
-        "epoch": runtime.epoch,
-    }
-    print(json.dumps(ready), flush=True)  # noqa: T201 - the one line that the launcher reads
+    ready = Ready(address=worker.address, metrics_port=worker.metrics_port, pid=os.getpid(), role=worker.role)
+    print(ready_line(ready), flush=True)  # noqa: T201 - the one line that the launcher reads
     await stop.wait()
     await worker.stop(_STOP_GRACE_S)

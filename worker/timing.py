@@ -129,6 +129,11 @@ class WorkerTiming:
         """How each peer was reached last, as a worker_pb2.KvTransport number."""
         return {peer: link.transport for peer, link in self._links.items()}
 
+    def change_budget(self, max_step_tokens: int) -> None:
+        """Steps may have so many tokens from now on; what is known of their times stays."""
+        self._max_step_tokens = max_step_tokens
+        self._renew()
+
     def observe(self, samples: Iterable[StepSample]) -> None:
         """Learn from steps that have ended."""
         for sample in samples:

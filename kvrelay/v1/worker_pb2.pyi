@@ -279,7 +279,7 @@ class DescribeWorkerResponse(_message.Message):
     worker_id: _builtins.str
     """Name, stable over restarts."""
     epoch: _builtins.int
-    """New at each process start."""
+    """New at each process start and at each change of its role."""
     role: Global___WorkerRole.ValueType
     """Pool."""
     num_blocks: _builtins.int
@@ -691,3 +691,55 @@ class GetWorkerStatusResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetWorkerStatusResponse: _TypeAlias = GetWorkerStatusResponse  # noqa: Y015
+
+@_typing.final
+class SetRoleRequest(_message.Message):
+    """A role for a worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    GRACE_S_FIELD_NUMBER: _builtins.int
+    role: Global___WorkerRole.ValueType
+    """The role to have."""
+    epoch: _builtins.int
+    """The epoch of the life that is meant."""
+    grace_s: _builtins.float
+    """How long to wait for what it holds to end, in seconds, at most an hour."""
+    def __init__(
+        self,
+        *,
+        role: Global___WorkerRole.ValueType = ...,
+        epoch: _builtins.int = ...,
+        grace_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "grace_s", b"grace_s", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRoleRequest: _TypeAlias = SetRoleRequest  # noqa: Y015
+
+@_typing.final
+class SetRoleResponse(_message.Message):
+    """The worker has the role."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """Its epoch from now on."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRoleResponse: _TypeAlias = SetRoleResponse  # noqa: Y015

@@ -55,6 +55,11 @@ class WorkerServiceStub(object):
                 request_serializer=kvrelay_dot_v1_dot_worker__pb2.ProbePeerRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_worker__pb2.ProbePeerResponse.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/kvrelay.v1.WorkerService/SetRole',
+                request_serializer=kvrelay_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer(object):
@@ -89,6 +94,15 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRole(self, request, context):
+        """Move the worker to the other pool, with its model and its cached KV. It gets a new epoch, so that whatever is still
+        meant for its old role is refused. RESOURCE_EXHAUSTED while it holds requests or handoffs; FAILED_PRECONDITION when
+        the epoch is not its own. Setting the role that it has changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +125,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.ProbePeer,
                     request_deserializer=kvrelay_dot_v1_dot_worker__pb2.ProbePeerRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_worker__pb2.ProbePeerResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=kvrelay_dot_v1_dot_worker__pb2.SetRoleRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_worker__pb2.SetRoleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +241,33 @@ class WorkerService(object):
             '/kvrelay.v1.WorkerService/ProbePeer',
             kvrelay_dot_v1_dot_worker__pb2.ProbePeerRequest.SerializeToString,
             kvrelay_dot_v1_dot_worker__pb2.ProbePeerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.WorkerService/SetRole',
+            kvrelay_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
+            kvrelay_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,11 @@ class WorkerServiceStub:
     """Counters and everything that is held right now."""
     ProbePeer: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ProbePeerRequest, _worker_pb2.ProbePeerResponse]
     """Tries whether this worker reaches another one, for diagnosis. Says nothing of what else may be at that address."""
+    SetRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]
+    """Move the worker to the other pool, with its model and its cached KV. It gets a new epoch, so that whatever is still
+    meant for its old role is refused. RESOURCE_EXHAUSTED while it holds requests or handoffs; FAILED_PRECONDITION when
+    the epoch is not its own. Setting the role that it has changes nothing.
+    """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -55,6 +60,11 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Counters and everything that is held right now."""
     ProbePeer: _aio.UnaryUnaryMultiCallable[_worker_pb2.ProbePeerRequest, _worker_pb2.ProbePeerResponse]  # type: ignore[assignment]
     """Tries whether this worker reaches another one, for diagnosis. Says nothing of what else may be at that address."""
+    SetRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]  # type: ignore[assignment]
+    """Move the worker to the other pool, with its model and its cached KV. It gets a new epoch, so that whatever is still
+    meant for its old role is refused. RESOURCE_EXHAUSTED while it holds requests or handoffs; FAILED_PRECONDITION when
+    the epoch is not its own. Setting the role that it has changes nothing.
+    """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """What every worker tells about itself."""
@@ -90,5 +100,16 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ProbePeerResponse, _abc.Awaitable[_worker_pb2.ProbePeerResponse]]:
         """Tries whether this worker reaches another one, for diagnosis. Says nothing of what else may be at that address."""
+
+    @_abc_1.abstractmethod
+    def SetRole(
+        self,
+        request: _worker_pb2.SetRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.SetRoleResponse, _abc.Awaitable[_worker_pb2.SetRoleResponse]]:
+        """Move the worker to the other pool, with its model and its cached KV. It gets a new epoch, so that whatever is still
+        meant for its old role is refused. RESOURCE_EXHAUSTED while it holds requests or handoffs; FAILED_PRECONDITION when
+        the epoch is not its own. Setting the role that it has changes nothing.
+        """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

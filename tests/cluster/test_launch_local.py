@@ -87,5 +87,5 @@ def test_service_command_names_the_worker_and_asks_it_to_die_with_us() -> None:
     router = " ".join(command(make_spec("router-1", ProcessRole.ROUTER)))
 
     where = "--host 127.0.0.1 --port 0 --die-with-parent"
-    assert worker.endswith(f"-m prefill_worker --config /run/serving.yaml --worker-id prefill-0 {where}")
+    assert worker.endswith(f"-m pool_worker --config /run/serving.yaml --role prefill --worker-id prefill-0 {where}")
     assert router.endswith(f"-m router --config /run/serving.yaml --index 1 {where}")

@@ -8,10 +8,9 @@ from typing import Any
 
 from common.config import ServingConfig, parse_config
 from common.rpc import client_channel
-from decode_worker.server import add_services as add_decode
 from kvrelay.client import AsyncClient
 from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc, worker_pb2
-from prefill_worker.server import add_services as add_prefill
+from pool_worker.server import add_services
 from router.fake_codec import ByteCodec
 from router.server import RunningRouter, serve_router
 from tests.worker.cluster import make_runtime
@@ -69,10 +68,10 @@ async def running_system(
         running = await serve_router(config, codec=ByteCodec(), host="127.0.0.1", port=0)
         stack.push_async_callback(running.stop, 0)
         endpoints, workers = [], {}
-        for role, name, count, add in ((PREFILL, "p", num_prefill, add_prefill), (DECODE, "d", num_decode, add_decode)):
+        for role, name, count in ((PREFILL, "p", num_prefill), (DECODE, "d", num_decode)):
             for i in range(count):
                 runtime = make_runtime(role, f"{name}{i}", transports=("grpc",), **dict(fake))
-                worker = workers[f"{name}{i}"] = await start_worker(runtime, add, host="127.0.0.1", port=0)
+                worker = workers[f"{name}{i}"] = await start_worker(runtime, add_services, host="127.0.0.1", port=0)
                 stack.push_async_callback(worker.stop, 0)
                 endpoints.append(
                     router_admin_pb2.WorkerEndpoint(worker_id=f"{name}{i}", role=role, address=worker.address)

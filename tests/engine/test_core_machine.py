@@ -262,6 +262,14 @@ class CoreMachine(RuleBasedStateMachine):
         work.ended_samples.add(sample)
         self.core.wake()
 
+    @rule(max_step_tokens=st.integers(3, 16), max_running=st.integers(1, 6))
+    def change_limits(self, max_step_tokens: int, max_running: int) -> None:
+        limits = self.core.scheduler.limits
+        self.core.scheduler.change_limits(
+            replace(limits, max_step_tokens=max_step_tokens, max_running=min(max_running, max_step_tokens))
+        )
+        self.core.wake()
+
     @rule(fault=st.sampled_from([None, None, None, "launch", "results"]))
     def break_next_step(self, fault: str | None) -> None:
         self.faults.in_next_launch = fault == "launch"

@@ -50,7 +50,11 @@ async def test_fetch_when_the_puller_stops_reading_aborts_the_handoff_after_the_
         engine=cast(EngineDriver, NoEngine()),
         store=store,
         settings=ServeSettings(
-            epoch=Epoch(1), pid=1, transports=(worker_pb2.KV_TRANSPORT_GRPC,), chunk_bytes=4096, lease_ttl_s=0.05
+            epoch=lambda: Epoch(1),
+            pid=1,
+            transports=(worker_pb2.KV_TRANSPORT_GRPC,),
+            chunk_bytes=4096,
+            lease_ttl_s=0.05,
         ),
         track=nullcontext,
         on_bytes=lambda _transport, _count: None,

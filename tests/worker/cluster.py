@@ -13,14 +13,13 @@ from common.fake_tokenizer import byte_tokenizer
 from common.ids import WorkerId, mint_handoff_id
 from common.rpc import client_channel
 from common.wire import pack_tokens, sampling_to_proto
-from decode_worker.server import add_services as add_decode
 from engine.fake import FakeExecutor
 from engine.sequence import EngineRequest
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, sequence_pb2, worker_pb2
-from prefill_worker.server import add_services as add_prefill
+from pool_worker.server import add_services
 from tests.builders import BLOCK_SIZE
 from worker.runtime import REAL, WorkerRuntime
-from worker.shell import AddServices, RunningWorker, start_worker
+from worker.shell import RunningWorker, start_worker
 
 Source = sequence_pb2.KvSource | None
 
@@ -151,7 +150,12 @@ def make_runtime(role: Any, worker_id: str, *, transports: Sequence[str], **fake
     }
     transfer = {"transports": list(transports), "chunk_bytes": 4096, "lease_ttl_s": fake.pop("lease_ttl_s", 5.0)}
     config = parse_config(
-        {"model": {"engine": "fake"}, "pools": {"prefill": pool, "decode": pool}, "transfer": transfer}, source="test"
+        {
+            "model": {"engine": "fake"},
+            "pools": {"prefill": pool, "decode": pool | fake.pop("decode_pool", {})},
+            "transfer": transfer,
+        },
+        source="test",
     )
     executor = FakeExecutor(
         num_blocks=fake.pop("num_blocks", 128),
@@ -188,15 +192,15 @@ class Pool:
     """Running workers by name."""
 
     workers: dict[str, RunningWorker]
-    stubs: dict[str, Any]
+    channels: dict[str, grpc.aio.Channel]
 
     def pair(self, prefill: str, decode: str) -> Pair:
         """Return two of them as a pair."""
         return Pair(
             prefill=self.workers[prefill],
             decode=self.workers[decode],
-            prefill_stub=self.stubs[prefill],
-            decode_stub=self.stubs[decode],
+            prefill_stub=prefill_pb2_grpc.PrefillServiceStub(self.channels[prefill]),
+            decode_stub=decode_pb2_grpc.DecodeServiceStub(self.channels[decode]),
         )
 
     async def until_empty(self) -> None:
@@ -211,20 +215,16 @@ async def running_pool(
 ) -> AsyncIterator[Pool]:
     """Start workers named prefill-… and decode-… with these fake engines, and stop them with everything they own."""
     pool = Pool({}, {})
-    channels: list[grpc.aio.Channel] = []
     try:
         for name, fake in fakes.items():
             is_prefill = name.startswith("prefill")
             role = worker_pb2.WORKER_ROLE_PREFILL if is_prefill else worker_pb2.WORKER_ROLE_DECODE
-            add: AddServices = add_prefill if is_prefill else add_decode
             runtime = make_runtime(role, name, transports=transports, **fake)
-            worker = pool.workers[name] = await start_worker(runtime, add, host="127.0.0.1", port=0)
-            channels.append(client_channel(worker.address))
-            stub: Any = prefill_pb2_grpc.PrefillServiceStub if is_prefill else decode_pb2_grpc.DecodeServiceStub
-            pool.stubs[name] = stub(channels[-1])
+            worker = pool.workers[name] = await start_worker(runtime, add_services, host="127.0.0.1", port=0)
+            pool.channels[name] = client_channel(worker.address)
         yield pool
     finally:
-        for channel in channels:
+        for channel in pool.channels.values():
             await channel.close()
         for worker in pool.workers.values():
             await worker.stop(0)

@@ -1,0 +1,1 @@
+"""A worker process: in one role at a time, able to serve in either."""
