@@ -73,7 +73,7 @@ def check_host(config: ServingConfig, host: HostFacts, *, is_up: bool) -> Iterat
     if not is_up:
         yield from _ports(config)
     if config.launcher == "ray":
-        yield _ray(host)
+        yield _ray(host, is_up=is_up)
 
 
 def _packages(config: ServingConfig, host: HostFacts) -> Finding:
@@ -213,9 +213,11 @@ def _ports(config: ServingConfig) -> Iterator[Finding]:
             yield failure(key, f"{at} is taken by another program", f"stop it, or set {key}: 0 for a free port")
 
 
-def _ray(host: HostFacts) -> Finding:
+def _ray(host: HostFacts, *, is_up: bool) -> Finding:
     mode = os.environ.get("RAY_AUTH_MODE")
     address = os.environ.get("RAY_ADDRESS")
+    if is_up:
+        return ok("Ray", f"{host.installed('ray')}, in use")
     if address is None:
         return ok("Ray", f"{host.installed('ray')}; no RAY_ADDRESS, so `kvrelay up` starts a private one")
     if mode != "token":

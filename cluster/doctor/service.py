@@ -62,7 +62,7 @@ def _pools(status: ClusterStatus, config: ServingConfig) -> list[Finding]:
     findings = []
     for role, pool in (("prefill", config.pools.prefill), ("decode", config.pools.decode)):
         num_ready = sum(view.role == role and view.state == "ready" for view in status.workers)
-        text = f"{num_ready} of {pool.count} workers ready"
+        text = f"{num_ready} workers ready, {pool.count} in serving.yaml"
         if num_ready >= pool.count:
             findings.append(ok(f"{role} pool", text))
         elif num_ready or role == "prefill":

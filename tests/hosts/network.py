@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 TOOLS = {"ip": "iproute2", "ssh": "openssh-client", "/usr/sbin/sshd": "openssh-server", "rsync": "rsync"}
 SUBNET = "10.77.0"
 FIRST_ADDRESS = 10
@@ -90,6 +92,32 @@ class Host:
             os.killpg(self._init.pid, signal.SIGKILL)
         self._init.wait()
         self._init = None
+
+    @contextmanager
+    def cut_off_from(self, other: "Host") -> Iterator[None]:
+        """Drop what this host sends to another one, as a firewall between the two would; all others are reached."""
+        route = ("-n", self.name, "route", "{}", "blackhole", f"{other.address}/32")
+        _ip(*(part.format("add") for part in route))
+        try:
+            yield
+        finally:
+            _ip(*(part.format("del") for part in route))
+
+    def listening_ports(self) -> set[int]:
+        """Return the TCP ports on which somebody listens there, for other hosts or for itself."""
+        listed = self.run("ss --listening --tcp --numeric --no-header").stdout.splitlines()
+        return {int(line.split()[3].rpartition(":")[2]) for line in listed}
+
+    def pss_bytes(self) -> int:
+        """Return the memory of all its processes; what several share counts in parts."""
+        if self._init is None:
+            return 0
+        total = 0
+        with suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self._init.pid).children(recursive=True):
+                with suppress(psutil.Error, FileNotFoundError, ProcessLookupError):
+                    total += process.memory_full_info().pss
+        return total
 
     @property
     def is_on(self) -> bool:

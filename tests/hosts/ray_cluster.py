@@ -20,6 +20,8 @@ _REPO = Path(__file__).parents[2]
 _VENV = Path(sys.prefix)
 _NOT_SENT = (".git", ".venv*", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info")
 ROUTER_PORT = 50051
+IDLE_TIMEOUT_S = 6.0
+"""After which a typed host that nobody uses goes."""
 _NODES = "import json, ray; ray.init('auto', log_to_driver=False); print('NODES', json.dumps(ray.nodes()))"
 
 
@@ -63,6 +65,14 @@ class RayCluster:
                 host.run("~/kvrelay/.venv/bin/ray stop --grace-period 3")
         return time.monotonic() - started_s
 
+    def kvrelay(self, arguments: str, *, at: Host | None = None, exit_status: int = 0) -> str:
+        """Run a command of kvrelay's on the head or another host, and return what it says. Asserts its exit status."""
+        command = f"cd ~/kvrelay && COLUMNS=150 .venv/bin/kvrelay {arguments}"
+        done = (at or self.head).run(command, check=False, timeout_s=180)
+        told = done.stdout + done.stderr
+        assert done.returncode == exit_status, f"kvrelay {arguments}: exit {done.returncode}\n{told}"
+        return told
+
     def live_addresses(self) -> set[str]:
         """Return the hosts that Ray takes for alive."""
         python = "cd ~ && RAY_AUTH_MODE=token ~/kvrelay/.venv/bin/python"
@@ -86,6 +96,7 @@ class RayCluster:
             config["provider"]["pools"] = self._pools
             for pool in self._pools:
                 config["available_node_types"][pool]["resources"] = {"CPU": os.cpu_count()}
+            config["idle_timeout_minutes"] = IDLE_TIMEOUT_S / 60
         config["auth"] = {"ssh_user": "root", "ssh_private_key": str(self.head.state / "key")}
         config["file_mounts"] = {"~/kvrelay": str(sources), "~/.ray/auth_token": str(self._token)}
         install, *others = config["setup_commands"]

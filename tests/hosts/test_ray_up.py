@@ -1,85 +1,185 @@
-"""`ray up cluster.yaml` on four hosts: workers land in their pools, and a power cut costs nobody an answer."""
+"""`ray up` on four hosts: workers land in their pools, a power cut costs nobody an answer, hosts follow their pool.
+
+`pytest tests/hosts -s` prints the log.
+"""
 
 import asyncio
-import logging
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.errors import KvrelayError
-from kvrelay.client import AsyncClient, Generation
+from kvrelay.client import AsyncClient
+from tests.hosts.journal import Journal
 from tests.hosts.network import Host, hosts, why_not
 from tests.hosts.ray_cluster import RayCluster
+from tests.hosts.streams import describe, stream_all
 
-logger = logging.getLogger(__name__)
 _REASON = why_not()
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.skipif(_REASON is not None, reason=f"hosts out of namespaces: {_REASON}"),
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(500),
 ]
 
-NUM_STREAMS = 8
-NUM_TOKENS = 400
 # A worker takes all of a host's cores, so that Ray puts each on a host of its own.
-POOL = {"num_cpus": os.cpu_count(), "num_blocks": 2048, "block_size": 16, "max_step_tokens": 256, "max_running": 64}
-SERVING: dict[str, Any] = {
-    "name": "hosts",
-    "launcher": "ray",
-    "model": {"engine": "fake", "fake_step_ms": 20.0, "max_model_len": 4096},
-    "pools": {"prefill": {"count": 1, **POOL}, "decode": {"count": 2, **POOL}},
-    "router": {"host": "0.0.0.0", "port": 50051, "policy": "least_load", "local_prefill_max_tokens": 0},
+POOL = {
+    "num_cpus": os.cpu_count(),
+    "num_blocks": 2048,
+    "block_size": 16,
+    "max_step_tokens": 256,
+    "max_running": 64,
+    "ports": "21000-21099",
 }
+OPEN_PORTS = {22, 6379, 10001, 8000, 9100, 50051, *range(20001, 20008), *range(20100, 20300), *range(21000, 21100)}
+"""What docs/operations.md tells to open, and ssh."""
+_WAIT_S = 120
 
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[dict[str, Host]]:
     (tmp_path / "hosts").mkdir()
     with hosts(("head", "prefill-a", "decode-a", "decode-b"), tmp_path / "hosts") as made:
-        made["prefill-a"].run("true")
         yield made
 
 
-@pytest.mark.parametrize("file", ["cluster.yaml", "deploy/on-premise.yaml"])
-async def test_ray_up_serves_from_pools_on_hosts_and_survives_a_power_cut(
-    machines: dict[str, Host], tmp_path: Path, file: str
-) -> None:
-    pools = {"prefill": [machines["prefill-a"].address]}
-    pools["decode"] = [machines[name].address for name in ("decode-a", "decode-b")]
-    cluster = RayCluster(list(machines.values()), file=file, serving=SERVING, folder=tmp_path, pools=pools)
-    logger.info("`ray up` took %.1f s", await asyncio.to_thread(cluster.up))
-    async with AsyncClient(cluster.address, timeout_s=120) as client:
-        where = await _workers_at(client, count=3)
-        logger.info("workers are at %s", where)
-        assert where["prefill-0"] in pools["prefill"]
-        assert {where["decode-0"], where["decode-1"]} == set(pools["decode"])
+class Site:
+    """Four hosts with a cluster on them, and steps that the tests share; each tells the journal what it saw."""
 
-        undisturbed = await asyncio.gather(*(_answer(client, number) for number in range(NUM_STREAMS)))
-        lost = next(host for host in machines.values() if host.address == where["decode-0"])
-        disturbed = await _answers_while(client, lost)
+    def __init__(self, machines: dict[str, Host], file: str, folder: Path, *, num_decode: int) -> None:
+        self.machines = machines
+        self.pools = {"prefill": [machines["prefill-a"].address]}
+        self.pools["decode"] = [machines[name].address for name in ("decode-a", "decode-b")]
+        self.cluster = RayCluster(
+            list(machines.values()), file=file, serving=_serving(num_decode), folder=folder, pools=self.pools
+        )
+        self.journal = Journal(machines.values())
+        self.journal.title(f"`ray up {file}`")
 
-        assert [each.text for each in disturbed] == [each.text for each in undisturbed]
-        num_moved = sum(len(each.plans) > 1 for each in disturbed)
-        logger.info("%d streams went on elsewhere", num_moved)
-        assert num_moved > 0, "nobody decoded on the host that lost its power"
+    async def bring_up(self, client: AsyncClient, *, num_workers: int) -> None:
+        """`ray up`, until the router uses every worker, each on a host of its pool."""
+        took_s = await asyncio.to_thread(self.cluster.up)
+        self.journal.note(f"`ray up` came back after {took_s:.1f} s")
+        where = await workers_at(client, count=num_workers)
+        assert all(address in self.pools[name.partition("-")[0]] for name, address in where.items()), where
+        names = self.names_of(where)
+        self.journal.note(f"the router serves; {', '.join(f'{worker} on {name}' for worker, name in names.items())}")
 
+    async def cut_power_in_mid_stream(self, client: AsyncClient) -> None:
+        """Switch a decode host off while streams run: they go on elsewhere with the same text, and it is taken back."""
+        where = await workers_at(client, count=3)
+        lost = next(host for host in self.machines.values() if host.address == where["decode-0"])
+        undisturbed = await stream_all(client)
+        self.journal.note(f"undisturbed; {describe(undisturbed)}")
+        disturbed = await stream_all(client, lambda: asyncio.to_thread(lost.power_off))
+        self.journal.note(f"{lost.name}, where decode-0 runs, lost its power in mid-stream; {describe(disturbed)}")
+        assert [each.answer.text for each in disturbed] == [each.answer.text for each in undisturbed]
+        assert any(each.was_moved for each in disturbed), "nobody decoded on the host that lost its power"
+        self.journal.note("every stream has the text that it had undisturbed")
         lost.boot()
-        logger.info("the host is back after %.1f s", await _until_alive(cluster, lost.address))
-        again = await _workers_at(client, count=3)
-        assert set(again) == set(where)
+        took_s = await self.until(lambda alive: lost.address in alive)
+        assert set(await workers_at(client, count=3)) == set(where)
+        self.journal.note(f"{lost.name} has power again; Ray had it back after {took_s:.1f} s, and its worker serves")
 
-    logger.info("`ray down` took %.1f s", await asyncio.to_thread(cluster.down))
-    left = {host.name: cluster.leftovers(host) for host in machines.values()}
-    assert not any(left.values()), left
+    async def take_down(self) -> None:
+        """End it as the file says; nothing of it is left on any host."""
+        took_s = await asyncio.to_thread(self.cluster.down)
+        left = {host.name: self.cluster.leftovers(host) for host in self.machines.values() if host.is_on}
+        assert not any(left.values()), left
+        self.journal.note(f"`ray down` took {took_s:.1f} s; no process is left")
+
+    async def until(self, is_so: Callable[[set[str]], bool]) -> float:
+        """Wait until Ray's live hosts are as told; return how long it took, seconds."""
+        started_s = time.monotonic()
+        async with asyncio.timeout(_WAIT_S):
+            while True:
+                if is_so(await asyncio.to_thread(self.cluster.live_addresses)):
+                    return time.monotonic() - started_s
+                await asyncio.sleep(0.5)  # nobody tells
+
+    def names_of(self, where: dict[str, str]) -> dict[str, str]:
+        """Return the hosts' names instead of their addresses."""
+        by_address = {host.address: host.name for host in self.machines.values()}
+        return {worker: by_address[address] for worker, address in where.items()}
 
 
-async def _workers_at(client: AsyncClient, *, count: int) -> dict[str, str]:
+async def test_fixed_hosts_serve_from_their_pools_and_survive_a_power_cut(
+    machines: dict[str, Host], tmp_path: Path
+) -> None:
+    site = Site(machines, "cluster.yaml", tmp_path, num_decode=2)
+    async with AsyncClient(site.cluster.address, timeout_s=_WAIT_S) as client:
+        await site.bring_up(client, num_workers=3)
+        await site.cut_power_in_mid_stream(client)
+    await site.take_down()
+
+
+async def test_typed_hosts_follow_their_pool_and_the_doctor_names_what_is_sick(
+    machines: dict[str, Host], tmp_path: Path
+) -> None:
+    site = Site(machines, "deploy/on-premise.yaml", tmp_path, num_decode=1)
+    async with AsyncClient(site.cluster.address, timeout_s=_WAIT_S) as client:
+        await site.bring_up(client, num_workers=2)
+        spare = await host_comes_with_a_larger_pool(site)
+        doctor_names_what_is_sick(site, machines[spare])
+        await site.cut_power_in_mid_stream(client)
+        for host in machines.values():
+            assert host.listening_ports() <= OPEN_PORTS, f"{host.name}: {host.listening_ports() - OPEN_PORTS}"
+        site.journal.note("nobody listens on a port that the documentation does not name")
+        told = await asyncio.to_thread(site.cluster.kvrelay, "scale decode=1")
+        site.journal.note(f"kvrelay scale decode=1\n{told}")
+        took_s = await site.until(lambda alive: machines[spare].address not in alive)
+        site.journal.note(f"{spare} was empty, and Ray let it go {took_s:.1f} s later")
+        await workers_at(client, count=2)
+    await site.take_down()
+
+
+async def host_comes_with_a_larger_pool(site: Site) -> str:
+    """Scale up with another version on the idle host, after a look at the healthy cluster; returns the host's name."""
+    alive = await asyncio.to_thread(site.cluster.live_addresses)
+    (spare,) = (host for host in site.machines.values() if host.address not in alive)
+    site.journal.note(f"kvrelay doctor, all well\n{site.cluster.kvrelay('doctor')}")
+    pretend_version(spare, "0.0.9")
+    told = await asyncio.to_thread(site.cluster.kvrelay, "scale decode=2")
+    assert spare.address in await asyncio.to_thread(site.cluster.live_addresses)
+    site.journal.note(f"kvrelay scale decode=2 made {spare.name} join\n{told}")
+    return spare.name
+
+
+def doctor_names_what_is_sick(site: Site, spare: Host) -> None:
+    """Have it find another version, a way between two workers that is closed, and a model that is missing."""
+    with spare.cut_off_from(site.machines["prefill-a"]):
+        told = site.cluster.kvrelay("doctor", exit_status=1)
+    site.journal.note(f"kvrelay doctor, {spare.name} has another version and no way to prefill-a\n{without_ok(told)}")
+    for finding in ("runs kvrelay 0.0.9", "is not reached by decode-1", "is not reached by prefill-0"):
+        assert finding in told
+    lacking = "model: {id: models/lacking, local_files_only: true}"
+    spare.run(f"echo '{lacking}' >~/kvrelay/lacking.yaml")
+    told = site.cluster.kvrelay("doctor --host-only --config lacking.yaml", at=spare, exit_status=1)
+    site.journal.note(f"kvrelay doctor --host-only on {spare.name}, whose model is missing\n{without_ok(told)}")
+    assert "models/lacking" in told
+
+
+def without_ok(told: str) -> str:
+    """Return what a doctor says, less what is well."""
+    return "\n".join(line for line in told.splitlines() if not line.startswith("ok "))
+
+
+def pretend_version(host: Host, version: str) -> None:
+    """Let the host's packages say that it has another version of kvrelay."""
+    metadata = f"Metadata-Version: 2.1\\nName: kvrelay\\nVersion: {version}\\n"
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    folder = f"~/kvrelay/.venv/lib/{python}/site-packages/kvrelay-{version}.dist-info"
+    host.run(f"mkdir -p {folder} && printf '{metadata}' >{folder}/METADATA")
+
+
+async def workers_at(client: AsyncClient, *, count: int) -> dict[str, str]:
     """Wait until so many workers are ready, and return their hosts' addresses."""
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(_WAIT_S):
         while True:
             try:
                 views = (await client.status()).workers
@@ -90,41 +190,18 @@ async def _workers_at(client: AsyncClient, *, count: int) -> dict[str, str]:
             await asyncio.sleep(0.5)  # nobody tells when a cluster is complete
 
 
-async def _answer(client: AsyncClient, number: int) -> Generation:
-    return await client.generate(_prompt(number), max_tokens=NUM_TOKENS, ignore_eos=True, seed=number)
-
-
-async def _answers_while(client: AsyncClient, lost: Host) -> list[Generation]:
-    """Return the same answers, during which a host loses its power: as soon as every stream has some tokens."""
-    begun = [asyncio.Event() for _ in range(NUM_STREAMS)]
-
-    async def stream(number: int) -> Generation:
-        async with client.stream(_prompt(number), max_tokens=NUM_TOKENS, ignore_eos=True, seed=number) as events:
-            num_events = 0
-            async for _ in events:
-                num_events += 1
-                if num_events == 20:
-                    begun[number].set()
-            return await events.result()
-
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(stream(number)) for number in range(NUM_STREAMS)]
-        for event in begun:
-            await event.wait()
-        await asyncio.to_thread(lost.power_off)
-    return [task.result() for task in tasks]
-
-
-def _prompt(number: int) -> str:
-    return f"stream {number}: " + "what a host forgets, another one computes again; " * 4
-
-
-async def _until_alive(cluster: RayCluster, address: str) -> float:
-    """Wait until Ray has a host again; return how long it took, seconds."""
-    started_s = time.monotonic()
-    async with asyncio.timeout(120):
-        while True:
-            if address in await asyncio.to_thread(cluster.live_addresses):
-                break
-            await asyncio.sleep(1)  # nobody tells
-    return time.monotonic() - started_s
+def _serving(num_decode: int) -> dict[str, Any]:
+    return {
+        "name": "hosts",
+        "launcher": "ray",
+        "model": {"engine": "fake", "fake_step_ms": 20.0, "max_model_len": 4096},
+        "pools": {"prefill": {"count": 1, **POOL}, "decode": {"count": num_decode, **POOL}},
+        "router": {
+            "host": "0.0.0.0",
+            "port": 50051,
+            "http_port": 8000,
+            "metrics_port": 9100,
+            "policy": "least_load",
+            "local_prefill_max_tokens": 0,
+        },
+    }
