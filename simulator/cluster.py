@@ -16,16 +16,21 @@ from common.config import PoolConfig, PoolsConfig, ServingConfig, TransferConfig
 from common.errors import Refused
 from common.ids import RequestId, seeded_ids
 from kvrelay.v1 import worker_pb2
+from planner.plan import PoolSizes
 from router.booking import Booking
 from router.facts import Endpoint
 from router.parts import RouterParts, build_router
 from router.placement.search import Search
 from simulator.client import SimClient
 from simulator.crowd import Crowd, Progress
+from simulator.demand import demand_of
+from simulator.elasticity import Elasticity, PlanNote
 from simulator.executor import Answer, SimExecutor, sim_shape
 from simulator.guard import collecting_rarely, ending_on_faults
 from simulator.loop import VirtualClock, VirtualLoop
 from simulator.network import SimNetwork
+from simulator.planning import PlanningLoop
+from simulator.pools import SimPools
 from simulator.records import (
     Arrival,
     ClusterShape,
@@ -37,7 +42,7 @@ from simulator.records import (
 )
 from simulator.sampler import Sampler
 from simulator.token_log import TokenLog
-from simulator.worker import Pace, SimWorker, Surroundings, endpoints
+from simulator.worker import Pace, SimWorker, Surroundings
 
 _WARM_UP_S = 10.0
 """Before the first arrival: routers get to know the workers. Taken off every reported time."""
@@ -92,46 +97,61 @@ class SimCluster:
             log=self.log,
             report_interval_s=settings.report_interval_s,
         )
-        self.workers = {
-            endpoint.worker_id: self._worker(endpoint) for endpoint in endpoints(shape.num_prefill, shape.num_decode)
-        }
         self.routers = [self._router(number) for number in range(shape.num_routers)]
+        self.pools = SimPools(loop, self._worker, self.routers)
         self.clients = [SimClient(router, loop, settings, self._answers, self.log) for router in self.routers]
         self.samples: Sequence[LoadSample] = ()
+        self.plans: Sequence[PlanNote] = ()
         self._begin_s = 0.0
 
     async def start(self) -> None:
         """Start workers and routers and wait until these know each other."""
-        for worker in self.workers.values():
-            worker.start()
-        members = [worker.endpoint for worker in self.workers.values()]
-        for router in self.routers:
-            router.fleet.set_workers(members)
+        self.pools.open(PoolSizes(prefill=self.shape.num_prefill, decode=self.shape.num_decode))
         await asyncio.sleep(_WARM_UP_S)
         for router in self.routers:
             num_ready = router.fleet.count_ready()
-            assert num_ready == len(members), f"{num_ready} of {len(members)} workers are ready"
-        self._begin_s = self._loop.time()
+            assert num_ready == self.shape.num_workers, f"{num_ready} of {self.shape.num_workers} workers are ready"
+        self._begin_s = self.pools.begin_s = self._loop.time()
         for client in self.clients:
             client.begin_s = self._begin_s
 
     async def serve_all(self, arrivals: Iterable[Arrival], progress: Progress | None = None) -> list[RequestResult]:
         """Serve a workload; returns when its last request, what follows from others included, has ended."""
         crowd = Crowd(self._loop, self.clients, begin_s=self._begin_s, progress=progress)
-        sampler = Sampler(self._loop, list(self.workers.values()), self.settings.sample_interval_s)
+        if self.settings.elasticity is not None:
+            await self._serve_elastically(crowd, arrivals, self.settings.elasticity)
+            return crowd.results
+        sampler = Sampler(self._loop, self.pools.workers, self.settings.sample_interval_s)
         sampler.start()
         await crowd.serve(arrivals)
         self.samples = sampler.stop()
         return crowd.results
 
+    async def _serve_elastically(self, crowd: Crowd, arrivals: Iterable[Arrival], elasticity: Elasticity) -> None:
+        """Serve while a planner changes the pools. Samples are of the workers of the beginning, so there are none."""
+        planning = PlanningLoop(
+            self._loop,
+            self.pools,
+            self.routers,
+            elasticity,
+            lambda window_s: demand_of(crowd.results, self.routers, self._now_s(), window_s),
+        )
+        planning.start()
+        await crowd.serve(arrivals)
+        await planning.stop()
+        self.plans = planning.notes
+
     def finished(self, results: list[RequestResult]) -> SimRun:
         """Return the run's record."""
         return SimRun(
             results=results,
-            workers=[_worker_result(worker) for worker in self.workers.values()],
+            workers=[_worker_result(worker) for worker in self.pools.workers],
             gaps=self.log.gaps(),
             kind_gaps=self.log.gaps_by_kind(),
             samples=self.samples,
+            stays=self.pools.stays,
+            plans=self.plans,
+            num_moves=sum(router.orchestrator.totals.num_moves for router in self.routers),
             end_s=self._now_s(),
             wall_s=0.0,
             choice_s=self.choice_s,
@@ -141,8 +161,7 @@ class SimCluster:
         """End routers and workers."""
         for router in self.routers:
             await router.fleet.aclose()
-        for worker in self.workers.values():
-            await worker.aclose()
+        await self.pools.aclose()
 
     def _now_s(self) -> float:
         return self._loop.time() - self._begin_s

@@ -94,6 +94,10 @@ class SimEngine:
         for group, event in self._kept.flush_all():
             group.sink(event)
 
+    def hand_out(self) -> None:
+        """Let tokens that are kept back go out when the running step is over: somebody waits for the next one."""
+        self.post(lambda _core: self._hand_out())
+
     def post(self, command: Callable[[EngineCore], object]) -> None:
         """Run `command` between two steps."""
         self._commands.append((command, None))
@@ -149,6 +153,12 @@ class SimEngine:
             else:
                 if done is not None and not done.done():
                     done.set_result(result)
+
+    def _hand_out(self) -> None:
+        if self._leap is not None:
+            self._leap.leave()
+        for group, event in self._kept.flush_all():
+            group.sink(event)
 
     # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

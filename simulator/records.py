@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from common.config import RouterConfig
 from common.timing import TimingModel
 from router.tenants import Tenant
+from simulator.elasticity import Elasticity, PlanNote, Stay
 from simulator.timing import StepTimes
 
 
@@ -84,6 +85,8 @@ class SimSettings:
     """Deadline of each request."""
     sample_interval_s: float | None = None
     """How often the workers' load is noted. None: never."""
+    elasticity: Elasticity | None = None
+    """Who changes the pools while the workload runs. None: nobody does."""
     seed: int = 0
 
 
@@ -169,7 +172,7 @@ class RequestResult:
 
 @dataclass(slots=True, kw_only=True)
 class WorkerResult:
-    """One worker's counters at the end."""
+    """One worker's counters at its end, or at that of the run."""
 
     worker_id: str
     """prefill-0 …, decode-0 …"""
@@ -213,6 +216,12 @@ class SimRun:
     kind_gaps: Mapping[str, Sequence[tuple[float, int]]] = field(default_factory=dict)
     """The same of each kind."""
     samples: Sequence[LoadSample] = ()
+    stays: Sequence[Stay] = ()
+    """Every worker's time in a pool, in order of asking for it."""
+    plans: Sequence[PlanNote] = ()
+    """What the planner said, where there was one."""
+    num_moves: int = 0
+    """Answers that went on on another worker because theirs was to go."""
     end_s: float
     """Virtual time when the last request had ended."""
     wall_s: float

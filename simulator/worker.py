@@ -16,6 +16,7 @@ from engine.events import StepReport, StepSample
 from engine.executor import Executor
 from engine.thread import EngineDriver
 from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from planner.observation import Pool
 from pool_worker.server import add_services
 from router.facts import Endpoint
 from simulator.engine import SimEngine
@@ -27,6 +28,7 @@ from worker.runtime import Outside, WorkerRuntime
 from worker.service import WorkerService
 from worker.timing import WorkerTiming
 
+ROLES = {Pool.PREFILL: worker_pb2.WORKER_ROLE_PREFILL, Pool.DECODE: worker_pb2.WORKER_ROLE_DECODE}
 _PORT = 1
 _NO_TIME_S = 1e-9
 """In which everything happens that is ready."""
@@ -135,13 +137,16 @@ class SimWorker:
         return SimEngine(core, on_report, loop=around.loop, times=self._times, log=around.log)
 
 
+def pool_endpoint(pool: Pool, number: int) -> Endpoint:
+    """Return where a worker of a pool is: "prefill-0" at prefill-0:1."""
+    name = f"{pool}-{number}"
+    return Endpoint(worker_id=WorkerId(name), role=ROLES[pool], address=f"{name}:{_PORT}")
+
+
 def endpoints(num_prefill: int, num_decode: int) -> list[Endpoint]:
     """Return the membership of a cluster."""
     return [
-        Endpoint(worker_id=WorkerId(f"{name}-{i}"), role=role, address=f"{name}-{i}:{_PORT}")
-        for name, role, count in (
-            ("prefill", worker_pb2.WORKER_ROLE_PREFILL, num_prefill),
-            ("decode", worker_pb2.WORKER_ROLE_DECODE, num_decode),
-        )
-        for i in range(count)
+        pool_endpoint(pool, number)
+        for pool, count in ((Pool.PREFILL, num_prefill), (Pool.DECODE, num_decode))
+        for number in range(count)
     ]

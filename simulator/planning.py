@@ -1,0 +1,115 @@
+"""Runs a planner in a simulation as the controller does in service: it looks, asks, and carries out."""
+
+import asyncio
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from common.demand import Demand
+from planner.observation import Observation, ObservedWorker, Pool
+from planner.plan import Planner
+from router.parts import RouterParts
+from simulator.elasticity import Elasticity, PlanNote
+from simulator.loop import VirtualLoop
+from simulator.pools import Place, SimPools
+
+_GUESSED_DRAIN_S = 5.0
+"""Before anybody has gone."""
+
+
+class PlanningLoop:
+    """Plans at a steady interval. Event loop only."""
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        pools: SimPools,
+        routers: Sequence[RouterParts],
+        elasticity: Elasticity,
+        demand: Callable[[float], Demand],
+    ) -> None:
+        """`demand`: returns what was asked in the last seconds, as many as it is told."""
+        self.notes: list[PlanNote] = []
+        self._loop = loop
+        self._pools = pools
+        self._routers = routers
+        self._elasticity = elasticity
+        self._planner: Planner = elasticity.make_planner()
+        self._demand = demand
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Plan after an interval, and then again and again."""
+        self._task = self._loop.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Plan no more. What is under way goes on."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._elasticity.interval_s)
+            before = self._pools.sizes
+            plan = self._planner.plan(self.observe())
+            at_s = self._loop.time() - self._pools.begin_s
+            self.notes.append(PlanNote(at_s=at_s, before=before, plan=plan))
+            if plan.sizes != before:
+                self._pools.carry_out(plan, self._elasticity)
+
+    def observe(self) -> Observation:
+        """Return what a planner is told now."""
+        elasticity = self._elasticity
+        return Observation(
+            now_s=self._loop.time(),
+            demand=self._demand(elasticity.demand_window_s),
+            workers=tuple(self._observed(place) for place in self._pools.places),
+            startup_s=dict.fromkeys(Pool, elasticity.startup_s),
+            drain_s={pool: self._drain_s(pool) for pool in Pool},
+        )
+
+    def _observed(self, place: Place) -> ObservedWorker:
+        """Return a worker as the first router knows it: all of them hear the same."""
+        worker_id = place.endpoint.worker_id
+        member = None if place.worker is None else self._routers[0].fleet.members_by_id.get(worker_id)
+        facts = None if member is None else member.facts
+        if member is None or facts is None:
+            return ObservedWorker(
+                worker_id=worker_id,
+                pool=place.pool,
+                phase=place.phase,
+                timing=None,
+                num_running=0,
+                num_waiting=0,
+                num_pending_prefill_tokens=0,
+                num_context_tokens=0,
+                num_blocks=0,
+                num_free_blocks=0,
+                block_size=0,
+            )
+        report = member.report
+        return ObservedWorker(
+            worker_id=worker_id,
+            pool=place.pool,
+            phase=place.phase,
+            timing=member.timing,
+            num_running=report.num_running,
+            num_waiting=report.num_waiting + report.num_reserved,
+            num_pending_prefill_tokens=report.num_pending_prefill_tokens,
+            num_context_tokens=report.num_context_tokens,
+            num_blocks=facts.num_blocks,
+            num_free_blocks=report.num_free_blocks,
+            block_size=facts.block_size,
+        )
+
+    def _drain_s(self, pool: Pool) -> float:
+        """Return the mean time of those that have gone, changes to the other pool apart."""
+        times = [
+            stay.gone_s - stay.leaving_s
+            for stay in self._pools.stays
+            if stay.pool is pool and stay.leaving_s is not None and stay.gone_s is not None
+            if stay.gone_s > stay.leaving_s
+        ]
+        return statistics.fmean(times[-8:]) if times else _GUESSED_DRAIN_S
