@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -9,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import yaml
 
 from cluster.plan import ProcessRole
+from cluster.resolved_config import FILE_NAME, config_text
+from cluster.rollout import Rollouts, RolloutTerms
 from cluster.scaling import Scaler
+from common.config import ConfigError, ServingConfig, parse_config
 from common.errors import InvalidRequest, from_rpc_error
 from common.rpc import error_boundary
 from kvrelay.v1 import controller_pb2, controller_pb2_grpc
@@ -20,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_GRACE_S = 30.0
 MAX_GRACE_S = 3600.0
+MAX_CANARY_S = 24 * 3600.0
 _MAX_PATH_BYTES = 100
 """Of a Unix socket's path, less a little; the kernel's limit is 108."""
 
@@ -27,10 +33,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
-    """Serves `kvrelay scale` and `kvrelay restart`."""
+    """Serves `kvrelay scale`, `kvrelay restart` and `kvrelay rollout`."""
 
-    def __init__(self, scaler: Scaler) -> None:
+    def __init__(self, scaler: Scaler, rollouts: Rollouts) -> None:
         self._scaler = scaler
+        self._rollouts = rollouts
 
     async def Scale(self, request: controller_pb2.ScaleRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
         wanted = {
@@ -49,6 +56,31 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
         async with error_boundary(context, "RestartWorkers"):
             change = partial(self._scaler.restart, grace_s=_grace_s(request.grace_s))
             await _tell(change, lambda text: context.write(controller_pb2.RestartWorkersResponse(text=text)))
+
+    async def Rollout(self, request: controller_pb2.RolloutRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
+        async with error_boundary(context, "Rollout"):
+            wanted, terms = _wanted(request), _terms(request)
+            if request.dry_run:
+                change = partial(self._rollouts.preview, wanted)
+            else:
+                change = partial(self._rollouts.run, wanted, terms)
+            await _tell(change, lambda text: context.write(controller_pb2.RolloutResponse(text=text)))
+
+
+def _wanted(request: controller_pb2.RolloutRequest) -> ServingConfig:
+    """Return the configuration that is asked for. Raises InvalidRequest."""
+    try:
+        return parse_config(yaml.safe_load(request.config), source=FILE_NAME)
+    except (ConfigError, yaml.YAMLError) as error:
+        raise InvalidRequest(str(error), field="config") from error
+
+
+def _terms(request: controller_pb2.RolloutRequest) -> RolloutTerms:
+    if not 0 <= request.canary_s <= MAX_CANARY_S:
+        raise InvalidRequest(f"{request.canary_s:g}; between 0 and {MAX_CANARY_S:g} seconds", field="canary_s")
+    if not 1 <= request.max_slowdown < math.inf:
+        raise InvalidRequest(f"{request.max_slowdown:g}; at least 1", field="max_slowdown")
+    return RolloutTerms(canary_s=request.canary_s, max_slowdown=request.max_slowdown, grace_s=_grace_s(request.grace_s))
 
 
 def _grace_s(asked_s: float) -> float:
@@ -83,7 +115,7 @@ def socket_path(run_dir: Path) -> Path:
 
 
 @asynccontextmanager
-async def serving_control(scaler: Scaler, run_dir: Path) -> AsyncIterator[None]:
+async def serving_control(scaler: Scaler, rollouts: Rollouts, run_dir: Path) -> AsyncIterator[None]:
     """Serve while the block runs. Without a path that is short enough there is only a word in the log."""
     path = socket_path(run_dir)
     if len(str(path).encode()) > _MAX_PATH_BYTES:
@@ -92,7 +124,7 @@ async def serving_control(scaler: Scaler, run_dir: Path) -> AsyncIterator[None]:
         return
     path.unlink(missing_ok=True)  # of a supervisor that was killed: the run folder's lock is ours
     server = grpc.aio.server()
-    controller_pb2_grpc.add_ControllerServiceServicer_to_server(ControllerService(scaler), server)
+    controller_pb2_grpc.add_ControllerServiceServicer_to_server(ControllerService(scaler, rollouts), server)
     server.add_insecure_port(f"unix:{path}")
     await server.start()
     try:
@@ -112,6 +144,23 @@ def restart(run_dir: Path, *, grace_s: float) -> Iterator[str]:
     """Ask the supervisor of a run folder to replace its workers one by one; yields its steps. Raises KvrelayError."""
     request = controller_pb2.RestartWorkersRequest(grace_s=grace_s)
     return _ask(run_dir, lambda stub: stub.RestartWorkers(request))
+
+
+def rollout(run_dir: Path, config: ServingConfig, terms: RolloutTerms) -> Iterator[str]:
+    """Ask the supervisor of a run folder to go over to another configuration; yields its steps. Raises KvrelayError."""
+    request = controller_pb2.RolloutRequest(
+        config=config_text(config),
+        canary_s=terms.canary_s,
+        max_slowdown=terms.max_slowdown,
+        grace_s=terms.grace_s,
+    )
+    return _ask(run_dir, lambda stub: stub.Rollout(request))
+
+
+def preview_rollout(run_dir: Path, config: ServingConfig) -> Iterator[str]:
+    """Ask what `rollout` would change and what that needs. Raises KvrelayError."""
+    request = controller_pb2.RolloutRequest(config=config_text(config), max_slowdown=1.0, dry_run=True)
+    return _ask(run_dir, lambda stub: stub.Rollout(request))
 
 
 def _ask(run_dir: Path, call: "Callable[[controller_pb2_grpc.ControllerServiceStub], Iterable[Any]]") -> Iterator[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cluster.launcher import RunningProcess, StartFailed, log_path, log_tail
 from cluster.plan import ProcessRole, ProcessSpec
+from cluster.resolved_config import write_own_config
 from common.process import PARENT_PID_ENV, ProcessIdentity, Ready, parse_ready
 
 _MODULES = {
@@ -24,7 +25,7 @@ Command = Callable[[ProcessSpec], Sequence[str]]
 
 
 def service_command(config_path: Path) -> Command:
-    """Return how a process of this project is started with a configuration file."""
+    """Return how a process of this project is started with a configuration file, or with its own beside that one."""
 
     def command(spec: ProcessSpec) -> Sequence[str]:
         is_router = spec.role is ProcessRole.ROUTER
@@ -32,7 +33,8 @@ def service_command(config_path: Path) -> Command:
         where = ["--host", spec.host or "127.0.0.1", "--port", str(spec.port)]
         # -P: a folder of the user's called `router` must not shadow the package.
         module = [sys.executable, "-P", "-m", _MODULES[spec.role]]
-        return [*module, "--config", str(config_path), *who, *where, "--die-with-parent"]
+        path = config_path if spec.config is None else write_own_config(config_path.parent, spec.config)
+        return [*module, "--config", str(path), *who, *where, "--die-with-parent"]
 
     return command
 

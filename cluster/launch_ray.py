@@ -106,7 +106,9 @@ class RayLauncher:
         return _ActorProcess(actor, ready, identity, kill=lambda: self._discard(spec.name))
 
     def _create(self, spec: ProcessSpec) -> Any:
-        config = self._config.for_router(spec.index) if spec.role is ProcessRole.ROUTER else self._config
+        config = spec.config or self._config
+        if spec.role is ProcessRole.ROUTER:
+            config = config.for_router(spec.index)
         params = ServiceParams(
             name=spec.name,
             config=config,

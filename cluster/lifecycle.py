@@ -11,9 +11,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from cluster.launcher import log_path, log_tail
+from cluster.resolved_config import FILE_NAME, write_config
 from cluster.starter import DETACH, Failed, Progress, Up, parse_event
 from cluster.state import ClusterState, StateFile
 from common.config import RouterConfig, ServingConfig
@@ -91,14 +90,14 @@ def up(config: ServingConfig, *, config_path: Path, run_dir: Path, report: Repor
             " stop it with `kvrelay down`"
         )
     _clean_up(StateFile(run_dir), report)
-    config = _with_ports(_with_model(config, report), config_path)
+    config = _with_ports(with_model(config, report), config_path)
     run_dir.mkdir(parents=True, exist_ok=True)
     for old_log in (run_dir / "logs").glob("*.log"):
         old_log.unlink()
-    resolved_path = run_dir / "serving.yaml"
-    resolved_path.unlink(missing_ok=True)
-    resolved_path.touch(mode=0o600)  # it may hold API keys
-    resolved_path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    for old_config in run_dir.glob("serving-*.yaml"):
+        old_config.unlink()
+    resolved_path = run_dir / FILE_NAME
+    write_config(resolved_path, config)
     return _start_supervisor(resolved_path, run_dir, report)
 
 
@@ -125,8 +124,8 @@ def down(run_dir: Path, *, report: Report) -> bool:
     return True
 
 
-def _with_model(config: ServingConfig, report: Report) -> ServingConfig:
-    """Return the configuration with a model that is on this machine, and no relative path in it."""
+def with_model(config: ServingConfig, report: Report) -> ServingConfig:
+    """Return the configuration with a model that is on this machine, and no relative path. Raises ClusterError."""
     model = config.model
     if model.engine == "fake":
         return config

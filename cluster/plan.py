@@ -38,6 +38,8 @@ class ProcessSpec:
     """To reserve from Ray."""
     num_gpus: float = 0
     env: Mapping[str, str] = field(default_factory=dict)
+    config: ServingConfig | None = None
+    """What it serves by, where that is not the launcher's: during and after a rollout."""
 
     @property
     def index(self) -> int:

@@ -11,7 +11,9 @@ Growing comes first, so that capacity never falls below both sizes.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Protocol
 
 from cluster.launcher import StartFailed
@@ -50,6 +52,8 @@ class Scaler:
 
     def __init__(self, config: ServingConfig, workforce: Workforce, plan_for: PlanFor) -> None:
         self._config = config
+        self._own: ServingConfig | None = None
+        """The same, once it is not the launcher's any more."""
         self._workforce = workforce
         self._plan_for = plan_for
         self._lock = asyncio.Lock()
@@ -60,51 +64,77 @@ class Scaler:
         Raises InvalidRequest, Overloaded while another change runs, EngineFault when a worker does not start: those
         that did start stay then, and nobody goes.
         """
-        sizes = {role: len(self._workforce.workers(role)) for role in POOLS} | dict(wanted)
+        sizes = self.sizes() | dict(wanted)
         _check(sizes)
-        if self._lock.locked():
-            raise Overloaded("another change of the pools is under way", retry_after_s=5.0)
-        async with self._lock:
-            specs = self._plan(sizes)
-            await self._grow(specs, report)
-            await self._shrink(self._present() - {spec.name for spec in specs}, grace_s, report)
+        async with self.changing():
+            await self.resize(sizes, grace_s, report)
 
     async def restart(self, *, grace_s: float, report: Report) -> None:
         """Replace every worker by a new process, one after the other; one more than usual runs meanwhile.
 
         Raises like `scale`; what was replaced by then stays replaced.
         """
-        sizes = {role: len(self._workforce.workers(role)) for role in POOLS}
-        if self._lock.locked():
-            raise Overloaded("another change of the pools is under way", retry_after_s=5.0)
-        async with self._lock:
+        sizes = self.sizes()
+        async with self.changing():
             for role in (role for role in POOLS if sizes[role]):
                 old = [process.spec for process in self._workforce.workers(role)]
                 # It takes the place of whoever is away.
-                await self._grow(self._plan(sizes | {role: sizes[role] + 1}), report)
+                await self.grow(self.plan(self._config, sizes | {role: sizes[role] + 1}), report)
                 for spec in old:
-                    await self._shrink({spec.name}, grace_s, report)
-                    await self._grow([spec], report)
+                    await self.shrink({spec.name}, grace_s, report)
+                    await self.grow([spec], report)
                 extra = {process.spec.name for process in self._workforce.workers(role)} - {spec.name for spec in old}
-                await self._shrink(extra, grace_s, report)
+                await self.shrink(extra, grace_s, report)
 
-    def _plan(self, sizes: Mapping[ProcessRole, int]) -> list[ProcessSpec]:
-        pools = self._config.pools
-        if self._config.launcher == "local" and (pools.prefill.num_gpus or pools.decode.num_gpus):
+    # The steps that a change is made of. Callers hold `changing`.
+
+    @property
+    def config(self) -> ServingConfig:
+        """What new workers serve by."""
+        return self._config
+
+    def adopt(self, config: ServingConfig) -> None:
+        """Have workers that come from now on serve by another configuration than the launcher's."""
+        self._config = self._own = config
+
+    @asynccontextmanager
+    async def changing(self) -> AsyncIterator[None]:
+        """Change the pools inside the block. Raises Overloaded while somebody else does."""
+        if self._lock.locked():
+            raise Overloaded("another change of the pools is under way", retry_after_s=5.0)
+        async with self._lock:
+            yield
+
+    def sizes(self) -> dict[ProcessRole, int]:
+        """Return how many workers each pool has."""
+        return {role: len(self._workforce.workers(role)) for role in POOLS}
+
+    async def resize(self, sizes: Mapping[ProcessRole, int], grace_s: float, report: Report) -> None:
+        """Bring both pools to these sizes. Raises InvalidRequest, EngineFault."""
+        specs = self.plan(self._config, sizes)
+        await self.grow(specs, report)
+        await self.shrink(self._present() - {spec.name for spec in specs}, grace_s, report)
+
+    def plan(self, config: ServingConfig, sizes: Mapping[ProcessRole, int]) -> list[ProcessSpec]:
+        """Return the workers of a configuration with these pool sizes. Raises InvalidRequest."""
+        pools = config.pools
+        if config.launcher == "local" and (pools.prefill.num_gpus or pools.decode.num_gpus):
             raise InvalidRequest(
                 "launcher: local deals out the GPUs at its start; launcher: ray can scale", field="pools"
             )
         changed = {str(role): getattr(pools, role).model_copy(update={"count": size}) for role, size in sizes.items()}
-        config = self._config.model_copy(update={"pools": pools.model_copy(update=changed)})
+        sized = config.model_copy(update={"pools": pools.model_copy(update=changed)})
+        own = self._own if config is self._config else config
         try:
-            return [spec for spec in self._plan_for(config) if spec.role in POOLS]
+            return [replace(spec, config=own) for spec in self._plan_for(sized) if spec.role in POOLS]
         except PlanError as error:
             raise InvalidRequest(str(error), field="pools") from error
 
     def _present(self) -> set[str]:
         return {process.spec.name for role in POOLS for process in self._workforce.workers(role)}
 
-    async def _grow(self, specs: Sequence[ProcessSpec], report: Report) -> None:
+    async def grow(self, specs: Sequence[ProcessSpec], report: Report) -> None:
+        """Start those that are not there, side by side; returns when the router uses them. Raises EngineFault."""
         coming = [spec for spec in specs if spec.name not in self._present()]
         if not coming:
             return
@@ -113,12 +143,13 @@ class Scaler:
         done = await asyncio.gather(*(self._workforce.add_worker(spec) for spec in coming), return_exceptions=True)
         for spec, failure in zip(coming, done, strict=True):
             if isinstance(failure, StartFailed):
-                raise EngineFault(f"{spec.name} did not start, and no worker was taken away: {failure}")
+                raise EngineFault(f"{spec.name} did not start: {failure}")
             if isinstance(failure, BaseException):
                 raise failure
         report(f"{len(coming)} in use after {time.monotonic() - started_s:.1f} s")
 
-    async def _shrink(self, going: set[str], grace_s: float, report: Report) -> None:
+    async def shrink(self, going: set[str], grace_s: float, report: Report) -> None:
+        """Drain and stop the named workers, side by side."""
         processes = [each for role in POOLS for each in self._workforce.workers(role) if each.spec.name in going]
         if processes:
             report(f"draining {', '.join(sorted(going))}")

@@ -28,6 +28,8 @@ from cluster.control import serving_control
 from cluster.launcher import Launcher, StartFailed, log_path
 from cluster.managed_process import ManagedProcess
 from cluster.plan import PlanError, ProcessRole, ProcessSpec
+from cluster.resolved_config import write_config
+from cluster.rollout import Rollouts, Surroundings
 from cluster.routers import Routers
 from cluster.run_lock import RunDirTaken, lock_run_dir
 from cluster.scaling import POOLS, Scaler
@@ -280,7 +282,9 @@ async def supervise(config_path: Path, run_dir: Path, starter: Starter) -> int:
             supervisor = Supervisor(
                 config, specs=specs, launcher=launcher, state_file=state_file, report=starter.report
             )
-            async with serving_control(Scaler(config, supervisor, plan_for), run_dir):
+            scaler = Scaler(config, supervisor, plan_for)
+            rollouts = Rollouts(scaler, supervisor, Surroundings(keep=partial(write_config, config_path)))
+            async with serving_control(scaler, rollouts, run_dir):
                 await supervisor.run(
                     stopping,
                     on_ready=lambda: starter.ready(supervisor.addresses, http_addresses=supervisor.http_addresses),

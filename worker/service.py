@@ -129,7 +129,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 pid=os.getpid(),
                 epoch=runtime.epoch,
                 busy_s=runtime.timing.busy_s,
-            )
+            ),
+            timing=timing_to_proto(runtime.timing.model, runtime.timing.transports),
         )
 
     async def ProbePeer(self, request: pb.ProbePeerRequest, context: Context) -> pb.ProbePeerResponse:  # noqa: D102

@@ -37,7 +37,7 @@ def scale(
     from cluster.control import scale as ask
 
     wanted = _parse(sizes)
-    info = _running(config_path)
+    info = running_cluster(config_path)
     with Progress() as report:
         for step in ask(info.run_dir, wanted, grace_s=grace_s):
             report(step)
@@ -52,7 +52,7 @@ def restart(config_path: ConfigOption = DEFAULT_CONFIG, grace_s: GraceOption = 3
     """
     from cluster.control import restart as ask
 
-    info = _running(config_path)
+    info = running_cluster(config_path)
     with Progress() as report:
         for step in ask(info.run_dir, grace_s=grace_s):
             report(step)
@@ -69,7 +69,8 @@ def _parse(sizes: list[str]) -> dict[str, int]:
     return wanted
 
 
-def _running(config_path: Path) -> "ClusterInfo":
+def running_cluster(config_path: Path) -> "ClusterInfo":
+    """Return the cluster that a configuration file names. Raises CliError when it does not run."""
     from cluster.lifecycle import read_info
 
     info = read_info(run_dir_of(config_path))

@@ -118,3 +118,63 @@ class RestartWorkersResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RestartWorkersResponse: _TypeAlias = RestartWorkersResponse  # noqa: Y015
+
+@_typing.final
+class RolloutRequest(_message.Message):
+    """Where to, and how to go about it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONFIG_FIELD_NUMBER: _builtins.int
+    CANARY_S_FIELD_NUMBER: _builtins.int
+    MAX_SLOWDOWN_FIELD_NUMBER: _builtins.int
+    GRACE_S_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    config: _builtins.str
+    """The whole configuration, as serving.yaml; its model is on the workers' hosts, its paths are absolute."""
+    canary_s: _builtins.float
+    """How long the first new worker of each pool serves beside the old ones before it is judged, seconds; 0: no judgement."""
+    max_slowdown: _builtins.float
+    """A canary whose prefill or whose gap between tokens takes this many times as long as the old workers' is rolled back."""
+    grace_s: _builtins.float
+    """As in ScaleRequest."""
+    dry_run: _builtins.bool
+    """Only tell what differs and what each difference needs."""
+    def __init__(
+        self,
+        *,
+        config: _builtins.str = ...,
+        canary_s: _builtins.float = ...,
+        max_slowdown: _builtins.float = ...,
+        grace_s: _builtins.float = ...,
+        dry_run: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["canary_s", b"canary_s", "config", b"config", "dry_run", b"dry_run", "grace_s", b"grace_s", "max_slowdown", b"max_slowdown"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RolloutRequest: _TypeAlias = RolloutRequest  # noqa: Y015
+
+@_typing.final
+class RolloutResponse(_message.Message):
+    """A step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """What was done, in words."""
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RolloutResponse: _TypeAlias = RolloutResponse  # noqa: Y015

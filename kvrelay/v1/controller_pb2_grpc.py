@@ -45,6 +45,11 @@ class ControllerServiceStub(object):
                 request_serializer=kvrelay_dot_v1_dot_controller__pb2.RestartWorkersRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_controller__pb2.RestartWorkersResponse.FromString,
                 _registered_method=True)
+        self.Rollout = channel.unary_stream(
+                '/kvrelay.v1.ControllerService/Rollout',
+                request_serializer=kvrelay_dot_v1_dot_controller__pb2.RolloutRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_controller__pb2.RolloutResponse.FromString,
+                _registered_method=True)
 
 
 class ControllerServiceServicer(object):
@@ -65,6 +70,14 @@ class ControllerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Rollout(self, request, context):
+        """Brings the running cluster to another configuration and tells each step: a canary first, then one process after the
+        other. What cannot be is refused by key before anything changes; what goes wrong is undone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControllerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +90,11 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.RestartWorkers,
                     request_deserializer=kvrelay_dot_v1_dot_controller__pb2.RestartWorkersRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_controller__pb2.RestartWorkersResponse.SerializeToString,
+            ),
+            'Rollout': grpc.unary_stream_rpc_method_handler(
+                    servicer.Rollout,
+                    request_deserializer=kvrelay_dot_v1_dot_controller__pb2.RolloutRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_controller__pb2.RolloutResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +152,33 @@ class ControllerService(object):
             '/kvrelay.v1.ControllerService/RestartWorkers',
             kvrelay_dot_v1_dot_controller__pb2.RestartWorkersRequest.SerializeToString,
             kvrelay_dot_v1_dot_controller__pb2.RestartWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rollout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvrelay.v1.ControllerService/Rollout',
+            kvrelay_dot_v1_dot_controller__pb2.RolloutRequest.SerializeToString,
+            kvrelay_dot_v1_dot_controller__pb2.RolloutResponse.FromString,
             options,
             channel_credentials,
             insecure,

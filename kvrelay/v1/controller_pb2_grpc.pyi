@@ -37,6 +37,10 @@ class ControllerServiceStub:
     """Makes the pools this large and tells each step; the stream ends when it is done. One request at a time."""
     RestartWorkers: _grpc.UnaryStreamMultiCallable[_controller_pb2.RestartWorkersRequest, _controller_pb2.RestartWorkersResponse]
     """Replaces every worker by a new process, one after the other, and tells each step. Capacity never falls."""
+    Rollout: _grpc.UnaryStreamMultiCallable[_controller_pb2.RolloutRequest, _controller_pb2.RolloutResponse]
+    """Brings the running cluster to another configuration and tells each step: a canary first, then one process after the
+    other. What cannot be is refused by key before anything changes; what goes wrong is undone.
+    """
 
 @_typing.type_check_only
 class ControllerServiceAsyncStub(ControllerServiceStub):
@@ -47,6 +51,10 @@ class ControllerServiceAsyncStub(ControllerServiceStub):
     """Makes the pools this large and tells each step; the stream ends when it is done. One request at a time."""
     RestartWorkers: _aio.UnaryStreamMultiCallable[_controller_pb2.RestartWorkersRequest, _controller_pb2.RestartWorkersResponse]  # type: ignore[assignment]
     """Replaces every worker by a new process, one after the other, and tells each step. Capacity never falls."""
+    Rollout: _aio.UnaryStreamMultiCallable[_controller_pb2.RolloutRequest, _controller_pb2.RolloutResponse]  # type: ignore[assignment]
+    """Brings the running cluster to another configuration and tells each step: a canary first, then one process after the
+    other. What cannot be is refused by key before anything changes; what goes wrong is undone.
+    """
 
 class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
     """What a person tells the process that owns a cluster. Served on a socket in its run folder: who may write there may ask."""
@@ -66,5 +74,15 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_controller_pb2.RestartWorkersResponse], _abc.AsyncIterator[_controller_pb2.RestartWorkersResponse]]:
         """Replaces every worker by a new process, one after the other, and tells each step. Capacity never falls."""
+
+    @_abc_1.abstractmethod
+    def Rollout(
+        self,
+        request: _controller_pb2.RolloutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_controller_pb2.RolloutResponse], _abc.AsyncIterator[_controller_pb2.RolloutResponse]]:
+        """Brings the running cluster to another configuration and tells each step: a canary first, then one process after the
+        other. What cannot be is refused by key before anything changes; what goes wrong is undone.
+        """
 
 def add_ControllerServiceServicer_to_server(servicer: ControllerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,83 @@
+"""What a changed key of serving.yaml needs: every key has an answer."""
+
+from typing import Any
+
+import pytest
+
+from cluster.changes import NEEDS, Need, find_changes, keep_free_ports, leaves, roles_to_renew
+from cluster.plan import ProcessRole
+from common.config import ServingConfig
+from tests.cluster.support import make_config
+
+
+def changes_of(**sections: Any) -> list[str]:
+    return [change.key for change in find_changes(make_config(), make_config(**sections))]
+
+
+def test_every_key_of_the_configuration_has_a_need_and_no_other() -> None:
+    assert set(NEEDS) == {key for key, _ in leaves(ServingConfig())}
+
+
+def test_equal_configurations_have_no_changes() -> None:
+    assert changes_of() == []
+
+
+def test_changes_come_by_dotted_key_with_both_values() -> None:
+    (change,) = find_changes(make_config(), make_config(pools={"decode": {"max_running": 8}}))
+
+    assert (change.key, change.before, change.after) == ("pools.decode.max_running", 64, 8)
+    assert str(change) == f"pools.decode.max_running: 64 → 8: {Need.DECODE}"
+    assert not change.is_refused
+
+
+@pytest.mark.parametrize(
+    ("sections", "roles"),
+    [
+        ({"pools": {"prefill": {"max_waiting": 3}}}, (ProcessRole.PREFILL,)),
+        ({"pools": {"decode": {"num_blocks": 99}}}, (ProcessRole.DECODE,)),
+        ({"transfer": {"lease_ttl_s": 5}}, (ProcessRole.PREFILL, ProcessRole.DECODE)),
+        ({"pools": {"decode": {"threads": 2}, "prefill": {"threads": 2}}}, (ProcessRole.PREFILL, ProcessRole.DECODE)),
+        ({"pools": {"decode": {"count": 3}}}, ()),
+        ({"slo": {"ttft_s": 1}}, ()),
+    ],
+)
+def test_pools_are_renewed_whose_workers_read_the_key(sections: dict[str, Any], roles: tuple[ProcessRole, ...]) -> None:
+    assert roles_to_renew(find_changes(make_config(), make_config(**sections))) == roles
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"name": "other"}, "name"),
+        ({"launcher": "ray"}, "launcher"),
+        ({"model": {"engine": "fake", "id": "/other"}}, "model.id"),
+        ({"model": {"engine": "fake", "max_model_len": 64}}, "model.max_model_len"),
+        ({"router": {"port": 1}}, "router.port"),
+        ({"pools": {"prefill": {"block_size": 32}, "decode": {"block_size": 32}}}, "pools.prefill.block_size"),
+    ],
+)
+def test_what_cannot_be_changed_while_it_runs_is_refused(sections: dict[str, Any], key: str) -> None:
+    before = make_config()
+    refused = [change for change in find_changes(before, make_config(**sections)) if change.is_refused]
+
+    assert refused[0].key == key
+
+
+def test_change_of_secrets_tells_neither_value() -> None:
+    keyed = [{"name": "a", "api_keys": ["open-sesame"]}]
+    before = make_config(router={"auth": "api_key", "salt_secret": "sixteen-or-more-1"}, tenants=keyed)
+    after = make_config(
+        router={"auth": "api_key", "salt_secret": "sixteen-or-more-2"}, tenants=[{"name": "a", "api_keys": ["mellon"]}]
+    )
+    told = " ".join(map(str, find_changes(before, after)))
+
+    assert "tenants changes" in told and "router.salt_secret changes" in told
+    assert not any(secret in told for secret in ("sesame", "mellon", "sixteen"))
+
+
+def test_free_ports_of_the_file_are_those_that_the_cluster_has() -> None:
+    running = make_config(router={"port": 4321, "http_port": 4322})
+    named = make_config(router={"port": 4321, "http_port": 5000})
+
+    assert keep_free_ports(running, make_config(router={"port": 0, "http_port": 0})).router == running.router
+    assert keep_free_ports(running, named).router == named.router

@@ -1,0 +1,234 @@
+"""Rollouts over fake workers: order, capacity, canaries, going back."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from cluster.inspection import Look
+from cluster.launcher import StartFailed
+from cluster.managed_process import ManagedProcess
+from cluster.plan import HostResources, ProcessRole, ProcessSpec, make_plan
+from cluster.rollout import Rollouts, RolloutTerms, Surroundings
+from cluster.scaling import Scaler
+from common.config import ServingConfig
+from common.errors import EngineFault, InvalidRequest, Overloaded
+from common.timing import StepModel, TimingModel
+from tests.cluster.support import make_config
+
+DECODE, PREFILL = ProcessRole.DECODE, ProcessRole.PREFILL
+TERMS = RolloutTerms(canary_s=2.0, max_slowdown=1.5, grace_s=9.0)
+HOST = HostResources(cores=4, gpus=None)
+
+
+def look(step_s: float = 0.01) -> Look:
+    model = StepModel(constant_s=step_s, num_samples=20)
+    timing = TimingModel(prefill=model, decode=model, max_step_tokens=512)
+    return Look(busy_s=1.0, num_decodes=2, num_context_tokens=100, timing=timing)
+
+
+@dataclass
+class FakeWorkforce:
+    """Workers that are only names; remembers what was done to them, and each pool's size after each step."""
+
+    pool: list[Any] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)
+    sizes: list[Mapping[ProcessRole, int]] = field(default_factory=list)
+    fails: Callable[[ProcessSpec], bool] = lambda spec: False
+
+    def workers(self, role: ProcessRole) -> list[ManagedProcess]:
+        return [cast(ManagedProcess, each) for each in self.pool if each.spec.role is role]
+
+    async def add_worker(self, spec: ProcessSpec) -> None:
+        if self.fails(spec):
+            raise StartFailed(f"{spec.name}: exited with code 1")
+        self.pool.append(SimpleNamespace(spec=spec, address=spec.name, num_lives=1))
+        self._note(f"+{spec.name}")
+
+    async def drain_worker(self, process: ManagedProcess, *, grace_s: float) -> int:
+        self.done.append(f"drain {process.spec.name}")
+        return 0
+
+    async def remove_worker(self, process: ManagedProcess) -> None:
+        self.pool.remove(process)
+        self._note(f"-{process.spec.name}")
+
+    def named(self, name: str) -> Any:
+        return next(each for each in self.pool if each.spec.name == name)
+
+    def configs(self) -> dict[str, ServingConfig | None]:
+        return {each.spec.name: each.spec.config for each in self.pool}
+
+    def _note(self, what: str) -> None:
+        self.done.append(what)
+        self.sizes.append({role: len(self.workers(role)) for role in (PREFILL, DECODE)})
+
+
+@dataclass
+class Bench:
+    """A cluster of fakes at the configuration `before`."""
+
+    before: ServingConfig
+    workforce: FakeWorkforce = field(default_factory=FakeWorkforce)
+    kept: list[ServingConfig] = field(default_factory=list)
+    looks: dict[str, Look] = field(default_factory=dict)
+    reports: list[str] = field(default_factory=list)
+    slept_s: float = 0.0
+    while_asleep: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        for spec in make_plan(self.before, HOST)[1:]:
+            self.workforce.pool.append(SimpleNamespace(spec=spec, address=spec.name, num_lives=1))
+        self.scaler = Scaler(self.before, self.workforce, partial(make_plan, host=HOST))
+        surroundings = Surroundings(keep=self.kept.append, look=self._look, sleep=self._sleep)
+        self.rollouts = Rollouts(self.scaler, self.workforce, surroundings)
+
+    async def run(self, after: ServingConfig, terms: RolloutTerms = TERMS) -> None:
+        await self.rollouts.run(after, terms, report=self.reports.append)
+
+    async def _look(self, address: str) -> Look | None:
+        return self.looks.get(address, look())
+
+    async def _sleep(self, seconds: float) -> None:
+        self.slept_s += seconds
+        self.while_asleep()
+
+
+def pools(prefill: int = 1, decode: int = 2, **decode_keys: Any) -> ServingConfig:
+    return make_config(pools={"prefill": {"count": prefill}, "decode": {"count": decode, **decode_keys}})
+
+
+async def test_canary_serves_first_then_the_others_follow_one_by_one_and_capacity_never_falls() -> None:
+    bench = Bench(pools())
+    after = pools(max_running=8)
+    await bench.run(after)
+
+    assert bench.workforce.done == [
+        *("+decode-2", "drain decode-0", "-decode-0", "+decode-0", "drain decode-1", "-decode-1", "+decode-1"),
+        *("drain decode-2", "-decode-2"),
+    ]
+    assert min(sizes[DECODE] for sizes in bench.workforce.sizes) == 2
+    assert bench.slept_s == TERMS.canary_s
+    assert bench.workforce.configs() == {"prefill-0": None, "decode-0": after, "decode-1": after}
+    assert bench.kept == [after]
+    assert any(line.startswith("canary good: decode-2 served") for line in bench.reports)
+
+
+async def test_workers_that_come_later_serve_by_the_new_configuration() -> None:
+    bench = Bench(pools())
+    after = pools(max_running=8)
+    await bench.run(after)
+    await bench.scaler.scale({DECODE: 3, PREFILL: 2}, grace_s=1.0, report=bench.reports.append)
+
+    assert bench.workforce.configs()["decode-2"] == bench.workforce.configs()["prefill-1"] == after
+
+
+async def test_change_of_both_pools_has_a_canary_in_each() -> None:
+    bench = Bench(pools(decode=1))
+    await bench.run(make_config(transfer={"lease_ttl_s": 5.0}))
+
+    assert bench.workforce.done[:2] == ["+prefill-1", "+decode-1"]
+    assert bench.slept_s == TERMS.canary_s
+    assert set(bench.workforce.configs()) == {"prefill-0", "decode-0"}
+
+
+async def test_slow_canary_is_rolled_back_before_anybody_else_was_touched() -> None:
+    bench = Bench(pools(), looks={"decode-2": look(step_s=0.1)})
+    with pytest.raises(EngineFault, match=r"rolled back.*decode-2 served: a gap between tokens is 100\.0 ms"):
+        await bench.run(pools(max_running=8))
+
+    assert bench.workforce.done == ["+decode-2", "drain decode-2", "-decode-2"]
+    assert bench.workforce.configs() == {"prefill-0": None, "decode-0": None, "decode-1": None}
+    assert bench.kept == []
+    assert bench.scaler.config == bench.before
+
+
+async def test_canary_that_dies_is_rolled_back_at_once() -> None:
+    bench = Bench(pools())
+
+    def die() -> None:
+        bench.workforce.named("decode-2").address = None
+
+    bench.while_asleep = die
+    with pytest.raises(EngineFault, match="decode-2 died 1 times"):
+        await bench.run(pools(max_running=8), RolloutTerms(canary_s=1000.0, max_slowdown=1.5, grace_s=9.0))
+
+    assert bench.slept_s < 2.0
+    assert set(bench.workforce.configs()) == {"prefill-0", "decode-0", "decode-1"}
+
+
+async def test_canary_that_does_not_start_changes_nothing() -> None:
+    bench = Bench(make_config(), FakeWorkforce(fails=lambda spec: spec.name == "decode-1"))
+    with pytest.raises(EngineFault, match="rolled back, the old configuration serves: decode-1 did not start"):
+        await bench.run(make_config(transfer={"lease_ttl_s": 5.0}))
+
+    assert bench.workforce.configs() == {"prefill-0": None, "decode-0": None}
+    assert bench.kept == []
+
+
+async def test_later_worker_that_does_not_start_brings_back_those_that_were_replaced() -> None:
+    bench = Bench(pools(), FakeWorkforce(fails=lambda spec: spec.name == "decode-1" and spec.config is not None))
+    with pytest.raises(EngineFault, match="rolled back, the old configuration serves: decode-1 did not start"):
+        await bench.run(pools(max_running=8))
+
+    assert bench.workforce.configs() == {"prefill-0": None, "decode-0": None, "decode-1": None}
+    assert min(sizes[DECODE] for sizes in bench.workforce.sizes) == 2
+    assert bench.kept == []
+
+
+async def test_without_a_canary_nobody_waits_or_judges() -> None:
+    bench = Bench(pools(), looks={"decode-2": look(step_s=0.1)})
+    await bench.run(pools(max_running=8), RolloutTerms(canary_s=0.0, max_slowdown=1.5, grace_s=9.0))
+
+    assert bench.slept_s == 0
+    assert len(bench.kept) == 1
+
+
+async def test_counts_of_the_file_are_reached_after_the_workers_are_new() -> None:
+    bench = Bench(pools())
+    await bench.run(pools(prefill=2, decode=1, max_running=8))
+
+    assert bench.workforce.done[-3:] == ["+prefill-1", "drain decode-1", "-decode-1"]
+    assert set(bench.workforce.configs()) == {"prefill-0", "prefill-1", "decode-0"}
+
+
+async def test_counts_alone_need_no_new_worker_of_those_that_stay() -> None:
+    bench = Bench(pools())
+    await bench.run(pools(decode=3))
+
+    assert bench.workforce.done == ["+decode-2"]
+
+
+async def test_sizes_are_compared_with_the_pools_as_they_are() -> None:
+    bench = Bench(pools())
+    await bench.scaler.scale({DECODE: 3}, grace_s=1.0, report=bench.reports.append)
+    await bench.rollouts.preview(pools(), report=bench.reports.append)
+
+    assert bench.reports[-1].startswith("pools.decode.count: 3 → 2: ")
+
+
+async def test_what_cannot_be_is_refused_by_key_and_changes_nothing() -> None:
+    bench = Bench(pools())
+    with pytest.raises(InvalidRequest, match=r"router\.host") as caught:
+        await bench.run(make_config(router={"host": "0.0.0.0"}, pools={"decode": {"count": 2, "max_running": 8}}))
+
+    assert caught.value.field == "router.host"
+    assert bench.workforce.done == bench.kept == []
+
+
+async def test_preview_tells_and_changes_nothing() -> None:
+    bench = Bench(pools())
+    await bench.rollouts.preview(pools(max_running=8), report=bench.reports.append)
+
+    assert bench.reports == ["pools.decode.max_running: 64 → 8: new decode workers, one after the other"]
+    assert bench.workforce.done == bench.kept == []
+
+
+async def test_second_change_is_refused_while_one_runs() -> None:
+    bench = Bench(pools())
+    async with bench.scaler.changing():
+        with pytest.raises(Overloaded):
+            await bench.run(pools(max_running=8))

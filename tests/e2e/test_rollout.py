@@ -1,0 +1,141 @@
+"""`kvrelay rollout` on a real cluster under load: another configuration, a canary that is bad, nothing that fails."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster.control import preview_rollout, rollout
+from cluster.rollout import RolloutTerms
+from common.config import ServingConfig, load_config
+from common.errors import EngineFault, InvalidRequest
+from kvrelay.client import AsyncClient
+from tests.e2e.harness import FAKE_POOL, fake_config, running_cluster
+
+pytestmark = pytest.mark.e2e
+
+NUM_STREAMS = 16
+NUM_TOKENS = 60
+# Loose: what other tests do to the machine meanwhile must not look like a slow canary.
+TERMS = RolloutTerms(canary_s=2.0, max_slowdown=4.0, grace_s=30.0)
+
+
+def with_decode(config: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    return config | {"pools": config["pools"] | {"decode": FAKE_POOL | keys}}
+
+
+def running_config(folder: Path) -> ServingConfig:
+    return load_config(folder / "run" / "serving.yaml")
+
+
+async def roll_out(folder: Path, config: dict[str, Any], terms: RolloutTerms = TERMS) -> list[str]:
+    path = folder / "next.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return await asyncio.to_thread(lambda: list(rollout(folder / "run", load_config(path), terms)))
+
+
+async def generate(client: AsyncClient, number: int) -> str:
+    done = await client.generate(f"stream {number} " * 8, max_tokens=NUM_TOKENS, ignore_eos=True, seed=number)
+    return done.text
+
+
+@dataclass
+class Load:
+    """Sixteen streams that ask again and again; a failure ends the test."""
+
+    expected: list[str]
+    num_answers: int = 0
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def stream(self, client: AsyncClient, number: int) -> None:
+        while not self.over.is_set():
+            assert await generate(client, number) == self.expected[number]
+            self.num_answers += 1
+            self.begun.set()
+
+
+@asynccontextmanager
+async def sixteen_streams(client: AsyncClient) -> AsyncIterator[Load]:
+    """Keep the cluster busy inside the block; every answer has to be the one of an undisturbed cluster."""
+    load = Load(expected=await asyncio.gather(*(generate(client, n) for n in range(NUM_STREAMS))))
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(NUM_STREAMS):
+            tasks.create_task(load.stream(client, number))
+        await load.begun.wait()
+        try:
+            yield load
+        finally:
+            load.over.set()
+
+
+async def pids(client: AsyncClient) -> dict[str, int]:
+    return {view.worker_id: view.status.pid for view in (await client.status()).workers if view.status}
+
+
+async def assert_nothing_was_lost(client: AsyncClient) -> None:
+    status = (await client.status()).router
+    assert status.num_failed == status.num_replans == 0
+
+
+@pytest.mark.parametrize("launcher", ["local", "ray"])
+async def test_new_configuration_under_sixteen_streams_fails_no_request_and_changes_no_text(
+    tmp_path: Path, launcher: str
+) -> None:
+    config = fake_config(launcher=launcher, step_ms=5.0)
+    async with running_cluster(tmp_path, config) as client:
+        before = await pids(client)
+        async with sixteen_streams(client) as load:
+            steps = await roll_out(tmp_path, with_decode(config, max_running=32))
+        after = await pids(client)
+
+        assert load.num_answers >= NUM_STREAMS
+        assert "decode-1 beside the old workers for 2 s" in steps
+        assert after.keys() == before.keys()
+        assert (after["prefill-0"], after["decode-0"] != before["decode-0"]) == (before["prefill-0"], True)
+        assert running_config(tmp_path).pools.decode.max_running == 32
+        await assert_nothing_was_lost(client)
+
+
+async def test_canary_ten_times_as_slow_is_rolled_back_under_sixteen_streams(tmp_path: Path) -> None:
+    config = fake_config(step_ms=5.0)
+    async with running_cluster(tmp_path, config) as client:
+        before = await pids(client)
+        async with sixteen_streams(client):
+            with pytest.raises(EngineFault, match="rolled back, the old configuration serves: the canary is bad"):
+                await roll_out(tmp_path, config | {"model": config["model"] | {"fake_step_ms": 50.0}})
+
+        assert await pids(client) == before
+        assert running_config(tmp_path).model.fake_step_ms == 5.0
+        await assert_nothing_was_lost(client)
+
+
+async def test_second_rollout_goes_on_from_the_first(tmp_path: Path) -> None:
+    config = fake_config()
+    async with running_cluster(tmp_path, config) as client:
+        terms = RolloutTerms(canary_s=0.0, max_slowdown=1.0, grace_s=30.0)
+        await roll_out(tmp_path, with_decode(config, num_blocks=300), terms)
+        steps = await roll_out(tmp_path, with_decode(config, num_blocks=200), terms)
+        (view,) = [each for each in (await client.status()).workers if each.worker_id == "decode-0"]
+
+        assert steps[0].startswith("pools.decode.num_blocks: 300 → 200: ")
+        assert view.status is not None and view.status.load.num_blocks == 200
+
+
+async def test_preview_and_refusals_name_the_key_and_change_nothing(tmp_path: Path) -> None:
+    config = fake_config()
+    async with running_cluster(tmp_path, config) as client:
+        before = await pids(client)
+        wanted = ServingConfig.model_validate(with_decode(config, max_running=32))
+        steps = await asyncio.to_thread(lambda: list(preview_rollout(tmp_path / "run", wanted)))
+        with pytest.raises(InvalidRequest) as refused:
+            await roll_out(tmp_path, config | {"model": config["model"] | {"max_model_len": 512}})
+
+        assert steps == ["pools.decode.max_running: 64 → 32: new decode workers, one after the other"]
+        assert refused.value.field == "model.max_model_len"
+        assert await pids(client) == before
