@@ -34,3 +34,5 @@ class Demand:
     """Of the requests whose first token came in the window; None: of none."""
     itl_p90_s: float | None
     """Mean gaps of the requests that finished in the window."""
+    burstiness: float = 1.0
+    """Variance over mean of the numbers that arrived in each second; 1.0: independent arrivals (Poisson)."""

@@ -42,6 +42,8 @@ class ObservedWorker:
     num_blocks: int
     num_free_blocks: int
     block_size: int
+    max_running: int | None = None
+    """Sequences in one step; None: no limit is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
