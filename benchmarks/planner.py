@@ -1,0 +1,153 @@
+"""How many workers each pool needs over a day: our planner, other autoscalers, and every fixed split, on one wave.
+
+    python -m benchmarks.planner --trace mooncake_conversation.jsonl --out DIR [--arms 5P2D,ray:2:16,dynamo:0.8,ours]
+
+Method: the trace, played twice with contents of its own, is warped so that its rate follows a day
+(`workload/waves.py`), with 0.18 of the peak at night, and from 0.2 to 0.9 of it between 6 and 9 o'clock. The day lasts
+three hours of simulated time (`--hours`), while a worker's start-up stays at 120 s: against the wave it is eight times
+slower than in a real day, which is harder to follow. The code that serves runs on a virtual clock: router, line, policy
+`predictive`, schedulers, page pools, transfers, drain, change of role (`simulator/`). Steps take what a roofline of
+Llama-70B on four H100 says (a worker is four GPUs); pages, budgets and objectives are those of
+`benchmarks/results/routing.md`.
+
+A request is good when it is answered to its end with its first token within 2 s for each started 8,192 prompt tokens
+and a mean gap of at most 50 ms. GPU-hours: four times what every worker was paid for, from being asked for until it was
+gone, up to midnight. Fixed splits are paid all day. The others begin with 3P1D.
+
+Arms: `5P2D` a fixed split; `ray:P:D` Ray Serve's request-based autoscaling with these target_ongoing_requests of the
+pools; `dynamo:S` or `dynamo:S:T` Dynamo's load mode with sensitivity S, which scales prefill at T seconds; `ours` or
+`ours:A` our planner, told to reach an attainment of A. Behind them `+noflip`: no worker changes its pool;
+`+startup=240`: another start-up time. Plans are made every 15 s.
+
+Each arm's result lies in DIR as JSON, and is not computed again. DIR also gets `table.md` and `report.html`.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.planner_arms import Arm, ArmError, parse_arm
+from benchmarks.planner_outcome import Outcome, outcome_of
+from benchmarks.planner_page import markdown_table, write_report
+from simulator.cluster import run
+from simulator.elasticity import Elasticity
+from simulator.records import Arrival, ClusterShape, NetworkShape, SimSettings
+from simulator.replay import MAX_TOKENS
+from simulator.roofline import Roofline
+from workload.content import ContentWriter
+from workload.slo import Slo
+from workload.traces import Trace, TraceError, read_trace
+from workload.waves import Day, over_a_day, repeated
+
+SLO = Slo(ttft_s=2.0, itl_s=0.05)
+_STEP_TOKENS = 2048
+_INTERVAL_S = 15.0
+
+
+def simulate(trace: Trace, arm: Arm, *, day: Day) -> Outcome:
+    """Serve the wave with one arm; takes minutes. Needs a thread without a running loop."""
+    roofline = Roofline.preset("llama-70b", "h100-tp4")
+    timing = roofline.linearized(max_step_tokens=_STEP_TOKENS)
+    elasticity = None
+    if arm.make_planner is not None:
+        elasticity = Elasticity(
+            make_planner=arm.make_planner, interval_s=_INTERVAL_S, startup_s=arm.startup_s, flip_s=arm.flip_s
+        )
+    shape = ClusterShape(
+        num_prefill=arm.first.prefill,
+        num_decode=arm.first.decode,
+        block_bytes=512 * roofline.model.kv_bytes_per_token,
+        max_step_tokens=_STEP_TOKENS,
+    )
+    settings = SimSettings(
+        prefill_times=roofline,
+        decode_times=roofline,
+        prefill_timing=timing,
+        decode_timing=timing,
+        network=NetworkShape(kv_bytes_per_s=timing.links[None].bytes_per_s),
+        event_lag_s=0.02,
+        itl_slo_s=SLO.itl_s,
+        elasticity=elasticity,
+    )
+    return outcome_of(run(shape, settings, _arrivals(trace)), arm=arm, slo=SLO, day_s=day.length_s)
+
+
+def _arrivals(trace: Trace) -> Iterator[Arrival]:
+    """Yield the requests; every one states its objective and allows an answer of any length."""
+    writer = ContentWriter(seed=0)
+    for request in trace.requests:
+        yield Arrival(
+            at_s=request.arrival_s,
+            prompt=writer.tokens(trace.segments(request)),
+            num_output_tokens=request.num_output_tokens,
+            max_tokens=max(MAX_TOKENS, request.num_output_tokens),
+            ttft_slo_s=SLO.ttft_of(request.num_prompt_tokens),
+        )
+
+
+def _settings(args: argparse.Namespace) -> dict[str, object]:
+    return {
+        "trace": Path(args.trace).name,
+        "requests": args.requests,
+        "plays": args.plays,
+        "hours": args.hours,
+        "interval_s": _INTERVAL_S,
+        "slo": asdict(SLO),
+    }
+
+
+def _claim(out: Path, settings: dict[str, object]) -> None:
+    """Make the folder; exits when it holds results of other settings."""
+    path = out / "settings.json"
+    if path.exists() and json.loads(path.read_text(encoding="utf-8")) != settings:
+        sys.exit(f"{out} holds results of other settings; name another folder with --out")
+    out.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+
+
+def read_outcomes(out: Path) -> list[Outcome]:
+    """Return the finished arms of a folder, fixed splits first, by GPU-hours."""
+    paths = (out / "arms").glob("*.json")
+    outcomes = [Outcome.model_validate_json(path.read_text(encoding="utf-8")) for path in paths]
+    return sorted(outcomes, key=lambda outcome: (outcome.kind_order, outcome.gpu_hours, outcome.name))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the arms that are missing, then write table and page; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=__doc__.splitlines()[0])
+    parser.add_argument("--trace", type=Path, required=True, help="mooncake_conversation.jsonl")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--arms", default="", help="comma-separated; without any, only table and page are written")
+    parser.add_argument("--hours", type=float, default=3.0, help="how long a day lasts")
+    parser.add_argument("--plays", type=int, default=2, help="how often the trace is played in a day")
+    parser.add_argument("--requests", type=int, default=None, help="only the first ones of the trace")
+    parser.add_argument("--goal", type=float, default=0.98, help="share of good requests that holds the objectives")
+    args = parser.parse_args(argv)
+    try:
+        arms = [parse_arm(text, slo=SLO, interval_s=_INTERVAL_S) for text in args.arms.split(",") if text]
+        trace = read_trace(args.trace)
+        if args.requests is not None:
+            trace = trace.first(args.requests)
+        day = Day(length_s=3600 * args.hours)
+        trace = over_a_day(repeated(trace, args.plays), day)
+    except (ArmError, TraceError, OSError) as error:
+        sys.exit(str(error))
+    _claim(args.out, _settings(args))
+    (args.out / "arms").mkdir(exist_ok=True)
+    for arm in arms:
+        path = args.out / "arms" / f"{arm.file_name}.json"
+        if not path.exists():
+            outcome = simulate(trace, arm, day=day)
+            path.write_text(outcome.model_dump_json() + "\n", encoding="utf-8")
+            print(f"{outcome.line} ({outcome.wall_s:.0f} s)", flush=True)
+    outcomes = read_outcomes(args.out)
+    (args.out / "table.md").write_text(markdown_table(outcomes, goal=args.goal), encoding="utf-8")
+    print(write_report(args.out, outcomes, trace=trace, goal=args.goal))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""The table and the page of `benchmarks.planner`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.planner_outcome import NUM_BINS, Outcome
+from planner.observation import Pool
+from reporting.axes import Axis, Unit
+from reporting.figures import Curve, Frame, Limit, compact, line_figure, new_figure, plain
+from reporting.page import Page, Panel, Section, Table, Width, write_page
+from reporting.theme import BLUE, GREY, ORANGE, PALETTE, TEAL
+from workload.traces import Trace
+
+_COLUMNS = (
+    "arm",
+    "GPU-hours",
+    "good %",
+    "worst part of the day %",
+    "TTFT in time %",
+    "gaps in time %",
+    "TTFT p50/p99 s",
+    "hit %",
+    "started",
+    "flipped",
+    "left",
+    "answers moved",
+)
+_KIND_NAMES = {
+    "fixed": "fixed split",
+    "ray": "queue length, as Ray Serve",
+    "dynamo": "load mode, as Dynamo",
+    "ours": "ours",
+}
+_KIND_COLORS = {"fixed": GREY, "ray": PALETTE[1], "dynamo": PALETTE[3], "ours": PALETTE[0]}
+_HOURS = Axis(title="hour of the day")
+_TIMES = 721
+_BIN_HOURS = (np.arange(NUM_BINS) + 0.5) * 24 / NUM_BINS
+_SMOOTH = 3
+"""Parts of the day that a point of the attainment's curve is about: 20 minutes of a day each."""
+
+
+def markdown_table(outcomes: Sequence[Outcome], *, goal: float) -> str:
+    """Return one row per arm; those that reach the goal are marked."""
+    lines = [" | ".join(("", *_COLUMNS, "holds", "")).strip(), "|---" * (len(_COLUMNS) + 1) + "|"]
+    lines += [
+        " | ".join(("", *_row(outcome), "yes" if outcome.good_share >= goal else "no", "")).strip()
+        for outcome in outcomes
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def cheapest(outcomes: Sequence[Outcome], *, goal: float) -> Outcome | None:
+    """Return who holds the objectives with the fewest GPU-hours; None: nobody holds them."""
+    return min(
+        (outcome for outcome in outcomes if outcome.good_share >= goal), key=lambda each: each.gpu_hours, default=None
+    )
+
+
+def write_report(out: Path, outcomes: Sequence[Outcome], *, trace: Trace, goal: float) -> Path:
+    """Write `report.html`: a table, GPU-hours against attainment, and each arm's day. Raises OSError."""
+    shown = [best for kind in _KIND_NAMES if (best := _best([o for o in outcomes if o.kind == kind], goal))]
+    sections = (
+        Section(
+            title="What it costs to hold the objectives",
+            panels=(
+                Panel(
+                    title="GPU-hours against attainment",
+                    look_for="Up and to the left is best: more good requests for fewer GPU-hours.",
+                    content=_scatter(outcomes, goal),
+                ),
+                Panel(title="All arms", content=_table(outcomes, goal)),
+            ),
+        ),
+        Section(
+            title="The day",
+            intro="Of each kind the cheapest arm that reaches the goal, or the one that comes closest to it.",
+            panels=(
+                Panel(title="Load", content=_load(shown[0]), width=Width.HALF) if shown else _none(),
+                Panel(
+                    title="Good requests over the day",
+                    look_for="Where a curve falls, the pools were too small, or came too late.",
+                    content=_attainment(shown, goal),
+                    note="Means over an hour of the day.",
+                    width=Width.HALF,
+                ),
+                *(
+                    Panel(
+                        title=f"Workers of {outcome.name} ({_KIND_NAMES[outcome.kind]})",
+                        content=_pools(outcome, max_size=_max_size(shown)),
+                        note="Paid for, those that start or drain included.",
+                        width=Width.HALF,
+                    )
+                    for outcome in shown
+                ),
+            ),
+        ),
+    )
+    path = out / "report.html"
+    title = f"Pools that follow a day: {trace.name}"
+    subtitle = f"{len(trace.requests):,} requests in a day of {trace.duration_s / 3600:.1f} simulated hours"
+    write_page(path, Page(title=title, subtitle=subtitle, sections=sections, verdict=_verdict(outcomes, goal)))
+    return path
+
+
+def _none() -> Panel:
+    return Panel(title="Load", content=Table(columns=("no arm has run",), rows=()))
+
+
+def _verdict(outcomes: Sequence[Outcome], goal: float) -> tuple[str, ...]:
+    fixed = cheapest([outcome for outcome in outcomes if outcome.kind == "fixed"], goal=goal)
+    lines: list[str] = []
+    for kind, name in _KIND_NAMES.items():
+        best = cheapest([outcome for outcome in outcomes if outcome.kind == kind], goal=goal)
+        if best is None:
+            lines.append(f"{name}: no arm reaches {goal:.1%} good requests.")
+            continue
+        line = f"{name}: {best.name} has {best.good_share:.2%} good requests for {best.gpu_hours:.1f} GPU-hours"
+        if fixed is not None and best is not fixed:
+            line += f", {1 - best.gpu_hours / fixed.gpu_hours:.0%} less than {fixed.name}"
+        lines.append(f"{line}.")
+    return tuple(lines)
+
+
+def _best(outcomes: Sequence[Outcome], goal: float) -> Outcome | None:
+    return cheapest(outcomes, goal=goal) or max(outcomes, key=lambda outcome: outcome.good_share, default=None)
+
+
+def _row(outcome: Outcome) -> tuple[str, ...]:
+    return (
+        outcome.name,
+        f"{outcome.gpu_hours:.1f}",
+        f"{100 * outcome.good_share:.2f}",
+        f"{100 * outcome.worst_bin:.1f}",
+        f"{100 * outcome.ttft_share:.2f}",
+        f"{100 * outcome.itl_share:.2f}",
+        f"{outcome.ttft_p50_s:.2f} / {outcome.ttft_p99_s:.1f}",
+        f"{100 * outcome.hit:.1f}",
+        str(outcome.num_starts),
+        str(outcome.num_flips),
+        str(outcome.num_leaves),
+        str(outcome.num_moves),
+    )
+
+
+def _table(outcomes: Sequence[Outcome], goal: float) -> Table:
+    holding = frozenset(i for i, outcome in enumerate(outcomes) if outcome.good_share >= goal)
+    return Table(columns=_COLUMNS, rows=tuple(_row(outcome) for outcome in outcomes), strong_rows=holding)
+
+
+def _scatter(outcomes: Sequence[Outcome], goal: float) -> Any:
+    frame = Frame(
+        x=Axis(title="GPU-hours"),
+        y=Axis(title="good requests", unit=Unit.SHARE),
+        y_limits=(Limit(value=goal, text=f"goal {goal:.1%}"),),
+        height=460,
+    )
+    figure = new_figure(frame)
+    for kind, name in _KIND_NAMES.items():
+        of_kind = [outcome for outcome in outcomes if outcome.kind == kind]
+        if not of_kind:
+            continue
+        figure.add_scatter(
+            x=compact([outcome.gpu_hours for outcome in of_kind]),
+            y=compact([outcome.good_share for outcome in of_kind]),
+            mode="markers+text",
+            name=plain(name),
+            text=[plain(outcome.name) for outcome in of_kind],
+            textposition="bottom right",
+            textfont={"size": 11},
+            cliponaxis=False,
+            marker={"color": _KIND_COLORS[kind], "size": 10},
+            hovertemplate="<b>%{text}</b><br>%{x:.1f} GPU-hours, %{y:.2%} good<extra></extra>",
+        )
+    figure.update_yaxes(tickformat=".1%")
+    return figure
+
+
+def _load(outcome: Outcome) -> Any:
+    rates = np.array(outcome.arrived) * NUM_BINS / outcome.day_s
+    curve = Curve(name="requests", x=_BIN_HOURS, y=rates, color=TEAL)
+    return _over_the_day([curve], Axis(title="requests that come", unit=Unit.RATE, starts_at_zero=True))
+
+
+def _attainment(outcomes: Sequence[Outcome], goal: float) -> Any:
+    curves = [
+        Curve(name=outcome.name, x=_BIN_HOURS, y=_smooth(outcome), color=_KIND_COLORS[outcome.kind])
+        for outcome in outcomes
+    ]
+    limit = Limit(value=goal, text=f"goal {goal:.1%}")
+    return _over_the_day(curves, Axis(title="good requests", unit=Unit.SHARE), limits=(limit,))
+
+
+def _smooth(outcome: Outcome) -> np.ndarray:
+    window = np.ones(_SMOOTH)
+    good, arrived = (np.convolve(values, window, mode="same") for values in (outcome.good, outcome.arrived))
+    return np.asarray(good / np.maximum(arrived, 1))
+
+
+def _pools(outcome: Outcome, *, max_size: int) -> Any:
+    times = np.linspace(0, outcome.day_s, _TIMES)
+    curves = [
+        Curve(
+            name=f"{pool} workers",
+            x=times / outcome.day_s * 24,
+            y=outcome.size(pool, [float(at_s) for at_s in times]),
+            color=color,
+            shape="hv",
+        )
+        for pool, color in ((Pool.PREFILL, BLUE), (Pool.DECODE, ORANGE))
+    ]
+    figure = _over_the_day(curves, Axis(title="workers", unit=Unit.COUNT, starts_at_zero=True))
+    figure.update_yaxes(range=[0, max_size + 0.5])
+    return figure
+
+
+def _max_size(outcomes: Sequence[Outcome]) -> int:
+    return max(
+        size
+        for outcome in outcomes
+        for pool in Pool
+        for size in outcome.size(pool, [float(at_s) for at_s in np.linspace(0, outcome.day_s, _TIMES)])
+    )
+
+
+def _over_the_day(curves: Sequence[Curve], y: Axis, *, limits: tuple[Limit, ...] = ()) -> Any:
+    figure = line_figure(curves, Frame(x=_HOURS, y=y, y_limits=limits, height=300))
+    figure.update_xaxes(range=[0, 24], dtick=3)
+    return figure
