@@ -21,8 +21,9 @@ costs more, by its attention, but nothing can be kept without all that is before
 """
 
 import enum
+import heapq
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
@@ -39,6 +40,8 @@ class Segment(enum.IntEnum):
 
 MAX_AGE = {Segment.TAIL: 0.25, Segment.COLD: 1.0, Segment.WARM: 2.0}
 """How old blocks become before they are evicted, relative to each other."""
+MAX_VALUE = MAX_AGE[Segment.WARM]
+"""Of a block that somebody uses, and that others used before."""
 _ADMITTED_SHARE = 0.04
 _MIN_ADMITTED = 16
 
@@ -80,11 +83,42 @@ class EvictionOrder(Generic[T]):
 
     def evict(self) -> T:
         """Take out the block that goes first. Raises KeyError when there is none."""
-        oldest = self._segments[Segment.BRIEF]
-        if not oldest:
+        entries, _value = self._next()
+        if entries is not self._segments[Segment.BRIEF]:
             self._now += 1
-            most = 0.0
-            for entries, rate in self._ranked:  # ties go to the lower segment: children before parents
-                if entries and (outlived := (self._now - next(iter(entries.values()))) * rate) > most:
-                    oldest, most = entries, outlived
-        return oldest.popitem(last=False)[0]
+        return entries.popitem(last=False)[0]
+
+    def least_value(self) -> float:
+        """Return what the block is worth that goes first; 0 for a brief one, and when there is none.
+
+        A block's *value* is its segment's `MAX_AGE` over its age, which counts from 1: blocks go in order of it. Values
+        of two caches compare where both evict equally many blocks in the same time.
+        """
+        return self._next()[1]
+
+    def by_value(self) -> Iterator[tuple[float, T]]:
+        """Yield values and blocks, brief ones left out, in the reverse order of eviction; O(1) each.
+
+        Of equal values the higher segment comes first, and in a segment the one that was put last: parents first. Not
+        to be used on after a change.
+        """
+        ranked = [
+            ((value, segment, key) for key, value in self._values(segment)) for segment in sorted(MAX_AGE, reverse=True)
+        ]
+        for value, _segment, key in heapq.merge(*ranked, key=lambda entry: (entry[0], entry[1]), reverse=True):
+            yield value, key
+
+    def _values(self, segment: Segment) -> Iterator[tuple[T, float]]:
+        for key, put in reversed(self._segments[segment].items()):
+            yield key, MAX_AGE[segment] / (self._now + 1 - put)
+
+    def _next(self) -> "tuple[OrderedDict[T, int], float]":
+        """Return the segment whose oldest block goes first, and what that is worth."""
+        oldest = self._segments[Segment.BRIEF]
+        if oldest:
+            return oldest, 0.0
+        most = 0.0
+        for entries, rate in self._ranked:  # ties go to the lower segment: children before parents
+            if entries and (outlived := (self._now + 1 - next(iter(entries.values()))) * rate) > most:
+                oldest, most = entries, outlived
+        return oldest, 1 / most if most else 0.0

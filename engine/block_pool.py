@@ -14,8 +14,9 @@ Leaf before parent: the cached blocks always form prefix trees without holes. Th
    the parent of such a block is in no lower segment. (Pulls of it or from it keep all that they hold.)
 """
 
+from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from common.block_hash import BlockHashes
@@ -47,6 +48,8 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, BlockId] = {}
+        self._parents = array("i", [-1]) * num_blocks
+        """Of published pages: the page of the block before, which is published as long as this one is; -1 for none."""
         self._is_reused = bytearray(num_blocks)
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._cached: EvictionOrder[int] = EvictionOrder()
@@ -142,8 +145,11 @@ class BlockPool:
                 else:
                     self._cached.put(block_id, keeping.front if i < keeping.num_front else keeping.end)
 
-    def publish(self, block_id: BlockId, block_hash: BlockHash) -> BlockId:
-        """Make a full, held page reachable by its hash. Returns the page that is: another one, if that came first."""
+    def publish(self, block_id: BlockId, block_hash: BlockHash, *, behind: int | None) -> BlockId:
+        """Make a full, held page reachable by its hash. Returns the page that is: another one, if that came first.
+
+        `behind` is the published page of the block before it; None for the first block of a prompt.
+        """
         assert self._ref_counts[block_id] > 0, f"block {block_id} is published by nobody"
         owner = self._block_of.get(block_hash)
         if owner is not None:
@@ -151,8 +157,38 @@ class BlockPool:
         assert self._hash_of[block_id] is None, f"block {block_id} already has a hash"
         self._hash_of[block_id] = block_hash
         self._block_of[block_hash] = block_id
+        self._parents[block_id] = -1 if behind is None else behind
         self._changes[block_hash] = True
         return block_id
+
+    # What is worth most (engine/hot_prefixes.py).
+
+    def has_page_below(self, value: float) -> bool:
+        """Whether the next page that `allocate` hands out is empty or holds what is worth less than `value`."""
+        return bool(self._empty) or (len(self._cached) > 0 and self._cached.least_value() < value)
+
+    def hottest(self) -> Iterator[tuple[float, int]]:
+        """Yield values and free cached pages, what is worth most first. Not to be used on after a change."""
+        return self._cached.by_value()
+
+    def num_reused(self, block_table: Sequence[int]) -> int:
+        """Return how many pages of a table, from the first one on, are reused. O(log blocks)."""
+        return bisect_left(block_table, 1, key=lambda block_id: not self._is_reused[block_id])
+
+    def is_reused(self, block_id: int) -> bool:
+        """Whether a request found a held or cached page here."""
+        return bool(self._is_reused[block_id])
+
+    def hash_of(self, block_id: int) -> BlockHash:
+        """Return the hash of a published page."""
+        block_hash = self._hash_of[block_id]
+        assert block_hash is not None, f"block {block_id} is not published"
+        return block_hash
+
+    def parent_of(self, block_id: int) -> int | None:
+        """Return the page of the block before a published one; None for the first of a prompt."""
+        parent = self._parents[block_id]
+        return None if parent < 0 else parent
 
     def drain_events(self) -> KvEvents:
         """Return what changed since the last call."""

@@ -28,10 +28,12 @@ from common.block_hash import NO_HASHES, BlockHashes
 from common.clock import Clock
 from common.errors import EngineFault, PromptTooLong, Refused
 from common.ids import RequestId
+from common.prefix_chains import PrefixChain
 from engine.block_pool import BlockPool
 from engine.events import EngineEvent, Failed, FinishReason, Load, Progress, StepReport, StepSample, TokenOutput
 from engine.executor import Executor, Sampled, ScheduledSequence, StepResult
 from engine.group import Group, Sink
+from engine.hot_prefixes import hot_prefixes
 from engine.landing import Landing, Landings
 from engine.load import measure_load
 from engine.pipeline import Pipeline
@@ -183,6 +185,11 @@ class EngineCore:
         if not self.has_work:
             self._timer.pause()
         return emitted
+
+    def hot_prefixes(self, max_blocks: int) -> list[PrefixChain]:
+        """Return what of the cache is worth most."""
+        held = (sequence.block_table for sequence in self._groups)
+        return hot_prefixes(self.pool, held, max_blocks)
 
     def load(self) -> Load:
         """Return the load at this moment."""

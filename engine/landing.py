@@ -85,6 +85,35 @@ class Landings:
         landing.block_table = array("i", [*cached, *self._pool.allocate(num_fresh)])
         return None
 
+    def reserve_below(self, landing: Landing, values: Seq[float], max_blocks: int) -> Refused | None:
+        """Like `reserve`, but in exchange for what is worth less: a page for a block must be empty, or hold what is
+        worth less than the block's value. `values` never rise; what is not granted is no longer wanted.
+        """
+        assert not landing.block_table, "pages are granted already"
+        cached = self._pool.match_prefix(landing.hashes)
+        landing.num_cached = landing.num_landed = num_cached = len(cached)
+        if landing.num_missing == 0:
+            return None
+        self._pool.acquire(cached)
+        num_spare = self._pool.num_free - self._scheduler.num_spoken_for
+        granted: list[BlockId] = []
+        for value in values[num_cached : num_cached + min(max_blocks, max(0, num_spare))]:
+            if not self._pool.has_page_below(value):
+                break
+            granted += self._pool.allocate(1)
+        if not granted:
+            self._pool.release(cached)
+            return Refused(reason="every free page holds what is worth more", retry_after_s=0.5)
+        landing.hashes = landing.hashes[: num_cached + len(granted)]
+        landing.block_table = array("i", [*cached, *granted])
+        return None
+
+    def mark_reused(self, landing: Landing, num_blocks: int) -> int:
+        """The first `num_blocks` blocks were reused where they come from. Returns how many blocks are here."""
+        num_held = min(landing.num_landed, len(landing.block_table))
+        self._pool.mark_reused(landing.block_table, min(num_blocks, num_held))
+        return landing.num_landed
+
     def commit(self, landing: Landing, num_blocks: int) -> None:
         """The content of the first `num_blocks` blocks is verified: publish it."""
         assert landing.num_landed <= num_blocks <= len(landing.block_table), (landing.num_landed, num_blocks)

@@ -105,7 +105,7 @@ class Pages:
     ) -> None:
         """Publish block i of a table, behind its published parent; a page that came first takes the place of ours."""
         own = BlockId(block_table[i])
-        published = self._pool.publish(own, block_hash)
+        published = self._pool.publish(own, block_hash, behind=block_table[i - 1] if i else None)
         if published != own:
             self._pool.acquire([published])
             block_table[i] = published

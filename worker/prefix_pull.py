@@ -1,4 +1,4 @@
-"""Pulls a prompt's leading blocks from another worker's cache, before the request enters the engine.
+"""Pulls leading blocks of a prompt from another worker's cache, most often before a request enters the engine.
 
 1. Between two engine steps the request takes its place in line; what the cache lacks of the prefix gets pages, if there
    is room. A request whose prefix somebody else is pulling just now waits for that, and pulls what lacks afterwards.
@@ -15,10 +15,12 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from common.block_hash import BlockHashes
 from common.errors import KvIncomplete, KvrelayError, LayoutMismatch, Refused, StaleEpoch, WorkerLost
 from common.ids import BlockHash, Epoch, WorkerId
+from common.prefix_chains import PrefixChain
 from engine.core import EngineCore
 from engine.landing import Landing
 from engine.sequence import EngineRequest
@@ -60,6 +62,20 @@ class PullOutcome(enum.Enum):
     CANCELLED = "cancelled"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Brought:
+    """What a pull for no request has come to."""
+
+    outcome: PullOutcome
+    num_cached: int
+    """Leading blocks that were here before."""
+    num_here: int
+    """Leading blocks that are here now."""
+
+
+Reserve = Callable[[EngineCore, Landing], Refused | None]
+"""Holds what is cached of a landing's blocks, and gets pages for others; the engine thread runs it."""
+
 _BY_ERROR: dict[type[KvrelayError], PullOutcome] = {
     WorkerLost: PullOutcome.LOST,
     StaleEpoch: PullOutcome.STALE,
@@ -91,9 +107,12 @@ class PrefixPuller:
         """By the first block that a running pull lacks. In one chain and one cache there is only one such block."""
 
     @contextmanager
-    def arrival(self) -> Iterator["Arrival"]:
-        """Hold what a pull has for the duration of the block, in which the request enters the engine."""
-        arrival = Arrival(self)
+    def arrival(self, reserve: "Reserve | None" = None) -> Iterator["Arrival"]:
+        """Hold what a pull has for the duration of the block, in which the request enters the engine.
+
+        `reserve` gets the pages; without it they are granted as to any request.
+        """
+        arrival = Arrival(self, reserve or _reserve)
         try:
             yield arrival
         finally:
@@ -120,18 +139,35 @@ class PrefixPuller:
             extra = {"request_id": request.request_id, "source": source.worker_id, "outcome": outcome.value}
             logger.info("prefix pull", extra=extra)
 
+    async def bring(self, chain: PrefixChain, source: sequence_pb2.KvSource, *, max_blocks: int) -> Brought:
+        """Pull for no request: up to `max_blocks` of a chain without trunk, in exchange for what is worth less.
+
+        Raises KvrelayError.
+        """
+
+        def reserve(core: EngineCore, landing: Landing) -> Refused | None:
+            return core.landings.reserve_below(landing, chain.values, max_blocks)
+
+        with self.arrival(reserve) as arrival:
+            outcome = await self._pull(arrival, chain.hashes, source, None)
+            landing = arrival.landing
+            assert landing is not None, "a pull that ended has a landing"
+            # Behind the commit, and before the release.
+            num_here = await self._engine.call(lambda core: core.landings.mark_reused(landing, chain.num_reused))
+            return Brought(outcome=outcome, num_cached=landing.num_cached, num_here=num_here)
+
     async def _pull(
         self,
         arrival: "Arrival",
         hashes: BlockHashes,
         source: sequence_pb2.KvSource,
-        limit: asyncio.Timeout,
+        limit: asyncio.Timeout | None,
     ) -> PullOutcome:
         while True:
             landing, refused = await self._land(arrival, hashes)
             if landing.num_missing == 0:
                 return PullOutcome.PRESENT
-            if limit.when() is None:
+            if limit is not None and limit.when() is None:
                 limit.reschedule(asyncio.get_running_loop().time() + self._longest_s(landing))
             key = hashes[landing.num_cached]
             other = self._running.get(key)
@@ -155,7 +191,7 @@ class PrefixPuller:
     async def _land(self, arrival: "Arrival", hashes: BlockHashes) -> tuple[Landing, Refused | None]:
         def land(core: EngineCore) -> tuple[Landing, Refused | None]:
             landing = arrival.landing or core.arrive(hashes)
-            return landing, core.landings.reserve(landing)
+            return landing, arrival.reserve(core, landing)
 
         landing, refused = await self._engine.acquire(land, _let_go)
         arrival.landing = landing
@@ -183,14 +219,19 @@ class PrefixPuller:
 class Arrival:
     """One request that pulls before it enters the engine."""
 
-    def __init__(self, puller: PrefixPuller) -> None:
+    def __init__(self, puller: PrefixPuller, reserve: Reserve) -> None:
         self.landing: Landing | None = None
         """For `EngineCore.add`: place in line and what was pulled; None when nothing was tried."""
+        self.reserve = reserve
         self._puller = puller
 
     async def pull(self, request: EngineRequest, source: sequence_pb2.KvSource) -> None:
         """Bring the blocks that the source holds and this worker lacks into the cache, if it can be done in time."""
         await self._puller.pull(self, request, source)
+
+
+def _reserve(core: EngineCore, landing: Landing) -> Refused | None:
+    return core.landings.reserve(landing)
 
 
 def _let_go(core: EngineCore, landed: tuple[Landing, Refused | None]) -> None:

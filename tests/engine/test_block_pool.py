@@ -64,7 +64,7 @@ class PoolMachine(RuleBasedStateMachine):
     def publish(self, holder: Holder) -> None:
         i = holder.num_published
         if i < len(holder.hashes):
-            published = self.pool.publish(holder.table[i], holder.hashes[i])
+            published = self.pool.publish(holder.table[i], holder.hashes[i], behind=holder.table[i - 1] if i else None)
             if published != holder.table[i]:
                 self.pool.acquire([published])
                 self.pool.release([holder.table[i]])
@@ -147,8 +147,8 @@ TestBlockPool = PoolMachine.TestCase
 def _published(pool: BlockPool, tokens: list[int]) -> list[BlockId]:
     hashes = hash_blocks(tokens, root=ROOT, block_size=BLOCK_SIZE)
     table = pool.allocate(len(hashes))
-    for block, block_hash in zip(table, hashes, strict=True):
-        assert pool.publish(block, block_hash) == block
+    for i, (block, block_hash) in enumerate(zip(table, hashes, strict=True)):
+        assert pool.publish(block, block_hash, behind=table[i - 1] if i else None) == block
     return table
 
 
@@ -176,7 +176,7 @@ def test_publish_when_another_page_has_the_hash_keeps_the_first() -> None:
     (first,) = _published(pool, [0, 1])
     (second,) = pool.allocate(1)
     (block_hash,) = hash_blocks([0, 1], root=ROOT, block_size=BLOCK_SIZE)
-    assert pool.publish(second, block_hash) == first
+    assert pool.publish(second, block_hash, behind=None) == first
     assert pool.block_with(block_hash) == first
     assert pool.is_writable(second)
 
@@ -213,11 +213,11 @@ def test_block_that_two_samples_computed_does_not_outlive_its_parent() -> None:
     pool = BlockPool(3)
     hashes = hash_blocks([0, 0, 0, 1], root=ROOT, block_size=BLOCK_SIZE)
     (parent,) = pool.allocate(1)
-    pool.publish(parent, hashes[0])
+    pool.publish(parent, hashes[0], behind=None)
     pool.acquire([parent])
     first, second = pool.allocate(2)
-    pool.publish(first, hashes[1])
-    assert pool.publish(second, hashes[1]) == first
+    pool.publish(first, hashes[1], behind=parent)
+    assert pool.publish(second, hashes[1], behind=parent) == first
     pool.acquire([first])
     pool.mark_reused([parent, first], 2)
     for table in ([second], [parent, first], [parent, first]):
