@@ -1,7 +1,7 @@
 """What of a cache is worth most: the prefixes that others should take over when this worker goes.
 
-The measure is eviction's own (`common/eviction.py`), read backwards: what would be evicted last comes first. In front of
-that comes what requests share just now. A page that one running request alone holds is left out: it moves with that.
+The measure is eviction's own (`common/eviction.py`), read backwards: what would be evicted last comes first. In front
+of that comes what requests share just now. A page that one running request alone holds is left out: it moves with that.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,8 +25,8 @@ class _Growing:
 def hot_prefixes(pool: BlockPool, held: Iterable[Sequence[int]], max_blocks: int) -> list[PrefixChain]:
     """Return the `max_blocks` blocks that are worth most, as chains from their roots, what is worth most first.
 
-    `held` are the block tables in use. O(max_blocks + tables · log pages), whatever the size of the cache. Engine thread
-    only.
+    `held` are the block tables in use. O(max_blocks + tables · log pages), whatever the size of the cache. Engine
+    thread only.
     """
     values: dict[int, float] = {}  # in the order of what they are worth, parents before children
     for value, block_id in _candidates(pool, held):

@@ -47,9 +47,7 @@ class PrefixIntake:
         self._block_bytes = block_bytes
         self._one_at_a_time = asyncio.Lock()
 
-    async def take(
-        self, chains: Sequence[PrefixChain], source: sequence_pb2.KvSource, limit: IntakeLimit
-    ) -> Intake:
+    async def take(self, chains: Sequence[PrefixChain], source: sequence_pb2.KvSource, limit: IntakeLimit) -> Intake:
         """Bring what fits. Raises KvrelayError when the source gives nothing at all; what came before stays."""
         intake = Intake()
         num_at_most = limit.max_bytes // self._block_bytes

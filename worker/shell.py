@@ -17,8 +17,16 @@ from common.metrics_server import MetricsServer
 from common.process import Ready, die_with_parent, ready_line
 from common.rpc import Server, start_server
 from common.wire_names import ROLE_NAMES, ROLE_NUMBERS
-from kvrelay.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from kvrelay.v1 import (
+    kv_transfer_pb2,
+    kv_transfer_pb2_grpc,
+    prefix_pb2,
+    prefix_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 from worker.metrics import serve_metrics
+from worker.prefix_service import PrefixService
 from worker.runtime import WorkerRuntime
 from worker.service import WorkerService
 
@@ -62,14 +70,16 @@ class RunningWorker:
 
 async def start_worker(runtime: WorkerRuntime, add_services: AddServices, *, host: str, port: int) -> RunningWorker:
     """Start a runtime and serve it; port 0 takes one of its pool's. Raises OSError when none is free."""
-    worker_service = WorkerService(runtime)
+    worker_service, prefix_service = WorkerService(runtime), PrefixService(runtime)
 
     def add(server: grpc.aio.Server) -> list[str]:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker_service, server)
         kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(runtime.transfer_service(), server)
+        prefix_pb2_grpc.add_PrefixServiceServicer_to_server(prefix_service, server)
         return [
             worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name,
             kv_transfer_pb2.DESCRIPTOR.services_by_name["KvTransferService"].full_name,
+            prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"].full_name,
             *add_services(server, runtime),
         ]
 

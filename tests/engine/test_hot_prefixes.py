@@ -1,0 +1,105 @@
+"""What of a cache is worth most, beside a naive model that looks at every block."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.block_hash import hash_blocks
+from common.eviction import MAX_VALUE
+from common.ids import BlockHash
+from common.prefix_chains import whole_chain
+from engine.core import EngineCore
+from engine.hot_prefixes import hot_prefixes
+from tests.builders import BLOCK_SIZE, make_core, make_request, run_until_idle, submit
+from tests.engine.test_block_pool import BLOCK_SIZE as SMALL_BLOCK
+from tests.engine.test_block_pool import NUM_BLOCKS, ROOT, PoolMachine
+
+
+class HotMachine(PoolMachine):
+    """The pool under any use; at each point its hot prefixes are what evicting everything else would leave."""
+
+    def check(self) -> None:
+        held = [holder.table for holder in self.holders]
+        for max_blocks in (1, 3, NUM_BLOCKS):
+            chains = hot_prefixes(self.pool, held, max_blocks)
+            named: list[BlockHash] = [block_hash for chain in chains for block_hash in chain.hashes]
+            assert len(named) == len(set(named)) <= max_blocks, "every block once"
+            for idx in range(len(chains)):
+                whole = whole_chain(chains, idx)
+                assert list(whole.values) == sorted(whole.values, reverse=True)
+                reused = [self.pool.is_reused(self.page(block_hash)) for block_hash in whole.hashes]
+                assert reused == sorted(reused, reverse=True)
+                assert sum(reused) == whole.num_reused
+                tokens = self.tokens_of[whole.hashes[-1]]
+                assert whole.hashes == hash_blocks(tokens, root=ROOT, block_size=SMALL_BLOCK), "no gap"
+            firsts = [chain.values[0] for chain in chains]
+            assert firsts == sorted(firsts, reverse=True)
+            self.check_choice(set(named), max_blocks)
+
+    def check_choice(self, named: set[BlockHash], max_blocks: int) -> None:
+        free = [(value, self.pool.hash_of(page)) for value, page in self.pool.hottest()]
+        left_out = [value for value, block_hash in free if block_hash not in named]
+        if len(named) < max_blocks:
+            assert not left_out, "there was room for them"
+        chosen = [value for value, block_hash in free if block_hash in named]
+        assert not left_out or not chosen or max(left_out) <= min(chosen)
+
+    def page(self, block_hash: BlockHash) -> int:
+        page = self.pool.block_with(block_hash)
+        assert page is not None
+        return page
+
+    def teardown(self) -> None:
+        self.check()
+
+
+HotMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+TestHotPrefixes = HotMachine.TestCase
+
+
+@settings(max_examples=60, deadline=None)
+@given(tokens=st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=10), min_size=1, max_size=6))
+def test_page_that_is_evicted_is_the_one_of_the_least_value(tokens: list[list[int]]) -> None:
+    machine = HotMachine()
+    for each in tokens:
+        machine.admit(each, 1, None, is_published=True)
+        if len(machine.holders) > 2:
+            machine.pool.release(machine.holders.pop(0).table)
+    while machine.holders:
+        machine.pool.release(machine.holders.pop().table)
+    for _ in range(NUM_BLOCKS):
+        value_of = {page: value for value, page in machine.pool.hottest()}
+        (page,) = machine.pool.allocate(1)
+        assert page not in value_of or value_of[page] == min(value_of.values())
+
+
+def test_prefix_that_running_requests_share_comes_first() -> None:
+    core = make_core()
+    prefix = list(range(3 * BLOCK_SIZE))
+    serve(core, [*prefix, 90, 91])
+    serve(core, [*prefix, 80, 81])
+    serve(core, list(range(40, 40 + 2 * BLOCK_SIZE + 1)))
+    request = make_request([*prefix, 70, 71], max_tokens=200, ignore_eos=True)
+    submit(core, request)
+    core.step()
+
+    first, *_rest = core.hot_prefixes(64)
+
+    assert first.hashes[:3] == request.block_hashes[:3]
+    assert first.values[:3] == (MAX_VALUE,) * 3
+    assert first.num_reused == 3
+
+
+def test_number_of_blocks_is_bounded_and_cuts_a_chain_from_its_end() -> None:
+    core = make_core()
+    request = make_request(list(range(5 * BLOCK_SIZE + 1)), max_tokens=1)
+    submit(core, request)
+    run_until_idle(core)
+
+    (chain,) = core.hot_prefixes(3)
+
+    assert chain.hashes == request.block_hashes[:3]
+
+
+def serve(core: EngineCore, prompt: list[int]) -> None:
+    submit(core, make_request(prompt, max_tokens=1))
+    run_until_idle(core)

@@ -1,0 +1,221 @@
+"""Hot prefixes over real gRPC: named by one worker, taken in by another, in exchange for what is worth less only."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from common.errors import InvalidRequest, KvrelayError, StaleEpoch, WorkerLost, from_rpc_error
+from common.rpc import client_channel
+from kvrelay.v1 import prefix_pb2, prefix_pb2_grpc, sequence_pb2
+from tests.builders import BLOCK_SIZE, make_request
+from tests.worker.cluster import Pool, running_pool, until_empty
+from tests.worker.prefixes import PREFIX, PREFIX_BLOCKS, prompt, warm_pool, where
+from worker.shell import RunningWorker
+
+MIB = 1 << 20
+
+
+@asynccontextmanager
+async def prefixes_of(worker: RunningWorker) -> AsyncIterator[Any]:
+    channel = client_channel(worker.address)
+    try:
+        yield prefix_pb2_grpc.PrefixServiceStub(channel)
+    finally:
+        await channel.close()
+
+
+async def hot(worker: RunningWorker, max_blocks: int = 1000) -> Sequence[prefix_pb2.PrefixChain]:
+    async with prefixes_of(worker) as stub:
+        return list((await stub.ListHotPrefixes(prefix_pb2.ListHotPrefixesRequest(max_blocks=max_blocks))).chains)
+
+
+async def pull(
+    worker: RunningWorker,
+    source: sequence_pb2.KvSource,
+    chains: Sequence[prefix_pb2.PrefixChain],
+    *,
+    max_bytes: int = MIB,
+    time_limit_s: float = 60.0,
+) -> prefix_pb2.PullPrefixesResponse:
+    async with prefixes_of(worker) as stub:
+        response: prefix_pb2.PullPrefixesResponse = await stub.PullPrefixes(
+            prefix_pb2.PullPrefixesRequest(source=source, chains=chains, max_bytes=max_bytes, time_limit_s=time_limit_s)
+        )
+        return response
+
+
+def cold_filler(number: int) -> Any:
+    """A prompt of 16 blocks that nobody sends twice."""
+    return make_request([number + 1] * (16 * BLOCK_SIZE), max_tokens=1, ignore_eos=True)
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shm"])
+async def test_prefix_that_was_taken_in_is_found_by_the_next_request(transport: str) -> None:
+    async with warm_pool(transports=(transport,)) as pool:
+        source, taker = pool.workers["prefill-0"], pool.workers["prefill-1"]
+        took = await pull(taker, where(source), await hot(source))
+        answer = await pool.pair("prefill-1", "decode-0").generate(prompt(1))
+
+        assert (took.num_pulled_blocks, took.num_present_blocks, took.num_left_blocks) == (PREFIX_BLOCKS + 1, 0, 0)
+        assert answer.num_cached == (PREFIX_BLOCKS + 1) * BLOCK_SIZE
+        await pool.until_empty()
+
+
+async def test_blocks_that_are_here_are_not_pulled_again() -> None:
+    async with warm_pool() as pool:
+        source, taker = pool.workers["prefill-0"], pool.workers["prefill-1"]
+        await pool.pair("prefill-1", "decode-0").generate(make_request(PREFIX, max_tokens=1))
+        took = await pull(taker, where(source), await hot(source))
+
+        assert (took.num_pulled_blocks, took.num_present_blocks, took.num_left_blocks) == (1, PREFIX_BLOCKS, 0)
+        await pool.until_empty()
+
+
+async def test_reused_prefix_stays_warm_where_it_is_taken_in() -> None:
+    async with warm_pool() as pool:
+        source, taker = pool.workers["prefill-0"], pool.workers["prefill-1"]
+        await pool.pair("prefill-0", "decode-0").generate(prompt(2, max_tokens=1))
+        await pull(taker, where(source), await hot(source))
+        await until_empty(taker)
+        load = await taker.runtime.engine.call(lambda core: core.load())
+
+        assert load.num_blocks - load.num_cold_blocks == PREFIX_BLOCKS
+
+
+async def test_nothing_is_displaced_that_is_worth_more() -> None:
+    small = {"num_blocks": 20}
+    async with warm_pool(prefill_1=small) as pool:
+        source, taker = pool.workers["prefill-0"], pool.workers["prefill-1"]
+        pair = pool.pair("prefill-1", "decode-0")
+        for _ in range(2):  # the second time makes its prompt warm
+            await pair.generate(cold_filler(0))
+        kept = await hot(taker)
+        took = await pull(taker, where(source), await hot(source))
+        warm_before = kept[0].block_hashes[: 16 * kept[0].num_reused_blocks]
+
+        assert took.num_pulled_blocks < PREFIX_BLOCKS + 1
+        assert took.num_left_blocks == PREFIX_BLOCKS + 1 - took.num_pulled_blocks
+        assert any(chain.block_hashes.startswith(warm_before) for chain in await hot(taker))
+        await pool.until_empty()
+
+
+async def test_bytes_bound_what_is_taken_in_at_whole_blocks() -> None:
+    async with warm_pool() as pool:
+        source, taker = pool.workers["prefill-0"], pool.workers["prefill-1"]
+        block_bytes = source.runtime.executor.kv.shape.block_bytes
+        took = await pull(taker, where(source), await hot(source), max_bytes=3 * block_bytes + 1)
+
+        assert (took.num_pulled_blocks, took.num_left_blocks) == (3, PREFIX_BLOCKS - 2)
+
+
+async def test_long_chain_comes_in_pieces_and_serving_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with warm_pool() as pool:
+        source, taker = pool.workers["prefill-0"], pool.workers["prefill-1"]
+        monkeypatch.setattr("worker.prefix_intake.PIECE_BYTES", 2 * source.runtime.executor.kv.shape.block_bytes)
+        took = await pull(taker, where(source), await hot(source))
+
+        assert took.num_pulled_blocks == PREFIX_BLOCKS + 1
+        await pool.until_empty()
+
+
+async def test_branches_are_taken_in_behind_their_trunk() -> None:
+    async with warm_pool() as pool:
+        source, taker = pool.workers["prefill-0"], pool.workers["prefill-1"]
+        await pool.pair("prefill-0", "decode-0").generate(prompt(2, max_tokens=1))
+        chains = await hot(source)
+        took = await pull(taker, where(source), chains)
+
+        assert [chain.trunk for chain in chains] == [0, 1]
+        assert (took.num_pulled_blocks, took.num_left_blocks) == (PREFIX_BLOCKS + 2, 0)
+        assert {block for chain in await hot(taker) for block in blocks(chain)} == {
+            block for chain in chains for block in blocks(chain)
+        }
+
+
+async def test_source_of_an_earlier_life_is_told_as_stale() -> None:
+    async with warm_pool() as pool:
+        source, taker = pool.workers["prefill-0"], pool.workers["prefill-1"]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await pull(taker, where(source, epoch=source.runtime.epoch + 1), await hot(source))
+
+        assert isinstance(from_rpc_error(caught.value), StaleEpoch)
+        await pool.until_empty()
+
+
+GOOD: dict[str, Any] = {"block_hashes": bytes(32), "values": [1.0, 0.5], "num_reused_blocks": 1}
+BAD_CHAINS: dict[str, list[dict[str, Any]]] = {
+    "chains[0].block_hashes": [GOOD | {"block_hashes": bytes(31)}],
+    "chains[1].block_hashes": [GOOD, GOOD | {"block_hashes": b""}],
+    "chains[0].values": [GOOD | {"values": [1.0]}],
+    "chains[1].values": [GOOD, GOOD | {"values": [0.5, 1.0]}],
+    "chains[2].values": [GOOD, GOOD, GOOD | {"values": [float("nan"), float("nan")]}],
+    "chains[0].num_reused_blocks": [GOOD | {"num_reused_blocks": 3}],
+    "chains[0].trunk": [GOOD | {"trunk": 1, "num_shared_blocks": 1}],
+    "chains[1].num_shared_blocks": [GOOD, GOOD | {"trunk": 1, "num_shared_blocks": 3}],
+    "chains[0].num_shared_blocks": [GOOD | {"num_shared_blocks": 1}],
+    "chains": [GOOD | {"block_hashes": bytes(16 * 65537), "values": [1.0] * 65537}],
+}
+
+
+@pytest.mark.parametrize("field", BAD_CHAINS)
+async def test_list_that_is_none_is_refused_by_field_and_nothing_is_held(field: str) -> None:
+    async with running_pool({"prefill-0": {}}) as pool:
+        chains = [prefix_pb2.PrefixChain(**chain) for chain in BAD_CHAINS[field]]
+        error = await refusal(pool, chains=chains)
+
+        assert isinstance(error, InvalidRequest)
+        assert error.field == field
+        await pool.until_empty()
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("source.worker_id", {"worker_id": ""}),
+        ("source.worker_id", {"worker_id": "prefill-0"}),
+        ("source.address", {"address": ""}),
+        ("source.epoch", {"epoch": 0}),
+        ("time_limit_s", {"time_limit_s": 0.0}),
+        ("time_limit_s", {"time_limit_s": float("nan")}),
+        ("max_bytes", {"max_bytes": 0}),
+    ],
+)
+async def test_pull_that_makes_no_sense_is_refused_by_field(field: str, changes: dict[str, Any]) -> None:
+    async with running_pool({"prefill-0": {}}) as pool:
+        error = await refusal(pool, **changes)
+
+        assert isinstance(error, InvalidRequest)
+        assert error.field == field
+
+
+async def test_source_that_nobody_knows_is_told_and_nothing_is_held() -> None:
+    async with running_pool({"prefill-0": {}}) as pool:
+        error = await refusal(pool, address="127.0.0.1:1")
+
+        assert isinstance(error, WorkerLost)
+        await pool.until_empty()
+
+
+async def refusal(
+    pool: Pool, *, chains: Sequence[prefix_pb2.PrefixChain] | None = None, **changes: Any
+) -> KvrelayError:
+    """Ask prefill-0 to pull from a worker that does not exist, and return what it says."""
+    source: dict[str, Any] = {"worker_id": "prefill-9", "address": "127.0.0.1:1", "epoch": 1}
+    bounds: dict[str, Any] = {"time_limit_s": 60.0, "max_bytes": MIB}
+    asked = bounds | {name: value for name, value in changes.items() if name in bounds}
+    named = source | {name: value for name, value in changes.items() if name in source}
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await pull(
+            pool.workers["prefill-0"],
+            sequence_pb2.KvSource(**named),
+            [prefix_pb2.PrefixChain(**GOOD)] if chains is None else chains,
+            **asked,
+        )
+    return from_rpc_error(caught.value)
+
+
+def blocks(chain: prefix_pb2.PrefixChain) -> list[bytes]:
+    return [chain.block_hashes[i : i + 16] for i in range(0, len(chain.block_hashes), 16)]
