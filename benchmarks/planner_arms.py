@@ -4,11 +4,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from planner.settings import PlannerSettings
-from planner.slo_planner import SloPlanner
-
 from planner.baselines import DynamoLoad, DynamoLoadSettings, QueueLength, QueueLengthSettings
 from planner.plan import Planner, PoolSizes
+from planner.settings import PlannerSettings
+from planner.slo_planner import SloPlanner
 from workload.slo import Slo
 
 FIRST = PoolSizes(prefill=3, decode=1)

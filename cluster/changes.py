@@ -42,6 +42,7 @@ _POOL = {
     "ports": None,
     "num_cpus": None,
     "num_gpus": None,
+    "placement": None,
 }
 """None: new workers of that pool."""
 

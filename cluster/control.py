@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_GRACE_S = 30.0
 MAX_GRACE_S = 3600.0
 MAX_CANARY_S = 24 * 3600.0
+_STOP_TIMEOUT_S = 5.0
 _MAX_PATH_BYTES = 100
 """Of a Unix socket's path, less a little; the kernel's limit is 108."""
 
@@ -33,11 +34,12 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
-    """Serves `kvrelay scale`, `kvrelay restart` and `kvrelay rollout`."""
+    """Serves `kvrelay scale`, `kvrelay restart`, `kvrelay rollout` and `kvrelay down`."""
 
-    def __init__(self, scaler: Scaler, rollouts: Rollouts) -> None:
+    def __init__(self, scaler: Scaler, rollouts: Rollouts, *, stop: Callable[[], None]) -> None:
         self._scaler = scaler
         self._rollouts = rollouts
+        self._stop = stop
 
     async def Scale(self, request: controller_pb2.ScaleRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
         wanted = {
@@ -65,6 +67,12 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
             else:
                 change = partial(self._rollouts.run, wanted, terms)
             await _tell(change, lambda text: context.write(controller_pb2.RolloutResponse(text=text)))
+
+    async def Stop(  # noqa: D102
+        self, request: controller_pb2.StopRequest, context: Context
+    ) -> controller_pb2.StopResponse:
+        self._stop()
+        return controller_pb2.StopResponse()
 
 
 def _wanted(request: controller_pb2.RolloutRequest) -> ServingConfig:
@@ -115,8 +123,13 @@ def socket_path(run_dir: Path) -> Path:
 
 
 @asynccontextmanager
-async def serving_control(scaler: Scaler, rollouts: Rollouts, run_dir: Path) -> AsyncIterator[None]:
-    """Serve while the block runs. Without a path that is short enough there is only a word in the log."""
+async def serving_control(
+    scaler: Scaler, rollouts: Rollouts, run_dir: Path, *, stop: Callable[[], None]
+) -> AsyncIterator[None]:
+    """Serve while the block runs; `stop` is called when the cluster is to end.
+
+    Without a path that is short enough there is only a word in the log.
+    """
     path = socket_path(run_dir)
     if len(str(path).encode()) > _MAX_PATH_BYTES:
         logger.warning("the run folder's path is too long for a socket: this cluster cannot be scaled")
@@ -124,7 +137,7 @@ async def serving_control(scaler: Scaler, rollouts: Rollouts, run_dir: Path) -> 
         return
     path.unlink(missing_ok=True)  # of a supervisor that was killed: the run folder's lock is ours
     server = grpc.aio.server()
-    controller_pb2_grpc.add_ControllerServiceServicer_to_server(ControllerService(scaler, rollouts), server)
+    controller_pb2_grpc.add_ControllerServiceServicer_to_server(ControllerService(scaler, rollouts, stop=stop), server)
     server.add_insecure_port(f"unix:{path}")
     await server.start()
     try:
@@ -161,6 +174,17 @@ def preview_rollout(run_dir: Path, config: ServingConfig) -> Iterator[str]:
     """Ask what `rollout` would change and what that needs. Raises KvrelayError."""
     request = controller_pb2.RolloutRequest(config=config_text(config), max_slowdown=1.0, dry_run=True)
     return _ask(run_dir, lambda stub: stub.Rollout(request))
+
+
+def stop(run_dir: Path) -> None:
+    """Ask the supervisor of a run folder to stop the cluster; returns at once. Raises KvrelayError."""
+    with grpc.insecure_channel(f"unix:{socket_path(run_dir)}") as channel:
+        try:
+            controller_pb2_grpc.ControllerServiceStub(channel).Stop(
+                controller_pb2.StopRequest(), timeout=_STOP_TIMEOUT_S
+            )
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
 
 
 def _ask(run_dir: Path, call: "Callable[[controller_pb2_grpc.ControllerServiceStub], Iterable[Any]]") -> Iterator[str]:

@@ -52,6 +52,10 @@ class LocalLauncher:
     async def open(self) -> None:
         """Nothing is shared."""
 
+    def found(self) -> frozenset[str]:
+        """Return nothing: subprocesses die with their supervisor."""
+        return frozenset()
+
     async def close(self) -> None:
         """Nothing is shared."""
 

@@ -37,7 +37,11 @@ class Launcher(Protocol):
     """Starts processes."""
 
     async def open(self) -> None:
-        """Acquire what all processes share. Raises StartFailed. May replace signal handlers."""
+        """Acquire what all processes share. Raises StartFailed."""
+        ...
+
+    def found(self) -> frozenset[str]:
+        """Return the names of processes that an earlier supervisor has left, which `start` takes as they are."""
         ...
 
     async def start(self, spec: ProcessSpec) -> RunningProcess:

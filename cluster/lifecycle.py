@@ -11,11 +11,15 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
+from cluster import joined
 from cluster.launcher import log_path, log_tail
 from cluster.resolved_config import FILE_NAME, write_config
 from cluster.starter import DETACH, Failed, Progress, Up, parse_event
 from cluster.state import ClusterState, StateFile
 from common.config import RouterConfig, ServingConfig
+from common.errors import KvrelayError
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, cache_dir, resolve_model
 from common.ports import dial_address, free_ports, is_port_free
 from common.process import ProcessIdentity
@@ -89,6 +93,11 @@ def up(config: ServingConfig, *, config_path: Path, run_dir: Path, report: Repor
             f"a cluster already runs in {run_dir}: it serves on {running.address} (supervisor {running.pid});"
             " stop it with `kvrelay down`"
         )
+    left = _left_in_ray(config.name, run_dir)
+    resolved_path = run_dir / FILE_NAME
+    if left and resolved_path.exists():
+        report(f"Ray still runs {', '.join(left)}: taking them over as they are; `kvrelay down` would remove them")
+        return _start_supervisor(resolved_path, run_dir, report)
     _clean_up(StateFile(run_dir), report)
     config = _with_ports(with_model(config, report), config_path)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -96,7 +105,6 @@ def up(config: ServingConfig, *, config_path: Path, run_dir: Path, report: Repor
         old_log.unlink()
     for old_config in run_dir.glob("serving-*.yaml"):
         old_config.unlink()
-    resolved_path = run_dir / FILE_NAME
     write_config(resolved_path, config)
     return _start_supervisor(resolved_path, run_dir, report)
 
@@ -104,24 +112,64 @@ def up(config: ServingConfig, *, config_path: Path, run_dir: Path, report: Repor
 def down(run_dir: Path, *, report: Report) -> bool:
     """Stop the cluster of a folder and return whether there was one. Blocks until nothing of it is left.
 
-    Also removes what a killed supervisor left behind. Raises ClusterError when something does not die.
+    Also removes what a killed supervisor left behind, and without a state, with RAY_ADDRESS, what Ray still runs for a
+    cluster that is called like the folder. Raises ClusterError when something does not die.
     """
     run_dir = run_dir.expanduser().resolve()
     state_file = StateFile(run_dir)
     state = state_file.read()
+    name = state.name if state is not None else run_dir.name
     if state is None or not state.supervisor.is_alive():
-        return _clean_up(state_file, report)
+        removed = _remove_from_ray(name, state, report)
+        return _clean_up(state_file, report) or removed
     drains = "the router drains" if len(state.addresses) == 1 else "the routers drain"
     report(f"stopping the cluster on {', '.join(state.addresses)}: {drains} first")
-    state.supervisor.signal(signal.SIGTERM)
+    _ask_to_stop(state, run_dir)
     if _alive_after([state.supervisor], _STOP_TIMEOUT_S):
         report(f"the supervisor does not stop after {_STOP_TIMEOUT_S:g} s: killing it")
         state = state_file.read() or state
-        state.supervisor.signal(signal.SIGKILL)
+        if not _remove_from_ray(name, state, report):
+            state.supervisor.signal(signal.SIGKILL)
         _alive_after([state.supervisor], _DEATH_TIMEOUT_S)
     _clean_up(state_file, report)
     report("stopped")
     return True
+
+
+def wait_for_end(info: ClusterInfo) -> None:
+    """Return when a cluster has ended. Blocks."""
+    state = StateFile(info.run_dir).read()
+    if state is not None and state.ray_environment:
+        joined.wait_for_end(info.run_dir)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(info.pid).wait()
+
+
+def _ask_to_stop(state: ClusterState, run_dir: Path) -> None:
+    """Tell the supervisor to stop the cluster. When that is an actor, a signal would only have Ray start it anew."""
+    if not state.ray_environment:
+        state.supervisor.signal(signal.SIGTERM)
+        return
+    from cluster.control import stop  # gRPC
+
+    with contextlib.suppress(KvrelayError):  # it is ended by Ray then
+        stop(run_dir)
+
+
+def _left_in_ray(name: str, run_dir: Path) -> list[str]:
+    """Return which actors of a cluster without a supervisor there still are."""
+    state = StateFile(run_dir).read()
+    environment = joined.reaches_ray(state) if state is not None else {}
+    return joined.find_actors(name, environment) if environment else []
+
+
+def _remove_from_ray(name: str, state: ClusterState | None, report: Report) -> bool:
+    """End the actors of a cluster that has no supervisor any more, or one that does not listen; whether any were."""
+    environment = joined.reaches_ray(state)
+    removed = joined.remove_actors(name, environment) if environment else []
+    if removed:
+        report(f"removed {', '.join(removed)} from Ray")
+    return bool(removed)
 
 
 def with_model(config: ServingConfig, report: Report) -> ServingConfig:

@@ -43,6 +43,7 @@ class ManagedProcess:
         self._running: RunningProcess | None = None
         self._identity: ProcessIdentity | None = None
         self._num_lives = 0
+        self._has_served = False
         self._num_short_lives = 0
         self._last_exit = ""
         self.served = asyncio.Event()
@@ -62,6 +63,10 @@ class ManagedProcess:
     def pid(self) -> int | None:
         """Its pid, on its own host, while it serves."""
         return self._running.ready.pid if self._running is not None else None
+
+    def adopt(self) -> None:
+        """Take it for one that has served under an earlier supervisor: a start that fails is tried again."""
+        self._has_served = True
 
     def state(self) -> ProcessState:
         """Return what state.json tells about it."""
@@ -102,10 +107,11 @@ class ManagedProcess:
         try:
             running = await self._launcher.start(self.spec)
         except StartFailed as error:
-            if self._num_lives == 0:
+            if not self._has_served:
                 raise
             return str(error)
         self._num_lives += 1
+        self._has_served = True
         self.served.set()
         self._set(ProcessPhase.READY, running)
         logger.info("process ready", extra={"service": self.spec.name, "address": self.address, "pid": self.pid})

@@ -23,6 +23,13 @@ class ProcessRole(StrEnum):
     DECODE = "decode"
 
 
+class Placement(StrEnum):
+    """How the workers of a pool are laid over its hosts, where Ray chooses them."""
+
+    SPREAD = "spread"
+    PACK = "pack"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
     """One process to keep running."""
@@ -37,6 +44,7 @@ class ProcessSpec:
     num_cpus: float = 0
     """To reserve from Ray."""
     num_gpus: float = 0
+    placement: Placement = Placement.PACK
     env: Mapping[str, str] = field(default_factory=dict)
     config: ServingConfig | None = None
     """What it serves by, where that is not the launcher's: during and after a rollout."""
@@ -93,10 +101,17 @@ def make_plan(config: ServingConfig, host: HostResources | None) -> tuple[Proces
                     port=0,
                     num_cpus=pool.num_cpus,
                     num_gpus=pool.num_gpus,
+                    placement=Placement(pool.placement),
                     env=env,
                 )
             )
     return tuple(specs)
+
+
+def with_sizes(config: ServingConfig, sizes: Mapping[ProcessRole, int]) -> ServingConfig:
+    """Return the configuration with other sizes of the named pools."""
+    changed = {str(role): getattr(config.pools, role).model_copy(update={"count": n}) for role, n in sizes.items()}
+    return config.model_copy(update={"pools": config.pools.model_copy(update=changed)})
 
 
 def _num_threads(pool: PoolConfig, host: HostResources | None, *, num_workers: int) -> int:

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+from collections.abc import Mapping
 
 _LEAN = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -14,6 +15,17 @@ _LEAN_PRIVATE = {
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
 }
+
+
+_ADDRESS = "RAY_ADDRESS"
+_OF_A_DRIVER = (_ADDRESS, "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
+
+
+def of_joined_cluster(launcher: str) -> Mapping[str, str]:
+    """Return what a process must have in its environment to reach the Ray cluster that this one joins; {} for none."""
+    if launcher != "ray" or not os.environ.get(_ADDRESS):
+        return {}
+    return {key: os.environ[key] for key in _OF_A_DRIVER if key in os.environ}
 
 
 def prepare_to_join() -> None:

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from cluster.launcher import StartFailed
 from cluster.managed_process import ManagedProcess
-from cluster.plan import PlanError, ProcessRole, ProcessSpec
+from cluster.plan import PlanError, ProcessRole, ProcessSpec, with_sizes
 from common.config import ServingConfig
 from common.errors import EngineFault, InvalidRequest, Overloaded
 
@@ -122,11 +122,11 @@ class Scaler:
             raise InvalidRequest(
                 "launcher: local deals out the GPUs at its start; launcher: ray can scale", field="pools"
             )
-        changed = {str(role): getattr(pools, role).model_copy(update={"count": size}) for role, size in sizes.items()}
-        sized = config.model_copy(update={"pools": pools.model_copy(update=changed)})
         own = self._own if config is self._config else config
         try:
-            return [replace(spec, config=own) for spec in self._plan_for(sized) if spec.role in POOLS]
+            return [
+                replace(spec, config=own) for spec in self._plan_for(with_sizes(config, sizes)) if spec.role in POOLS
+            ]
         except PlanError as error:
             raise InvalidRequest(str(error), field="pools") from error
 

@@ -10,9 +10,9 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TextIO
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Protocol, TextIO
 
 DETACH = b"detach\n"
 
@@ -33,6 +33,7 @@ class Up:
     http_addresses: tuple[str, ...]
     """Of their HTTP doors; empty without any."""
     pid: int
+    """The supervisor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +60,21 @@ def parse_event(line: str) -> Progress | Up | Failed | None:
     return None
 
 
+class Audience(Protocol):
+    """Who hears how a cluster comes up."""
+
+    def report(self, text: str) -> None:
+        """Hear of a step."""
+
+    def ready(self, up: Up) -> None:
+        """Hear that the cluster serves, and where."""
+
+    def failed(self, reason: str) -> None:
+        """Hear why it does not."""
+
+
 class Starter:
-    """The supervisor's end. Event loop only, but for `failed`, which may come before one runs."""
+    """An Audience at the other end of a pipe. Event loop only, but for `failed`, which may come before one runs."""
 
     def __init__(self, *, stdin_fd: int | None, events: TextIO) -> None:
         self._stdin_fd = stdin_fd
@@ -98,9 +112,9 @@ class Starter:
         """Tell a step."""
         self._tell({"event": "progress", "text": text})
 
-    def ready(self, addresses: Sequence[str], *, http_addresses: Sequence[str]) -> None:
+    def ready(self, up: Up) -> None:
         """Tell that the cluster serves, and where."""
-        self._tell({"event": "ready", "addresses": addresses, "http_addresses": http_addresses, "pid": os.getpid()})
+        self._tell({"event": "ready", **asdict(up)})
 
     def failed(self, reason: str) -> None:
         """Tell why it does not."""

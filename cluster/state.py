@@ -68,6 +68,8 @@ class ClusterState:
     processes: tuple[ProcessState, ...]
     helpers: tuple[ProcessIdentity, ...]
     """Every other process below the supervisor, such as Ray's daemons."""
+    ray_environment: Mapping[str, str]
+    """What reaches the Ray cluster in which all this runs, supervisor included; empty when there is none."""
 
 
 class StateFile:
@@ -107,6 +109,7 @@ def _decode(entry: Mapping[str, Any]) -> ClusterState:
         http_addresses=tuple(entry["http_addresses"]),
         processes=tuple(_decode_process(item) for item in entry["processes"]),
         helpers=tuple(ProcessIdentity(**item) for item in entry["helpers"]),
+        ray_environment=dict(entry["ray_environment"]),
     )
 
 

@@ -12,9 +12,9 @@ Nothing it started outlives it. It imports neither torch nor transformers, and R
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from typing import NoReturn
 
 import psutil
 
+from cluster import adoption, ray_settings
 from cluster.control import serving_control
 from cluster.launcher import Launcher, StartFailed, log_path
 from cluster.managed_process import ManagedProcess
@@ -33,18 +34,20 @@ from cluster.rollout import Rollouts, Surroundings
 from cluster.routers import Routers
 from cluster.run_lock import RunDirTaken, lock_run_dir
 from cluster.scaling import POOLS, Scaler
-from cluster.starter import Starter
+from cluster.starter import Audience, Starter, Up
 from cluster.state import ClusterPhase, ClusterState, StateFile
-from cluster.wiring import choose_launcher
+from cluster.wiring import NO_RAY, choose_launcher
 from common.clock import SystemClock
 from common.config import ServingConfig, load_config
 from common.log import setup_logging
 from common.process import ProcessIdentity
+from common.signals import set_on_signals
 from kvrelay.v1 import router_admin_pb2, worker_pb2
 
 logger = logging.getLogger(__name__)
 
 _ACCEPT_TIMEOUT_S = 30.0
+_ADOPT_TIMEOUT_S = 10.0
 _WIRE_ROLES = {
     ProcessRole.PREFILL: worker_pb2.WORKER_ROLE_PREFILL,
     ProcessRole.DECODE: worker_pb2.WORKER_ROLE_DECODE,
@@ -96,6 +99,7 @@ class Supervisor:
         self._added: dict[str, asyncio.Task[StartFailed]] = {}
         """What keeps workers running that came later; ends only when one did not start."""
         self._all_served = asyncio.Event()
+        self._adopts = False
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -106,6 +110,20 @@ class Supervisor:
     def http_addresses(self) -> tuple[str, ...]:
         """The same of their HTTP doors; empty without any."""
         return self._routers.http_addresses
+
+    @property
+    def up(self) -> Up:
+        """Where it serves, or will."""
+        return Up(addresses=self.addresses, http_addresses=self.http_addresses, pid=self._identity.pid)
+
+    def adopt(self) -> None:
+        """Take every process for one that an earlier supervisor has left: no failure to start it ends the cluster.
+
+        The router goes on with the membership that it knows until this supervisor knows all of it too.
+        """
+        self._adopts = True
+        for process in self._processes:
+            process.adopt()
 
     async def run(self, stopping: asyncio.Event, *, on_ready: Callable[[], None]) -> None:
         """Serve until `stopping`, then stop everything. Raises StartFailed when the cluster does not come up."""
@@ -132,13 +150,22 @@ class Supervisor:
             async with asyncio.TaskGroup() as tasks:
                 for process in self._processes:
                     self._founders[process.spec.name] = tasks.create_task(process.keep_running())
+                if self._adopts:
+                    await self._until_known()
                 tasks.create_task(self._routers.run())
-                await self._until_ready()
+                if not self._adopts:
+                    await self._until_ready()
                 self._enter(ClusterPhase.READY)
                 on_ready()
         except* StartFailed as failures:
             first = failures.exceptions[0]
             raise StartFailed(str(first)) from None
+
+    async def _until_known(self) -> None:
+        """Wait until every process that was left has answered; whoever cannot is away."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ADOPT_TIMEOUT_S):
+                await self._all_served.wait()
 
     async def _until_ready(self) -> None:
         await self._all_served.wait()
@@ -252,6 +279,7 @@ class Supervisor:
                 http_addresses=self.http_addresses,
                 processes=processes,
                 helpers=tuple(each for each in below if each is not None and each not in known),
+                ray_environment=ray_settings.of_joined_cluster(self._config.launcher),
             )
         )
 
@@ -264,46 +292,57 @@ async def _keep_running(process: ManagedProcess) -> StartFailed:
         return error
 
 
-async def supervise(config_path: Path, run_dir: Path, starter: Starter) -> int:
-    """Own the cluster of one run folder until told to stop. Returns the exit status."""
-    stopping = asyncio.Event()
-    _stop_on_signals(stopping)
-    starter.watch(gone=stopping.set)
+async def supervise(
+    config: ServingConfig, *, config_path: Path, run_dir: Path, audience: Audience, stopping: asyncio.Event
+) -> int:
+    """Own the cluster of one run folder, whose lock is held, until told to stop. Returns the exit status."""
     state_file = StateFile(run_dir)
-    config = load_config(config_path)
+    last = state_file.read()
     try:
         plan_for, launcher = choose_launcher(config, config_path=config_path, run_dir=run_dir)
-        specs = plan_for(config)
+        specs: Sequence[ProcessSpec] = plan_for(config)
         try:
-            starter.report(f"opening launcher: {config.launcher}")
+            audience.report(f"opening launcher: {config.launcher}")
             await launcher.open()
-            starter.report(f"starting {', '.join(spec.name for spec in specs)}")
-            _stop_on_signals(stopping)  # again: Ray puts its own handlers in place
+            found = launcher.found()
+            if found:
+                specs = adoption.wanted_processes(config, plan_for, found=found, last=last)
+                audience.report(f"{', '.join(sorted(found))} are there already")
+            audience.report(f"starting {', '.join(spec.name for spec in specs if spec.name not in found)}")
             supervisor = Supervisor(
-                config, specs=specs, launcher=launcher, state_file=state_file, report=starter.report
+                config, specs=specs, launcher=launcher, state_file=state_file, report=audience.report
             )
+            if adoption.serves_already(found, last):
+                supervisor.adopt()
             scaler = Scaler(config, supervisor, plan_for)
             rollouts = Rollouts(scaler, supervisor, Surroundings(keep=partial(write_config, config_path)))
-            async with serving_control(scaler, rollouts, run_dir):
-                await supervisor.run(
-                    stopping,
-                    on_ready=lambda: starter.ready(supervisor.addresses, http_addresses=supervisor.http_addresses),
-                )
+            async with serving_control(scaler, rollouts, run_dir, stop=stopping.set):
+                await supervisor.run(stopping, on_ready=lambda: audience.ready(supervisor.up))
         finally:
             await launcher.close()
             state_file.remove()
     except (StartFailed, PlanError) as error:
         logger.error("cluster failed to start", extra={"reason": str(error)})
-        starter.failed(str(error))
+        audience.failed(str(error))
         return 1
     return 0
 
 
-def _stop_on_signals(stopping: asyncio.Event) -> None:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.remove_signal_handler(number)
-        loop.add_signal_handler(number, stopping.set)
+async def _own_or_join(config_path: Path, run_dir: Path, starter: Starter) -> int:
+    """Run the cluster in this process; in a Ray cluster, see to it that it has a controller, which is what runs it."""
+    stopping = asyncio.Event()
+    set_on_signals(stopping)
+    starter.watch(gone=stopping.set)
+    config = load_config(config_path)
+    if ray_settings.of_joined_cluster(config.launcher):
+        try:
+            from cluster.bootstrap import bring_up_controller  # imports Ray
+        except ImportError as error:
+            starter.failed(f"{NO_RAY} ({error})")
+            return 1
+        return await bring_up_controller(config, run_dir=run_dir, starter=starter, stopping=stopping)
+    with lock_run_dir(run_dir):
+        return await supervise(config, config_path=config_path, run_dir=run_dir, audience=starter, stopping=stopping)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -317,8 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     log_path(options.run_dir, "supervisor").parent.mkdir(parents=True, exist_ok=True)
     starter = Starter.attached() if options.attached else Starter.absent()
     try:
-        with lock_run_dir(options.run_dir):
-            return asyncio.run(supervise(options.config, options.run_dir, starter))
+        return asyncio.run(_own_or_join(options.config, options.run_dir, starter))
     except RunDirTaken as error:
         starter.failed(str(error))
         return 1

@@ -13,6 +13,7 @@ from cluster.plan import HostResources, ProcessSpec, make_plan
 from common.config import ServingConfig
 from engine.memory import measure_host
 
+NO_RAY = "launcher: ray needs Ray: pip install 'kvrelay[ray]', or set launcher: local"
 PlanFor = Callable[[ServingConfig], tuple[ProcessSpec, ...]]
 """Returns the processes of a configuration, or of the same one with other pool sizes. Raises PlanError."""
 
@@ -28,19 +29,19 @@ def choose_launcher(config: ServingConfig, *, config_path: Path, run_dir: Path) 
 
 
 def _ray(config: ServingConfig, run_dir: Path) -> tuple[PlanFor, Launcher]:
-    address = os.environ.get("RAY_ADDRESS") or None
-    if address is None:
+    is_joined = bool(ray_settings.of_joined_cluster(config.launcher))
+    if not is_joined:
         ray_settings.prepare_to_start()
-    else:
-        ray_settings.prepare_to_join()
     try:
-        from cluster.launch_ray import RayLauncher
+        from cluster.joined_ray import JoinedRay
+        from cluster.launch_ray import RayHome, RayLauncher
+        from cluster.private_ray import PrivateRay
     except ImportError as error:
-        hint = "pip install 'kvrelay[ray]', or set launcher: local"
-        raise StartFailed(f"launcher: ray, but Ray cannot be imported ({error}): {hint}") from error
+        raise StartFailed(f"{NO_RAY} ({error})") from error
     # Ray deals out the GPUs itself, and in a Ray cluster of its own it also chooses the hosts.
-    host = None if address is not None else _this_host(None)
-    return partial(make_plan, host=host), RayLauncher(config, run_dir=run_dir, address=address)
+    host = None if is_joined else _this_host(None)
+    home: RayHome = JoinedRay(config.name) if is_joined else PrivateRay()
+    return partial(make_plan, host=host), RayLauncher(config, run_dir=run_dir, home=home)
 
 
 def _this_host(gpus: list[str] | None) -> HostResources:

@@ -72,6 +72,8 @@ class PoolConfig(_Section):
     """Ray CPUs to reserve per worker."""
     num_gpus: Annotated[float, Field(ge=0)] = 0
     """Ray GPUs to reserve per worker."""
+    placement: Literal["spread", "pack"] = "pack"
+    """In a Ray cluster: one worker a host as far as hosts go, or hosts filled one after the other."""
 
     @property
     def port_range(self) -> range:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from common.config import ServingConfig
 from common.log import setup_logging
-from common.process import Ready
+from common.process import ProcessIdentity, Ready
 
 
 class RunningService(Protocol):
@@ -64,7 +64,7 @@ class ServiceActor(ABC):
     def __init__(self, params: ServiceParams) -> None:
         os.environ.update(params.env)
         if params.log_path is not None and params.log_path.parent.is_dir():
-            _send_output_to(params.log_path)
+            send_output_to(params.log_path)
         setup_logging(params.name)
         self._service = asyncio.get_running_loop().create_task(self.start_service(params))
 
@@ -77,6 +77,12 @@ class ServiceActor(ABC):
         service = await asyncio.shield(self._service)
         return Ready(address=service.address, metrics_port=service.metrics_port, pid=os.getpid(), role=service.role)
 
+    async def identity(self) -> ProcessIdentity:
+        """Return which process this is."""
+        identity = ProcessIdentity.of(os.getpid())
+        assert identity is not None, "this process is alive"
+        return identity
+
     async def stop(self, grace_s: float) -> None:
         """Drain and stop the service; the process stays. Never raises for a service that failed to start."""
         if not self._service.done():
@@ -86,7 +92,7 @@ class ServiceActor(ABC):
             await self._service.result().stop(grace_s)
 
 
-def _send_output_to(path: Path) -> None:
+def send_output_to(path: Path) -> None:
     """Append what this process writes to its standard streams to `path`, C libraries included."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -1,5 +1,6 @@
 """Stopping on purpose: commands that started something stop it again, whichever way they end."""
 
+import asyncio
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,24 @@ def sigterm_interrupts() -> Iterator[None]:
 def uninterrupted() -> Iterator[None]:
     """Ignore Ctrl-C and SIGTERM: a second one must not cut a clean-up short. Main thread only."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def set_on_signals(stopping: asyncio.Event) -> None:
+    """Have SIGTERM and Ctrl-C set an event. On the event loop of the main thread."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+
+
+@contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Undo what the block does to the handlers of SIGTERM and Ctrl-C. Main thread only."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:

@@ -29,6 +29,7 @@ def up(
     kvrelay up --config big.yaml --launcher local
     kvrelay up --foreground        # under systemd, in a container
     """  # noqa: D301 - \b marks a preformatted block
+    from cluster import lifecycle
     from common.config import load_config
 
     config = load_config(config_path)
@@ -44,8 +45,8 @@ def up(
         info = _start(config, config_path)  # stops what it has started when it fails or is interrupted
         try:
             out.print(f"{_ready(info)}; Ctrl-C stops it", soft_wrap=True)
-            _wait_for_exit(info.pid)
-            err.print("the supervisor has ended")
+            lifecycle.wait_for_end(info)
+            err.print("the cluster has ended")
         finally:
             _stop(info.run_dir)
 
@@ -78,12 +79,3 @@ def _stop(run_dir: Path) -> bool:
 
     with uninterrupted(), Progress() as report:
         return lifecycle.down(run_dir, report=report)
-
-
-def _wait_for_exit(pid: int) -> None:
-    import psutil
-
-    try:
-        psutil.Process(pid).wait()
-    except psutil.NoSuchProcess:
-        return

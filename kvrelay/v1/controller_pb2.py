@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvrelay/v1/controller.proto\x12\nkvrelay.v1\"a\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07grace_s\x18\x03 \x01(\x01\x42\n\n\x08_prefillB\t\n\x07_decode\"\x1d\n\rScaleResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"(\n\x15RestartWorkersRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\"&\n\x16RestartWorkersResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"j\n\x0eRolloutRequest\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\t\x12\x10\n\x08\x63\x61nary_s\x18\x02 \x01(\x01\x12\x14\n\x0cmax_slowdown\x18\x03 \x01(\x01\x12\x0f\n\x07grace_s\x18\x04 \x01(\x01\x12\x0f\n\x07\x64ry_run\x18\x05 \x01(\x08\"\x1f\n\x0fRolloutResponse\x12\x0c\n\x04text\x18\x01 \x01(\t2\xf4\x01\n\x11\x43ontrollerService\x12>\n\x05Scale\x12\x18.kvrelay.v1.ScaleRequest\x1a\x19.kvrelay.v1.ScaleResponse0\x01\x12Y\n\x0eRestartWorkers\x12!.kvrelay.v1.RestartWorkersRequest\x1a\".kvrelay.v1.RestartWorkersResponse0\x01\x12\x44\n\x07Rollout\x12\x1a.kvrelay.v1.RolloutRequest\x1a\x1b.kvrelay.v1.RolloutResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvrelay/v1/controller.proto\x12\nkvrelay.v1\"a\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07grace_s\x18\x03 \x01(\x01\x42\n\n\x08_prefillB\t\n\x07_decode\"\x1d\n\rScaleResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"(\n\x15RestartWorkersRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\"&\n\x16RestartWorkersResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"j\n\x0eRolloutRequest\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\t\x12\x10\n\x08\x63\x61nary_s\x18\x02 \x01(\x01\x12\x14\n\x0cmax_slowdown\x18\x03 \x01(\x01\x12\x0f\n\x07grace_s\x18\x04 \x01(\x01\x12\x0f\n\x07\x64ry_run\x18\x05 \x01(\x08\"\x1f\n\x0fRolloutResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\r\n\x0bStopRequest\"\x0e\n\x0cStopResponse2\xaf\x02\n\x11\x43ontrollerService\x12>\n\x05Scale\x12\x18.kvrelay.v1.ScaleRequest\x1a\x19.kvrelay.v1.ScaleResponse0\x01\x12Y\n\x0eRestartWorkers\x12!.kvrelay.v1.RestartWorkersRequest\x1a\".kvrelay.v1.RestartWorkersResponse0\x01\x12\x44\n\x07Rollout\x12\x1a.kvrelay.v1.RolloutRequest\x1a\x1b.kvrelay.v1.RolloutResponse0\x01\x12\x39\n\x04Stop\x12\x17.kvrelay.v1.StopRequest\x1a\x18.kvrelay.v1.StopResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,6 +43,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROLLOUTREQUEST']._serialized_end=361
   _globals['_ROLLOUTRESPONSE']._serialized_start=363
   _globals['_ROLLOUTRESPONSE']._serialized_end=394
-  _globals['_CONTROLLERSERVICE']._serialized_start=397
-  _globals['_CONTROLLERSERVICE']._serialized_end=641
+  _globals['_STOPREQUEST']._serialized_start=396
+  _globals['_STOPREQUEST']._serialized_end=409
+  _globals['_STOPRESPONSE']._serialized_start=411
+  _globals['_STOPRESPONSE']._serialized_end=425
+  _globals['_CONTROLLERSERVICE']._serialized_start=428
+  _globals['_CONTROLLERSERVICE']._serialized_end=731
 # @@protoc_insertion_point(module_scope)

@@ -50,6 +50,11 @@ class ControllerServiceStub(object):
                 request_serializer=kvrelay_dot_v1_dot_controller__pb2.RolloutRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_controller__pb2.RolloutResponse.FromString,
                 _registered_method=True)
+        self.Stop = channel.unary_unary(
+                '/kvrelay.v1.ControllerService/Stop',
+                request_serializer=kvrelay_dot_v1_dot_controller__pb2.StopRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_controller__pb2.StopResponse.FromString,
+                _registered_method=True)
 
 
 class ControllerServiceServicer(object):
@@ -78,6 +83,13 @@ class ControllerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Stop(self, request, context):
+        """Ends the cluster: the router drains, then the workers go. Answers at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControllerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -95,6 +107,11 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.Rollout,
                     request_deserializer=kvrelay_dot_v1_dot_controller__pb2.RolloutRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_controller__pb2.RolloutResponse.SerializeToString,
+            ),
+            'Stop': grpc.unary_unary_rpc_method_handler(
+                    servicer.Stop,
+                    request_deserializer=kvrelay_dot_v1_dot_controller__pb2.StopRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_controller__pb2.StopResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -179,6 +196,33 @@ class ControllerService(object):
             '/kvrelay.v1.ControllerService/Rollout',
             kvrelay_dot_v1_dot_controller__pb2.RolloutRequest.SerializeToString,
             kvrelay_dot_v1_dot_controller__pb2.RolloutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stop(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.ControllerService/Stop',
+            kvrelay_dot_v1_dot_controller__pb2.StopRequest.SerializeToString,
+            kvrelay_dot_v1_dot_controller__pb2.StopResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,8 @@ class ControllerServiceStub:
     """Brings the running cluster to another configuration and tells each step: a canary first, then one process after the
     other. What cannot be is refused by key before anything changes; what goes wrong is undone.
     """
+    Stop: _grpc.UnaryUnaryMultiCallable[_controller_pb2.StopRequest, _controller_pb2.StopResponse]
+    """Ends the cluster: the router drains, then the workers go. Answers at once."""
 
 @_typing.type_check_only
 class ControllerServiceAsyncStub(ControllerServiceStub):
@@ -55,6 +57,8 @@ class ControllerServiceAsyncStub(ControllerServiceStub):
     """Brings the running cluster to another configuration and tells each step: a canary first, then one process after the
     other. What cannot be is refused by key before anything changes; what goes wrong is undone.
     """
+    Stop: _aio.UnaryUnaryMultiCallable[_controller_pb2.StopRequest, _controller_pb2.StopResponse]  # type: ignore[assignment]
+    """Ends the cluster: the router drains, then the workers go. Answers at once."""
 
 class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
     """What a person tells the process that owns a cluster. Served on a socket in its run folder: who may write there may ask."""
@@ -84,5 +88,13 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Brings the running cluster to another configuration and tells each step: a canary first, then one process after the
         other. What cannot be is refused by key before anything changes; what goes wrong is undone.
         """
+
+    @_abc_1.abstractmethod
+    def Stop(
+        self,
+        request: _controller_pb2.StopRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controller_pb2.StopResponse, _abc.Awaitable[_controller_pb2.StopResponse]]:
+        """Ends the cluster: the router drains, then the workers go. Answers at once."""
 
 def add_ControllerServiceServicer_to_server(servicer: ControllerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

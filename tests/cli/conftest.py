@@ -86,6 +86,9 @@ class FakeLifecycle(ModuleType):
             report("stopped")
         return was_running
 
+    def wait_for_end(self, info: Any) -> None:
+        assert info.run_dir in self.running
+
     def read_info(self, run_dir: Path) -> Any:
         return self._info(run_dir) if run_dir in self.running else None
 

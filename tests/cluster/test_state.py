@@ -35,6 +35,7 @@ def make_state(*, supervisor: ProcessIdentity, members: tuple[ProcessIdentity, .
             for idx, identity in enumerate(members)
         ),
         helpers=(supervisor,),
+        ray_environment={},
     )
 
 

@@ -1,0 +1,187 @@
+"""The controller of a cluster in somebody's Ray: killed under load, lost, refused. Nobody but it may notice."""
+
+import asyncio
+import json
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster import lifecycle
+from cluster.control import scale
+from cluster.joined import find_actors
+from cluster.lifecycle import ClusterError, ClusterInfo
+from cluster.state import ClusterPhase, StateFile
+from common.config import load_config
+from common.process import ProcessIdentity
+from kvrelay.client import AsyncClient, Generation
+from tests.cluster.ray_nodes import ray_nodes
+from tests.e2e.harness import FAKE_POOL, fake_config, until
+
+logger = logging.getLogger(__name__)
+pytestmark = pytest.mark.e2e
+
+NUM_STREAMS = 8
+NAME = "e2e"
+POOL = FAKE_POOL | {"num_cpus": 1}
+GPU_POOL = POOL | {"num_gpus": 2, "placement": "spread"}
+NODES = (
+    {"num_cpus": 0, "labels": {"pool": "head"}},
+    {"num_cpus": 2, "labels": {"pool": "prefill"}},
+    {"num_cpus": 4, "num_gpus": 4, "labels": {"pool": "decode"}},
+)
+_ASK = "import json, ray; ray.init(namespace='kvrelay', log_to_driver=False); print('TOLD', json.dumps({}))"
+
+
+@pytest.fixture(scope="module")
+def ray_environment() -> Iterator[dict[str, str]]:
+    with ray_nodes(NODES) as environment:
+        yield environment
+
+
+@pytest.fixture(autouse=True)
+def joined(ray_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    for key, value in ray_environment.items():
+        monkeypatch.setenv(key, value)
+    return ray_environment
+
+
+def ask_ray(expression: str) -> Any:
+    """Return what an expression says about Ray, in a process of its own."""
+    command = [sys.executable, "-c", _ASK.format(expression)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    return json.loads(next(line for line in told.splitlines() if line.startswith("TOLD")).removeprefix("TOLD "))
+
+
+def bring_up(folder: Path, **sections: Any) -> ClusterInfo:
+    pools = {"prefill": POOL, "decode": GPU_POOL}
+    path = folder / "serving.yaml"
+    path.write_text(yaml.safe_dump(fake_config(launcher="ray", step_ms=5.0, pools=pools, **sections)), encoding="utf-8")
+    return lifecycle.up(load_config(path), config_path=path, run_dir=folder / "run", report=lambda _: None)
+
+
+@asynccontextmanager
+async def running(folder: Path) -> AsyncIterator[tuple[AsyncClient, ClusterInfo]]:
+    info = await asyncio.to_thread(bring_up, folder)
+    try:
+        async with AsyncClient(info.address, timeout_s=120) as client:
+            yield client, info
+    finally:
+        await asyncio.to_thread(partial(lifecycle.down, folder / "run", report=lambda _: None))
+
+
+async def pids(client: AsyncClient) -> dict[str, int]:
+    return {view.worker_id: view.status.pid for view in (await client.status()).workers if view.status}
+
+
+async def answers(client: AsyncClient, begun: Sequence[asyncio.Event], gaps_s: list[float]) -> list[Generation]:
+    async def answer(number: int) -> Generation:
+        last_s = 0.0
+        async with client.stream(f"stream {number} " * 20, max_tokens=600, ignore_eos=True, seed=number) as events:
+            async for _ in events:
+                now_s = time.monotonic()
+                if last_s:
+                    gaps_s.append(now_s - last_s)
+                last_s = now_s
+                begun[number].set()
+            return await events.result()
+
+    return await asyncio.gather(*(answer(number) for number in range(NUM_STREAMS)))
+
+
+async def kill_controller(run_dir: Path) -> float:
+    """Kill -9 the controller and return how long it took until its next life looked after everything, seconds."""
+    state_file = StateFile(run_dir)
+    before = state_file.read()
+    assert before is not None
+    before.supervisor.signal(signal.SIGKILL)
+
+    async def is_back() -> bool:
+        state = state_file.read()
+        return state is not None and state.supervisor != before.supervisor and state.phase is ClusterPhase.READY
+
+    return await until(is_back, timeout_s=60, what="the controller is back")
+
+
+async def test_controller_killed_under_load_adopts_everything_and_no_client_notices(
+    tmp_path: Path, joined: dict[str, str]
+) -> None:
+    async with running(tmp_path) as (client, _):
+        run_dir = tmp_path / "run"
+        expected = await answers(client, [asyncio.Event() for _ in range(NUM_STREAMS)], [])
+        assert len(await asyncio.to_thread(lambda: list(scale(run_dir, {"decode": 2}, grace_s=30)))) > 0
+        before = await pids(client)
+        assert set(before) == {"prefill-0", "decode-0", "decode-1"}
+        begun, gaps_s = [asyncio.Event() for _ in range(NUM_STREAMS)], list[float]()
+        streaming = asyncio.create_task(answers(client, begun, gaps_s))
+        for event in begun:
+            await event.wait()
+
+        took_s = [await kill_controller(run_dir) for _ in range(2)]
+        done = await streaming
+
+        logger.info("the controller was back after %s s; a client's largest gap was %.3f s", took_s, max(gaps_s))
+        assert [each.text for each in done] == [each.text for each in expected]
+        assert await pids(client) == before
+        status = (await client.status()).router
+        assert status.num_failed == status.num_replans == 0
+        # It owns what it has adopted: sizes, placement groups, and the end.
+        await asyncio.to_thread(lambda: list(scale(run_dir, {"decode": 1}, grace_s=30)))
+        assert await pids(client) == {name: pid for name, pid in before.items() if name != "decode-1"}
+        groups = "[g['name'] for g in ray.util.placement_group_table().values() if g['state'] == 'CREATED']"
+        assert await asyncio.to_thread(ask_ray, groups) == [f"{NAME}/decode-0"]
+    assert await asyncio.to_thread(ask_ray, groups) == []
+    assert await asyncio.to_thread(find_actors, NAME, joined) == []
+    assert not any(_is_alive(pid) for pid in before.values())
+
+
+def _is_alive(pid: int) -> bool:
+    return ProcessIdentity.of(pid) is not None
+
+
+def lose_controller() -> None:
+    """Have Ray give the controller up."""
+    ask_ray(f"ray.kill(ray.get_actor('{NAME}/controller'), no_restart=True)")
+
+
+async def test_workers_of_a_lost_controller_are_taken_over_by_up_and_removed_by_down(
+    tmp_path: Path, joined: dict[str, str]
+) -> None:
+    async with running(tmp_path) as (client, first):
+        before = await pids(client)
+        with pytest.raises(ClusterError, match="already runs"):
+            await asyncio.to_thread(bring_up, tmp_path)
+        await asyncio.to_thread(lose_controller)
+
+        second = await asyncio.to_thread(bring_up, tmp_path)
+
+        assert (second.address, second.pid != first.pid) == (first.address, True)
+        assert await pids(client) == before
+        await asyncio.to_thread(lose_controller)
+        removed = list[str]()
+        assert await asyncio.to_thread(partial(lifecycle.down, tmp_path / "run", report=removed.append))
+
+    assert removed[0] == "removed decode-0, prefill-0, router-0 from Ray"
+    assert await asyncio.to_thread(find_actors, NAME, joined) == []
+    assert StateFile(tmp_path / "run").read() is None
+
+
+def test_up_when_a_worker_cannot_start_tells_why_and_leaves_no_actor(tmp_path: Path, joined: dict[str, str]) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+
+    with pytest.raises(ClusterError, match=r"^(router-0|prefill-0|decode-0): "):
+        bring_up(tmp_path, model={"id": str(model)})
+
+    assert StateFile(tmp_path / "run").read() is None
+    assert find_actors(NAME, joined) == []
