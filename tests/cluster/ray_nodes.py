@@ -68,7 +68,7 @@ def main() -> None:
         print("ADDRESS", cluster.address, flush=True)  # noqa: T201 - for whoever started us
         sys.stdin.read()
     finally:
-        cluster.shutdown()
+        cluster.shutdown()  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":
