@@ -137,6 +137,8 @@ async def _kill(process: asyncio.subprocess.Process) -> int:
 
 
 def _describe_exit(code: int) -> str:
+    if code == 0:  # nothing of ours ends by itself
+        return "terminated"
     if code >= 0:
         return f"exited with code {code}"
     try:

@@ -64,6 +64,8 @@ class PoolConfig(_Section):
     """Sequences accepted beyond that; more are refused."""
     threads: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """CPU threads per worker; auto: the machine's cores shared among the workers on it."""
+    drain_grace_s: Annotated[float, Field(ge=0)] = 30.0
+    """A worker that is told to end (SIGTERM) may take this long to give away what runs on it."""
     metrics: bool = True
     """Serve Prometheus metrics on a free port of each worker."""
     ports: Annotated[str, Field(pattern=r"^\d{1,5}-\d{1,5}$")] | None = None

@@ -6,7 +6,8 @@ state, load and prefix entries current. A removed member takes no new requests; 
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from common.clock import Clock
@@ -127,16 +128,19 @@ class Fleet:
                 self._links[worker_id] = WorkerLink(member, self, clock=self._clock)
                 self._links[worker_id].restart()
         for member in self._members.values():
-            self._set_draining(member, draining)
+            with self._noting_drain(member):
+                member.is_told_to_drain = member.endpoint.worker_id in draining
         self._notify()
         return self.count_ready()
 
-    def _set_draining(self, member: Member, draining: Collection[WorkerId]) -> None:
-        is_draining = member.endpoint.worker_id in draining
-        if member.is_draining is not is_draining:
+    @contextmanager
+    def _noting_drain(self, member: Member) -> Iterator[None]:
+        """Inside the block the membership, or the worker itself, says whether it is about to go."""
+        was_draining = member.is_draining
+        yield
+        if member.is_draining is not was_draining:
             extra = {"worker_id": member.endpoint.worker_id, "num_users": member.num_users}
-            logger.info("worker drains" if is_draining else "worker drains no more", extra=extra)
-            member.is_draining = is_draining
+            logger.info("worker drains no more" if was_draining else "worker drains", extra=extra)
             self._roster = None
 
     def is_leaving(self, member: Member) -> bool:
@@ -188,7 +192,8 @@ class Fleet:
         if member.facts is not None and member.facts.epoch != facts.epoch:
             self._index.drop(member.endpoint.worker_id)
         was_ready = member.state is WorkerState.READY
-        member.begin_life(facts)
+        with self._noting_drain(member):
+            member.begin_life(facts)
         # Subscribing again after a gap: its last report stands until the next one, in a moment.
         self._enter(member, WorkerState.READY if was_ready else WorkerState.CONNECTING, "")
         return True
@@ -205,6 +210,8 @@ class Fleet:
             self._index.apply(worker_id, events)
         if events.stored:
             member.stored_s = self._clock.monotonic()
+        with self._noting_drain(member):
+            member.is_leaving = update.leaving
         member.take_report(update.load, update.accepted_request_ids, now_s=self._clock.monotonic())
         if timing is not None:
             self._timing.take(member, timing, self._members.values())

@@ -80,8 +80,10 @@ class Member:
     state: WorkerState = WorkerState.CONNECTING
     why: str = ""
     """Why it is refused or lost."""
-    is_draining: bool = False
-    """It is about to go."""
+    is_told_to_drain: bool = False
+    """The membership says that it is about to go."""
+    is_leaving: bool = False
+    """It says so itself."""
     facts: WorkerFacts | None = None
     """Of its last known life."""
     report: worker_pb2.LoadReport = field(default_factory=worker_pb2.LoadReport)
@@ -110,6 +112,11 @@ class Member:
     def is_accepted(self) -> bool:
         """Whether its facts were found to fit and still stand."""
         return self.facts is not None and self.state in (WorkerState.READY, WorkerState.CONNECTING)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it is about to go."""
+        return self.is_told_to_drain or self.is_leaving
 
     @property
     def state_text(self) -> str:
@@ -148,6 +155,7 @@ class Member:
             self.unreported.clear()
             self._active = _Active()
             self.told_timing = None
+            self.is_leaving = False
         self.facts = facts
         self.state = WorkerState.CONNECTING
         self.why = ""

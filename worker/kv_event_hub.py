@@ -77,6 +77,8 @@ class KvEventHub:
 
     def __init__(self) -> None:
         self._watchers: dict[Watcher, None] = {}  # in order, so that a simulation can be repeated
+        self._unwatched = asyncio.Event()
+        self._unwatched.set()
 
     def close(self) -> None:
         """End every subscription: the worker is stopping, and an open stream would hold up its server."""
@@ -87,15 +89,22 @@ class KvEventHub:
         for watcher in self._watchers:
             watcher.end(why)
 
+    async def until_unwatched(self) -> None:
+        """Wait until nobody subscribes."""
+        await self._unwatched.wait()
+
     @contextmanager
     def watch(self) -> Iterator[Watcher]:
         """Subscribe for the duration of the block."""
         watcher = Watcher()
         self._watchers[watcher] = None
+        self._unwatched.clear()
         try:
             yield watcher
         finally:
             self._watchers.pop(watcher, None)
+            if not self._watchers:
+                self._unwatched.set()
 
     def publish(self, events: KvEvents, accepted: Sequence[RequestId] = ()) -> None:
         """Hand events (possibly none) and accepted requests to every watcher and wake it."""

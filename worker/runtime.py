@@ -16,6 +16,7 @@ from common.config import PoolConfig, ServingConfig
 from common.errors import InvalidRequest, Overloaded, StaleEpoch
 from common.fake_template import LineTemplate
 from common.ids import Epoch, WorkerId, mint_epoch
+from common.kv_events import KvEvents
 from common.parity import Template, TextProbes, text_probes
 from common.rpc import Connect, client_channel
 from common.wire_names import ROLE_NAMES, TRANSPORT_NUMBERS
@@ -112,6 +113,8 @@ class WorkerRuntime:
             block_size=executor.kv.shape.block_size,
             prefill_s=lambda num_new, num_cached: self.timing.model.prefill_s(num_new, num_cached),
         )
+        self.is_leaving = False
+        """The routers are told that it is about to end."""
         self.on_drain: list[Callable[[], None]] = []
         """Called when the worker is to stop: what would go on for ever has to end with its last request."""
         self.on_close: list[Callable[[], Awaitable[None]]] = [self.peers.aclose]
@@ -187,7 +190,7 @@ class WorkerRuntime:
             raise InvalidRequest(f"this worker cannot change its role: {obstacle}", field="role")
         try:
             async with asyncio.timeout(grace_s):
-                await self._until_idle()
+                await self.until_idle()
         except TimeoutError:
             held = f"{self.num_request_tasks} calls and {self.handoffs.num_leases} handoffs"
             raise Overloaded(f"{self.worker_id} still has {held} after {grace_s:g} s", retry_after_s=1.0) from None
@@ -196,9 +199,14 @@ class WorkerRuntime:
         self.check_epoch(epoch)
         self._enter_role(role)
 
-    async def _until_idle(self) -> None:
-        """Wait until there is neither a call nor a handoff; true until the caller awaits something."""
-        while self.num_request_tasks or self.handoffs.num_leases:
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is neither a call nor a handoff."""
+        return not (self.num_request_tasks or self.handoffs.num_leases)
+
+    async def until_idle(self) -> None:
+        """Wait until `is_idle`; true until the caller awaits something."""
+        while not self.is_idle:
             await self._no_tasks.wait()
             await self.handoffs.until_empty()
 
@@ -211,6 +219,11 @@ class WorkerRuntime:
         self.timing.change_budget(limits.max_step_tokens)
         self.hub.end(StaleEpoch(f"{self.worker_id} has another role now"))
         logger.info("role changed", extra={"role": ROLE_NAMES[role], "epoch": self.epoch})
+
+    def announce_leaving(self) -> None:
+        """Tell the routers that this worker is about to end."""
+        self.is_leaving = True
+        self.hub.publish(KvEvents())
 
     @contextmanager
     def request_task(self) -> Iterator[None]:

@@ -87,6 +87,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                         kv_events=encode_events(events) if events else b"",
                         load=load_to_proto(runtime.load, backlog_s=runtime.backlog_s()),
                         accepted_request_ids=watcher.take_accepted(),
+                        leaving=runtime.is_leaving,
                     )
                     if told != timing.version:
                         told = timing.version

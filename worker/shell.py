@@ -25,6 +25,7 @@ from kvrelay.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from worker.departure import take_leave
 from worker.metrics import serve_metrics
 from worker.prefix_service import PrefixService
 from worker.runtime import WorkerRuntime
@@ -35,7 +36,9 @@ logger = logging.getLogger(__name__)
 AddServices = Callable[[grpc.aio.Server, WorkerRuntime], Sequence[str]]
 """Registers services of a worker beside those that all have, and returns their full names."""
 
-_STOP_GRACE_S = 5.0
+_CALLS_GRACE_S = 5.0
+"""For calls that still run when the worker has taken leave."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(slots=True)
@@ -58,11 +61,18 @@ class RunningWorker:
         return self.metrics.port if self.metrics is not None else 0
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new work, let running calls end for `grace_s` seconds, free everything."""
+        """Take leave, refuse new work, let running calls end, all within `grace_s` seconds; free everything.
+
+        With 0 it ends at once, and nobody is told.
+        """
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + grace_s
+        if grace_s > 0:
+            await take_leave(self.runtime, grace_s=grace_s)
         self.runtime.hub.close()
         for drain in self.runtime.on_drain:
             drain()
-        await self.server.stop(grace_s)
+        await self.server.stop(min(_CALLS_GRACE_S, max(0.0, end_s - loop.time())))
         await self.runtime.aclose()
         if self.metrics is not None:
             await asyncio.to_thread(self.metrics.close)
@@ -107,7 +117,7 @@ async def start_worker(runtime: WorkerRuntime, add_services: AddServices, *, hos
 
 
 def worker_main(add_services: AddServices) -> None:
-    """Run a worker as a plain process: one ready line on stdout, logs on stderr, SIGTERM stops it."""
+    """Run a worker as a plain process: one ready line on stdout, logs on stderr, SIGTERM drains it."""
     parser = argparse.ArgumentParser(prog="python -m pool_worker", description="A kvrelay worker.")
     parser.add_argument("--config", type=Path, required=True, help="serving.yaml")
     parser.add_argument("--role", choices=list(ROLE_NUMBERS), required=True, help="the pool in which it begins")
@@ -137,11 +147,24 @@ def worker_main(add_services: AddServices) -> None:
 
 async def _serve(config: ServingConfig, add_services: AddServices, args: argparse.Namespace) -> None:
     stop = asyncio.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    _on_first_signal(stop.set)
     runtime = await WorkerRuntime.load_from(config, role=ROLE_NUMBERS[args.role], worker_id=args.worker_id)
     worker = await start_worker(runtime, add_services, host=args.host, port=args.port)
     ready = Ready(address=worker.address, metrics_port=worker.metrics_port, pid=os.getpid(), role=worker.role)
     print(ready_line(ready), flush=True)  # noqa: T201 - the one line that the launcher reads
     await stop.wait()
-    await worker.stop(_STOP_GRACE_S)
+    await worker.stop(runtime.pool_config.drain_grace_s)
+
+
+def _on_first_signal(told: Callable[[], None]) -> None:
+    """Call `told` with the first signal to end; a second one ends the process at once."""
+    loop = asyncio.get_running_loop()
+
+    def first() -> None:
+        for signum in _SIGNALS:
+            loop.remove_signal_handler(signum)
+            signal.signal(signum, signal.SIG_DFL)
+        told()
+
+    for signum in _SIGNALS:
+        loop.add_signal_handler(signum, first)
