@@ -14,8 +14,9 @@ A request is good when it is answered to its end with its first token within 2 s
 and a mean gap of at most 50 ms. GPU-hours: four times what every worker was paid for, from being asked for until it was
 gone, up to midnight. Fixed splits are paid all day. The others begin with 3P1D.
 
-Arms: `5P2D` a fixed split; `ray:P:D` Ray Serve's request-based autoscaling with these target_ongoing_requests of the
-pools; `dynamo:S` or `dynamo:S:T` Dynamo's load mode with sensitivity S, which scales prefill at T seconds; `ours` or
+Arms: `5P2D` a fixed split; `ray:P:D` or `ray:P:D:S` Ray Serve's request-based autoscaling with these
+target_ongoing_requests of the pools and a downscale delay of S seconds (600); `dynamo:S` or `dynamo:S:T` Dynamo's load
+mode with sensitivity S, which scales prefill at T seconds (2); both have at most ten workers in a pool; `ours` or
 `ours:A` our planner, told to reach an attainment of A. Behind them `+noflip`: no worker changes its pool;
 `+startup=240`: another start-up time. Plans are made every 15 s.
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from planner.baselines import DynamoLoad, DynamoLoadSettings, QueueLength, QueueLengthSettings
+from planner.baselines import Bounds, DynamoLoad, DynamoLoadSettings, QueueLength, QueueLengthSettings
 from planner.plan import Planner, PoolSizes
 from planner.settings import PlannerSettings
 from planner.slo_planner import SloPlanner
@@ -14,6 +14,10 @@ FIRST = PoolSizes(prefill=3, decode=1)
 """What all but fixed splits begin with: enough for midnight."""
 STARTUP_S = 120.0
 _FLIP_S = 2.0
+_DOWNSCALE_DELAY_S = 600.0
+"""Ray Serve's own."""
+_BOUNDS = Bounds(max_workers=10)
+"""Of the other autoscalers: more than the peak needs. Without, Ray's rule answers a line with dozens of workers."""
 
 
 class ArmError(Exception):
@@ -60,12 +64,16 @@ def _base(text: str, *, slo: Slo, interval_s: float) -> Arm:
         raise ArmError(f"{text!r}: what stands behind colons are numbers; say ray:2:16, dynamo:0.8 or ours:0.98")
     numbers = [float(value) for value in values]
     match kind, len(numbers):
-        case "ray", 2:
-            prefill, decode = (QueueLengthSettings(target_ongoing_requests=target) for target in numbers)
+        case "ray", 2 | 3:
+            delay_s = numbers[2] if len(numbers) == 3 else _DOWNSCALE_DELAY_S
+            prefill, decode = (
+                QueueLengthSettings(target_ongoing_requests=target, downscale_delay_s=delay_s, bounds=_BOUNDS)
+                for target in numbers[:2]
+            )
             return Arm(name=text, kind="ray", make_planner=lambda: QueueLength(prefill, decode))
         case "dynamo", 1 | 2:
             ttft_s = numbers[1] if len(numbers) == 2 else slo.ttft_s
-            load = DynamoLoadSettings(ttft_s=ttft_s, itl_s=slo.itl_s, sensitivity=numbers[0])
+            load = DynamoLoadSettings(ttft_s=ttft_s, itl_s=slo.itl_s, sensitivity=numbers[0], bounds=_BOUNDS)
             return Arm(name=text, kind="dynamo", make_planner=lambda: DynamoLoad(load))
         case "ours", 0 | 1:
             ours = PlannerSettings(slo=slo, interval_s=interval_s)

@@ -174,6 +174,7 @@ class Roofline:
             per_prefill_pair_s=per_pair,
             per_decode_s=per_decode,
             per_context_token_s=per_context,
+            num_samples=len(shapes),
         )
 
     @classmethod
