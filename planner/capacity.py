@@ -8,14 +8,17 @@ Decode: a step with sequences in it takes a + sum of q over them, q growing with
 for r tokens a second and worker settles where sequences = r * step (Little's law), which gives step = a / (1 - r * q).
 How many there are at a moment, and with how much KV, varies like in an M/G/inf system: a compound Poisson sum, of which
 the quantile has to fit into the gap between tokens, into the KV pages and into the batch.
+
+Where routers let decode workers compute prompts while their gaps allow it, what time these have to spare helps prefill.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import NormalDist
-from typing import Protocol
+from typing import Protocol, Self
 
 from common.demand import RequestShape
 from common.timing import TimingModel
@@ -55,6 +58,7 @@ class PrefillCapacity:
         self, timing: TimingModel, shapes: Sequence[RequestShape], objectives: Objectives, *, burstiness: float = 1.0
     ) -> None:
         """`shapes` is not empty; `burstiness`: variance over mean of the number of arrivals, 1 for Poisson."""
+        self._num_helpers = 0.0
         assert shapes, "no requests to learn from"
         self._max_utilization = objectives.max_utilization
         self._burstiness = burstiness
@@ -69,12 +73,26 @@ class PrefillCapacity:
         """Share of requests that an idle worker would serve in time."""
         self._attainment = objectives.attainment
 
+    def helped_by(self, num_helpers: float) -> Self:
+        """Return what the workers carry when others give them so many workers' worth of time."""
+        helped = copy(self)
+        helped._num_helpers = num_helpers  # noqa: SLF001 - of this class
+        return helped
+
     def utilization(self, num_workers: int, rate: float) -> float:
         """Return the share of its time that each worker computes; beyond 1 the line grows without end."""
-        return rate * self.mean_work_s / num_workers if num_workers else math.inf
+        return rate * self.mean_work_s / (num_workers + self._num_helpers) if num_workers else math.inf
 
     def attainment(self, num_workers: int, rate: float) -> float:
-        """Return the predicted share of requests in time, of those that an idle worker would serve in time."""
+        """Return the predicted share of requests in time, of those that an idle worker would serve in time.
+
+        A part of a worker counts in proportion, between the whole ones below and above.
+        """
+        whole, part = divmod(num_workers + self._num_helpers, 1.0)
+        below, above = self._attainment_of(int(whole), rate), self._attainment_of(int(whole) + 1, rate)
+        return below + part * (above - below)
+
+    def _attainment_of(self, num_workers: int, rate: float) -> float:
         load = rate * self.mean_work_s
         if not self._slacks_s or load >= num_workers:
             return 0.0
@@ -176,6 +194,10 @@ class DecodeCapacity:
         if running == math.inf:
             return math.inf
         return self._step_s + self._cost_s.quantile(running, self._z) / num_workers
+
+    def num_spare(self, num_workers: int, rate: float) -> float:
+        """Return how many workers' worth of time is left before the mean gap is as long as it may be."""
+        return num_workers * max(0.0, 1.0 - self.mean_itl_s(num_workers, rate) / self._objectives.slo.itl_s)
 
     def kv_share(self, num_workers: int, rate: float) -> float:
         """Return the share of the pool's pages in use, as high as it gets but for the share that may fail."""

@@ -31,6 +31,10 @@ class PlannerSettings:
     """In both pools together."""
     max_utilization: float = 0.85
     """Of a prefill worker's time: what is left is for what the forecast does not know."""
+    decode_help: float = 0.75
+    """Share of the time that decode workers could spare within their objective in which they compute prompts; 0 where
+    the routers' policy never lets them. In the replay of production traffic under `predictive`, 0.75 explains what
+    twelve fixed splits attained (`benchmarks/results/planner.md`)."""
     slack_to_shrink: float = 0.1
     """A pool shrinks only if it would carry this share more than is expected: the hysteresis."""
     interval_s: float = 10.0
@@ -54,6 +58,8 @@ class PlannerSettings:
             raise ValueError(f"attainment is {self.attainment}; it must be between 0 and 1, both excluded")
         if not 0.0 < self.max_utilization < 1.0:
             raise ValueError(f"max_utilization is {self.max_utilization}; it must be between 0 and 1, both excluded")
+        if not 0.0 <= self.decode_help <= 1.0:
+            raise ValueError(f"decode_help is {self.decode_help}; it must be between 0 and 1")
         if self.max_workers < self.prefill.smallest + self.decode.smallest:
             raise ValueError(f"max_workers {self.max_workers} is less than both pools' smallest sizes")
 

@@ -12,7 +12,7 @@ Without evidence nothing changes, and the reason says what is missing.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.capacity import best_split, rate_of, workers_for
 from planner.correction import Correction
@@ -76,6 +76,7 @@ class SloPlanner:
         if isinstance(capacities, str):
             return hold(self._limited(present), capacities)
         line = self._forecast.line(now_s)
+        capacities = self._helped(observed, capacities, line, present)
         self._correct(observed, capacities, line)
         rates = {pool: self._rates(observed, capacities, line, pool) for pool in Pool}
         needs = {pool: self._need(capacities, rates[pool], observed, pool) for pool in Pool}
@@ -101,6 +102,13 @@ class SloPlanner:
         return present
 
     # What is needed.
+
+    def _helped(self, observed: Observation, capacities: Capacities, line: Line, present: PoolSizes) -> Capacities:
+        """Count on the help of the decode workers that will be there: those that are needed, and not more than are."""
+        rate = self._rates(observed, capacities, line, Pool.DECODE).expected
+        num_decode = min(present.decode, workers_for(capacities.decode, rate))
+        num_helpers = self._settings.decode_help * capacities.decode.num_spare(num_decode, rate)
+        return replace(capacities, prefill=capacities.prefill.helped_by(num_helpers))
 
     def _correct(self, observed: Observation, capacities: Capacities, line: Line) -> None:
         """Learn from a window in which nothing changed and the model saw no reason for a miss."""

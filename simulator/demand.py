@@ -15,6 +15,7 @@ def demand_of(
     results: Sequence[RequestResult], routers: Sequence[RouterParts], now_s: float, window_s: float
 ) -> Demand:
     """Return the demand of the last `window_s` seconds. Shapes are of the latest requests; objectives are not known."""
+    window_s = min(window_s, now_s)
     since_s = now_s - window_s
     ended = [result for result in results if result.end_s is not None and result.end_s > since_s]
     finished = [result for result in ended if result.is_complete]

@@ -142,3 +142,24 @@ def test_best_split_carries_as_much_as_any_other(shapes: list[RequestShape], tot
 def test_timing_without_any_cost_carries_everything() -> None:
     free = TimingModel(prefill=StepModel(constant_s=0.0), decode=StepModel(constant_s=0.0), max_step_tokens=1)
     assert rate_of(prefill_of(SHAPE, timing=free), 1) == float("inf")
+
+
+@pytest.mark.parametrize("num_helpers", [0.0, 1.0, 2.0])
+def test_prefill_helped_by_whole_workers_carries_what_so_many_more_do(num_helpers: float) -> None:
+    capacity = prefill_of(SHAPE)
+    assert capacity.helped_by(num_helpers).attainment(2, 6.0) == capacity.attainment(2 + int(num_helpers), 6.0)
+    assert capacity.helped_by(num_helpers).utilization(2, 6.0) == capacity.utilization(2 + int(num_helpers), 6.0)
+
+
+def test_prefill_helped_by_a_part_of_a_worker_lies_between() -> None:
+    capacity = prefill_of(SHAPE)
+    middle = (capacity.attainment(2, 6.0) + capacity.attainment(3, 6.0)) / 2
+    assert capacity.helped_by(0.5).attainment(2, 6.0) == pytest.approx(middle)
+
+
+def test_decode_spares_the_share_of_a_gap_that_is_left_of_the_objective() -> None:
+    capacity = decode_of(SHAPE)
+    assert capacity.num_spare(3, 0.0) == pytest.approx(3 * (1 - TIMING.decode.constant_s / SLO.itl_s))
+    rate = 12.0
+    assert capacity.num_spare(3, rate) == pytest.approx(3 * (1 - capacity.mean_itl_s(3, rate) / SLO.itl_s))
+    assert capacity.num_spare(3, 1e6) == 0.0

@@ -290,7 +290,8 @@ def test_misses_never_ask_for_more_than_twice_the_load() -> None:
 
 
 def test_terms_and_reason_hold_the_numbers() -> None:
-    planner, pools = SloPlanner(SETTINGS), FakePools(PoolSizes(prefill=4, decode=1))
+    planner = SloPlanner(replace(SETTINGS, decode_help=0.0))
+    pools = FakePools(PoolSizes(prefill=4, decode=1))
     *_, (_time_s, _serving, plan) = run(planner, pools, lambda _now_s: make_demand(rate=8.0), duration_s=30.0)
     terms = dict(plan.terms)
     assert terms["requests_per_s"] == pytest.approx(8.0)
@@ -311,3 +312,15 @@ def test_settings_that_cannot_hold_are_refused() -> None:
 def test_observation_counts_the_phases_of_a_pool() -> None:
     observed: Observation = FakePools(PoolSizes(prefill=2, decode=3)).observe(make_demand(rate=1.0))
     assert observed.count(Pool.DECODE, WorkerPhase.SERVING) == 3
+
+
+def test_prefill_counts_on_the_spare_time_of_decode_workers_where_they_help() -> None:
+    sizes = {}
+    for decode_help in (0.0, 1.0):
+        planner = SloPlanner(replace(SETTINGS, decode_help=decode_help))
+        *_, (_time_s, serving, _plan) = run(
+            planner, FakePools(PoolSizes(prefill=4, decode=3)), lambda _now_s: make_demand(rate=12.0), duration_s=900.0
+        )
+        sizes[decode_help] = serving
+    assert sizes[1.0].prefill < sizes[0.0].prefill
+    assert sizes[1.0].decode == sizes[0.0].decode
