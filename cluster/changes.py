@@ -39,6 +39,7 @@ _POOL = {
     "max_waiting": None,
     "threads": None,
     "metrics": None,
+    "drain_grace_s": None,
     "ports": None,
     "num_cpus": None,
     "num_gpus": None,
