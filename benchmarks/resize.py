@@ -92,7 +92,7 @@ async def _disturbed(
 
 
 def _scale(run_dir: Path, size: int) -> list[str]:
-    return list(scale(run_dir, {"prefill": size, "decode": size}, grace_s=GRACE_S))
+    return list(scale(run_dir, {"prefill": size, "decode": size}, grace_s=GRACE_S, force=True))
 
 
 async def _undisturbed(info: ClusterInfo, numbers: Sequence[int]) -> Answers:

@@ -11,7 +11,7 @@ from enum import StrEnum
 from pydantic import BaseModel
 
 from cluster.plan import ProcessRole
-from common.config import ServingConfig
+from common.config import PlannerConfig, ServingConfig
 
 
 class Need(StrEnum):
@@ -90,6 +90,7 @@ NEEDS: Mapping[str, Need] = {
     "slo.ttft_s": Need.ROUTER,
     "slo.ttft_tokens": Need.ROUTER,
     "slo.itl_s": Need.ROUTER,
+    **{f"planner.{key}": Need.RESTART for key in PlannerConfig.model_fields},
     "tenants": Need.ROUTER,
 }
 

@@ -13,6 +13,8 @@ import grpc
 import yaml
 
 from cluster.plan import ProcessRole
+from cluster.plan_report import plan_response
+from cluster.planning import Planning
 from cluster.resolved_config import FILE_NAME, config_text
 from cluster.rollout import Rollouts, RolloutTerms
 from cluster.scaling import Scaler
@@ -25,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_GRACE_S = 30.0
 MAX_GRACE_S = 3600.0
+_READ_TIMEOUT_S = 10.0
 MAX_CANARY_S = 24 * 3600.0
 _STOP_TIMEOUT_S = 5.0
 _MAX_PATH_BYTES = 100
@@ -34,11 +37,12 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
-    """Serves `kvrelay scale`, `kvrelay restart`, `kvrelay rollout` and `kvrelay down`."""
+    """Serves `kvrelay scale`, `kvrelay restart`, `kvrelay rollout`, `kvrelay plan` and `kvrelay down`."""
 
-    def __init__(self, scaler: Scaler, rollouts: Rollouts, *, stop: Callable[[], None]) -> None:
+    def __init__(self, scaler: Scaler, rollouts: Rollouts, planning: Planning, *, stop: Callable[[], None]) -> None:
         self._scaler = scaler
         self._rollouts = rollouts
+        self._planning = planning
         self._stop = stop
 
     async def Scale(self, request: controller_pb2.ScaleRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
@@ -49,6 +53,8 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
         }
         async with error_boundary(context, "Scale"):
             grace_s = _grace_s(request.grace_s)
+            if not request.force:
+                await self._planning.guard.check(wanted)
             change = partial(self._scaler.scale, wanted, grace_s=grace_s)
             await _tell(change, lambda text: context.write(controller_pb2.ScaleResponse(text=text)))
 
@@ -58,6 +64,12 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
         async with error_boundary(context, "RestartWorkers"):
             change = partial(self._scaler.restart, grace_s=_grace_s(request.grace_s))
             await _tell(change, lambda text: context.write(controller_pb2.RestartWorkersResponse(text=text)))
+
+    async def GetPlan(  # noqa: D102
+        self, request: controller_pb2.GetPlanRequest, context: Context
+    ) -> controller_pb2.GetPlanResponse:
+        async with error_boundary(context, "GetPlan"):
+            return plan_response(self._planning.autopilot)
 
     async def Rollout(self, request: controller_pb2.RolloutRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
         async with error_boundary(context, "Rollout"):
@@ -124,7 +136,7 @@ def socket_path(run_dir: Path) -> Path:
 
 @asynccontextmanager
 async def serving_control(
-    scaler: Scaler, rollouts: Rollouts, run_dir: Path, *, stop: Callable[[], None]
+    scaler: Scaler, rollouts: Rollouts, planning: Planning, run_dir: Path, *, stop: Callable[[], None]
 ) -> AsyncIterator[None]:
     """Serve while the block runs; `stop` is called when the cluster is to end.
 
@@ -137,7 +149,8 @@ async def serving_control(
         return
     path.unlink(missing_ok=True)  # of a supervisor that was killed: the run folder's lock is ours
     server = grpc.aio.server()
-    controller_pb2_grpc.add_ControllerServiceServicer_to_server(ControllerService(scaler, rollouts, stop=stop), server)
+    service = ControllerService(scaler, rollouts, planning, stop=stop)
+    controller_pb2_grpc.add_ControllerServiceServicer_to_server(service, server)
     server.add_insecure_port(f"unix:{path}")
     await server.start()
     try:
@@ -147,9 +160,12 @@ async def serving_control(
         path.unlink(missing_ok=True)
 
 
-def scale(run_dir: Path, wanted: Mapping[str, int], *, grace_s: float) -> Iterator[str]:
-    """Ask the supervisor of a run folder for other pool sizes; yields its steps. Raises KvrelayError."""
-    request = controller_pb2.ScaleRequest(**wanted, grace_s=grace_s)
+def scale(run_dir: Path, wanted: Mapping[str, int], *, grace_s: float, force: bool = False) -> Iterator[str]:
+    """Ask the supervisor of a run folder for other pool sizes; yields its steps. Raises KvrelayError.
+
+    Without `force` it refuses sizes that would not carry the present load.
+    """
+    request = controller_pb2.ScaleRequest(**wanted, grace_s=grace_s, force=force)
     return _ask(run_dir, lambda stub: stub.Scale(request))
 
 
@@ -183,6 +199,16 @@ def stop(run_dir: Path) -> None:
             controller_pb2_grpc.ControllerServiceStub(channel).Stop(
                 controller_pb2.StopRequest(), timeout=_STOP_TIMEOUT_S
             )
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+
+def read_plan(run_dir: Path) -> controller_pb2.GetPlanResponse:
+    """Return what the planner of a run folder's cluster thinks. Raises KvrelayError."""
+    with grpc.insecure_channel(f"unix:{socket_path(run_dir)}") as channel:
+        stub = controller_pb2_grpc.ControllerServiceStub(channel)
+        try:
+            return stub.GetPlan(controller_pb2.GetPlanRequest(), timeout=_READ_TIMEOUT_S)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Protocol
 
+from cluster.change_times import ChangeTimes
 from cluster.launcher import StartFailed
 from cluster.managed_process import ManagedProcess
 from cluster.plan import PlanError, ProcessRole, ProcessSpec, with_sizes
@@ -57,6 +58,8 @@ class Scaler:
         self._workforce = workforce
         self._plan_for = plan_for
         self._lock = asyncio.Lock()
+        self.times = ChangeTimes()
+        """What starts and drains took."""
 
     async def scale(self, wanted: Mapping[ProcessRole, int], *, grace_s: float, report: Report) -> None:
         """Bring the named pools to these sizes; `report` hears of each step.
@@ -140,13 +143,18 @@ class Scaler:
             return
         report(f"starting {', '.join(spec.name for spec in coming)}")
         started_s = time.monotonic()
-        done = await asyncio.gather(*(self._workforce.add_worker(spec) for spec in coming), return_exceptions=True)
+        done = await asyncio.gather(*(self._add(spec) for spec in coming), return_exceptions=True)
         for spec, failure in zip(coming, done, strict=True):
             if isinstance(failure, StartFailed):
                 raise EngineFault(f"{spec.name} did not start: {failure}")
             if isinstance(failure, BaseException):
                 raise failure
         report(f"{len(coming)} in use after {time.monotonic() - started_s:.1f} s")
+
+    async def _add(self, spec: ProcessSpec) -> None:
+        started_s = time.monotonic()
+        await self._workforce.add_worker(spec)
+        self.times.note_start(spec.role, time.monotonic() - started_s)
 
     async def shrink(self, going: set[str], grace_s: float, report: Report) -> None:
         """Drain and stop the named workers, side by side."""
@@ -160,6 +168,7 @@ class Scaler:
         num_left = await self._workforce.drain_worker(process, grace_s=grace_s)
         took = f"{time.monotonic() - started_s:.2f} s"
         await self._workforce.remove_worker(process)
+        self.times.note_drain(process.spec.role, time.monotonic() - started_s)
         if num_left:
             logger.warning(
                 "worker went before it was empty", extra={"service": process.spec.name, "num_left": num_left}

@@ -29,6 +29,7 @@ from cluster.control import serving_control
 from cluster.launcher import Launcher, StartFailed, log_path
 from cluster.managed_process import ManagedProcess
 from cluster.plan import PlanError, ProcessRole, ProcessSpec
+from cluster.planning import make_planning
 from cluster.resolved_config import write_config
 from cluster.rollout import Rollouts, Surroundings
 from cluster.routers import Routers
@@ -316,7 +317,9 @@ async def supervise(
                 supervisor.adopt()
             scaler = Scaler(config, supervisor, plan_for)
             rollouts = Rollouts(scaler, supervisor, Surroundings(keep=partial(write_config, config_path)))
-            async with serving_control(scaler, rollouts, run_dir, stop=stopping.set):
+            planning = make_planning(scaler, supervisor)
+            serving = serving_control(scaler, rollouts, planning, run_dir, stop=stopping.set)
+            async with serving, planning.running(stopping):
                 await supervisor.run(stopping, on_ready=lambda: audience.ready(supervisor.up))
         finally:
             await launcher.close()

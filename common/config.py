@@ -218,6 +218,45 @@ class SloConfig(_Section):
     itl_s: Annotated[float, Field(gt=0)] = 0.2
 
 
+class PlannerConfig(_Section):
+    """Pools that follow their load."""
+
+    mode: Literal["off", "advise", "act"] = "off"
+    """advise: plans are made and told (`kvrelay plan`), nothing is changed; act: they are carried out."""
+    interval_s: Annotated[float, Field(ge=0.1, le=3600)] = 10.0
+    """From plan to plan."""
+    window_s: Annotated[float, Field(ge=1, le=120)] = 10.0
+    """How far back each plan looks for what came; trends are seen over many of them."""
+    attainment: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    """Share of the requests that are to meet both objectives of `slo`, of those that could on an idle cluster."""
+    min_prefill: Annotated[int, Field(ge=1, le=1024)] = 1
+    max_prefill: Annotated[int, Field(ge=1, le=1024)] = 16
+    min_decode: Annotated[int, Field(ge=1, le=1024)] = 1
+    max_decode: Annotated[int, Field(ge=1, le=1024)] = 16
+    max_workers: Annotated[int, Field(ge=2, le=2048)] = 32
+    """In both pools together; when that is too few, they are split so that the most requests are carried."""
+    max_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.85
+    """Of a prefill worker's time."""
+    stable_s: Annotated[float, Field(ge=0)] = 60.0
+    """For how long fewer workers must have been enough before a pool shrinks; at least what start and drain take."""
+    cooldown_s: Annotated[float, Field(ge=0)] = 30.0
+    """Without any change before a pool shrinks."""
+    grace_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    """How long a worker that goes may take to give its requests away."""
+    metrics_port: Port | None = None
+    """Prometheus port of present and wanted sizes, on `router.host`; 0 picks a free one, null turns it off."""
+
+    @model_validator(mode="after")
+    def _limits(self) -> "PlannerConfig":
+        for pool in ("prefill", "decode"):
+            least, most = getattr(self, f"min_{pool}"), getattr(self, f"max_{pool}")
+            if least > most:
+                raise ValueError(f"min_{pool}: {least} is more than max_{pool}: {most}")
+        if self.min_prefill + self.min_decode > self.max_workers:
+            raise ValueError(f"max_workers: {self.max_workers} is less than min_prefill and min_decode together")
+        return self
+
+
 class ServingConfig(_Section):
     """All of serving.yaml."""
 
@@ -228,6 +267,7 @@ class ServingConfig(_Section):
     transfer: TransferConfig = TransferConfig()
     router: RouterConfig = RouterConfig()
     slo: SloConfig = SloConfig()
+    planner: PlannerConfig = PlannerConfig()
     tenants: Annotated[tuple[TenantConfig, ...], Field(max_length=1024)] = ()
 
     def for_router(self, index: int) -> "ServingConfig":

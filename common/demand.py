@@ -31,8 +31,8 @@ class Demand:
     num_queued_tokens: int
     """Prompt tokens of those."""
     ttft_p90_s: float | None
-    """Of the requests whose first token came in the window; None: of none."""
+    """Of the requests that finished in the window, as far as they are sampled; None: of none."""
     itl_p90_s: float | None
-    """Mean gaps of the requests that finished in the window."""
+    """The same of their mean gaps."""
     burstiness: float = 1.0
     """Variance over mean of the numbers that arrived in each second; 1.0: independent arrivals (Poisson)."""

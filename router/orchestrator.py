@@ -42,6 +42,7 @@ from router.admission.line import Admission
 from router.admission.ticket import Seeker, Ticket
 from router.attempt import Attempt, AttemptFailed, AttemptMoved
 from router.booking import Booking
+from router.demand import DemandMeter
 from router.fleet import Fleet
 from router.metrics import RouterMetrics
 from router.outbox import Outbox
@@ -102,6 +103,7 @@ class Orchestrator:
         self._num_calls = 0
         self.totals = Totals()
         self.recordings = TrafficRecordings(clock)
+        self.demand = DemandMeter(clock)
 
     @property
     def num_request_tasks(self) -> int:
@@ -115,6 +117,7 @@ class Orchestrator:
         gRPC cancels a call whose client went away and one whose deadline passed alike; `time_left_s` tells which.
         """
         self._num_calls += 1
+        self.demand.note_arrival()
         try:
             yield
         except asyncio.CancelledError:
@@ -127,6 +130,8 @@ class Orchestrator:
                 self._end(life, State.CANCELLED, "cancelled")
             raise
         except BaseException as error:
+            if isinstance(error, Overloaded):
+                self.demand.note_refusal()
             self.totals.num_failed += 1
             self._end(life, State.FAILED, type(error).__name__ if isinstance(error, KvrelayError) else "bug")
             raise
@@ -172,6 +177,7 @@ class Orchestrator:
             record.life.advance(State.FINISHED)
             record.outbox.put(inference_pb2.GenerateResponse(completed=record.completed))
             self._metrics.observe(record)
+            self.demand.note_answer(record.answered)
             ticket.account.learn_output(record.service)
         except TimeoutError:
             error = DeadlineExceeded("the deadline passed before the answer was complete")

@@ -12,6 +12,7 @@ from common.tokens import TokenArray, as_tokens
 from common.wire import pack_tokens, sampling_to_proto
 from kvrelay.v1 import decode_pb2, inference_pb2, sequence_pb2, worker_pb2
 from router.admission.account import Service
+from router.demand import Answered
 from router.facts import ModelFacts
 from router.ledger import TokenLedger
 from router.outbox import Outbox
@@ -157,6 +158,18 @@ class RequestRecord:
             mean_itl_s=self.ledger.mean_gap_s() or 0.0,
             max_itl_s=max((gap_s for gap_s, _ in gaps), default=0.0),
             e2e_s=0.0 if self.ledger.last_token_s is None else self.ledger.last_token_s - received_s,
+        )
+
+    @property
+    def answered(self) -> Answered:
+        """What the request was like, once it has been answered to its end."""
+        ledger, num_prompt_tokens = self.ledger, len(self.job.prompt_token_ids)
+        return Answered(
+            num_prompt_tokens=num_prompt_tokens,
+            num_computed_tokens=max(0, num_prompt_tokens - self.num_cached_tokens),
+            num_output_tokens=ledger.num_tokens // self.job.sampling.n,
+            ttft_s=None if ledger.first_token_s is None else ledger.first_token_s - self.life.received_s,
+            itl_s=ledger.mean_gap_s(),
         )
 
     @property

@@ -27,6 +27,7 @@ from router.parts import build_router
 from router.service import InferenceService, RouterAdminService
 from router.traffic import TrafficRecordings
 from router.validation import RequestReader
+from workload.slo import Slo
 
 if TYPE_CHECKING:
     from router.http.server import HttpServer
@@ -94,7 +95,9 @@ async def serve_router(
     """Start a router with a given codec and clock. Raises OSError when a port is taken, ConfigError for bad keys."""
     config = serving.router
     clock = SystemClock() if clock is None else clock
+    slo = Slo(ttft_s=serving.slo.ttft_s, ttft_tokens=serving.slo.ttft_tokens, itl_s=serving.slo.itl_s)
     parts = build_router(config, clock=clock, seed=secrets.randbits(64), probes=codec.probes)
+    parts.orchestrator.demand.judge_by(slo)
     metrics, fleet = parts.metrics, parts.fleet
     merging = MergeWindow()
     door = FrontDoor(
@@ -139,7 +142,7 @@ def _services(door: FrontDoor, *, http_port: int) -> Callable[[grpc.aio.Server],
 
     def add_services(server: grpc.aio.Server) -> list[str]:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(door, http_port=http_port), server)
-        router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(RouterAdminService(door.parts.fleet), server)
+        router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(RouterAdminService(door.parts), server)
         return [
             inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
             router_admin_pb2.DESCRIPTOR.services_by_name["RouterAdminService"].full_name,

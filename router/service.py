@@ -14,11 +14,13 @@ from common.rpc import error_boundary, time_left_s
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc
+from router.demand import REMEMBERED_S
+from router.demand_report import demand_report
 from router.explain import explain
 from router.facts import Endpoint
-from router.fleet import Fleet
 from router.front_door import Caller, FrontDoor
 from router.member import Member, WorkerState
+from router.parts import RouterParts
 from router.placement.decisions import CAPACITY
 from router.tenants import Tenant
 
@@ -142,8 +144,17 @@ async def _view(member: Member, timeout_s: float) -> pb.WorkerView:
 class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
     """Serves the controller."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    def __init__(self, parts: RouterParts) -> None:
+        self._parts = parts
+        self._fleet = parts.fleet
+
+    async def GetDemand(  # noqa: D102
+        self, request: router_admin_pb2.GetDemandRequest, context: Context
+    ) -> router_admin_pb2.GetDemandResponse:
+        async with error_boundary(context, "GetDemand"):
+            if not 1 <= request.window_s <= REMEMBERED_S:
+                raise InvalidRequest(f"{request.window_s:g} is not from 1 to {REMEMBERED_S}", field="window_s")
+            return demand_report(self._parts, window_s=request.window_s)
 
     async def SetWorkers(  # noqa: D102
         self, request: router_admin_pb2.SetWorkersRequest, context: Context

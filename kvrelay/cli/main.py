@@ -18,6 +18,7 @@ from kvrelay.cli.explain import explain
 from kvrelay.cli.generate import generate
 from kvrelay.cli.logs import logs
 from kvrelay.cli.model import fetch_model
+from kvrelay.cli.plan import plan
 from kvrelay.cli.rollout import rollout
 from kvrelay.cli.scale import restart, scale
 from kvrelay.cli.simulate import simulate
@@ -63,6 +64,7 @@ app.command(rich_help_panel=_CLUSTER)(up)
 app.command(rich_help_panel=_CLUSTER)(down)
 app.command(rich_help_panel=_CLUSTER)(status)
 app.command(rich_help_panel=_CLUSTER)(scale)
+app.command(rich_help_panel=_CLUSTER)(plan)
 app.command(rich_help_panel=_CLUSTER)(restart)
 app.command(rich_help_panel=_CLUSTER)(rollout)
 app.command(rich_help_panel=_CLUSTER)(explain)

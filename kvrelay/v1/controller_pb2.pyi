@@ -3,8 +3,10 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -25,22 +27,26 @@ class ScaleRequest(_message.Message):
     PREFILL_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
     GRACE_S_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
     prefill: _builtins.int
     """Prefill workers."""
     decode: _builtins.int
     """Decode workers, at least 1."""
     grace_s: _builtins.float
     """How long a worker that goes may take to give its requests away, seconds; what is left then is resumed elsewhere."""
+    force: _builtins.bool
+    """Shrink even where what is left would not carry the present load."""
     def __init__(
         self,
         *,
         prefill: _builtins.int | None = ...,
         decode: _builtins.int | None = ...,
         grace_s: _builtins.float = ...,
+        force: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "grace_s", b"grace_s", "prefill", b"prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "force", b"force", "grace_s", b"grace_s", "prefill", b"prefill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__decode: _TypeAlias = _typing.Literal["decode"]  # noqa: Y015
     _WhichOneofArgType__decode: _TypeAlias = _typing.Literal["_decode", b"_decode"]  # noqa: Y015
@@ -212,3 +218,158 @@ class StopResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StopResponse: _TypeAlias = StopResponse  # noqa: Y015
+
+@_typing.final
+class GetPlanRequest(_message.Message):
+    """Nothing to say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPlanRequest: _TypeAlias = GetPlanRequest  # noqa: Y015
+
+@_typing.final
+class PlanTerm(_message.Message):
+    """A number behind a plan."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """What it is, in the order in which they are to be read."""
+    value: _builtins.float
+    """How much."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        value: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanTerm: _TypeAlias = PlanTerm  # noqa: Y015
+
+@_typing.final
+class PoolPlan(_message.Message):
+    """A pool's size, as it was and as it should be."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRESENT_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
+    present: _builtins.int
+    """Workers that serve or start."""
+    wanted: _builtins.int
+    """Workers that it should have."""
+    def __init__(
+        self,
+        *,
+        present: _builtins.int = ...,
+        wanted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["present", b"present", "wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolPlan: _TypeAlias = PoolPlan  # noqa: Y015
+
+@_typing.final
+class PlanRecord(_message.Message):
+    """One plan."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGE_S_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    TERMS_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    age_s: _builtins.float
+    """Seconds since it was made."""
+    reason: _builtins.str
+    """Why, in words."""
+    outcome: _builtins.str
+    """What came of it: empty where there was nothing to do, else done, under way, only advised, or why it failed."""
+    @_builtins.property
+    def prefill(self) -> Global___PoolPlan:
+        """The prefill pool."""
+
+    @_builtins.property
+    def decode(self) -> Global___PoolPlan:
+        """The decode pool."""
+
+    @_builtins.property
+    def terms(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanTerm]:
+        """The numbers behind it."""
+
+    def __init__(
+        self,
+        *,
+        age_s: _builtins.float = ...,
+        prefill: Global___PoolPlan | None = ...,
+        decode: Global___PoolPlan | None = ...,
+        reason: _builtins.str = ...,
+        terms: _abc.Iterable[Global___PlanTerm] | None = ...,
+        outcome: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "decode", b"decode", "outcome", b"outcome", "prefill", b"prefill", "reason", b"reason", "terms", b"terms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanRecord: _TypeAlias = PlanRecord  # noqa: Y015
+
+@_typing.final
+class GetPlanResponse(_message.Message):
+    """The planner."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    INTERVAL_S_FIELD_NUMBER: _builtins.int
+    LATEST_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    mode: _builtins.str
+    """off, advise or act."""
+    interval_s: _builtins.float
+    """Seconds from plan to plan."""
+    @_builtins.property
+    def latest(self) -> Global___PlanRecord:
+        """The latest; absent before the first."""
+
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanRecord]:
+        """Those that wanted a change, newest first."""
+
+    def __init__(
+        self,
+        *,
+        mode: _builtins.str = ...,
+        interval_s: _builtins.float = ...,
+        latest: Global___PlanRecord | None = ...,
+        changes: _abc.Iterable[Global___PlanRecord] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "interval_s", b"interval_s", "latest", b"latest", "mode", b"mode"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPlanResponse: _TypeAlias = GetPlanResponse  # noqa: Y015

@@ -55,6 +55,11 @@ class ControllerServiceStub(object):
                 request_serializer=kvrelay_dot_v1_dot_controller__pb2.StopRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_controller__pb2.StopResponse.FromString,
                 _registered_method=True)
+        self.GetPlan = channel.unary_unary(
+                '/kvrelay.v1.ControllerService/GetPlan',
+                request_serializer=kvrelay_dot_v1_dot_controller__pb2.GetPlanRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_controller__pb2.GetPlanResponse.FromString,
+                _registered_method=True)
 
 
 class ControllerServiceServicer(object):
@@ -90,6 +95,13 @@ class ControllerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetPlan(self, request, context):
+        """What the planner thinks of the pools' sizes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControllerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +124,11 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.Stop,
                     request_deserializer=kvrelay_dot_v1_dot_controller__pb2.StopRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_controller__pb2.StopResponse.SerializeToString,
+            ),
+            'GetPlan': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPlan,
+                    request_deserializer=kvrelay_dot_v1_dot_controller__pb2.GetPlanRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_controller__pb2.GetPlanResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -223,6 +240,33 @@ class ControllerService(object):
             '/kvrelay.v1.ControllerService/Stop',
             kvrelay_dot_v1_dot_controller__pb2.StopRequest.SerializeToString,
             kvrelay_dot_v1_dot_controller__pb2.StopResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPlan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.ControllerService/GetPlan',
+            kvrelay_dot_v1_dot_controller__pb2.GetPlanRequest.SerializeToString,
+            kvrelay_dot_v1_dot_controller__pb2.GetPlanResponse.FromString,
             options,
             channel_credentials,
             insecure,

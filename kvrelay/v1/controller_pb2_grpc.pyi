@@ -43,6 +43,8 @@ class ControllerServiceStub:
     """
     Stop: _grpc.UnaryUnaryMultiCallable[_controller_pb2.StopRequest, _controller_pb2.StopResponse]
     """Ends the cluster: the router drains, then the workers go. Answers at once."""
+    GetPlan: _grpc.UnaryUnaryMultiCallable[_controller_pb2.GetPlanRequest, _controller_pb2.GetPlanResponse]
+    """What the planner thinks of the pools' sizes."""
 
 @_typing.type_check_only
 class ControllerServiceAsyncStub(ControllerServiceStub):
@@ -59,6 +61,8 @@ class ControllerServiceAsyncStub(ControllerServiceStub):
     """
     Stop: _aio.UnaryUnaryMultiCallable[_controller_pb2.StopRequest, _controller_pb2.StopResponse]  # type: ignore[assignment]
     """Ends the cluster: the router drains, then the workers go. Answers at once."""
+    GetPlan: _aio.UnaryUnaryMultiCallable[_controller_pb2.GetPlanRequest, _controller_pb2.GetPlanResponse]  # type: ignore[assignment]
+    """What the planner thinks of the pools' sizes."""
 
 class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
     """What a person tells the process that owns a cluster. Served on a socket in its run folder: who may write there may ask."""
@@ -96,5 +100,13 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_controller_pb2.StopResponse, _abc.Awaitable[_controller_pb2.StopResponse]]:
         """Ends the cluster: the router drains, then the workers go. Answers at once."""
+
+    @_abc_1.abstractmethod
+    def GetPlan(
+        self,
+        request: _controller_pb2.GetPlanRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controller_pb2.GetPlanResponse, _abc.Awaitable[_controller_pb2.GetPlanResponse]]:
+        """What the planner thinks of the pools' sizes."""
 
 def add_ControllerServiceServicer_to_server(servicer: ControllerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

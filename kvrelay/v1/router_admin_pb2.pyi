@@ -124,3 +124,206 @@ class SetWorkersResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetWorkersResponse: _TypeAlias = SetWorkersResponse  # noqa: Y015
+
+@_typing.final
+class GetDemandRequest(_message.Message):
+    """For how long back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WINDOW_S_FIELD_NUMBER: _builtins.int
+    window_s: _builtins.float
+    """Seconds, at least 1; at most what the router remembers counts."""
+    def __init__(
+        self,
+        *,
+        window_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["window_s", b"window_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetDemandRequest: _TypeAlias = GetDemandRequest  # noqa: Y015
+
+@_typing.final
+class RequestShape(_message.Message):
+    """What one request cost. Lengths in tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    num_prompt_tokens: _builtins.int
+    """Its prompt."""
+    num_computed_tokens: _builtins.int
+    """Those of them that were in no cache."""
+    num_output_tokens: _builtins.int
+    """Its answer; the mean of several."""
+    def __init__(
+        self,
+        *,
+        num_prompt_tokens: _builtins.int = ...,
+        num_computed_tokens: _builtins.int = ...,
+        num_output_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_computed_tokens", b"num_computed_tokens", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestShape: _TypeAlias = RequestShape  # noqa: Y015
+
+@_typing.final
+class Demand(_message.Message):
+    """The last seconds of one router."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WINDOW_S_FIELD_NUMBER: _builtins.int
+    NUM_ARRIVED_FIELD_NUMBER: _builtins.int
+    NUM_REFUSED_FIELD_NUMBER: _builtins.int
+    NUM_FINISHED_FIELD_NUMBER: _builtins.int
+    NUM_GOOD_FIELD_NUMBER: _builtins.int
+    SHAPES_FIELD_NUMBER: _builtins.int
+    NUM_QUEUED_FIELD_NUMBER: _builtins.int
+    NUM_QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
+    TTFT_P90_S_FIELD_NUMBER: _builtins.int
+    ITL_P90_S_FIELD_NUMBER: _builtins.int
+    BURSTINESS_FIELD_NUMBER: _builtins.int
+    window_s: _builtins.float
+    """How many seconds; 0: it has not run for one yet."""
+    num_arrived: _builtins.int
+    """Requests that came, refused ones included."""
+    num_refused: _builtins.int
+    """Requests refused for want of room or time."""
+    num_finished: _builtins.int
+    """Requests answered to their end."""
+    num_good: _builtins.int
+    """Those of them that met the objectives of serving.yaml."""
+    num_queued: _builtins.int
+    """Requests that wait for a plan now."""
+    num_queued_tokens: _builtins.int
+    """Prompt tokens of those."""
+    ttft_p90_s: _builtins.float
+    """Of the finished ones: 90 % had their first token within this time. Absent: none finished."""
+    itl_p90_s: _builtins.float
+    """The same of the mean gap between tokens."""
+    burstiness: _builtins.float
+    """Variance over mean of the numbers that came in each second, over as long as the router remembers; 1: by chance."""
+    @_builtins.property
+    def shapes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestShape]:
+        """A uniform sample of the finished ones."""
+
+    def __init__(
+        self,
+        *,
+        window_s: _builtins.float = ...,
+        num_arrived: _builtins.int = ...,
+        num_refused: _builtins.int = ...,
+        num_finished: _builtins.int = ...,
+        num_good: _builtins.int = ...,
+        shapes: _abc.Iterable[Global___RequestShape] | None = ...,
+        num_queued: _builtins.int = ...,
+        num_queued_tokens: _builtins.int = ...,
+        ttft_p90_s: _builtins.float | None = ...,
+        itl_p90_s: _builtins.float | None = ...,
+        burstiness: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_p90_s", b"_itl_p90_s", "_ttft_p90_s", b"_ttft_p90_s", "itl_p90_s", b"itl_p90_s", "ttft_p90_s", b"ttft_p90_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_p90_s", b"_itl_p90_s", "_ttft_p90_s", b"_ttft_p90_s", "burstiness", b"burstiness", "itl_p90_s", b"itl_p90_s", "num_arrived", b"num_arrived", "num_finished", b"num_finished", "num_good", b"num_good", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_refused", b"num_refused", "shapes", b"shapes", "ttft_p90_s", b"ttft_p90_s", "window_s", b"window_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__itl_p90_s: _TypeAlias = _typing.Literal["itl_p90_s"]  # noqa: Y015
+    _WhichOneofArgType__itl_p90_s: _TypeAlias = _typing.Literal["_itl_p90_s", b"_itl_p90_s"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_p90_s: _TypeAlias = _typing.Literal["ttft_p90_s"]  # noqa: Y015
+    _WhichOneofArgType__ttft_p90_s: _TypeAlias = _typing.Literal["_ttft_p90_s", b"_ttft_p90_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__itl_p90_s) -> _WhichOneofReturnType__itl_p90_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_p90_s) -> _WhichOneofReturnType__ttft_p90_s | None: ...
+
+Global___Demand: _TypeAlias = Demand  # noqa: Y015
+
+@_typing.final
+class WorkerCondition(_message.Message):
+    """One worker, as the router holds it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    IS_SERVING_FIELD_NUMBER: _builtins.int
+    IS_DRAINING_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Its name."""
+    role: _worker_pb2.WorkerRole.ValueType
+    """Its pool."""
+    is_serving: _builtins.bool
+    """It takes new requests."""
+    is_draining: _builtins.bool
+    """It is about to go."""
+    block_size: _builtins.int
+    """Tokens per page."""
+    @_builtins.property
+    def load(self) -> _worker_pb2.LoadReport:
+        """Its last report."""
+
+    @_builtins.property
+    def timing(self) -> _worker_pb2.TimingReport:
+        """How fast it is; absent while neither it nor its pool has measured that."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        role: _worker_pb2.WorkerRole.ValueType = ...,
+        is_serving: _builtins.bool = ...,
+        is_draining: _builtins.bool = ...,
+        load: _worker_pb2.LoadReport | None = ...,
+        block_size: _builtins.int = ...,
+        timing: _worker_pb2.TimingReport | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "timing", b"timing"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "is_draining", b"is_draining", "is_serving", b"is_serving", "load", b"load", "role", b"role", "timing", b"timing", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerCondition: _TypeAlias = WorkerCondition  # noqa: Y015
+
+@_typing.final
+class GetDemandResponse(_message.Message):
+    """Everything that a planner needs of a router."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEMAND_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def demand(self) -> Global___Demand:
+        """What was asked."""
+
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerCondition]:
+        """The membership."""
+
+    def __init__(
+        self,
+        *,
+        demand: Global___Demand | None = ...,
+        workers: _abc.Iterable[Global___WorkerCondition] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["demand", b"demand"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["demand", b"demand", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetDemandResponse: _TypeAlias = GetDemandResponse  # noqa: Y015

@@ -40,6 +40,11 @@ class RouterAdminServiceStub(object):
                 request_serializer=kvrelay_dot_v1_dot_router__admin__pb2.SetWorkersRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_router__admin__pb2.SetWorkersResponse.FromString,
                 _registered_method=True)
+        self.GetDemand = channel.unary_unary(
+                '/kvrelay.v1.RouterAdminService/GetDemand',
+                request_serializer=kvrelay_dot_v1_dot_router__admin__pb2.GetDemandRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_router__admin__pb2.GetDemandResponse.FromString,
+                _registered_method=True)
 
 
 class RouterAdminServiceServicer(object):
@@ -53,6 +58,13 @@ class RouterAdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetDemand(self, request, context):
+        """What was asked of this router lately, and what every worker of the membership is like.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterAdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +72,11 @@ def add_RouterAdminServiceServicer_to_server(servicer, server):
                     servicer.SetWorkers,
                     request_deserializer=kvrelay_dot_v1_dot_router__admin__pb2.SetWorkersRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_router__admin__pb2.SetWorkersResponse.SerializeToString,
+            ),
+            'GetDemand': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetDemand,
+                    request_deserializer=kvrelay_dot_v1_dot_router__admin__pb2.GetDemandRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_router__admin__pb2.GetDemandResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +107,33 @@ class RouterAdminService(object):
             '/kvrelay.v1.RouterAdminService/SetWorkers',
             kvrelay_dot_v1_dot_router__admin__pb2.SetWorkersRequest.SerializeToString,
             kvrelay_dot_v1_dot_router__admin__pb2.SetWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDemand(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.RouterAdminService/GetDemand',
+            kvrelay_dot_v1_dot_router__admin__pb2.GetDemandRequest.SerializeToString,
+            kvrelay_dot_v1_dot_router__admin__pb2.GetDemandResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,8 @@ class RouterAdminServiceStub:
     def __new__(cls, channel: _aio.Channel) -> RouterAdminServiceAsyncStub: ...
     SetWorkers: _grpc.UnaryUnaryMultiCallable[_router_admin_pb2.SetWorkersRequest, _router_admin_pb2.SetWorkersResponse]
     """Replaces the membership. Repeating it is harmless, so controllers send it again and again."""
+    GetDemand: _grpc.UnaryUnaryMultiCallable[_router_admin_pb2.GetDemandRequest, _router_admin_pb2.GetDemandResponse]
+    """What was asked of this router lately, and what every worker of the membership is like."""
 
 @_typing.type_check_only
 class RouterAdminServiceAsyncStub(RouterAdminServiceStub):
@@ -43,6 +45,8 @@ class RouterAdminServiceAsyncStub(RouterAdminServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     SetWorkers: _aio.UnaryUnaryMultiCallable[_router_admin_pb2.SetWorkersRequest, _router_admin_pb2.SetWorkersResponse]  # type: ignore[assignment]
     """Replaces the membership. Repeating it is harmless, so controllers send it again and again."""
+    GetDemand: _aio.UnaryUnaryMultiCallable[_router_admin_pb2.GetDemandRequest, _router_admin_pb2.GetDemandResponse]  # type: ignore[assignment]
+    """What was asked of this router lately, and what every worker of the membership is like."""
 
 class RouterAdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """What a controller tells a router."""
@@ -54,5 +58,13 @@ class RouterAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_admin_pb2.SetWorkersResponse, _abc.Awaitable[_router_admin_pb2.SetWorkersResponse]]:
         """Replaces the membership. Repeating it is harmless, so controllers send it again and again."""
+
+    @_abc_1.abstractmethod
+    def GetDemand(
+        self,
+        request: _router_admin_pb2.GetDemandRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_admin_pb2.GetDemandResponse, _abc.Awaitable[_router_admin_pb2.GetDemandResponse]]:
+        """What was asked of this router lately, and what every worker of the membership is like."""
 
 def add_RouterAdminServiceServicer_to_server(servicer: RouterAdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

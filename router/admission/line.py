@@ -53,6 +53,7 @@ class Admission:
         self._metrics = metrics
         self._next_number = 0
         self._num_unplanned = 0
+        self._num_queued_tokens = 0
         self._num_refused = 0
         self._num_changes = 0
         self._accounts: dict[str, Account] = {}
@@ -75,6 +76,11 @@ class Admission:
     def num_queued(self) -> int:
         """Requests that wait for a plan, those that lost theirs included."""
         return self._num_unplanned + self._queue.num_first
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens of those, as far as they have been counted."""
+        return self._num_queued_tokens
 
     @property
     def num_refused(self) -> int:
@@ -167,6 +173,7 @@ class Admission:
         seeker.granted, seeker.refused_at = granted, -1
         place = self._stand(seeker)
         self._waits_for_workers = False
+        self._num_queued_tokens += seeker.search.sought.num_tokens
         try:
             self._serve()
             async with asyncio.timeout_at(seeker.deadline_s):
@@ -178,6 +185,7 @@ class Admission:
                 raise self._timeout_error(seeker) from None
             raise
         finally:
+            self._num_queued_tokens -= seeker.search.sought.num_tokens
             if place.is_waiting:
                 self._queue.discard(place)
                 self._serve()  # others may have waited for it

@@ -21,7 +21,7 @@ async def resize(folder: Path, grace_s: float = 30.0, **wanted: int) -> list[str
     """Ask for other sizes and return the steps."""
 
     def ask(sizes: Mapping[str, int]) -> list[str]:
-        return list(scale(folder / "run", sizes, grace_s=grace_s))
+        return list(scale(folder / "run", sizes, grace_s=grace_s, force=True))
 
     return await asyncio.to_thread(ask, wanted)
 

@@ -5,13 +5,14 @@ import signal
 import sys
 from pathlib import Path
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.config import parse_config
 from common.process import parse_ready
 from common.rpc import client_channel
-from kvrelay.v1 import inference_pb2, inference_pb2_grpc
+from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2
 from router.alarms import AlarmKind
 from router.codec import Codec
 from router.fake_codec import ByteCodec
@@ -66,6 +67,17 @@ async def test_start_router_on_a_taken_port_raises_and_holds_nothing() -> None:
             await start_router(config, model_dir=None, host="127.0.0.1", port=int(router.address.split(":")[1]))
     finally:
         await router.stop(0)
+
+
+async def test_get_demand_tells_what_was_asked_and_what_every_worker_is_like() -> None:
+    async with running_cluster(FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)) as cluster:
+        await cluster.generate(make_request())
+        report = await cluster.admin.GetDemand(router_admin_pb2.GetDemandRequest(window_s=10))
+        assert [(each.worker_id, each.is_serving) for each in report.workers] == [("p0", True), ("d0", True)]
+        assert not any(each.HasField("timing") for each in report.workers), "fakes have measured nothing"
+        assert all(each.block_size > 0 and each.load.num_blocks > 0 for each in report.workers)
+        with pytest.raises(grpc.aio.AioRpcError, match="0 is not from 1 to 120"):
+            await cluster.admin.GetDemand(router_admin_pb2.GetDemandRequest(window_s=0))
 
 
 async def test_stop_lets_running_requests_end_and_takes_no_new_ones() -> None:

@@ -1,0 +1,70 @@
+"""Puts the planner of a cluster together: who asks the routers, who plans, who refuses, who publishes."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.autopilot import Autopilot
+from cluster.launcher import StartFailed
+from cluster.load_guard import LoadGuard, planner_settings
+from cluster.observing import RouterQuestions
+from cluster.plan_report import PlanGauges
+from cluster.scaling import Scaler, Workforce
+from common.clock import SystemClock
+from common.config import ServingConfig
+from common.metrics_server import MetricsServer
+from planner.slo_planner import SloPlanner
+
+logger = logging.getLogger(__name__)
+
+
+class Cluster(Workforce, Protocol):
+    """The supervisor."""
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """host:port of each router."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planning:
+    """A cluster's planner, and its guard against sizes below the load."""
+
+    autopilot: Autopilot
+    guard: LoadGuard
+    gauges: PlanGauges
+    config: ServingConfig
+
+    @asynccontextmanager
+    async def running(self, stopping: asyncio.Event) -> AsyncIterator[None]:
+        """Plan while the block runs, until `stopping` is set. Raises StartFailed when the metrics' port is taken."""
+        port, host = self.config.planner.metrics_port, self.config.router.host
+        if port is None or self.autopilot.mode == "off":
+            async with self.autopilot.running(stopping):
+                yield
+            return
+        try:
+            server = MetricsServer(self.gauges.registry, host=host, port=port)
+        except OSError as error:
+            raise StartFailed(f"planner.metrics_port: cannot listen on {host}:{port}: {error.strerror}") from error
+        logger.info("planner's metrics", extra={"port": server.port})
+        try:
+            async with self.autopilot.running(stopping):
+                yield
+        finally:
+            await asyncio.to_thread(server.close)
+
+
+def make_planning(scaler: Scaler, cluster: Cluster) -> Planning:
+    """Return the planner of a cluster, at rest."""
+    ask, clock, gauges = RouterQuestions(lambda: cluster.addresses).ask, SystemClock(), PlanGauges()
+    planner = SloPlanner(planner_settings(scaler.config))
+    return Planning(
+        autopilot=Autopilot(scaler, cluster, planner=planner, ask=ask, clock=clock, gauges=gauges),
+        guard=LoadGuard(scaler, cluster, ask=ask, clock=clock),
+        gauges=gauges,
+        config=scaler.config,
+    )

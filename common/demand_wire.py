@@ -1,0 +1,91 @@
+"""Between demand on the wire and demand, and of several routers one."""
+
+import math
+from collections.abc import Sequence
+
+from common.demand import Demand, RequestShape
+from kvrelay.v1 import router_admin_pb2
+
+_LONGEST_S = 86_400.0
+
+
+def demand_to_proto(demand: Demand) -> router_admin_pb2.Demand:
+    """Return the message."""
+    return router_admin_pb2.Demand(
+        window_s=demand.window_s,
+        num_arrived=demand.num_arrived,
+        num_refused=demand.num_refused,
+        num_finished=demand.num_finished,
+        num_good=demand.num_good,
+        shapes=[
+            router_admin_pb2.RequestShape(
+                num_prompt_tokens=shape.num_prompt_tokens,
+                num_computed_tokens=shape.num_computed_tokens,
+                num_output_tokens=shape.num_output_tokens,
+            )
+            for shape in demand.shapes
+        ],
+        num_queued=demand.num_queued,
+        num_queued_tokens=demand.num_queued_tokens,
+        ttft_p90_s=demand.ttft_p90_s,
+        itl_p90_s=demand.itl_p90_s,
+        burstiness=demand.burstiness,
+    )
+
+
+def demand_from_proto(message: router_admin_pb2.Demand) -> Demand:
+    """Return the record. Raises ValueError that names the field for what no router can have counted."""
+    return Demand(
+        window_s=_checked(message.window_s, "demand.window_s"),
+        num_arrived=message.num_arrived,
+        num_refused=message.num_refused,
+        num_finished=message.num_finished,
+        num_good=message.num_good,
+        shapes=tuple(
+            RequestShape(
+                num_prompt_tokens=shape.num_prompt_tokens,
+                num_computed_tokens=min(shape.num_computed_tokens, shape.num_prompt_tokens),
+                num_output_tokens=shape.num_output_tokens,
+            )
+            for shape in message.shapes
+        ),
+        num_queued=message.num_queued,
+        num_queued_tokens=message.num_queued_tokens,
+        ttft_p90_s=_checked(message.ttft_p90_s, "demand.ttft_p90_s") if message.HasField("ttft_p90_s") else None,
+        itl_p90_s=_checked(message.itl_p90_s, "demand.itl_p90_s") if message.HasField("itl_p90_s") else None,
+        burstiness=_checked(message.burstiness, "demand.burstiness"),
+    )
+
+
+def merge_demands(demands: Sequence[Demand]) -> Demand:
+    """Return what was asked of several routers together; at least one.
+
+    A router that has run for less than the others is taken to have been asked at the same pace before. Of each one's
+    sample so much is taken that the whole is uniform again; of percentiles the worst.
+    """
+    window_s = max(demand.window_s for demand in demands)
+    fractions = [len(demand.shapes) / demand.num_finished for demand in demands if demand.num_finished]
+    fraction = min(fractions, default=0.0)
+    num_arrived = sum(demand.num_arrived for demand in demands)
+    weighted = sum(demand.num_arrived * demand.burstiness for demand in demands)
+    return Demand(
+        window_s=window_s,
+        num_arrived=round(sum(d.num_arrived * window_s / d.window_s for d in demands if d.window_s)),
+        num_refused=sum(demand.num_refused for demand in demands),
+        num_finished=sum(demand.num_finished for demand in demands),
+        num_good=sum(demand.num_good for demand in demands),
+        shapes=tuple(
+            shape for demand in demands for shape in demand.shapes[: math.ceil(fraction * demand.num_finished)]
+        ),
+        num_queued=sum(demand.num_queued for demand in demands),
+        num_queued_tokens=sum(demand.num_queued_tokens for demand in demands),
+        ttft_p90_s=max((d.ttft_p90_s for d in demands if d.ttft_p90_s is not None), default=None),
+        itl_p90_s=max((d.itl_p90_s for d in demands if d.itl_p90_s is not None), default=None),
+        burstiness=weighted / num_arrived if num_arrived else 1.0,
+    )
+
+
+def _checked(value: float, field: str) -> float:
+    if not (0.0 <= value <= _LONGEST_S and math.isfinite(value)):
+        raise ValueError(f"{field} is {value}; it must be finite, at least 0 and at most {_LONGEST_S:g}")
+    return value

@@ -1,0 +1,132 @@
+"""What was asked of this router lately: counts by the second, and a sample of what the requests were like.
+
+Nothing is done per token, and little per request. Each second keeps the finished requests with the smallest of random
+numbers: the smallest of several seconds together are a uniform sample of all that finished in them.
+"""
+
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from common.clock import Clock
+from common.demand import Demand, RequestShape
+from workload.slo import Slo
+
+REMEMBERED_S = 120
+NUM_SAMPLED = 128
+"""Requests of a window that are told, and at most kept of each second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """A request that was answered to its end. A Served (workload/slo.py)."""
+
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    num_output_tokens: int
+    """Of one sample."""
+    ttft_s: float | None
+    itl_s: float | None
+    is_complete: bool = True
+
+
+@dataclass(slots=True)
+class _Second:
+    number: int
+    """Since the clock's zero."""
+    num_arrived: int = 0
+    num_refused: int = 0
+    num_finished: int = 0
+    num_good: int = 0
+    sample: list[tuple[float, int, Answered]] = field(default_factory=list)
+    """A heap of (-random number, its position, request): the largest random number first."""
+
+
+class DemandMeter:
+    """Counts. Event loop only."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._slo: Slo | None = None
+        self._random = random.Random(0)
+        self._seconds: deque[_Second] = deque()
+        self._began_s = clock.monotonic()
+
+    def judge_by(self, slo: Slo) -> None:
+        """Count answers as good that are within these objectives; without any, all are."""
+        self._slo = slo
+
+    def note_arrival(self) -> None:
+        """A request has come."""
+        self._now().num_arrived += 1
+
+    def note_refusal(self) -> None:
+        """One that came was refused for want of room or time."""
+        self._now().num_refused += 1
+
+    def note_answer(self, answered: Answered) -> None:
+        """One was answered to its end."""
+        second = self._now()
+        second.num_finished += 1
+        second.num_good += self._slo is None or self._slo.is_good(answered)
+        entry = (-self._random.random(), second.num_finished, answered)
+        if len(second.sample) < NUM_SAMPLED:
+            heapq.heappush(second.sample, entry)
+        else:
+            heapq.heappushpop(second.sample, entry)
+
+    def demand(self, window_s: float, *, num_queued: int, num_queued_tokens: int) -> Demand:
+        """Return the last full seconds: as many as asked for, as there were, and as are remembered."""
+        self._now()
+        now = self._seconds[-1].number
+        num_known = min(now - math.ceil(self._began_s), REMEMBERED_S)
+        num_seconds = max(0, min(round(window_s), num_known))
+        window = [second for second in self._seconds if now - num_seconds <= second.number < now]
+        kept = heapq.nlargest(NUM_SAMPLED, (entry for second in window for entry in second.sample))
+        answers = [answered for _random, _position, answered in kept]
+        return Demand(
+            window_s=float(num_seconds),
+            num_arrived=sum(second.num_arrived for second in window),
+            num_refused=sum(second.num_refused for second in window),
+            num_finished=sum(second.num_finished for second in window),
+            num_good=sum(second.num_good for second in window),
+            shapes=tuple(
+                RequestShape(
+                    num_prompt_tokens=answered.num_prompt_tokens,
+                    num_computed_tokens=answered.num_computed_tokens,
+                    num_output_tokens=answered.num_output_tokens,
+                )
+                for answered in answers
+            ),
+            num_queued=num_queued,
+            num_queued_tokens=num_queued_tokens,
+            ttft_p90_s=_p90([answered.ttft_s for answered in answers if answered.ttft_s is not None]),
+            itl_p90_s=_p90([answered.itl_s for answered in answers if answered.itl_s is not None]),
+            burstiness=self._burstiness(num_known, now),
+        )
+
+    def _now(self) -> _Second:
+        """Return the present second; what is too old goes."""
+        number = math.floor(self._clock.monotonic())
+        if not self._seconds or self._seconds[-1].number < number:
+            self._seconds.append(_Second(number))
+            while self._seconds[0].number < number - REMEMBERED_S:
+                self._seconds.popleft()
+        return self._seconds[-1]
+
+    def _burstiness(self, num_known: int, now: int) -> float:
+        """Return variance over mean of the arrivals in each second; 1.0 while that cannot be told."""
+        counts = [second.num_arrived for second in self._seconds if now - num_known <= second.number < now]
+        num_arrived = sum(counts)
+        if num_known < 2 or not num_arrived:
+            return 1.0
+        mean = num_arrived / num_known  # seconds without anything are not in the list
+        squares = sum(count * count for count in counts)
+        return (squares - num_known * mean * mean) / (num_known - 1) / mean
+
+
+def _p90(values: Sequence[float]) -> float | None:
+    return sorted(values)[math.ceil(0.9 * len(values)) - 1] if values else None

@@ -1,0 +1,236 @@
+"""The planner at work on fake workers: what it asks for, what it reports, what it does when things go wrong."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from cluster.autopilot import Autopilot
+from cluster.load_guard import LoadGuard
+from cluster.observing import RouterReports
+from cluster.plan import ProcessRole, make_plan
+from cluster.plan_report import PlanGauges, plan_response
+from cluster.scaling import Scaler
+from common.clock import ManualClock
+from common.config import ServingConfig
+from common.errors import InvalidRequest
+from common.timing_wire import timing_to_proto
+from kvrelay.v1 import router_admin_pb2, worker_pb2
+from planner.observation import Observation
+from planner.plan import PoolSizes, ScalingPlan
+from tests.cluster.support import make_config
+from tests.cluster.test_rollout import HOST, FakeWorkforce
+from tests.planner.support import TIMING, make_demand
+
+PREFILL, DECODE = ProcessRole.PREFILL, ProcessRole.DECODE
+
+
+class ScriptedPlanner:
+    """Answers what it is told to; remembers what it was told."""
+
+    def __init__(self, *sizes: PoolSizes) -> None:
+        self.sizes = list(sizes)
+        self.observed: list[Observation] = []
+
+    def plan(self, observed: Observation) -> ScalingPlan:
+        self.observed.append(observed)
+        return ScalingPlan(sizes=self.sizes.pop(0), reason="because", terms=(("load", 0.5),))
+
+
+class Bench:
+    """A cluster of one prefill and one decode worker, and an autopilot that is told what to plan."""
+
+    def __init__(self, *sizes: PoolSizes, mode: str = "act") -> None:
+        self.config: ServingConfig = make_config(planner={"mode": mode, "interval_s": 10.0})
+        self.workforce = FakeWorkforce()
+        self.scaler = Scaler(self.config, self.workforce, lambda config: make_plan(config, HOST))
+        self.planner = ScriptedPlanner(*sizes)
+        self.clock = ManualClock(100.0)
+        self.gauges = PlanGauges()
+        self.reports: RouterReports | None = None
+        self.autopilot = Autopilot(
+            self.scaler, self.workforce, planner=self.planner, ask=self.ask, clock=self.clock, gauges=self.gauges
+        )
+
+    async def ask(self, window_s: float) -> RouterReports | None:
+        return self.reports
+
+    async def begin(self) -> None:
+        await self.scaler.scale({PREFILL: 1, DECODE: 1}, grace_s=1.0, report=lambda _text: None)
+        self.report()
+
+    def report(self, *, rate: float = 5.0) -> None:
+        """Have the routers report the present workers."""
+        conditions = {
+            process.spec.name: router_admin_pb2.WorkerCondition(
+                worker_id=process.spec.name,
+                is_serving=True,
+                block_size=16,
+                load=worker_pb2.LoadReport(num_blocks=20_000, num_free_blocks=20_000),
+                timing=timing_to_proto(TIMING, {}),
+            )
+            for role in (PREFILL, DECODE)
+            for process in self.workforce.workers(role)
+        }
+        self.reports = RouterReports(demand=make_demand(rate=rate, window_s=60.0), conditions=conditions)
+
+    async def step(self) -> str:
+        """Plan once, wait for what follows; returns the outcome."""
+        await self.autopilot.step()
+        await self.autopilot.settled()
+        assert self.autopilot.latest is not None
+        return self.autopilot.latest.outcome
+
+    def sizes(self) -> tuple[int, int]:
+        sizes = self.scaler.sizes()
+        return sizes[PREFILL], sizes[DECODE]
+
+
+def sizes(prefill: int, decode: int) -> PoolSizes:
+    return PoolSizes(prefill=prefill, decode=decode)
+
+
+async def test_act_carries_a_plan_out_and_reports_it() -> None:
+    bench = Bench(sizes(2, 3), sizes(2, 3))
+    await bench.begin()
+    assert (await bench.step()).startswith("done in")
+    assert bench.sizes() == (2, 3)
+    bench.report()
+    assert await bench.step() == ""
+    assert [note.plan.sizes for note in bench.autopilot.changes] == [sizes(2, 3)]
+    registry = bench.gauges.registry
+    assert registry.get_sample_value("kvrelay_pool_workers_wanted", {"pool": "decode"}) == 3
+    assert registry.get_sample_value("kvrelay_planner_changes_total", {"outcome": "done"}) == 1
+
+
+async def test_advise_changes_nothing_and_says_what_it_would() -> None:
+    bench = Bench(sizes(2, 3), mode="advise")
+    await bench.begin()
+    assert "advised only" in await bench.step()
+    assert bench.sizes() == (1, 1)
+
+
+async def test_planner_is_told_measured_times_and_every_worker() -> None:
+    bench = Bench(sizes(1, 1))
+    await bench.begin()
+    bench.scaler.times.note_start(PREFILL, 40.0)
+    bench.scaler.times.note_start(PREFILL, 60.0)
+    await bench.step()
+    observed = bench.planner.observed[0]
+    assert observed.startup_s["prefill"] == pytest.approx(40.0), "the median of 0, 40 and 60"
+    assert [worker.worker_id for worker in observed.workers] == ["prefill-0", "decode-0"]
+    assert observed.workers[1].timing == replace(TIMING, links={})
+    assert observed.workers[1].max_running == bench.config.pools.decode.max_running
+
+
+async def test_worker_that_no_router_knows_yet_is_starting() -> None:
+    bench = Bench(sizes(1, 1))
+    await bench.begin()
+    bench.reports = RouterReports(demand=make_demand(rate=1.0), conditions={})
+    await bench.step()
+    assert {worker.phase for worker in bench.planner.observed[0].workers} == {"starting"}
+
+
+async def test_start_that_fails_is_told_and_not_repeated_before_a_growing_pause() -> None:
+    bench = Bench(*[sizes(2, 1)] * 5)
+    await bench.begin()
+    bench.workforce.fails = lambda spec: True
+    assert "failed, pause of 10 s" in await bench.step()
+    assert await bench.step() == "waits 10 s: the last growth failed"
+    bench.clock.advance(10.0)
+    assert "failed, pause of 20 s" in await bench.step()
+    bench.clock.advance(20.0)
+    bench.workforce.fails = lambda spec: False
+    assert (await bench.step()).startswith("done")
+    assert bench.sizes() == (2, 1)
+
+
+async def test_plan_during_a_persons_change_waits() -> None:
+    bench = Bench(sizes(2, 1))
+    await bench.begin()
+    async with bench.scaler.changing():
+        assert (await bench.step()).startswith("waits: another change")
+    assert bench.sizes() == (1, 1)
+
+
+async def test_plan_while_a_change_is_under_way_does_not_begin_another() -> None:
+    bench = Bench(sizes(2, 1), sizes(3, 1))
+    await bench.begin()
+    await bench.autopilot.step()
+    await bench.autopilot.step()
+    assert bench.autopilot.latest is not None
+    assert bench.autopilot.latest.outcome == "waits: a change is under way"
+    await bench.autopilot.settled()
+    assert bench.sizes() == (2, 1)
+
+
+async def test_silent_routers_make_no_plan() -> None:
+    bench = Bench()
+    await bench.begin()
+    bench.reports = None
+    await bench.autopilot.step()
+    assert bench.autopilot.latest is None
+
+
+async def test_running_plans_at_every_interval_until_it_is_told_to_stop() -> None:
+    bench = Bench(*[sizes(1, 1)] * 10_000)
+    bench.config = bench.config.model_copy(
+        update={"planner": bench.config.planner.model_copy(update={"interval_s": 0.001})}
+    )
+    bench.scaler.adopt(bench.config)
+    await bench.begin()
+    stopping, asked = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def ask(window_s: float) -> RouterReports | None:
+        asked.release()
+        return bench.reports
+
+    pilot = Autopilot(
+        bench.scaler, bench.workforce, planner=bench.planner, ask=ask, clock=bench.clock, gauges=bench.gauges
+    )
+    async with asyncio.timeout(60), pilot.running(stopping):
+        await asked.acquire()
+        await asked.acquire()
+        stopping.set()
+    assert pilot.latest is not None
+
+
+async def test_plan_response_tells_everything() -> None:
+    bench = Bench(sizes(2, 1), mode="advise")
+    await bench.begin()
+    await bench.step()
+    bench.clock.advance(7.0)
+    response = plan_response(bench.autopilot)
+    assert (response.mode, response.latest.age_s, response.latest.reason) == ("advise", 7.0, "because")
+    assert (response.latest.prefill.present, response.latest.prefill.wanted) == (1, 2)
+    assert [(term.name, term.value) for term in response.latest.terms] == [("load", 0.5)]
+    assert len(response.changes) == 1
+
+
+# The guard.
+
+
+def make_guard(bench: Bench) -> LoadGuard:
+    return LoadGuard(bench.scaler, bench.workforce, ask=bench.ask, clock=bench.clock)
+
+
+async def test_guard_refuses_sizes_below_the_load_with_the_numbers() -> None:
+    bench = Bench()
+    await bench.begin()
+    await bench.scaler.scale({PREFILL: 4, DECODE: 4}, grace_s=1.0, report=lambda _text: None)
+    bench.report(rate=10.0)
+    guard = make_guard(bench)
+    await guard.check({PREFILL: 4, DECODE: 5})
+    with pytest.raises(InvalidRequest, match=r"1 prefill workers would carry .* and 10\.00 came .*--force"):
+        await guard.check({PREFILL: 1})
+
+
+async def test_guard_without_load_or_evidence_allows_everything() -> None:
+    bench = Bench()
+    await bench.begin()
+    await bench.scaler.scale({PREFILL: 4, DECODE: 4}, grace_s=1.0, report=lambda _text: None)
+    guard = make_guard(bench)
+    bench.report(rate=0.0)
+    await guard.check({PREFILL: 1, DECODE: 1})
+    bench.reports = None
+    await guard.check({PREFILL: 1, DECODE: 1})

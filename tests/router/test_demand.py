@@ -1,0 +1,95 @@
+import pytest
+
+from common.clock import ManualClock
+from router.demand import NUM_SAMPLED, REMEMBERED_S, Answered, DemandMeter
+from workload.slo import Slo
+
+
+def make_answer(*, num_prompt_tokens: int = 100, ttft_s: float = 0.1, itl_s: float | None = 0.01) -> Answered:
+    return Answered(
+        num_prompt_tokens=num_prompt_tokens,
+        num_computed_tokens=num_prompt_tokens // 2,
+        num_output_tokens=7,
+        ttft_s=ttft_s,
+        itl_s=itl_s,
+    )
+
+
+class Harness:
+    def __init__(self) -> None:
+        self.clock = ManualClock(1000.0)
+        self.meter = DemandMeter(self.clock)
+
+    def arrive(self, *counts: int) -> None:
+        """So many in each of the next seconds."""
+        for count in counts:
+            for _ in range(count):
+                self.meter.note_arrival()
+            self.clock.advance(1.0)
+
+
+def test_demand_counts_the_last_full_seconds_only() -> None:
+    harness = Harness()
+    harness.arrive(5, 1, 2, 3)
+    harness.meter.note_arrival()  # of the second that is not over
+    demand = harness.meter.demand(3.0, num_queued=4, num_queued_tokens=400)
+    assert (demand.window_s, demand.num_arrived) == (3.0, 6)
+    assert (demand.num_queued, demand.num_queued_tokens) == (4, 400)
+
+
+def test_demand_of_a_young_router_says_how_long_it_has_run() -> None:
+    harness = Harness()
+    assert harness.meter.demand(10.0, num_queued=0, num_queued_tokens=0).window_s == 0.0
+    harness.arrive(1, 1)
+    demand = harness.meter.demand(10.0, num_queued=0, num_queued_tokens=0)
+    assert (demand.window_s, demand.num_arrived) == (2.0, 2)
+
+
+def test_demand_forgets_what_is_older_than_its_memory() -> None:
+    harness = Harness()
+    harness.arrive(9, *[0] * REMEMBERED_S)
+    demand = harness.meter.demand(1e6, num_queued=0, num_queued_tokens=0)
+    assert (demand.window_s, demand.num_arrived) == (REMEMBERED_S, 0)
+
+
+def test_demand_tells_refusals_and_answers_within_the_objectives() -> None:
+    harness = Harness()
+    harness.meter.judge_by(Slo(ttft_s=1.0, itl_s=0.05, ttft_tokens=1000))
+    harness.meter.note_refusal()
+    harness.meter.note_answer(make_answer(ttft_s=1.0))
+    harness.meter.note_answer(make_answer(ttft_s=1.5))
+    harness.meter.note_answer(make_answer(ttft_s=1.5, num_prompt_tokens=2000))
+    harness.meter.note_answer(make_answer(itl_s=0.06))
+    harness.meter.note_answer(make_answer(itl_s=None))
+    harness.clock.advance(1.0)
+    demand = harness.meter.demand(5.0, num_queued=0, num_queued_tokens=0)
+    assert (demand.num_refused, demand.num_finished, demand.num_good) == (1, 5, 3)
+    assert (demand.ttft_p90_s, demand.itl_p90_s) == (1.5, 0.06)
+    assert (demand.shapes[0].num_computed_tokens, demand.shapes[0].num_output_tokens) in ((50, 7), (1000, 7))
+
+
+def test_demand_without_answers_has_no_percentiles() -> None:
+    harness = Harness()
+    harness.arrive(3)
+    demand = harness.meter.demand(5.0, num_queued=0, num_queued_tokens=0)
+    assert (demand.shapes, demand.ttft_p90_s, demand.itl_p90_s) == ((), None, None)
+
+
+def test_demand_samples_busy_and_quiet_seconds_by_their_share() -> None:
+    harness = Harness()
+    for count, size in ((3000, 10), (1000, 20)):
+        for _ in range(count):
+            harness.meter.note_answer(make_answer(num_prompt_tokens=size))
+        harness.clock.advance(1.0)
+    demand = harness.meter.demand(5.0, num_queued=0, num_queued_tokens=0)
+    assert len(demand.shapes) == NUM_SAMPLED
+    num_of_busy = sum(shape.num_prompt_tokens == 10 for shape in demand.shapes)
+    assert 0.6 < num_of_busy / NUM_SAMPLED < 0.9
+
+
+@pytest.mark.parametrize(("counts", "expected"), [([4] * 20, 0.0), ([20, 0, 0, 0, 0] * 4, 16.842), ([0] * 20, 1.0)])
+def test_demand_tells_even_from_bursty_arrivals(counts: list[int], expected: float) -> None:
+    harness = Harness()
+    harness.arrive(*counts)
+    demand = harness.meter.demand(10.0, num_queued=0, num_queued_tokens=0)
+    assert demand.burstiness == pytest.approx(expected, abs=1e-3)
