@@ -33,7 +33,8 @@ class State(enum.Enum):
 TERMINAL = frozenset({State.FINISHED, State.FAILED, State.CANCELLED})
 _ENDS = TERMINAL - {State.FINISHED}
 _NEXT: dict[State, frozenset[State]] = {
-    State.QUEUED: frozenset({State.RESERVING}) | _ENDS,
+    # FINISHED: of an answer that is resumed nothing was missing but the end.
+    State.QUEUED: frozenset({State.RESERVING, State.FINISHED}) | _ENDS,
     State.RESERVING: frozenset({State.PREFILLING, State.QUEUED}) | _ENDS,
     # FINISHED: the first token was the last one. DECODING: a local plan has no handoff.
     State.PREFILLING: frozenset({State.HANDOFF, State.DECODING, State.FINISHED, State.QUEUED}) | _ENDS,

@@ -50,6 +50,16 @@ class TokenLedger:
         gaps = self.gaps[skip:]
         return sum(gap_s * count for gap_s, count in gaps) / sum(count for _, count in gaps) if gaps else None
 
+    def resume(self, sample_index: int, token_ids: TokenArray) -> None:
+        """Take tokens that another router has delivered; they count, and have no time."""
+        assert not self._samples[sample_index].token_ids, "a sample is resumed before its first token"
+        self._samples[sample_index].token_ids = token_ids[:]
+        self.has_prompt_logprobs |= bool(token_ids)  # they come with the first token
+
+    def finish(self, sample_index: int) -> None:
+        """Take a sample as ended."""
+        self._finish(self._samples[sample_index])
+
     def output(self, sample_index: int) -> TokenArray:
         """Return a copy of the delivered tokens of a sample."""
         return self._samples[sample_index].token_ids[:]

@@ -162,7 +162,12 @@ class Orchestrator:
         """Run a job beside the block, which takes its messages. Leaving the block early cancels the job."""
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         record = RequestRecord(job, life, self._clock, deadline_s)
-        accepted = inference_pb2.Accepted(request_id=job.request_id, num_prompt_tokens=len(job.prompt_token_ids))
+        accepted = inference_pb2.Accepted(
+            request_id=job.request_id,
+            num_prompt_tokens=len(job.prompt_token_ids),
+            seed=job.sampling.seed,
+            fingerprint=job.model.fingerprint,
+        )
         record.outbox.put(inference_pb2.GenerateResponse(accepted=accepted))
         with self.recordings.following(record, ticket.account.tenant.name):
             async with self._census.owned(self._run(record, ticket)):
@@ -173,7 +178,8 @@ class Orchestrator:
         try:
             async with asyncio.timeout_at(record.deadline_s):
                 samples = range(record.job.sampling.n)
-                await self._serve(_Leg(record=record, ticket=ticket, samples=samples, life=record.life))
+                leg = _Leg(record=record, ticket=ticket, samples=samples, life=record.life)
+                await (self._resume(leg) if record.job.begun else self._serve(leg))
             record.life.advance(State.FINISHED)
             record.outbox.put(inference_pb2.GenerateResponse(completed=record.completed))
             self._metrics.observe(record)
@@ -189,6 +195,16 @@ class Orchestrator:
         finally:
             self._admission.settle(ticket, record.service)
         record.outbox.close(error)
+
+    async def _resume(self, leg: _Leg) -> None:
+        """Serve what another router has left of a request."""
+        remaining = leg.record.ledger.unfinished(leg.samples)
+        if not remaining:
+            return
+        if len(leg.samples) > 1 and leg.record.ledger.num_tokens:
+            await self._serve_apart(leg, remaining)
+        else:
+            await self._serve(leg)
 
     async def _serve(self, leg: _Leg) -> None:
         """Serve a leg until its samples have ended, with a new plan after every lost worker."""

@@ -27,6 +27,14 @@ class Delivery(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """What another router has delivered of a sample. Checked, but the client's word: tokens and no more."""
+
+    token_ids: TokenArray
+    is_finished: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A request that passed every check."""
 
@@ -37,6 +45,8 @@ class Job:
     sampling: SamplingParams
     model: ModelFacts
     delivery: Delivery = Delivery.ROUTER
+    begun: tuple[Begun, ...] = ()
+    """The first samples, as far as another router has brought them; empty for a new request."""
 
     def hashes(self, output: TokenArray) -> BlockHashes:
         """Return the hashes of the full blocks of prompt and output. The prompt is not hashed again."""
@@ -68,6 +78,10 @@ class RequestRecord:
 
     def __post_init__(self) -> None:
         self.ledger = TokenLedger(num_samples=self.job.sampling.n, clock=self.clock)
+        for index, sample in enumerate(self.job.begun):
+            self.ledger.resume(index, sample.token_ids)
+            if sample.is_finished:
+                self.ledger.finish(index)
 
     def output_of(self, samples: range) -> TokenArray:
         """Return the tokens that a worker must go on from; several samples begin together, from nothing."""
@@ -135,11 +149,12 @@ class RequestRecord:
     @property
     def usage(self) -> inference_pb2.Usage:
         """Token counts so far."""
+        num_prompt_tokens = len(self.job.prompt_token_ids)
         return inference_pb2.Usage(
-            num_prompt_tokens=len(self.job.prompt_token_ids),
+            num_prompt_tokens=num_prompt_tokens,
             num_output_tokens=self.ledger.num_tokens,
-            num_cached_tokens=self.num_cached_tokens,
-            num_decode_cached_tokens=self.num_decode_cached_tokens,
+            num_cached_tokens=min(self.num_cached_tokens, num_prompt_tokens),  # of a resumed answer they may be more
+            num_decode_cached_tokens=min(self.num_decode_cached_tokens, num_prompt_tokens),
             num_pulled_tokens=self.num_pulled_tokens,
         )
 

@@ -4,15 +4,15 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
-from common.errors import InvalidRequest, PromptTooLong, UnknownModel
+from common.errors import InvalidRequest, PromptTooLong, UnknownModel, WorkerLost
 from common.ids import RequestId
 from common.sampling import SamplingParams
 from common.tokens import TokenArray
-from common.wire import sampling_from_proto, token_ids_from_proto
+from common.wire import sampling_from_proto, token_ids_from_proto, unpack_tokens
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from router.codec import Codec
 from router.facts import ModelFacts
-from router.record import Delivery, Job
+from router.record import Begun, Delivery, Job
 from router.token_cache import Encoded
 
 CHAT_ROLES = ("system", "user", "assistant")
@@ -38,6 +38,7 @@ class RequestReader:
         if not prompt:
             raise InvalidRequest("the prompt is empty", field="prompt")
         sampling = self._sampling(message.sampling, len(prompt), model)
+        begun = _begun(message, sampling, model) if message.HasField("resume") else ()
         _check_pages(len(prompt), sampling, model)
         return Job(
             delivery=Delivery.DIRECT if message.direct else Delivery.ROUTER,
@@ -46,6 +47,7 @@ class RequestReader:
             prompt_hashes=encoded.hashes(root=model.root, block_size=model.block_size),
             sampling=sampling,
             model=model,
+            begun=begun,
         )
 
     async def encode_text(self, text: str, model: ModelFacts | None) -> TokenArray:
@@ -109,6 +111,29 @@ class RequestReader:
         sampling.validate(vocab_size=model.vocab_size)
         max_tokens = min(sampling.max_tokens, model.max_model_len - num_prompt_tokens)
         return replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
+
+
+def _begun(message: inference_pb2.GenerateRequest, sampling: SamplingParams, model: ModelFacts) -> tuple[Begun, ...]:
+    """Return how far another router came. Raises InvalidRequest; WorkerLost when it had another model."""
+    resume = message.resume
+    if resume.fingerprint and resume.fingerprint != model.fingerprint:
+        raise WorkerLost(f"the workers of the model that began this answer ({resume.fingerprint[:64]}) are gone")
+    if len(resume.samples) > sampling.n:
+        raise InvalidRequest(f"{len(resume.samples)} samples; sampling.n is {sampling.n}", field="resume.samples")
+    samples = []
+    for position, sample in enumerate(resume.samples):
+        field = f"resume.samples[{position}]"
+        tokens = unpack_tokens(sample.tokens, vocab_size=model.vocab_size, field=f"{field}.tokens")
+        if len(tokens) > sampling.max_tokens or (len(tokens) == sampling.max_tokens and not sample.is_finished):
+            raise InvalidRequest(
+                f"{len(tokens)} tokens leave nothing of max_tokens, {sampling.max_tokens}", field=f"{field}.tokens"
+            )
+        if sample.is_finished and not tokens:
+            raise InvalidRequest("no token, and yet an end", field=f"{field}.is_finished")
+        samples.append(Begun(token_ids=tokens, is_finished=sample.is_finished))
+    if any(sample.token_ids for sample in samples) and not message.sampling.HasField("seed"):
+        raise InvalidRequest("needed to go on: the one that Accepted told", field="sampling.seed")
+    return tuple(samples)
 
 
 def _check_chars(num_chars: int, model: ModelFacts | None, *, field: str) -> None:

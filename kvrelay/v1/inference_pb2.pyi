@@ -134,6 +134,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     OBJECTIVE_FIELD_NUMBER: _builtins.int
     DIRECT_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Plain text, tokenized as it is."""
     model: _builtins.str
@@ -160,6 +161,12 @@ class GenerateRequest(_message.Message):
     def objective(self) -> Global___ServiceObjective:
         """What this request needs; an unset one takes serving.yaml's."""
 
+    @_builtins.property
+    def resume(self) -> Global___Resume:
+        """The answer was begun by another router, which is gone: go on behind these tokens. Needs the same prompt and sampling,
+        the seed included, which that router told in Accepted.
+        """
+
     def __init__(
         self,
         *,
@@ -172,16 +179,71 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         objective: Global___ServiceObjective | None = ...,
         direct: _builtins.bool = ...,
+        resume: Global___Resume | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "objective", b"objective", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "objective", b"objective", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "direct", b"direct", "label", b"label", "model", b"model", "objective", b"objective", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "direct", b"direct", "label", b"label", "model", b"model", "objective", b"objective", "priority", b"priority", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Resume(_message.Message):
+    """An answer so far. What comes then is what would have come, each token once; counts include what is here."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    """Accepted.fingerprint of the router that began; another model would go on with other tokens."""
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumedSample]:
+        """Sample i at place i, at most `sampling.n`; those left out have no token yet."""
+
+    def __init__(
+        self,
+        *,
+        samples: _abc.Iterable[Global___ResumedSample] | None = ...,
+        fingerprint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resume: _TypeAlias = Resume  # noqa: Y015
+
+@_typing.final
+class ResumedSample(_message.Message):
+    """One sample so far."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    IS_FINISHED_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.bytes
+    """Little-endian uint32, 4 bytes a token; fewer than max_tokens, unless the sample has ended."""
+    is_finished: _builtins.bool
+    """Whether its last token had a finish reason."""
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.bytes = ...,
+        is_finished: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_finished", b"is_finished", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumedSample: _TypeAlias = ResumedSample  # noqa: Y015
 
 @_typing.final
 class ServiceObjective(_message.Message):
@@ -312,19 +374,27 @@ class Accepted(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Minted by the router."""
     num_prompt_tokens: _builtins.int
     """Prompt length."""
+    seed: _builtins.int
+    """The seed that is used: the request's, or one that the router drew."""
+    fingerprint: _builtins.str
+    """ModelInfo.fingerprint of the model that answers."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         num_prompt_tokens: _builtins.int = ...,
+        seed: _builtins.int = ...,
+        fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
