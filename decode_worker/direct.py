@@ -18,6 +18,7 @@ import hmac
 from collections.abc import Awaitable, Callable, Sequence
 
 from common.errors import AccessDenied, ClientGone, InvalidRequest, KvrelayError
+from common.sampling import MAX_N
 from common.token_batches import merge_tokens, runs_of
 from kvrelay.v1 import decode_pb2 as pb
 
@@ -101,9 +102,12 @@ class DirectAnswer:
     # For the client.
 
     async def stream(self, num_received: Sequence[int], write: Write) -> None:
-        """Send what the client lacks until the answer is complete. Raises KvrelayError."""
-        if len(num_received) > self._samples.stop:
-            raise InvalidRequest(f"{len(num_received)} counts for {self._samples.stop} samples", field="num_received")
+        """Send what the client lacks until the answer is complete. Raises KvrelayError.
+
+        Counts of samples that are answered elsewhere are ignored: after a loss each of them has a call of its own.
+        """
+        if len(num_received) > MAX_N:
+            raise InvalidRequest(f"{len(num_received)} counts; at most {MAX_N}", field="num_received")
         self._wake()  # a stream before this one ends
         mine = self._reader = asyncio.Event()
         self._patience.cancel()

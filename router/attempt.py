@@ -112,7 +112,8 @@ class Attempt:
         if response is None or not response.HasField("reserved"):
             raise AttemptFailed(decode, EngineFault("the first message does not tell of a reservation"))
         if self.booking.prefill is not None and not self.record.ledger.has_tokens:
-            self.record.num_decode_cached_tokens = response.reserved.num_cached_tokens
+            num_prompt_tokens = len(self.record.job.prompt_token_ids)
+            self.record.num_decode_cached_tokens = min(response.reserved.num_cached_tokens, num_prompt_tokens)
         self.record.num_attempts = max(self.record.num_attempts, self.number)
         chosen = plan_to_proto(self.booking.plan, attempt=self.number)
         self.record.outbox.put(inference_pb2.GenerateResponse(plan=chosen))
@@ -242,9 +243,11 @@ class Attempt:
         )
         self.booking.decision.num_cached_tokens = started.num_cached_tokens
         if not self.record.ledger.has_tokens:
-            self.record.num_cached_tokens = started.num_cached_tokens
-            self.record.num_pulled_tokens = started.num_pulled_tokens
-            self.on_started(started.num_cached_tokens)
+            # Of an answer that another router began, output tokens may be cached, too.
+            num_cached_tokens = min(started.num_cached_tokens, len(self.record.job.prompt_token_ids))
+            self.record.num_cached_tokens = num_cached_tokens
+            self.record.num_pulled_tokens = min(started.num_pulled_tokens, num_cached_tokens)
+            self.on_started(num_cached_tokens)
 
     def _note_first_token(self) -> None:
         """Note, once, when the first token came; gaps between tokens count from here on."""

@@ -149,12 +149,11 @@ class RequestRecord:
     @property
     def usage(self) -> inference_pb2.Usage:
         """Token counts so far."""
-        num_prompt_tokens = len(self.job.prompt_token_ids)
         return inference_pb2.Usage(
-            num_prompt_tokens=num_prompt_tokens,
+            num_prompt_tokens=len(self.job.prompt_token_ids),
             num_output_tokens=self.ledger.num_tokens,
-            num_cached_tokens=min(self.num_cached_tokens, num_prompt_tokens),  # of a resumed answer they may be more
-            num_decode_cached_tokens=min(self.num_decode_cached_tokens, num_prompt_tokens),
+            num_cached_tokens=self.num_cached_tokens,
+            num_decode_cached_tokens=self.num_decode_cached_tokens,
             num_pulled_tokens=self.num_pulled_tokens,
         )
 

@@ -2,11 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, TypeAlias, TypeVar, Unpack
 
 import grpc
 
-from common.errors import Cancelled
+from common.errors import Cancelled, KvrelayError
 from common.rpc import client_channel
 from kvrelay.client.collect import EventBuffer
 from kvrelay.client.convert import (
@@ -18,7 +18,17 @@ from kvrelay.client.convert import (
 )
 from kvrelay.client.decisions import Decision
 from kvrelay.client.direct import DirectCall
-from kvrelay.client.records import ChatTurn, Event, Generation, ModelInfo, Prompt, ServiceTerms, Tokenization
+from kvrelay.client.failover import Attempts, RouterList, countdown
+from kvrelay.client.records import (
+    ChatTurn,
+    Event,
+    Generation,
+    ModelInfo,
+    Prompt,
+    SampleSoFar,
+    ServiceTerms,
+    Tokenization,
+)
 from kvrelay.client.requests import SamplingOptions, as_conversation, credentials, generate_request, tokenize_request
 from kvrelay.client.status import ClusterStatus
 from kvrelay.client.sync_client import DEFAULT_ADDRESS
@@ -26,6 +36,9 @@ from kvrelay.client.traffic import AsyncTrafficStream
 from kvrelay.v1 import decode_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 _T = TypeVar("_T")
+Call: TypeAlias = "grpc.aio.UnaryStreamCall[Any, inference_pb2.GenerateResponse] | DirectCall"
+Send: TypeAlias = Callable[[str, inference_pb2.GenerateRequest, Sequence[SampleSoFar]], Call]
+"""Starts a call at a router; of a resumed request with what has arrived."""
 
 
 class AsyncGenerationStream(AsyncIterator[Event]):
@@ -35,13 +48,17 @@ class AsyncGenerationStream(AsyncIterator[Event]):
     `break` does in `async for event in client.stream(…)`) cancels the request at once: the cluster stops computing it.
     """
 
-    def __init__(
-        self, call: "grpc.aio.UnaryStreamCall[Any, inference_pb2.GenerateResponse] | DirectCall", *, address: str
-    ) -> None:
-        self._call = call
-        self._messages = aiter(call)
-        self._address = address
+    def __init__(self, send: "Send", request: inference_pb2.GenerateRequest, routers: RouterList) -> None:
+        self._send = send
+        self._request = request
+        self._attempts = Attempts(routers)
         self._events = EventBuffer()
+        self._start()
+
+    def _start(self) -> None:
+        self._address = self._attempts.routers.current
+        self._call = self._send(self._address, self._events.resumed(self._request), self._events.so_far())
+        self._messages = aiter(self._call)
 
     async def __anext__(self) -> Event:
         """Return the next event. Raises StopAsyncIteration at the end and after `aclose`, KvrelayError on failure."""
@@ -74,7 +91,8 @@ class AsyncGenerationStream(AsyncIterator[Event]):
         try:
             message = await anext(self._messages, None)
         except grpc.RpcError as error:
-            raise error_from_rpc(error, address=self._address) from None
+            await self._go_on(error_from_rpc(error, address=self._address))
+            return
         except asyncio.CancelledError:
             if _is_being_cancelled():
                 raise
@@ -84,8 +102,16 @@ class AsyncGenerationStream(AsyncIterator[Event]):
             return
         if message is None:
             self._events.finish()
-        else:
-            self._events.feed(message)
+            return
+        self._events.feed(message)
+        if message.HasField("tokens"):
+            self._attempts.succeeded()
+
+    async def _go_on(self, error: KvrelayError) -> None:
+        """Start again at another router. Raises the error when that cannot help."""
+        await asyncio.sleep(self._attempts.failed(error, address=self._address))
+        if not self._events.has_ended:  # else it was closed meanwhile
+            self._start()
 
     def _cancel(self) -> None:
         if not self._events.has_ended:
@@ -110,26 +136,39 @@ class AsyncGenerationStream(AsyncIterator[Event]):
 class AsyncClient:
     """A connection to a kvrelay cluster. Connects on first use; from then on it belongs to that event loop.
 
-    `timeout_s` is the deadline of every call that does not name its own; None waits as long as the cluster does. A
-    stream's deadline covers all of it. `api_key` tells a cluster that asks for one who is calling.
+    `addresses` are those of the routers, as a list or with commas: while one cannot be reached the next one is called,
+    and an answer that had begun goes on there. `max_attempts` bounds the calls that may fail in a row; by default one
+    router is called once, several are called six times each within seconds. `timeout_s` is the deadline of every call
+    that does not name its own; None waits as long as the cluster does. A stream's deadline covers all of it. `api_key`
+    tells a cluster that asks for one who is calling. Raises InvalidRequest.
     `direct` streams tokens straight from the decode workers, which must be reachable from here; nothing else changes.
     """
 
     def __init__(
         self,
-        address: str = DEFAULT_ADDRESS,
+        addresses: str | Sequence[str] = DEFAULT_ADDRESS,
         *,
         timeout_s: float | None = None,
         api_key: str | None = None,
         direct: bool = False,
+        max_attempts: int | None = None,
     ) -> None:
-        self.address = address
+        self._routers = RouterList(addresses, max_attempts=max_attempts)
         self._timeout_s = timeout_s
         self._metadata = credentials(api_key)
         self._is_direct = direct
-        self._worker_channels: dict[str, grpc.aio.Channel] = {}
-        self._channel: grpc.aio.Channel | None = None
-        self._lazy_stub: inference_pb2_grpc.InferenceServiceAsyncStub | None = None  # a class of the type stubs only
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        """To routers and, in direct mode, workers: by address."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """All routers that it knows."""
+        return self._routers.addresses
+
+    @property
+    def address(self) -> str:
+        """The router that calls go to."""
+        return self._routers.current
 
     async def generate(
         self,
@@ -163,11 +202,14 @@ class AsyncClient:
         """Send the request and return its events. Raises InvalidRequest for values that cannot be sent."""
         request = generate_request(prompt, sampling, model=model, label=label, terms=terms)
         request.direct = self._is_direct
-        call = self._stub().Generate(request, timeout=self._deadline_s(timeout_s), metadata=self._metadata)
-        if self._is_direct:
-            num_samples = request.sampling.n if request.sampling.HasField("n") else 1
-            return AsyncGenerationStream(DirectCall(call, self._worker, num_samples=num_samples), address=self.address)
-        return AsyncGenerationStream(call, address=self.address)
+        time_left = countdown(self._deadline_s(timeout_s))
+        num_samples = request.sampling.n if request.sampling.HasField("n") else 1
+
+        def send(address: str, request: inference_pb2.GenerateRequest, so_far: Sequence[SampleSoFar]) -> "Call":
+            call = self._stub(address).Generate(request, timeout=time_left(), metadata=self._metadata)
+            return DirectCall(call, self._worker, num_samples=num_samples, so_far=so_far) if request.direct else call
+
+        return AsyncGenerationStream(send, request, self._routers)
 
     async def chat(
         self,
@@ -201,24 +243,25 @@ class AsyncClient:
 
     async def tokenize(self, source: str | Sequence[ChatTurn], *, timeout_s: float | None = None) -> Tokenization:
         """Return the tokens that `generate` would make of text or of a conversation."""
-        return tokenization_from_proto(await self._unary(self._stub().Tokenize, tokenize_request(source), timeout_s))
+        request = tokenize_request(source)
+        return tokenization_from_proto(await self._unary(lambda stub: stub.Tokenize, request, timeout_s))
 
     async def models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
         """Return the served models."""
         request = inference_pb2.ListModelsRequest()
-        return models_from_proto(await self._unary(self._stub().ListModels, request, timeout_s))
+        return models_from_proto(await self._unary(lambda stub: stub.ListModels, request, timeout_s))
 
     async def status(self, *, timeout_s: float | None = None) -> ClusterStatus:
         """Return what the router and every worker hold right now."""
         request = inference_pb2.GetClusterStatusRequest()
-        return status_from_proto(await self._unary(self._stub().GetClusterStatus, request, timeout_s))
+        return status_from_proto(await self._unary(lambda stub: stub.GetClusterStatus, request, timeout_s))
 
     async def explain(
         self, request_id: str | None = None, *, limit: int = 20, timeout_s: float | None = None
     ) -> tuple[Decision, ...]:
         """Return why a request went where it went, or the latest decisions; newest first, at most `limit`."""
         request = inference_pb2.ExplainRequest(request_id=request_id or "", limit=limit)
-        return decisions_from_proto(await self._unary(self._stub().Explain, request, timeout_s))
+        return decisions_from_proto(await self._unary(lambda stub: stub.Explain, request, timeout_s))
 
     def record(self, *, duration_s: float | None = None) -> AsyncTrafficStream:
         """Record what the caller's requests are like while they come: when, how long, which begin alike; no content.
@@ -227,37 +270,45 @@ class AsyncClient:
         ends when the last of them has ended. It has no deadline.
         """
         request = inference_pb2.RecordTrafficRequest(duration_s=duration_s or 0.0)
-        return AsyncTrafficStream(self._stub().RecordTraffic(request, metadata=self._metadata), address=self.address)
+        address = self.address
+        return AsyncTrafficStream(self._stub(address).RecordTraffic(request, metadata=self._metadata), address=address)
 
     async def aclose(self) -> None:
-        """Close the channel; running calls are cancelled."""
-        channel, self._channel, self._lazy_stub = self._channel, None, None
-        worker_channels, self._worker_channels = self._worker_channels, {}
-        for one in (channel, *worker_channels.values()):
-            if one is not None:
-                await one.close()
+        """Close the channels; running calls are cancelled."""
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            await channel.close()
 
-    async def _unary(self, method: Callable[..., Awaitable[_T]], request: Any, timeout_s: float | None) -> _T:
-        try:
-            return await method(request, timeout=self._deadline_s(timeout_s), metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, address=self.address) from None
-        except asyncio.CancelledError:
-            if _is_being_cancelled():
-                raise
-            raise Cancelled("the client was closed during the call") from None
+    async def _unary(
+        self,
+        method: "Callable[[inference_pb2_grpc.InferenceServiceAsyncStub], Callable[..., Awaitable[_T]]]",
+        request: Any,
+        timeout_s: float | None,
+    ) -> _T:
+        attempts, time_left = Attempts(self._routers), countdown(self._deadline_s(timeout_s))
+        while True:
+            address = self.address
+            try:
+                return await method(self._stub(address))(request, timeout=time_left(), metadata=self._metadata)
+            except grpc.RpcError as error:
+                failure = error_from_rpc(error, address=address)
+            except asyncio.CancelledError:
+                if _is_being_cancelled():
+                    raise
+                raise Cancelled("the client was closed during the call") from None
+            await asyncio.sleep(attempts.failed(failure, address=address))
 
-    def _stub(self) -> "inference_pb2_grpc.InferenceServiceAsyncStub":
-        if self._lazy_stub is None:  # not in __init__: a channel belongs to the loop that runs when it is made
-            self._channel = client_channel(self.address)
-            self._lazy_stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
-        return self._lazy_stub
+    def _stub(self, address: str) -> "inference_pb2_grpc.InferenceServiceAsyncStub":
+        return inference_pb2_grpc.InferenceServiceStub(self._channel(address))
 
     def _worker(self, address: str) -> "decode_pb2_grpc.DirectServiceAsyncStub":
         """Return the stub of a decode worker that tokens are streamed from."""
-        if address not in self._worker_channels:
-            self._worker_channels[address] = client_channel(address)
-        return decode_pb2_grpc.DirectServiceStub(self._worker_channels[address])
+        return decode_pb2_grpc.DirectServiceStub(self._channel(address))
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:  # not in __init__: a channel belongs to the loop that runs when it is made
+            self._channels[address] = client_channel(address)
+        return self._channels[address]
 
     def _deadline_s(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout_s

@@ -15,9 +15,11 @@ from kvrelay.client.records import (
     PositionLogprobs,
     PromptLogprobs,
     Sample,
+    SampleSoFar,
     Token,
     TokenRun,
 )
+from kvrelay.client.requests import resumed_request
 from kvrelay.v1 import inference_pb2
 
 
@@ -90,6 +92,19 @@ class GenerationBuilder:
             case Completed():
                 self._completed = event
 
+    @property
+    def accepted(self) -> Accepted | None:
+        """The first event; None before it."""
+        return self._accepted
+
+    def so_far(self) -> tuple[SampleSoFar, ...]:
+        """Return what has arrived of the samples, up to the last one of which anything has."""
+        samples = [self._samples.get(index, _SampleBuilder()) for index in range(max(self._samples, default=-1) + 1)]
+        return tuple(
+            SampleSoFar(token_ids=tuple(sample.token_ids), is_finished=sample.finish_reason is not None)
+            for sample in samples
+        )
+
     def build(self) -> Generation:
         """Return the answer. Raises EngineFault when its events are not complete."""
         accepted, completed = self._accepted, self._completed
@@ -121,6 +136,15 @@ class EventBuffer:
         for event in events_from_proto(message):
             self._builder.add(event)
             self._pending.append(event)
+
+    def so_far(self) -> tuple[SampleSoFar, ...]:
+        """Return what has been received of the samples, taken or not."""
+        return self._builder.so_far()
+
+    def resumed(self, request: inference_pb2.GenerateRequest) -> inference_pb2.GenerateRequest:
+        """Return the request for what is still missing; the request itself before any token."""
+        samples, accepted = self.so_far(), self._builder.accepted
+        return resumed_request(request, samples, accepted) if samples and accepted is not None else request
 
     def take(self) -> Event | None:
         """Return the next event, None when a message must be read first."""

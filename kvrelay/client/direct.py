@@ -6,12 +6,13 @@ order, whoever brings it: what comes twice falls away, what comes early waits, a
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
 
 from common.errors import Cancelled, EngineFault
+from kvrelay.client.records import SampleSoFar
 from kvrelay.v1 import decode_pb2, inference_pb2, sampling_pb2
 
 _FIRST_PAUSE_S = 0.05
@@ -24,10 +25,13 @@ Piece = sampling_pb2.SampleToken | sampling_pb2.TokenRun
 class InOrder:
     """Makes one answer of the tokens of several streams."""
 
-    def __init__(self, num_samples: int) -> None:
+    def __init__(self, num_samples: int, so_far: Sequence[SampleSoFar] = ()) -> None:
+        """`so_far` has arrived by another router; nothing before it is told again."""
         self._next = [0] * num_samples
+        for index, sample in enumerate(so_far):
+            self._next[index] = len(sample.token_ids)
         self._early: list[dict[int, Piece]] = [{} for _ in range(num_samples)]
-        self._num_finished = 0
+        self._num_finished = sum(sample.is_finished for sample in so_far)
         self._has_prompt_logprobs = False
 
     @property
@@ -89,11 +93,12 @@ class DirectCall:
         connect: Callable[[str], Any],
         *,
         num_samples: int,
+        so_far: Sequence[SampleSoFar] = (),
     ) -> None:
         """`connect` returns the DirectService stub of an address. Starts reading at once."""
         self._call = call
         self._connect = connect
-        self._answer = InOrder(num_samples)
+        self._answer = InOrder(num_samples, so_far)
         self._inbox: asyncio.Queue[inference_pb2.GenerateResponse | BaseException | None] = asyncio.Queue()
         self._changed = asyncio.Event()
         self._tasks = {asyncio.create_task(self._read_router())}

@@ -73,11 +73,23 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """First event: the request was admitted."""
+    """First event: the request was admitted. A further one follows when its router was lost and another took over."""
 
     request_id: str
     """Minted by the router; the id in every process's logs."""
     num_prompt_tokens: int
+    seed: int
+    """The one that is used: the request's, or one that the router drew."""
+    fingerprint: str
+    """Of the model that answers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleSoFar:
+    """What has arrived of one sample."""
+
+    token_ids: tuple[int, ...]
+    is_finished: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

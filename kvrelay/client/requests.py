@@ -1,11 +1,12 @@
 """From what a user writes to request messages. Bad values raise here, before anything is sent."""
 
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypedDict
 
 from common.errors import InvalidRequest
-from kvrelay.client.records import ChatMessage, ChatTurn, Prompt, ServiceTerms
+from kvrelay.client.records import Accepted, ChatMessage, ChatTurn, Prompt, SampleSoFar, ServiceTerms
 from kvrelay.v1 import inference_pb2, sampling_pb2
 
 
@@ -73,6 +74,20 @@ def generate_request(
             message.token_ids.SetInParent()  # an empty list is still a list of token ids; the server says what is wrong
             message.token_ids.ids.extend(prompt)  # type: ignore[arg-type]  # _as_chat ruled the other kind out
     return message
+
+
+def resumed_request(
+    request: inference_pb2.GenerateRequest, samples: Sequence[SampleSoFar], accepted: Accepted
+) -> inference_pb2.GenerateRequest:
+    """Return the request for what is missing of an answer that another router began; `request` stays as it is."""
+    resumed = inference_pb2.GenerateRequest()
+    resumed.CopyFrom(request)
+    resumed.sampling.seed = accepted.seed
+    resumed.resume.fingerprint = accepted.fingerprint
+    for sample in samples:
+        tokens = struct.pack(f"<{len(sample.token_ids)}I", *sample.token_ids)
+        resumed.resume.samples.add(tokens=tokens, is_finished=sample.is_finished)
+    return resumed
 
 
 def _set_terms(message: inference_pb2.GenerateRequest, terms: ServiceTerms) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from common.config import ServingConfig, parse_config
@@ -37,6 +37,10 @@ class System:
         """Break every connection of a worker, as its death would."""
         await self.workers[worker_id].server.grpc_server.stop(None)
 
+    async def kill_router(self) -> None:
+        """Break every connection of its clients, and so end what it runs at the workers: as its death would."""
+        await self.router.server.grpc_server.stop(None)
+
     async def drain(self, *worker_ids: str) -> dict[str, int]:
         """Tell the router who is about to go, and who not; returns how many requests run on those that are."""
         request = router_admin_pb2.SetWorkersRequest(workers=self.endpoints)
@@ -62,11 +66,8 @@ async def running_system(
     *, num_prefill: int = 1, num_decode: int = 1, router: dict[str, Any] | None = None, **fake: Any
 ) -> AsyncIterator[System]:
     """Start everything and wait until the router uses every worker; `fake` shapes the engines (make_runtime)."""
-    options = {"recovery_timeout_s": 5.0, "http_port": None, **(router or {})}
-    config: ServingConfig = parse_config({"model": {"engine": "fake"}, "router": options}, source="test")
     async with AsyncExitStack() as stack:
-        running = await serve_router(config, codec=ByteCodec(), host="127.0.0.1", port=0)
-        stack.push_async_callback(running.stop, 0)
+        running, admin = await stack.enter_async_context(_serving_router(router))
         endpoints, workers = [], {}
         for role, name, count in ((PREFILL, "p", num_prefill), (DECODE, "d", num_decode)):
             for i in range(count):
@@ -76,10 +77,38 @@ async def running_system(
                 endpoints.append(
                     router_admin_pb2.WorkerEndpoint(worker_id=f"{name}{i}", role=role, address=worker.address)
                 )
-        channel = client_channel(running.address)
-        stack.push_async_callback(channel.close)
-        admin = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
-        async with asyncio.timeout(TIMEOUT_S):
-            while running.fleet.count_ready() < len(endpoints):
-                await admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=endpoints))
+        await _until_used(running, admin, endpoints)
         yield System(router=running, workers=workers, address=running.address, admin=admin, endpoints=endpoints)
+
+
+@asynccontextmanager
+async def another_router(system: System, *, router: dict[str, Any] | None = None) -> AsyncIterator[System]:
+    """Put one more router in front of the workers of a system; yields the system as that router has it."""
+    async with _serving_router(router) as (running, admin):
+        await _until_used(running, admin, system.endpoints)
+        yield replace(system, router=running, address=running.address, admin=admin)
+
+
+@asynccontextmanager
+async def _serving_router(
+    router: dict[str, Any] | None,
+) -> "AsyncIterator[tuple[RunningRouter, router_admin_pb2_grpc.RouterAdminServiceAsyncStub]]":
+    options = {"recovery_timeout_s": 5.0, "http_port": None, **(router or {})}
+    config: ServingConfig = parse_config({"model": {"engine": "fake"}, "router": options}, source="test")
+    running = await serve_router(config, codec=ByteCodec(), host="127.0.0.1", port=0)
+    channel = client_channel(running.address)
+    try:
+        yield running, router_admin_pb2_grpc.RouterAdminServiceStub(channel)
+    finally:
+        await channel.close()
+        await running.stop(0)
+
+
+async def _until_used(
+    running: RunningRouter,
+    admin: "router_admin_pb2_grpc.RouterAdminServiceAsyncStub",
+    endpoints: list[router_admin_pb2.WorkerEndpoint],
+) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while running.fleet.count_ready() < len(endpoints):
+            await admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=endpoints))

@@ -184,7 +184,7 @@ async def test_a_wrong_capability_is_refused_and_another_requests_one_opens_no_o
 async def test_too_many_counts_are_refused_by_name() -> None:
     async with running_system(router=LOCAL, step_s=0.002, **ENGINE) as system:
         client = Manual(system)
-        error = await error_of(client.stream(await client.open(), 1, 2))
+        error = await error_of(client.stream(await client.open(), *range(65)))
         assert error.field == "num_received"
         await client.aclose()
 

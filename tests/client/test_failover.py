@@ -1,0 +1,183 @@
+"""Several routers: whoever is unreachable is left for the next, and an answer goes on where it was."""
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidRequest, KvrelayError, Overloaded, Unreachable, WorkerLost
+from kvrelay.client import AsyncClient, Client, Event, Generation, Token
+from kvrelay.client.failover import Attempts, RouterList
+from kvrelay.v1 import inference_pb2
+from tests.client.fake_server import FakeInference, Step, accepted, completed, hello_world, remote_plan, serving, tokens
+
+NOBODY = "127.0.0.1:1"
+GONE = Unreachable("gone")
+Ask = Callable[..., tuple[list[Event], Generation]]
+
+
+def ask_blocking(addresses: str | Sequence[str], **options: Any) -> tuple[list[Event], Generation]:
+    with Client(addresses, timeout_s=60) as client, client.stream("Hi", **options) as stream:
+        events = list(stream)
+        return events, stream.result()
+
+
+def ask_async(addresses: str | Sequence[str], **options: Any) -> tuple[list[Event], Generation]:
+    async def ask() -> tuple[list[Event], Generation]:
+        async with AsyncClient(addresses, timeout_s=60) as client, client.stream("Hi", **options) as stream:
+            events = [event async for event in stream]
+            return events, await stream.result()
+
+    return asyncio.run(ask())
+
+
+@pytest.fixture(params=[ask_blocking, ask_async], ids=["blocking", "async"])
+def ask(request: pytest.FixtureRequest) -> Ask:
+    chosen: Ask = request.param
+    return chosen
+
+
+@contextmanager
+def two(first: list[Step], second: list[Step]) -> Iterator[tuple[list[str], FakeInference, FakeInference]]:
+    one, other = FakeInference(), FakeInference()
+    one.script, other.script = first, second
+    with serving(one) as first_address, serving(other) as second_address:
+        yield [first_address, second_address], one, other
+
+
+def known(request: inference_pb2.GenerateRequest) -> list[tuple[list[int], bool]]:
+    samples = request.resume.samples
+    return [(list(struct.unpack(f"<{len(one.tokens) // 4}I", one.tokens)), one.is_finished) for one in samples]
+
+
+def test_first_router_is_unreachable_then_the_second_answers(ask: Ask) -> None:
+    fake = FakeInference()
+    with serving(fake) as address:
+        assert ask([NOBODY, address])[1].text == "Hello world"
+        assert ask(f"{NOBODY}, {address}")[1].text == "Hello world"
+    assert not fake.generate_requests[0].HasField("resume")
+
+
+def test_connection_breaks_midstream_then_the_answer_goes_on_behind_its_tokens(ask: Ask) -> None:
+    first: list[Step] = [accepted(), remote_plan(), tokens(["a", "b"]), tokens(["c"], first_index=2), GONE]
+    second: list[Step] = [accepted(), remote_plan(), tokens(["d"], first_index=3, last="stop"), completed(4)]
+    with two(first, second) as (addresses, _, other):
+        events, generation = ask(addresses, temperature=0.7)
+    assert [(event.token_index, event.text) for event in events if isinstance(event, Token)] == list(enumerate("abcd"))
+    assert (generation.text, generation.samples[0].token_ids) == ("abcd", (100, 101, 102, 103))
+    assert len(generation.plans) == 2
+    (request,) = other.generate_requests
+    assert known(request) == [([100, 101, 102], False)]
+    assert (request.resume.fingerprint, request.sampling.seed, request.text) == ("f00d", 7, "Hi")
+    assert request.sampling.temperature == 0.7
+
+
+def test_samples_that_ended_are_told_as_ended_and_those_without_tokens_as_empty(ask: Ask) -> None:
+    first: list[Step] = [
+        *(accepted(), remote_plan()),
+        *(tokens(["x"], sample_index=2), tokens(["a", "b"], last="stop"), GONE),
+    ]
+    second: list[Step] = [
+        *(accepted(), remote_plan(), tokens(["p"], sample_index=1, last="length")),
+        *(tokens(["y"], sample_index=2, first_index=1, last="stop"), completed()),
+    ]
+    with two(first, second) as (addresses, _, other):
+        generation = ask(addresses, n=3)[1]
+    assert [sample.text for sample in generation.samples] == ["ab", "p", "xy"]
+    assert known(other.generate_requests[0]) == [([100, 101], True), ([], False), ([100], False)]
+
+
+def test_answer_that_lacked_only_its_end_gets_it_from_the_next_router(ask: Ask) -> None:
+    first: list[Step] = [accepted(), remote_plan(), tokens(["a"], last="stop"), GONE]
+    with two(first, [accepted(), completed(1)]) as (addresses, _, _other):
+        assert ask(addresses)[1].text == "a"
+
+
+@pytest.mark.parametrize("error", [Overloaded("full"), WorkerLost("no worker"), InvalidRequest("bad")])
+def test_error_of_a_router_that_answers_is_not_tried_elsewhere(ask: Ask, error: KvrelayError) -> None:
+    with two([accepted(), error], hello_world()) as (addresses, _, other):
+        with pytest.raises(type(error)):
+            ask(addresses)
+        assert not other.generate_requests
+
+
+def test_single_address_is_tried_once(ask: Ask) -> None:
+    fake = FakeInference()
+    fake.script = [accepted(), GONE]
+    with serving(fake) as address:
+        with pytest.raises(Unreachable):
+            ask(address)
+        assert len(fake.generate_requests) == 1
+
+
+def test_client_stays_with_the_router_that_works() -> None:
+    with two([accepted(), GONE], hello_world()) as (addresses, one, other), Client(addresses) as client:
+        for _ in range(3):
+            client.generate("Hi")
+        assert client.address == addresses[1]
+        assert (len(one.generate_requests), len(other.generate_requests)) == (1, 3)
+
+
+async def test_reading_calls_go_to_the_next_router_too() -> None:
+    fake = FakeInference()
+    with serving(fake) as address:
+        async with AsyncClient([NOBODY, address]) as client:
+            assert (await client.models())[0].name == "tiny"
+        async with AsyncClient([NOBODY, address]) as client:
+            assert (await client.status()).router.num_completed == 11
+        with Client([NOBODY, address]) as blocking:
+            assert (await asyncio.to_thread(blocking.tokenize, "a b")).token_ids == (1, 2)
+
+
+def test_max_attempts_bounds_what_fails_in_a_row(ask: Ask) -> None:
+    fake = FakeInference()
+    fake.script = [accepted(), remote_plan(), GONE]
+    with serving(fake) as address, Client(address, max_attempts=3) as client, pytest.raises(Unreachable):
+        client.generate("Hi")
+    assert len(fake.generate_requests) == 3
+
+
+def test_attempts_try_everybody_at_once_and_then_wait_longer_and_longer() -> None:
+    attempts = Attempts(RouterList(["a", "b"], max_attempts=7))
+    waits = []
+    for _ in range(6):
+        waits.append(attempts.failed(GONE, address=attempts.routers.current))
+    assert waits == [0.0, 0.1, 0.0, 0.2, 0.0, 0.4]
+    with pytest.raises(Unreachable):
+        attempts.failed(GONE, address="a")
+    attempts.succeeded()
+    assert attempts.failed(GONE, address="a") == 0.0
+
+
+@pytest.mark.parametrize("addresses", ["", " , ", []])
+def test_no_address_at_all_is_refused(addresses: str | Sequence[str]) -> None:
+    with pytest.raises(InvalidRequest, match="no router"):
+        Client(addresses)
+
+
+def test_max_attempts_below_one_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="at least 1"):
+        AsyncClient("a:1", max_attempts=0)
+
+
+async def test_stream_closed_while_it_waits_for_the_next_attempt_starts_none() -> None:
+    fake = FakeInference()
+    fake.script = [accepted(), GONE]
+    with serving(fake) as address:
+        async with AsyncClient(address, max_attempts=1000) as client:
+            stream = client.stream("Hi")
+            reading = asyncio.create_task(_drain(stream))
+            await asyncio.wait((reading,), timeout=0.2)  # somewhere in between: it is closed at any moment
+            await stream.aclose()
+            await reading
+            seen = len(fake.generate_requests)
+            await client.models()
+            assert len(fake.generate_requests) == seen
+
+
+async def _drain(stream: AsyncIterator[Event]) -> None:
+    async for _ in stream:
+        pass

@@ -1,0 +1,142 @@
+"""Two routers before the same workers: one dies, and its answers go on through the other; and they share fairly."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from kvrelay.client import AsyncClient, AsyncGenerationStream, Generation, PlanChosen, PromptLogprobs, Token, TokenRun
+from tests.e2e.in_process import TIMEOUT_S, System, another_router, running_system
+
+PROMPT = list(range(1, 41))
+SAMPLING: dict[str, Any] = {"temperature": 1.0, "max_tokens": 60, "ignore_eos": True}
+LOCAL: dict[str, Any] = {"local_prefill_max_tokens": 64}
+REMOTE: dict[str, Any] = {"local_prefill_max_tokens": 0}
+ENGINE: dict[str, Any] = {"num_blocks": 512, "step_s": 0.002}
+
+
+@asynccontextmanager
+async def two_routers(
+    *, router: dict[str, Any] = REMOTE, num_decode: int = 1, **fake: Any
+) -> AsyncIterator[tuple[System, System]]:
+    async with (
+        running_system(num_decode=num_decode, router=router, **(ENGINE | fake)) as first,
+        another_router(first, router=router) as second,
+    ):
+        yield first, second
+
+
+async def until_token(stream: AsyncGenerationStream, index: int) -> None:
+    async for event in stream:
+        match event:
+            case Token(token_index=at) | TokenRun(first_token_index=at) if at >= index:
+                return
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "sampled": {},
+    "samples": {"n": 3},
+    "without text": {"detokenize": False},
+    "logprobs": {"logprobs": 1, "prompt_logprobs": 0},
+    "penalty": {"repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    "stop": {"stop": ["~~~"], "seed": 3},
+}
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["routed", "direct"])
+@pytest.mark.parametrize("router", [LOCAL, REMOTE], ids=["local", "remote"])
+@pytest.mark.parametrize("variant", VARIANTS)
+async def test_router_dies_midstream_then_the_other_one_finishes_the_same_answer(
+    router: dict[str, Any], variant: str, direct: bool
+) -> None:
+    sampling = SAMPLING | VARIANTS[variant]
+    async with two_routers(router=router) as (first, second):
+        async with AsyncClient([first.address, second.address], timeout_s=60, direct=direct) as client:
+            stream = client.stream(PROMPT, **sampling)
+            await until_token(stream, 20)
+            await first.kill_router()
+            got = await stream.result()
+            assert client.address == second.address
+        async with second.client() as client:
+            expected = await client.generate(PROMPT, **(sampling | {"seed": got.seed}))
+        assert got.samples == expected.samples
+        assert got.prompt_logprobs == expected.prompt_logprobs
+        assert got.usage.num_output_tokens == expected.usage.num_output_tokens
+        assert got.usage.num_prompt_tokens == len(PROMPT) >= got.usage.num_cached_tokens
+        assert len(got.plans) >= 2
+        await second.until_idle()
+
+
+async def test_stop_string_that_begins_before_the_death_and_ends_after_it_stops() -> None:
+    async with two_routers() as (first, second):
+        async with second.client() as client:
+            whole = (await client.generate(PROMPT, **SAMPLING, seed=5)).samples[0]
+        # From the last token that certainly arrived to one that certainly had not.
+        cut = next(at for at in range(20, 50) if "".join(whole.text[at : at + 2]).isprintable())
+        stop = whole.text[cut : cut + 12]
+        async with AsyncClient([first.address, second.address], timeout_s=60) as client:
+            stream = client.stream(PROMPT, **SAMPLING, seed=5, stop=[stop])
+            await until_token(stream, 20)
+            await first.kill_router()
+            got = await stream.result()
+        assert got.text == whole.text[: whole.text.index(stop)]
+        assert got.samples[0].finish_reason == "stop"
+
+
+async def test_events_come_once_and_in_order_over_the_death() -> None:
+    async with (
+        two_routers() as (first, second),
+        AsyncClient([first.address, second.address], timeout_s=60) as client,
+    ):
+        events = []
+        async for event in client.stream(PROMPT, **SAMPLING, prompt_logprobs=0):
+            events.append(event)
+            if isinstance(event, Token) and event.token_index == 20:
+                await first.kill_router()
+        assert [event.token_index for event in events if isinstance(event, Token)] == list(range(60))
+        assert sum(isinstance(event, PromptLogprobs) for event in events) == 1
+        assert sum(isinstance(event, PlanChosen) for event in events) == 2
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+async def test_router_dies_then_its_requests_hold_nothing_at_either_pool(phase: str) -> None:
+    step_s = 0.05 if phase == "prefill" else 0.005
+    async with two_routers(step_s=step_s) as (first, second), first.client() as client:
+        prompt = list(range(1, 200)) if phase == "prefill" else PROMPT
+        streams = [client.stream([100 + number, *prompt], **(SAMPLING | {"max_tokens": 300})) for number in range(4)]
+        for stream in streams:
+            if phase == "decode":
+                await until_token(stream, 5)
+            else:
+                while not isinstance(await anext(stream), PlanChosen):
+                    pass
+        await first.kill_router()
+        await second.until_idle()
+        for stream in streams:
+            await stream.aclose()
+
+
+async def test_two_routers_under_load_serve_everybody_and_neither_starves() -> None:
+    """Room for a few answers at a time and two dozen asked for: all come, each router gets a fair part of the room."""
+    num_each = 12
+    async with two_routers(num_blocks=160) as (first, second):
+        finished: list[int] = []
+
+        async def ask(system_index: int, client: AsyncClient, number: int) -> Generation:
+            answer = await client.generate([system_index, number, *PROMPT], **(SAMPLING | {"seed": 1}))
+            finished.append(system_index)
+            return answer
+
+        async with first.client() as one, second.client() as other, asyncio.timeout(TIMEOUT_S):
+            answers = await asyncio.gather(
+                *(ask(index, (one, other)[index], number) for number in range(num_each) for index in range(2))
+            )
+            routers = [(await client.status()).router for client in (one, other)]
+        assert all(len(answer.samples[0].token_ids) == 60 for answer in answers)
+        half = finished[:num_each]
+        assert min(half.count(0), half.count(1)) >= num_each // 4
+        assert [(router.num_completed, router.num_failed) for router in routers] == [(num_each, 0)] * 2
+        await first.until_idle()
+        await second.until_idle()
