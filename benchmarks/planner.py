@@ -55,7 +55,11 @@ def simulate(trace: Trace, arm: Arm, *, day: Day) -> Outcome:
     elasticity = None
     if arm.make_planner is not None:
         elasticity = Elasticity(
-            make_planner=arm.make_planner, interval_s=_INTERVAL_S, startup_s=arm.startup_s, flip_s=arm.flip_s
+            make_planner=arm.make_planner,
+            slo=SLO,
+            interval_s=_INTERVAL_S,
+            startup_s=arm.startup_s,
+            flip_s=arm.flip_s,
         )
     shape = ClusterShape(
         num_prefill=arm.first.prefill,

@@ -23,7 +23,6 @@ from router.parts import RouterParts, build_router
 from router.placement.search import Search
 from simulator.client import SimClient
 from simulator.crowd import Crowd, Progress
-from simulator.demand import demand_of
 from simulator.elasticity import Elasticity, PlanNote
 from simulator.executor import Answer, SimExecutor, sim_shape
 from simulator.guard import collecting_rarely, ending_on_faults
@@ -129,13 +128,7 @@ class SimCluster:
 
     async def _serve_elastically(self, crowd: Crowd, arrivals: Iterable[Arrival], elasticity: Elasticity) -> None:
         """Serve while a planner changes the pools. Samples are of the workers of the beginning, so there are none."""
-        planning = PlanningLoop(
-            self._loop,
-            self.pools,
-            self.routers,
-            elasticity,
-            lambda window_s: demand_of(crowd.results, self.routers, self._now_s(), window_s),
-        )
+        planning = PlanningLoop(self._loop, self.pools, self.routers, elasticity)
         planning.start()
         await crowd.serve(arrivals)
         await planning.stop()

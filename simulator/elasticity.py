@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from planner.observation import Pool
 from planner.plan import Planner, PoolSizes, ScalingPlan
+from workload.slo import Slo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +14,8 @@ class Elasticity:
 
     make_planner: Callable[[], Planner]
     """Planners keep what they need of the past: every run has one of its own."""
+    slo: Slo | None = None
+    """By which the routers tell the planner what was good. None: everything that was answered."""
     interval_s: float = 15.0
     """Between two plans."""
     demand_window_s: float = 60.0

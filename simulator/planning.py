@@ -2,10 +2,11 @@
 
 import asyncio
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from common.demand import Demand
+from common.demand_wire import merge_demands
 from planner.observation import Observation, ObservedWorker, Pool
 from planner.plan import Planner
 from router.parts import RouterParts
@@ -26,20 +27,20 @@ class PlanningLoop:
         pools: SimPools,
         routers: Sequence[RouterParts],
         elasticity: Elasticity,
-        demand: Callable[[float], Demand],
     ) -> None:
-        """`demand`: returns what was asked in the last seconds, as many as it is told."""
         self.notes: list[PlanNote] = []
         self._loop = loop
         self._pools = pools
         self._routers = routers
         self._elasticity = elasticity
         self._planner: Planner = elasticity.make_planner()
-        self._demand = demand
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Plan after an interval, and then again and again."""
+        if self._elasticity.slo is not None:
+            for router in self._routers:
+                router.orchestrator.demand.judge_by(self._elasticity.slo)
         self._task = self._loop.create_task(self._run())
 
     async def stop(self) -> None:
@@ -64,7 +65,7 @@ class PlanningLoop:
         elasticity = self._elasticity
         return Observation(
             now_s=self._loop.time(),
-            demand=self._demand(elasticity.demand_window_s),
+            demand=merge_demands([_demand_of(router, elasticity.demand_window_s) for router in self._routers]),
             workers=tuple(self._observed(place) for place in self._pools.places),
             startup_s=dict.fromkeys(Pool, elasticity.startup_s),
             drain_s={pool: self._drain_s(pool) for pool in Pool},
@@ -113,3 +114,10 @@ class PlanningLoop:
             if stay.gone_s > stay.leaving_s
         ]
         return statistics.fmean(times[-8:]) if times else _GUESSED_DRAIN_S
+
+
+def _demand_of(router: RouterParts, window_s: float) -> Demand:
+    admission = router.admission
+    return router.orchestrator.demand.demand(
+        window_s, num_queued=admission.num_queued, num_queued_tokens=admission.num_queued_tokens
+    )
