@@ -26,6 +26,10 @@ def doctor(
     address: AddressOption = None,
     api_key: ApiKeyOption = None,
     host_only: Annotated[bool, typer.Option("--host-only", help="Ask no cluster: only this host.")] = False,
+    hosts: Annotated[
+        Path | None,
+        typer.Option("--hosts", metavar="CLUSTER.yaml", help="Ask the hosts of this file by ssh.", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs: every finding, as JSON.")] = False,
 ) -> None:
     """Check this host, and the cluster as seen from it. Ends with status 1 when something will not work.
@@ -35,9 +39,11 @@ def doctor(
     kvrelay doctor                        # and the running cluster: every worker, from here
     kvrelay doctor -a HEAD:50051          # on another host: can it reach everybody?
 
-    Workers pull KV from each other, so run it on every host of a cluster. It looks only, and changes nothing.
+    kvrelay doctor --hosts cluster.yaml   # the hosts that `ray up` uses, by ssh: what they lack, what differs
+
+    It looks only, and changes nothing.
     """  # noqa: D301 - \b marks a preformatted block
-    findings = _collect(config_path, address, api_key, host_only=host_only)
+    findings = _ask_hosts(hosts) if hosts else _collect(config_path, address, api_key, host_only=host_only)
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
@@ -46,6 +52,12 @@ def doctor(
     if num_failures:
         err.print(f"kvrelay: {num_failures} of {len(findings)} checks failed")
         raise typer.Exit(EXIT_FAILURE)
+
+
+def _ask_hosts(path: Path) -> "list[Finding]":
+    from cluster.doctor.hosts import check_hosts, read_hosts, run_command
+
+    return asyncio.run(check_hosts(read_hosts(path), run_command))
 
 
 def _collect(config_path: Path, address: str | None, api_key: str | None, *, host_only: bool) -> "list[Finding]":

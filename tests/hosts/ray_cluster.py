@@ -73,6 +73,16 @@ class RayCluster:
         assert done.returncode == exit_status, f"kvrelay {arguments}: exit {done.returncode}\n{told}"
         return told
 
+    def doctor_of_hosts(self) -> str:
+        """Have a doctor on the client's machine ask every host by ssh, and return what it says. It finds failures."""
+        command = [sys.executable, "-m", "kvrelay", "doctor", "--hosts", str(self._config)]
+        environment = os.environ | {"PYTHONPATH": str(_REPO), "COLUMNS": "150"}
+        done = subprocess.run(
+            command, cwd=_REPO, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 1, f"exit {done.returncode}\n{done.stdout}{done.stderr}"
+        return done.stdout + done.stderr
+
     def live_addresses(self) -> set[str]:
         """Return the hosts that Ray takes for alive."""
         python = "cd ~ && RAY_AUTH_MODE=token ~/kvrelay/.venv/bin/python"

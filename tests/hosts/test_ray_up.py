@@ -157,6 +157,9 @@ def doctor_names_what_is_sick(site: Site, spare: Host) -> None:
     site.journal.note(f"kvrelay doctor, {spare.name} has another version and no way to prefill-a\n{without_ok(told)}")
     for finding in ("runs kvrelay 0.0.9", "is not reached by decode-1", "is not reached by prefill-0"):
         assert finding in told
+    told = site.cluster.doctor_of_hosts()
+    site.journal.note(f"kvrelay doctor --hosts cluster.yaml, from the client's machine\n{told}")
+    assert f"{spare.address} has 0.0.9" in told
     lacking = "model: {id: models/lacking, local_files_only: true}"
     spare.run(f"echo '{lacking}' >~/kvrelay/lacking.yaml")
     told = site.cluster.kvrelay("doctor --host-only --config lacking.yaml", at=spare, exit_status=1)

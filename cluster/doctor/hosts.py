@@ -1,0 +1,200 @@
+"""Checks the hosts of a cluster.yaml over ssh, before `ray up` or beside what runs: what is missing where, and what
+differs between them. Ray says little about either: a host that does not fit just never joins.
+"""
+
+import asyncio
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.doctor.finding import Finding, Verdict, failure, ok, warning
+from common.config import ConfigError
+
+_CONNECT_TIMEOUT_S = 5
+_TIMEOUT_S = 60.0
+_MAX_SKEW_S = 1.0
+_TOOLS = {"python3.11": "kvrelay runs on it", "make": "`ray up` installs by it", "rsync": "`ray up` copies files by it"}
+_ASK = """
+echo "clock $(date +%s.%N)"
+for tool in TOOLS; do command -v "$tool" >/dev/null || echo "lacks $tool"; done
+timeout 3 bash -c '</dev/tcp/HEAD/6379' 2>/dev/null; [ $? = 124 ] && echo "blocked HEAD:6379"
+cd ~/kvrelay 2>/dev/null && [ -x .venv/bin/kvrelay ] || exit 0
+.venv/bin/python - <<'END'
+import sys
+from importlib.metadata import version
+print("version Python", sys.version.split()[0])
+print("version Ray", version("ray"))
+print("version kvrelay", version("kvrelay"))
+END
+echo findings
+.venv/bin/kvrelay doctor --host-only --json 2>/dev/null
+exit 0
+"""
+
+Run = Callable[[Sequence[str]], Awaitable[tuple[int, str, str]]]
+"""Runs a command; returns its exit status, stdout and stderr. 255 is ssh's own failure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosts:
+    """Who is asked, and how."""
+
+    head: str
+    workers: tuple[str, ...]
+    user: str
+    key: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    """What a host said."""
+
+    address: str
+    findings: tuple[Finding, ...]
+    versions: tuple[tuple[str, str], ...] = ()
+    """Of Python, Ray and kvrelay; empty where kvrelay is not installed."""
+
+
+def read_hosts(path: Path) -> Hosts:
+    """Return the hosts that a cluster.yaml names. Raises ConfigError; a cloud's file names none."""
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        provider, auth = raw["provider"], raw["auth"]
+        pools = provider.get("pools", {"all": provider.get("worker_ips", [])})
+        return Hosts(
+            head=str(provider["head_ip"]),
+            workers=tuple(str(address) for addresses in pools.values() for address in addresses),
+            user=str(auth["ssh_user"]),
+            key=str(Path(auth["ssh_private_key"]).expanduser()) if "ssh_private_key" in auth else None,
+        )
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path}: names no hosts of your own: provider.head_ip and auth.ssh_user ({error})"
+        ) from error
+
+
+async def check_hosts(hosts: Hosts, run: Run) -> list[Finding]:
+    """Ask every host, all at once, and return findings about each and about what they have in common."""
+    told = await asyncio.gather(*(_ask(address, hosts, run) for address in (hosts.head, *hosts.workers)))
+    return [*_here(), *(finding for each in told for finding in each.findings), *_differences(told)]
+
+
+async def run_command(command: Sequence[str]) -> tuple[int, str, str]:
+    """Run a command on this machine. Takes up to a minute; then it is killed and counts as ssh's failure."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            stdout, stderr = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        return 255, "", f"no answer within {_TIMEOUT_S:g} s"
+    return process.returncode or 0, stdout.decode(errors="replace"), stderr.decode(errors="replace")
+
+
+def _here() -> Iterator[Finding]:
+    missing = [tool for tool in ("ssh", "rsync") if shutil.which(tool) is None]
+    if missing:
+        yield failure("this machine", f"lacks {' and '.join(missing)}", "install them: `ray up` works by ssh and rsync")
+
+
+async def _ask(address: str, hosts: Hosts, run: Run) -> _Told:
+    settings = ["BatchMode=yes", f"ConnectTimeout={_CONNECT_TIMEOUT_S}", "LogLevel=ERROR"]
+    # As `ray up` does: hosts of a private network are set up anew, with other keys.
+    settings += ["StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null"]
+    options = [part for setting in settings for part in ("-o", setting)]
+    key = [] if hosts.key is None else ["-i", hosts.key]
+    script = _ASK.replace("TOOLS", " ".join(_TOOLS)).replace("HEAD", hosts.head)
+    started_s = time.time()
+    status, stdout, stderr = await run(["ssh", *options, *key, "-l", hosts.user, "--", address, script])
+    asked_s = (started_s + time.time()) / 2
+    if status != 0:
+        why = (stderr.strip().splitlines() or [f"exit status {status}"])[-1]
+        advice = (
+            "`ray up` cannot set it up: correct its address, auth.ssh_user and the key, start its sshd, open port 22"
+        )
+        return _Told(address=address, findings=(failure(address, f"no ssh as {hosts.user}: {why}", advice),))
+    return _understand(address, stdout, asked_s=asked_s, slack_s=_MAX_SKEW_S + time.time() - started_s)
+
+
+def _understand(address: str, stdout: str, *, asked_s: float, slack_s: float) -> _Told:
+    facts, _, own = stdout.partition("findings\n")
+    findings: list[Finding] = []
+    versions: list[tuple[str, str]] = []
+    for line in facts.splitlines():
+        kind, _, value = line.partition(" ")
+        if kind == "lacks":
+            findings.append(
+                failure(address, f"lacks {value}", f"install it there: {_TOOLS.get(value, 'it is needed')}")
+            )
+        elif kind == "blocked":
+            advice = "the host cannot join: open that port, and those of docs/operations.md, “Ports”, between all hosts"
+            findings.append(failure(address, f"gets no answer from {value}", advice))
+        elif kind == "clock" and abs(float(value) - asked_s) > slack_s:
+            text = f"its clock is {abs(float(value) - asked_s):.0f} s {'ahead' if float(value) > asked_s else 'behind'}"
+            findings.append(
+                warning(address, text, "logs cannot be put in order, certificates may not be valid yet: NTP")
+            )
+        elif kind == "version":
+            name, _, version = value.partition(" ")
+            versions.append((name, version))
+    if not versions:
+        findings.append(warning(address, "kvrelay is not installed there", "`ray up` installs it"))
+    findings += [_at(address, each) for each in _parse(own) if each["verdict"] != Verdict.OK]
+    if not findings:
+        findings.append(
+            ok(address, ", ".join(f"{name} {version}" for name, version in versions) + "; host checks well")
+        )
+    return _Told(address=address, findings=tuple(findings), versions=tuple(versions))
+
+
+def _parse(own: str) -> list[dict[str, Any]]:
+    try:
+        parsed = json.loads(own) if own else []
+    except ValueError:
+        return []
+    return parsed if isinstance(parsed, list) else []
+
+
+def _at(address: str, finding: dict[str, Any]) -> Finding:
+    return Finding(
+        subject=f"{address}: {finding['subject']}",
+        verdict=Verdict(finding["verdict"]),
+        detail=str(finding["detail"]),
+        advice=str(finding["advice"]),
+    )
+
+
+def _differences(told: Sequence[_Told]) -> Iterator[Finding]:
+    """Yield who differs from most in what has to be the same."""
+    installed = [each for each in told if each.versions]
+    for name, why in (
+        ("Python", "Ray takes no host with another one"),
+        ("Ray", "Ray takes no host with another one"),
+        ("kvrelay", "processes of two versions may not understand each other"),
+    ):
+        found = {each.address: dict(each.versions).get(name, "none") for each in installed}
+        if not found:
+            continue
+        usual = Counter(found.values()).most_common(1)[0][0]
+        odd = [f"{address} has {version}" for address, version in found.items() if version != usual]
+        if odd:
+            yield failure(f"same {name}", f"{', '.join(odd)}; most have {usual}", f"{why}: install the same everywhere")
+        elif len(found) > 1:
+            yield ok(f"same {name}", f"{usual} on {len(found)} hosts")
