@@ -10,7 +10,7 @@ from common.config import ServingConfig
 from common.errors import InvalidRequest
 from planner.observation import Pool
 from planner.refusal import shortfall
-from planner.settings import Limits, PlannerSettings
+from planner.settings import DECODE_HELP, Limits, PlannerSettings
 from workload.slo import Slo
 
 _WINDOW_S = 60.0
@@ -18,8 +18,10 @@ _WINDOW_S = 60.0
 
 def planner_settings(config: ServingConfig) -> PlannerSettings:
     """Return what serving.yaml says to the planner."""
-    slo, planner = config.slo, config.planner
+    slo, planner, router = config.slo, config.planner, config.router
+    decode_helps = router.policy == "predictive" and router.local_prefill_max_tokens == "auto"
     return PlannerSettings(
+        decode_help=DECODE_HELP if decode_helps else 0.0,
         slo=Slo(ttft_s=slo.ttft_s, itl_s=slo.itl_s, ttft_tokens=slo.ttft_tokens),
         attainment=planner.attainment,
         prefill=Limits(smallest=planner.min_prefill, largest=planner.max_prefill),

@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-MAX_PORT = 65535
+from common.ports import MAX_PORT
+
 Port = Annotated[int, Field(ge=0, le=MAX_PORT)]
 ROUTER_PORTS = ("port", "http_port", "metrics_port")
 TransportName = Literal["cuda_ipc", "shm", "grpc"]

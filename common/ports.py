@@ -5,10 +5,9 @@ import socket
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
-from common.config import MAX_PORT
-
 _Listening = TypeVar("_Listening")
 
+MAX_PORT = 65535
 _MAX_TRIES = 100
 _WILDCARDS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 

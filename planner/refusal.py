@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from planner.capacity import rate_of
 from planner.evidence import ShapeMemory, measure, objectives_of
-from planner.observation import Observation, Pool
+from planner.observation import Observation, Pool, WorkerPhase
 from planner.settings import PlannerSettings
 
 MIN_WINDOW_S = 20.0
@@ -26,8 +26,10 @@ def shortfall(observed: Observation, sizes: Mapping[Pool, int], settings: Planne
     if isinstance(capacities, str):
         return None
     rate = demand.num_arrived / demand.window_s
+    num_decode = sizes.get(Pool.DECODE, observed.count(Pool.DECODE, WorkerPhase.SERVING))
+    prefill = capacities.prefill.helped_by(settings.decode_help * capacities.decode.num_spare(num_decode, rate))
     for pool, size in sizes.items():
-        carried = rate_of(capacities.prefill if pool is Pool.PREFILL else capacities.decode, size)
+        carried = rate_of(prefill if pool is Pool.PREFILL else capacities.decode, size)
         if carried < rate:
             return (
                 f"{size} {pool} workers would carry {carried:.2f} requests/s within the objectives,"

@@ -5,6 +5,10 @@ from dataclasses import dataclass, field
 from planner.observation import Pool
 from workload.slo import Slo
 
+DECODE_HELP = 0.75
+"""Where the routers' policy lets decode workers compute prompts. In the replay of production traffic under
+`predictive` it explains what twelve fixed splits attained (`benchmarks/results/planner.md`)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -31,10 +35,9 @@ class PlannerSettings:
     """In both pools together."""
     max_utilization: float = 0.85
     """Of a prefill worker's time: what is left is for what the forecast does not know."""
-    decode_help: float = 0.75
+    decode_help: float = DECODE_HELP
     """Share of the time that decode workers could spare within their objective in which they compute prompts; 0 where
-    the routers' policy never lets them. In the replay of production traffic under `predictive`, 0.75 explains what
-    twelve fixed splits attained (`benchmarks/results/planner.md`)."""
+    the routers' policy never lets them."""
     slack_to_shrink: float = 0.1
     """A pool shrinks only if it would carry this share more than is expected: the hysteresis."""
     interval_s: float = 10.0

@@ -41,7 +41,9 @@ class Bench:
     """A cluster of one prefill and one decode worker, and an autopilot that is told what to plan."""
 
     def __init__(self, *sizes: PoolSizes, mode: str = "act") -> None:
-        self.config: ServingConfig = make_config(planner={"mode": mode, "interval_s": 10.0})
+        self.config: ServingConfig = make_config(
+            planner={"mode": mode, "interval_s": 10.0}, router={"local_prefill_max_tokens": 32}
+        )
         self.workforce = FakeWorkforce()
         self.scaler = Scaler(self.config, self.workforce, lambda config: make_plan(config, HOST))
         self.planner = ScriptedPlanner(*sizes)
