@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import yaml
 
+from cluster.flipping import Flips
 from cluster.plan import ProcessRole
 from cluster.plan_report import plan_response
 from cluster.planning import Planning
@@ -55,7 +56,8 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
             grace_s = _grace_s(request.grace_s)
             if not request.force:
                 await self._planning.guard.check(wanted)
-            change = partial(self._scaler.scale, wanted, grace_s=grace_s)
+            flips = Flips.NEVER if request.no_flip else Flips.FIRST
+            change = partial(self._scaler.scale, wanted, grace_s=grace_s, flips=flips)
             await _tell(change, lambda text: context.write(controller_pb2.ScaleResponse(text=text)))
 
     async def RestartWorkers(  # type: ignore[override]  # noqa: D102
@@ -160,12 +162,15 @@ async def serving_control(
         path.unlink(missing_ok=True)
 
 
-def scale(run_dir: Path, wanted: Mapping[str, int], *, grace_s: float, force: bool = False) -> Iterator[str]:
+def scale(
+    run_dir: Path, wanted: Mapping[str, int], *, grace_s: float, force: bool = False, flips: Flips = Flips.FIRST
+) -> Iterator[str]:
     """Ask the supervisor of a run folder for other pool sizes; yields its steps. Raises KvrelayError.
 
     Without `force` it refuses sizes that would not carry the present load.
     """
-    request = controller_pb2.ScaleRequest(**wanted, grace_s=grace_s, force=force)
+    no_flip = flips is Flips.NEVER
+    request = controller_pb2.ScaleRequest(**wanted, grace_s=grace_s, force=force, no_flip=no_flip)
     return _ask(run_dir, lambda stub: stub.Scale(request))
 
 

@@ -9,12 +9,15 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NoReturn
 
 from cluster.launcher import Launcher, RunningProcess, StartFailed
-from cluster.plan import ProcessSpec
+from cluster.plan import ProcessRole, ProcessSpec
 from cluster.state import ProcessPhase, ProcessState
+from cluster.worker_role import set_role
 from common.clock import Clock
+from common.errors import KvrelayError, WorkerLost
 from common.process import ProcessIdentity
 
 logger = logging.getLogger(__name__)
@@ -22,6 +25,8 @@ logger = logging.getLogger(__name__)
 _LONG_LIFE_S = 10.0
 _FIRST_DELAY_S = 0.25
 _MAX_DELAY_S = 5.0
+_NEW_GRACE_S = 5.0
+"""For a new worker, which nobody was told of, to be empty."""
 
 
 def restart_delay_s(num_short_lives: int) -> float:
@@ -81,6 +86,25 @@ class ManagedProcess:
             last_exit=self._last_exit,
         )
 
+    async def change_role(self, role: ProcessRole, *, grace_s: float) -> None:
+        """Have a serving worker, now and after restarts, in the other pool.
+
+        Raises KvrelayError; it has its old role then, and is stopped, to be started anew, if it does not even say so.
+        """
+        running = self._running
+        if running is None:
+            raise WorkerLost(f"{self.spec.name} is away")
+        try:
+            await set_role(running.ready.address, role, grace_s=grace_s)
+        except KvrelayError:
+            try:
+                await set_role(running.ready.address, self.spec.role, grace_s=0)
+            except KvrelayError:
+                await running.stop(0)
+            raise
+        self.spec = replace(self.spec, role=role)
+        self._changed(self)
+
     async def keep_running(self) -> NoReturn:
         """Run until cancelled; a running process is then left to `stop`. Raises StartFailed from the first start."""
         while True:
@@ -110,12 +134,31 @@ class ManagedProcess:
             if not self._has_served:
                 raise
             return str(error)
+        if (why := await self._in_role(running)) is not None:
+            return why
         self._num_lives += 1
         self._has_served = True
         self.served.set()
         self._set(ProcessPhase.READY, running)
         logger.info("process ready", extra={"service": self.spec.name, "address": self.address, "pid": self.pid})
         return await running.exited()
+
+    async def _in_role(self, running: RunningProcess) -> str | None:
+        """Give a restarted worker, which may begin in an earlier role, its own; returns why it had to be stopped.
+
+        One that an earlier supervisor has left keeps the role that it has.
+        """
+        if running.ready.role in ("", self.spec.role):
+            return None
+        if self._has_served and self._num_lives == 0:
+            self.spec = replace(self.spec, role=ProcessRole(running.ready.role))
+            return None
+        try:
+            await set_role(running.ready.address, self.spec.role, grace_s=_NEW_GRACE_S)
+        except KvrelayError as error:
+            await running.stop(0)
+            return f"it does not become a {self.spec.role} worker: {error}"
+        return None
 
     def _set(self, phase: ProcessPhase, running: RunningProcess | None) -> None:
         self._phase = phase

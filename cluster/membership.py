@@ -39,6 +39,8 @@ class MembershipPusher:
         self._heard_s = 0.0
         self._num_ready = 0
         self._num_users: Mapping[str, int] = {}
+        self._used: frozenset[tuple[str, int]] = frozenset()
+        """Names and roles of the workers that the router used when it last answered."""
 
     def worker_changed(self) -> None:
         """Push soon."""
@@ -49,7 +51,7 @@ class MembershipPusher:
         self._address = address
         self._reconnect = True
         self._heard_s = self._clock.monotonic()
-        self._num_ready, self._num_users = 0, {}
+        self._num_ready, self._num_users, self._used = 0, {}, frozenset()
         self._changed.set()
 
     @property
@@ -66,6 +68,10 @@ class MembershipPusher:
     def num_users(self) -> Mapping[str, int]:
         """Requests of this router on each draining worker, as it said last."""
         return self._num_users
+
+    def uses(self, worker_id: str, role: int) -> bool:
+        """Return whether the router used a worker in a role when it last answered."""
+        return (worker_id, role) in self._used
 
     async def run(self) -> NoReturn:
         """Push until cancelled."""
@@ -105,5 +111,7 @@ class MembershipPusher:
             self._heard_s = self._clock.monotonic()
             self._num_ready = response.num_ready
             self._num_users = dict(response.num_users)
+            ready = frozenset(response.ready_worker_ids)
+            self._used = frozenset((each.worker_id, each.role) for each in request.workers if each.worker_id in ready)
         self._pushed()
         return response.num_ready >= len(request.workers) and not self._num_users

@@ -62,6 +62,10 @@ class Routers:
         """Wait until every router that serves uses `num_workers` workers."""
         await self._until(lambda pusher: pusher.num_ready >= num_workers)
 
+    async def until_used(self, worker_id: str, role: int) -> None:
+        """Wait until every router that serves uses a worker in this role."""
+        await self._until(lambda pusher: pusher.uses(worker_id, role))
+
     async def until_empty(self, worker_id: str) -> None:
         """Wait until every router that serves says that nothing of its own runs on a draining worker."""
         await self._until(lambda pusher: pusher.num_users.get(worker_id) == 0)

@@ -1,8 +1,9 @@
 """Changes the pools' sizes while the cluster serves.
 
-1. Workers that are to come are started, side by side, until the router uses them.
-2. Those that are to go drain: the router gives them nothing new and moves what they decode to others (`SetWorkers`).
-3. When nothing runs on one any more, or its grace is over, it leaves the membership and is stopped. What was left is
+1. Where one pool shrinks and the other grows, workers change over (`flipping`).
+2. Workers that are to come are started, side by side, until the router uses them.
+3. Those that are to go drain: the router gives them nothing new and moves what they decode to others (`SetWorkers`).
+4. When nothing runs on one any more, or its grace is over, it leaves the membership and is stopped. What was left is
    resumed elsewhere from its tokens, like after a worker's death.
 
 Growing comes first, so that capacity never falls below both sizes.
@@ -14,12 +15,15 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from cluster.change_times import ChangeTimes
+from cluster.flipping import Flips, flip_obstacle, flip_workers
 from cluster.launcher import StartFailed
 from cluster.managed_process import ManagedProcess
 from cluster.plan import PlanError, ProcessRole, ProcessSpec, with_sizes
+from cluster.worker_names import with_living_names
 from common.config import ServingConfig
 from common.errors import EngineFault, InvalidRequest, Overloaded
 
@@ -36,13 +40,19 @@ class Workforce(Protocol):
     """The workers of a running cluster: the supervisor."""
 
     def workers(self, role: ProcessRole) -> Sequence[ManagedProcess]:
-        """Return a pool, in order of its names' numbers."""
+        """Return a pool, whoever should go first at the end (`worker_names.home_first`)."""
 
     async def add_worker(self, spec: ProcessSpec) -> None:
         """Start one more; returns when the router uses it. Raises StartFailed, and then nothing is left of it."""
 
     async def drain_worker(self, process: ManagedProcess, *, grace_s: float) -> int:
         """Let a worker give its requests away; returns how many it still had when the grace was over."""
+
+    async def flip_worker(self, process: ManagedProcess, role: ProcessRole, *, grace_s: float) -> None:
+        """Give a drained worker the other role; returns when the routers use it.
+
+        Raises EngineFault when they do not, another KvrelayError when the worker still has its old role, and serves.
+        """
 
     async def remove_worker(self, process: ManagedProcess) -> None:
         """Take a worker out of the membership and stop it."""
@@ -52,7 +62,7 @@ class Scaler:
     """Brings pools to their wanted sizes, one request after the other. Event loop only."""
 
     def __init__(self, config: ServingConfig, workforce: Workforce, plan_for: PlanFor) -> None:
-        self._config = config
+        self._config = self._first = config
         self._own: ServingConfig | None = None
         """The same, once it is not the launcher's any more."""
         self._workforce = workforce
@@ -61,7 +71,9 @@ class Scaler:
         self.times = ChangeTimes()
         """What starts and drains took."""
 
-    async def scale(self, wanted: Mapping[ProcessRole, int], *, grace_s: float, report: Report) -> None:
+    async def scale(
+        self, wanted: Mapping[ProcessRole, int], *, grace_s: float, report: Report, flips: Flips = Flips.FIRST
+    ) -> None:
         """Bring the named pools to these sizes; `report` hears of each step.
 
         Raises InvalidRequest, Overloaded while another change runs, EngineFault when a worker does not start: those
@@ -70,7 +82,7 @@ class Scaler:
         sizes = self.sizes() | dict(wanted)
         _check(sizes)
         async with self.changing():
-            await self.resize(sizes, grace_s, report)
+            await self.resize(sizes, grace_s, report, flips)
 
     async def restart(self, *, grace_s: float, report: Report) -> None:
         """Replace every worker by a new process, one after the other; one more than usual runs meanwhile.
@@ -112,8 +124,13 @@ class Scaler:
         """Return how many workers each pool has."""
         return {role: len(self._workforce.workers(role)) for role in POOLS}
 
-    async def resize(self, sizes: Mapping[ProcessRole, int], grace_s: float, report: Report) -> None:
+    async def resize(
+        self, sizes: Mapping[ProcessRole, int], grace_s: float, report: Report, flips: Flips = Flips.FIRST
+    ) -> None:
         """Bring both pools to these sizes. Raises InvalidRequest, EngineFault."""
+        if flips is Flips.FIRST:
+            obstacle = partial(flip_obstacle, first=self._first, latest=self._config)
+            await flip_workers(self._workforce, sizes, obstacle=obstacle, grace_s=grace_s, report=report)
         specs = self.plan(self._config, sizes)
         await self.grow(specs, report)
         await self.shrink(self._present() - {spec.name for spec in specs}, grace_s, report)
@@ -127,11 +144,12 @@ class Scaler:
             )
         own = self._own if config is self._config else config
         try:
-            return [
-                replace(spec, config=own) for spec in self._plan_for(with_sizes(config, sizes)) if spec.role in POOLS
-            ]
+            planned = self._plan_for(with_sizes(config, sizes))
         except PlanError as error:
             raise InvalidRequest(str(error), field="pools") from error
+        living = {role: [process.spec for process in self._workforce.workers(role)] for role in POOLS}
+        workers = [replace(spec, config=own) for spec in planned if spec.role in POOLS]
+        return with_living_names(workers, living)
 
     def _present(self) -> set[str]:
         return {process.spec.name for role in POOLS for process in self._workforce.workers(role)}

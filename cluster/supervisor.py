@@ -38,8 +38,10 @@ from cluster.scaling import POOLS, Scaler
 from cluster.starter import Audience, Starter, Up
 from cluster.state import ClusterPhase, ClusterState, StateFile
 from cluster.wiring import NO_RAY, choose_launcher
+from cluster.worker_names import home_first
 from common.clock import SystemClock
 from common.config import ServingConfig, load_config
+from common.errors import EngineFault
 from common.log import setup_logging
 from common.process import ProcessIdentity
 from common.signals import set_on_signals
@@ -181,8 +183,9 @@ class Supervisor:
     # What a scaler may do (scaling.Workforce).
 
     def workers(self, role: ProcessRole) -> list[ManagedProcess]:
-        """Return a pool, in order of its names' numbers."""
-        return [process for process in self._processes if process.spec.role is role]
+        """Return a pool, whoever should go first at the end."""
+        pool = [process for process in self._processes if process.spec.role is role]
+        return sorted(pool, key=lambda process: home_first(process.spec))
 
     async def add_worker(self, spec: ProcessSpec) -> None:
         """Start one more; returns when the routers use it. Raises StartFailed, and then nothing is left of it."""
@@ -216,6 +219,28 @@ class Supervisor:
         except TimeoutError:
             return self._routers.num_users(name)
         return 0
+
+    async def flip_worker(self, process: ManagedProcess, role: ProcessRole, *, grace_s: float) -> None:
+        """Give a drained worker the other role; returns when the routers use it.
+
+        Raises EngineFault when they do not, another KvrelayError when the worker still has its old role, and serves.
+        """
+        name = process.spec.name
+        self._gone.add(name)
+        self._routers.worker_changed()
+        try:
+            await process.change_role(role, grace_s=grace_s)
+        finally:
+            self._gone.discard(name)
+            self._draining.discard(name)
+            self._routers.worker_changed()
+        try:
+            async with asyncio.timeout(_ACCEPT_TIMEOUT_S):
+                await self._routers.until_used(name, _WIRE_ROLES[role])
+        except TimeoutError:
+            raise EngineFault(
+                f"{name} changed to {role}, but the routers do not use it after {_ACCEPT_TIMEOUT_S:g} s; see their logs"
+            ) from None
 
     async def remove_worker(self, process: ManagedProcess) -> None:
         """Take a worker out of the membership and stop it."""

@@ -165,7 +165,9 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
             num_ready = self._fleet.set_workers(endpoints, draining=draining)
             members = self._fleet.members_by_id
             num_users = {str(worker_id): members[worker_id].num_users for worker_id in draining}
-            return router_admin_pb2.SetWorkersResponse(num_ready=num_ready, num_users=num_users)
+            return router_admin_pb2.SetWorkersResponse(
+                num_ready=num_ready, num_users=num_users, ready_worker_ids=sorted(self._fleet.roster.ready)
+            )
 
 
 def _endpoints(workers: Sequence[router_admin_pb2.WorkerEndpoint]) -> list[Endpoint]:

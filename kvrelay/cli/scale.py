@@ -24,6 +24,7 @@ def scale(
     config_path: ConfigOption = DEFAULT_CONFIG,
     grace_s: GraceOption = 30.0,
     force: Annotated[bool, typer.Option("--force", help="Shrink even below what the present load needs.")] = False,
+    flip: Annotated[bool, typer.Option("--flip/--no-flip", help="Let workers change their pool.")] = True,
 ) -> None:
     """Make the running cluster's pools larger or smaller; requests go on.
 
@@ -32,16 +33,19 @@ def scale(
     kvrelay scale prefill=2 decode=1 --grace 60
 
     New workers come first. A worker that goes gets nothing new and gives its running answers to others,
-    which pull the KV from it: the same text, after a pause of one prefill at most. A pool that would not
-    carry the present load within the objectives is not made smaller without --force. serving.yaml is not
-    changed: the next `kvrelay up` starts with its sizes.
+    which pull the KV from it: the same text, after a pause of one prefill at most. Where one pool shrinks
+    and the other grows, workers change over with their model and cache. A pool that would not carry the
+    present load within the objectives is not made smaller without --force. serving.yaml is not changed:
+    the next `kvrelay up` starts with its sizes.
     """  # noqa: D301 - \b marks a preformatted block
     from cluster.control import scale as ask
+    from cluster.flipping import Flips
 
     wanted = _parse(sizes)
     info = running_cluster(config_path)
     with Progress() as report:
-        for step in ask(info.run_dir, wanted, grace_s=grace_s, force=force):
+        flips = Flips.FIRST if flip else Flips.NEVER
+        for step in ask(info.run_dir, wanted, grace_s=grace_s, force=force, flips=flips):
             report(step)
     out.print(", ".join(f"{pool}: {count}" for pool, count in wanted.items()))
 

@@ -28,6 +28,7 @@ class ScaleRequest(_message.Message):
     DECODE_FIELD_NUMBER: _builtins.int
     GRACE_S_FIELD_NUMBER: _builtins.int
     FORCE_FIELD_NUMBER: _builtins.int
+    NO_FLIP_FIELD_NUMBER: _builtins.int
     prefill: _builtins.int
     """Prefill workers."""
     decode: _builtins.int
@@ -36,6 +37,8 @@ class ScaleRequest(_message.Message):
     """How long a worker that goes may take to give its requests away, seconds; what is left then is resumed elsewhere."""
     force: _builtins.bool
     """Shrink even where what is left would not carry the present load."""
+    no_flip: _builtins.bool
+    """Start and stop workers, but let none change its pool."""
     def __init__(
         self,
         *,
@@ -43,10 +46,11 @@ class ScaleRequest(_message.Message):
         decode: _builtins.int | None = ...,
         grace_s: _builtins.float = ...,
         force: _builtins.bool = ...,
+        no_flip: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "force", b"force", "grace_s", b"grace_s", "prefill", b"prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "force", b"force", "grace_s", b"grace_s", "no_flip", b"no_flip", "prefill", b"prefill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__decode: _TypeAlias = _typing.Literal["decode"]  # noqa: Y015
     _WhichOneofArgType__decode: _TypeAlias = _typing.Literal["_decode", b"_decode"]  # noqa: Y015

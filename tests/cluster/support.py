@@ -60,7 +60,11 @@ class RecordingRouter(router_admin_pb2_grpc.RouterAdminServiceServicer):
             self.num_pushes += 1
             self._pushed.notify_all()
         num_ready = len(self.workers) - self.num_unused
-        return router_admin_pb2.SetWorkersResponse(num_ready=num_ready, num_users=self.num_users)
+        return router_admin_pb2.SetWorkersResponse(
+            num_ready=num_ready,
+            num_users=self.num_users,
+            ready_worker_ids=[name for name, _role, _address in self.workers[:num_ready]],
+        )
 
     async def until(self, condition: Callable[["RecordingRouter"], bool], *, timeout_s: float = 60.0) -> None:
         """Wait until `condition` holds after a push, or now."""

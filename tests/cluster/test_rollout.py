@@ -52,6 +52,10 @@ class FakeWorkforce:
         self.done.append(f"drain {process.spec.name}")
         return 0
 
+    async def flip_worker(self, process: ManagedProcess, role: ProcessRole, *, grace_s: float) -> None:
+        process.spec = replace(process.spec, role=role)
+        self._note(f"{process.spec.name} to {role}")
+
     async def remove_worker(self, process: ManagedProcess) -> None:
         self.pool.remove(process)
         self._note(f"-{process.spec.name}")

@@ -1,0 +1,146 @@
+"""A supervised worker is in the role that its spec names: after a change, and after a restart in another one."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+import pytest
+
+from cluster.launcher import RunningProcess
+from cluster.managed_process import ManagedProcess
+from cluster.plan import ProcessRole, ProcessSpec
+from common.clock import SystemClock
+from common.errors import Overloaded, WorkerLost
+from common.process import ProcessIdentity, Ready
+from kvrelay.v1 import worker_pb2
+from tests.builders import make_request
+from tests.cluster.support import make_spec
+from tests.worker.cluster import Pool, running_pool
+from worker.shell import RunningWorker
+
+PREFILL, DECODE = ProcessRole.PREFILL, ProcessRole.DECODE
+
+
+@dataclass(slots=True)
+class Life:
+    """One life of a worker that runs in this process; ends when it is stopped."""
+
+    ready: Ready
+    identity: ProcessIdentity | None = None
+    _over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_over(self) -> bool:
+        return self._over.is_set()
+
+    async def exited(self) -> str:
+        await self._over.wait()
+        return "stopped"
+
+    async def stop(self, grace_s: float) -> None:
+        self._over.set()
+
+
+class OneWorker:
+    """A launcher that finds a worker as it is, or one that nobody answers for."""
+
+    def __init__(self, worker: RunningWorker) -> None:
+        self.worker = worker
+        self.address = worker.address
+        self.lives: list[Life] = []
+        self.started = asyncio.Event()
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def start(self, spec: ProcessSpec) -> RunningProcess:
+        self.lives.append(Life(Ready(address=self.address, metrics_port=0, pid=1, role=self.worker.role)))
+        self.started.set()
+        return self.lives[-1]
+
+
+@asynccontextmanager
+async def kept(launcher: OneWorker, role: ProcessRole) -> AsyncIterator[ManagedProcess]:
+    process = ManagedProcess(
+        make_spec("prefill-0", role), launcher=launcher, clock=SystemClock(), changed=lambda _process: None
+    )
+    keeper = asyncio.create_task(process.keep_running())
+    try:
+        yield process
+    finally:
+        keeper.cancel()
+        with suppress(asyncio.CancelledError):
+            await keeper
+
+
+@asynccontextmanager
+async def one_worker() -> AsyncIterator[tuple[Pool, OneWorker]]:
+    async with running_pool({"prefill-0": {"step_s": 0.01}}) as pool:
+        yield pool, OneWorker(pool.workers["prefill-0"])
+
+
+async def test_worker_that_begins_in_an_earlier_role_is_given_its_own_before_it_is_a_member() -> None:
+    async with one_worker() as (_pool, launcher), kept(launcher, DECODE) as process, asyncio.timeout(60):
+        await process.served.wait()
+        assert (launcher.worker.role, process.num_lives, len(launcher.lives)) == ("decode", 1, 1)
+
+
+async def test_worker_that_cannot_be_given_its_role_is_started_anew() -> None:
+    async with one_worker() as (_pool, launcher):
+        launcher.address = "127.0.0.1:1"  # nobody is there
+        async with kept(launcher, DECODE) as process, asyncio.timeout(60):
+            await launcher.started.wait()
+            assert await launcher.lives[0].exited() == "stopped"
+            launcher.address = launcher.worker.address
+            await process.served.wait()
+            assert launcher.worker.role == "decode"
+
+
+async def test_change_of_role_lasts_over_restarts() -> None:
+    async with one_worker() as (_pool, launcher), kept(launcher, PREFILL) as process, asyncio.timeout(60):
+        await process.served.wait()
+        await process.change_role(DECODE, grace_s=0)
+        assert (launcher.worker.role, process.spec.role) == ("decode", DECODE)
+        runtime = launcher.worker.runtime
+        await runtime.change_role(worker_pb2.WORKER_ROLE_PREFILL, epoch=runtime.epoch, grace_s=0)  # as a restart would
+        process.served.clear()
+        await launcher.lives[0].stop(0)
+        await process.served.wait()
+        assert launcher.worker.role == "decode"
+
+
+async def test_change_of_role_of_a_busy_worker_is_refused_and_it_keeps_its_role() -> None:
+    async with one_worker() as (pool, launcher), kept(launcher, PREFILL) as process, asyncio.timeout(60):
+        await process.served.wait()
+        running = pool.pair("prefill-0", "prefill-0").open_decode(
+            make_request(range(20), max_tokens=200, ignore_eos=True), None
+        )
+        await running.read()
+        with pytest.raises(Overloaded):
+            await process.change_role(DECODE, grace_s=0)
+        assert (launcher.worker.role, process.spec.role) == ("prefill", PREFILL)
+        assert not launcher.lives[0].is_over
+        running.cancel()
+
+
+async def test_change_of_role_of_a_worker_that_does_not_answer_has_it_started_anew_in_its_role() -> None:
+    async with one_worker() as (_pool, launcher):
+        launcher.address = "127.0.0.1:1"
+        async with kept(launcher, PREFILL) as process, asyncio.timeout(60):
+            await process.served.wait()
+            launcher.address = launcher.worker.address
+            with pytest.raises(WorkerLost):
+                await process.change_role(DECODE, grace_s=0)
+            assert await launcher.lives[0].exited() == "stopped"
+            assert process.spec.role is PREFILL
+
+
+async def test_change_of_role_of_a_worker_that_is_away_is_refused() -> None:
+    async with one_worker() as (_pool, launcher):
+        process = ManagedProcess(
+            make_spec("prefill-0", PREFILL), launcher=launcher, clock=SystemClock(), changed=lambda _process: None
+        )
+        with pytest.raises(WorkerLost, match="prefill-0 is away"):
+            await process.change_role(DECODE, grace_s=0)
