@@ -1,7 +1,7 @@
 """Rollouts over fake workers: order, capacity, canaries, going back."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -195,7 +195,7 @@ async def test_counts_of_the_file_are_reached_after_the_workers_are_new() -> Non
     bench = Bench(pools())
     await bench.run(pools(prefill=2, decode=1, max_running=8))
 
-    assert bench.workforce.done[-3:] == ["+prefill-1", "drain decode-1", "-decode-1"]
+    assert bench.workforce.done[-2:] == ["drain decode-1", "decode-1 to prefill"]
     assert set(bench.workforce.configs()) == {"prefill-0", "prefill-1", "decode-0"}
 
 
