@@ -13,7 +13,7 @@ import tokenizers
 
 from common.clock import Clock, SystemClock
 from common.config import PoolConfig, ServingConfig
-from common.errors import InvalidRequest, Overloaded, StaleEpoch
+from common.errors import InvalidRequest, Overloaded, StaleEpoch, WorkerLost
 from common.fake_template import LineTemplate
 from common.ids import Epoch, WorkerId, mint_epoch
 from common.kv_events import KvEvents
@@ -180,12 +180,14 @@ class WorkerRuntime:
 
         Waits up to `grace_s` for requests and handoffs to end; new ones come in meanwhile, so that whoever wants the
         change drains the worker first. Having the role already is success. Raises StaleEpoch for another life than
-        `epoch`, InvalidRequest when the pools are too different, Overloaded when the worker is not empty in time;
-        nothing has changed then.
+        `epoch`, WorkerLost when it is about to go, InvalidRequest when the pools are too different, Overloaded when it
+        is not empty in time; nothing has changed then.
         """
         if self.role == role:
             return
         self.check_epoch(epoch)
+        if self.is_leaving:
+            raise WorkerLost(f"{self.worker_id} is about to go")
         if (obstacle := self.config.pools.flip_obstacle) is not None:
             raise InvalidRequest(f"this worker cannot change its role: {obstacle}", field="role")
         try:

@@ -55,17 +55,23 @@ class OneWorker:
 
     async def close(self) -> None: ...
 
+    def found(self) -> frozenset[str]:
+        return frozenset()
+
     async def start(self, spec: ProcessSpec) -> RunningProcess:
         self.lives.append(Life(Ready(address=self.address, metrics_port=0, pid=1, role=self.worker.role)))
         self.started.set()
         return self.lives[-1]
 
 
-@asynccontextmanager
-async def kept(launcher: OneWorker, role: ProcessRole) -> AsyncIterator[ManagedProcess]:
-    process = ManagedProcess(
+def managed(launcher: OneWorker, role: ProcessRole) -> ManagedProcess:
+    return ManagedProcess(
         make_spec("prefill-0", role), launcher=launcher, clock=SystemClock(), changed=lambda _process: None
     )
+
+
+@asynccontextmanager
+async def kept(process: ManagedProcess) -> AsyncIterator[ManagedProcess]:
     keeper = asyncio.create_task(process.keep_running())
     try:
         yield process
@@ -82,7 +88,7 @@ async def one_worker() -> AsyncIterator[tuple[Pool, OneWorker]]:
 
 
 async def test_worker_that_begins_in_an_earlier_role_is_given_its_own_before_it_is_a_member() -> None:
-    async with one_worker() as (_pool, launcher), kept(launcher, DECODE) as process, asyncio.timeout(60):
+    async with one_worker() as (_pool, launcher), kept(managed(launcher, DECODE)) as process, asyncio.timeout(60):
         await process.served.wait()
         assert (launcher.worker.role, process.num_lives, len(launcher.lives)) == ("decode", 1, 1)
 
@@ -90,7 +96,7 @@ async def test_worker_that_begins_in_an_earlier_role_is_given_its_own_before_it_
 async def test_worker_that_cannot_be_given_its_role_is_started_anew() -> None:
     async with one_worker() as (_pool, launcher):
         launcher.address = "127.0.0.1:1"  # nobody is there
-        async with kept(launcher, DECODE) as process, asyncio.timeout(60):
+        async with kept(managed(launcher, DECODE)) as process, asyncio.timeout(60):
             await launcher.started.wait()
             assert await launcher.lives[0].exited() == "stopped"
             launcher.address = launcher.worker.address
@@ -99,7 +105,7 @@ async def test_worker_that_cannot_be_given_its_role_is_started_anew() -> None:
 
 
 async def test_change_of_role_lasts_over_restarts() -> None:
-    async with one_worker() as (_pool, launcher), kept(launcher, PREFILL) as process, asyncio.timeout(60):
+    async with one_worker() as (_pool, launcher), kept(managed(launcher, PREFILL)) as process, asyncio.timeout(60):
         await process.served.wait()
         await process.change_role(DECODE, grace_s=0)
         assert (launcher.worker.role, process.spec.role) == ("decode", DECODE)
@@ -112,7 +118,7 @@ async def test_change_of_role_lasts_over_restarts() -> None:
 
 
 async def test_change_of_role_of_a_busy_worker_is_refused_and_it_keeps_its_role() -> None:
-    async with one_worker() as (pool, launcher), kept(launcher, PREFILL) as process, asyncio.timeout(60):
+    async with one_worker() as (pool, launcher), kept(managed(launcher, PREFILL)) as process, asyncio.timeout(60):
         await process.served.wait()
         running = pool.pair("prefill-0", "prefill-0").open_decode(
             make_request(range(20), max_tokens=200, ignore_eos=True), None
@@ -128,7 +134,7 @@ async def test_change_of_role_of_a_busy_worker_is_refused_and_it_keeps_its_role(
 async def test_change_of_role_of_a_worker_that_does_not_answer_has_it_started_anew_in_its_role() -> None:
     async with one_worker() as (_pool, launcher):
         launcher.address = "127.0.0.1:1"
-        async with kept(launcher, PREFILL) as process, asyncio.timeout(60):
+        async with kept(managed(launcher, PREFILL)) as process, asyncio.timeout(60):
             await process.served.wait()
             launcher.address = launcher.worker.address
             with pytest.raises(WorkerLost):
@@ -137,10 +143,19 @@ async def test_change_of_role_of_a_worker_that_does_not_answer_has_it_started_an
             assert process.spec.role is PREFILL
 
 
+async def test_worker_that_an_earlier_supervisor_has_left_keeps_the_role_that_it_has() -> None:
+    async with one_worker() as (_pool, launcher):
+        runtime = launcher.worker.runtime
+        await runtime.change_role(worker_pb2.WORKER_ROLE_DECODE, epoch=runtime.epoch, grace_s=0)
+        process = managed(launcher, PREFILL)
+        process.adopt()
+        async with kept(process), asyncio.timeout(60):
+            await process.served.wait()
+            assert (launcher.worker.role, process.spec.role) == ("decode", DECODE)
+
+
 async def test_change_of_role_of_a_worker_that_is_away_is_refused() -> None:
     async with one_worker() as (_pool, launcher):
-        process = ManagedProcess(
-            make_spec("prefill-0", PREFILL), launcher=launcher, clock=SystemClock(), changed=lambda _process: None
-        )
+        process = managed(launcher, PREFILL)
         with pytest.raises(WorkerLost, match="prefill-0 is away"):
             await process.change_role(DECODE, grace_s=0)
