@@ -77,6 +77,7 @@ class JoinedRay:
     def __init__(self, cluster: str) -> None:
         self._cluster = cluster
         self._wanted: dict[str, ProcessSpec] = {}
+        """What has not served yet."""
 
     @property
     def description(self) -> str:
@@ -98,10 +99,17 @@ class JoinedRay:
         place = self._router_place(spec) if spec.role is ProcessRole.ROUTER else self._worker_place(spec)
         return {"namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, **place}
 
-    def forget(self, name: str) -> None:
-        """Give up what was kept for a process that is gone."""
+    def served(self, name: str) -> None:
+        """Take back what was asked of the autoscaler for a process: it keeps its host by running there.
+
+        A standing request would keep any host that could carry it, an empty one of the pool rather than the right one.
+        """
         if self._wanted.pop(name, None) is not None:
             _request(self._wanted)
+
+    def forget(self, name: str) -> None:
+        """Give up what was kept for a process that is gone."""
+        self.served(name)
         _remove_group(f"{self._cluster}/{name}")
 
     async def close(self) -> None:
@@ -166,7 +174,7 @@ def _remove_group(name: str) -> None:
 
 
 def _request(wanted: dict[str, ProcessSpec]) -> None:
-    """Tell Ray's autoscaler which hosts to keep or to add. Where there is none, nobody hears it.
+    """Tell Ray's autoscaler for which processes hosts have to be there. Where there is none, nobody hears it.
 
     The request stands until the next one, and there is one for the whole Ray cluster.
     """

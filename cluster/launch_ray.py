@@ -53,6 +53,10 @@ class RayHome(Protocol):
         """Return options of the actor, over those that every actor has."""
         ...
 
+    def served(self, name: str) -> None:
+        """Hear that a process has found its place: it needs no more room than it holds."""
+        ...
+
     def forget(self, name: str) -> None:
         """Give up what was kept for a process that is gone."""
         ...
@@ -104,6 +108,7 @@ class RayLauncher:
         except asyncio.CancelledError:
             self._discard(spec.name)
             raise
+        self._home.served(spec.name)
         # Of another host it cannot be alive here: an identity holds when its host was booted.
         here = identity if identity.is_alive() else None
         return _ActorProcess(actor, ready, here, kill=lambda: self._discard(spec.name))

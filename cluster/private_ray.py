@@ -49,6 +49,9 @@ class PrivateRay:
         """Return no more than every actor has."""
         return {}
 
+    def served(self, name: str) -> None:
+        """Nothing was asked for it."""
+
     def forget(self, name: str) -> None:
         """Nothing is kept for a process."""
 
