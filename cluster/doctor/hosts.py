@@ -20,10 +20,16 @@ from common.config import ConfigError
 _CONNECT_TIMEOUT_S = 5
 _TIMEOUT_S = 60.0
 _MAX_SKEW_S = 1.0
-_TOOLS = {"python3.11": "kvrelay runs on it", "make": "`ray up` installs by it", "rsync": "`ray up` copies files by it"}
+_NEEDED = {
+    "Python 3.11": "kvrelay runs on it",
+    "make": "`ray up` installs by it",
+    "rsync": "`ray up` copies files by it",
+}
 _ASK = """
 echo "clock $(date +%s.%N)"
-for tool in TOOLS; do command -v "$tool" >/dev/null || echo "lacks $tool"; done
+for tool in make rsync; do command -v "$tool" >/dev/null || echo "lacks $tool"; done
+{ command -v python3.11 || python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; } >/dev/null 2>&1 ||
+  echo "lacks Python 3.11"
 timeout 3 bash -c '</dev/tcp/HEAD/6379' 2>/dev/null; [ $? = 124 ] && echo "blocked HEAD:6379"
 cd ~/kvrelay 2>/dev/null && [ -x .venv/bin/kvrelay ] || exit 0
 .venv/bin/python - <<'END'
@@ -120,7 +126,7 @@ async def _ask(address: str, hosts: Hosts, run: Run) -> _Told:
     settings += ["StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null"]
     options = [part for setting in settings for part in ("-o", setting)]
     key = [] if hosts.key is None else ["-i", hosts.key]
-    script = _ASK.replace("TOOLS", " ".join(_TOOLS)).replace("HEAD", hosts.head)
+    script = _ASK.replace("HEAD", hosts.head)
     started_s = time.time()
     status, stdout, stderr = await run(["ssh", *options, *key, "-l", hosts.user, "--", address, script])
     asked_s = (started_s + time.time()) / 2
@@ -141,7 +147,7 @@ def _understand(address: str, stdout: str, *, asked_s: float, slack_s: float) ->
         kind, _, value = line.partition(" ")
         if kind == "lacks":
             findings.append(
-                failure(address, f"lacks {value}", f"install it there: {_TOOLS.get(value, 'it is needed')}")
+                failure(address, f"lacks {value}", f"install it there: {_NEEDED.get(value, 'it is needed')}")
             )
         elif kind == "blocked":
             advice = "the host cannot join: open that port, and those of docs/operations.md, “Ports”, between all hosts"
