@@ -1,10 +1,11 @@
 """Changes the pools' sizes while the cluster serves.
 
 1. Where one pool shrinks and the other grows, workers change over (`flipping`).
-2. Workers that are to come are started, side by side, until the router uses them.
+2. Workers that are to come are started, side by side, and warmed (`evacuation`), until the router uses them.
 3. Those that are to go drain: the router gives them nothing new and moves what they decode to others (`SetWorkers`).
-4. When nothing runs on one any more, or its grace is over, it leaves the membership and is stopped. What was left is
-   resumed elsewhere from its tokens, like after a worker's death.
+4. When nothing runs on one any more, or its grace is over, its hottest prefixes move to others (`evacuation`).
+5. It leaves the membership and is stopped. What was left is resumed elsewhere from its tokens, like after a worker's
+   death.
 
 Growing comes first, so that capacity never falls below both sizes.
 """
@@ -42,8 +43,11 @@ class Workforce(Protocol):
     def workers(self, role: ProcessRole) -> Sequence[ManagedProcess]:
         """Return a pool, whoever should go first at the end (`worker_names.home_first`)."""
 
-    async def add_worker(self, spec: ProcessSpec) -> None:
-        """Start one more; returns when the router uses it. Raises StartFailed, and then nothing is left of it."""
+    async def add_worker(self, spec: ProcessSpec) -> int:
+        """Start one more and warm it; returns with how many blocks, when the routers use it.
+
+        Raises StartFailed, and then nothing is left of it.
+        """
 
     async def drain_worker(self, process: ManagedProcess, *, grace_s: float) -> int:
         """Let a worker give its requests away; returns how many it still had when the grace was over."""
@@ -53,6 +57,9 @@ class Workforce(Protocol):
 
         Raises EngineFault when they do not, another KvrelayError when the worker still has its old role, and serves.
         """
+
+    async def evacuate_worker(self, process: ManagedProcess, *, grace_s: float) -> int:
+        """Move the hottest prefixes of a drained worker to those that stay; returns how many blocks moved."""
 
     async def remove_worker(self, process: ManagedProcess) -> None:
         """Take a worker out of the membership and stop it."""
@@ -167,7 +174,8 @@ class Scaler:
                 raise EngineFault(f"{spec.name} did not start: {failure}")
             if isinstance(failure, BaseException):
                 raise failure
-        report(f"{len(coming)} in use after {time.monotonic() - started_s:.1f} s")
+        warmed = [f"{spec.name} warmed with {num} blocks" for spec, num in zip(coming, done, strict=True) if num]
+        report("; ".join([f"{len(coming)} in use after {time.monotonic() - started_s:.1f} s", *warmed]))
 
     async def _add(self, spec: ProcessSpec) -> None:
         started_s = time.monotonic()
@@ -184,7 +192,9 @@ class Scaler:
     async def _let_go(self, process: ManagedProcess, grace_s: float, report: Report) -> None:
         started_s = time.monotonic()
         num_left = await self._workforce.drain_worker(process, grace_s=grace_s)
-        took = f"{time.monotonic() - started_s:.2f} s"
+        took_s = time.monotonic() - started_s
+        took = f"{took_s:.2f} s"
+        num_moved = await self._workforce.evacuate_worker(process, grace_s=max(0.0, grace_s - took_s))
         await self._workforce.remove_worker(process)
         self.times.note_drain(process.spec.role, time.monotonic() - started_s)
         if num_left:
@@ -195,7 +205,8 @@ class Scaler:
                 f"{process.spec.name} is gone; {num_left} requests had not moved after {took} and are resumed elsewhere"
             )
         else:
-            report(f"{process.spec.name} is gone; it was empty after {took}")
+            left = f", and left {num_moved} blocks of its hottest prefixes to others" if num_moved else ""
+            report(f"{process.spec.name} is gone; it was empty after {took}{left}")
 
 
 def _check(sizes: Mapping[ProcessRole, int]) -> None:

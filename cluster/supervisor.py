@@ -26,6 +26,7 @@ import psutil
 
 from cluster import adoption, ray_settings
 from cluster.control import serving_control
+from cluster.evacuation import Evacuation, Peer
 from cluster.launcher import Launcher, StartFailed, log_path
 from cluster.managed_process import ManagedProcess
 from cluster.plan import PlanError, ProcessRole, ProcessSpec
@@ -97,6 +98,9 @@ class Supervisor:
         self._draining: set[str] = set()
         self._gone: set[str] = set()
         """On their way out: no members any more."""
+        self._warming: set[str] = set()
+        """On their way in: no members yet."""
+        self._evacuation = Evacuation()
         self._founders: dict[str, asyncio.Task[NoReturn]] = {}
         """What keeps the first workers running; the cluster fails when one of them does not start."""
         self._added: dict[str, asyncio.Task[StartFailed]] = {}
@@ -187,9 +191,13 @@ class Supervisor:
         pool = [process for process in self._processes if process.spec.role is role]
         return sorted(pool, key=lambda process: home_first(process.spec))
 
-    async def add_worker(self, spec: ProcessSpec) -> None:
-        """Start one more; returns when the routers use it. Raises StartFailed, and then nothing is left of it."""
+    async def add_worker(self, spec: ProcessSpec) -> int:
+        """Start one more and warm it; returns with how many blocks, when the routers use it.
+
+        Raises StartFailed, and then nothing is left of it.
+        """
         process = self._new_process(spec)
+        self._warming.add(spec.name)
         self._processes.append(process)
         keeper = self._added[spec.name] = asyncio.create_task(_keep_running(process), name=f"keep {spec.name}")
         served = asyncio.create_task(process.served.wait())
@@ -197,9 +205,13 @@ class Supervisor:
             await asyncio.wait((keeper, served), return_when=asyncio.FIRST_COMPLETED)
             if keeper.done():
                 raise keeper.result()
+            num_blocks = await self._warm(process)
+            self._warming.discard(spec.name)
+            self._routers.worker_changed()
             num_serving = sum(each.address is not None for role in POOLS for each in self.workers(role))
             async with asyncio.timeout(_ACCEPT_TIMEOUT_S):
                 await self._routers.until_ready(num_serving)
+            return num_blocks
         except (StartFailed, TimeoutError) as error:
             await self.remove_worker(process)
             if isinstance(error, StartFailed):
@@ -207,6 +219,12 @@ class Supervisor:
             raise StartFailed(f"the routers do not use it after {_ACCEPT_TIMEOUT_S:g} s; see their logs") from None
         finally:
             served.cancel()
+            self._warming.discard(spec.name)
+
+    async def _warm(self, process: ManagedProcess) -> int:
+        if process.address is None:  # it has died already, and is started again
+            return 0
+        return (await self._evacuation.warm(_as_peer(process), self._peers())).num_blocks
 
     async def drain_worker(self, process: ManagedProcess, *, grace_s: float) -> int:
         """Let a worker give its requests away; returns how many it still had when the grace was over."""
@@ -242,6 +260,12 @@ class Supervisor:
                 f"{name} changed to {role}, but the routers do not use it after {_ACCEPT_TIMEOUT_S:g} s; see their logs"
             ) from None
 
+    async def evacuate_worker(self, process: ManagedProcess, *, grace_s: float) -> int:
+        """Move the hottest prefixes of a drained worker to those that stay; returns how many blocks moved."""
+        if process.address is None:
+            return 0
+        return (await self._evacuation.evacuate(_as_peer(process), self._peers(), grace_s=grace_s)).num_blocks
+
     async def remove_worker(self, process: ManagedProcess) -> None:
         """Take a worker out of the membership and stop it."""
         name = process.spec.name
@@ -268,7 +292,14 @@ class Supervisor:
             self._all_served.set()
         self._save()
 
+    def _peers(self) -> list[Peer]:
+        """Return the workers that stay."""
+        apart = self._gone | self._draining | self._warming
+        workers = (process for role in POOLS for process in self.workers(role) if process.spec.name not in apart)
+        return [_as_peer(process) for process in workers if process.address is not None]
+
     def _membership(self) -> list[router_admin_pb2.WorkerEndpoint]:
+        apart = self._gone | self._warming
         return [
             router_admin_pb2.WorkerEndpoint(
                 worker_id=process.spec.name,
@@ -277,7 +308,7 @@ class Supervisor:
                 draining=process.spec.name in self._draining,
             )
             for process in self._processes
-            if process.spec.role in POOLS and process.address is not None and process.spec.name not in self._gone
+            if process.spec.role in POOLS and process.address is not None and process.spec.name not in apart
         ]
 
     async def _stop_all(self) -> None:
@@ -308,6 +339,11 @@ class Supervisor:
                 ray_environment=ray_settings.of_joined_cluster(self._config.launcher),
             )
         )
+
+
+def _as_peer(process: ManagedProcess) -> Peer:
+    assert process.address is not None, f"{process.spec.name} does not serve"
+    return Peer(worker_id=process.spec.name, address=process.address, role=process.spec.role)
 
 
 async def _keep_running(process: ManagedProcess) -> StartFailed:

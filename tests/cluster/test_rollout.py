@@ -42,11 +42,12 @@ class FakeWorkforce:
     def workers(self, role: ProcessRole) -> list[ManagedProcess]:
         return [cast(ManagedProcess, each) for each in self.pool if each.spec.role is role]
 
-    async def add_worker(self, spec: ProcessSpec) -> None:
+    async def add_worker(self, spec: ProcessSpec) -> int:
         if self.fails(spec):
             raise StartFailed(f"{spec.name}: exited with code 1")
         self.pool.append(SimpleNamespace(spec=spec, address=spec.name, num_lives=1))
         self._note(f"+{spec.name}")
+        return 0
 
     async def drain_worker(self, process: ManagedProcess, *, grace_s: float) -> int:
         self.done.append(f"drain {process.spec.name}")
@@ -55,6 +56,9 @@ class FakeWorkforce:
     async def flip_worker(self, process: ManagedProcess, role: ProcessRole, *, grace_s: float) -> None:
         process.spec = replace(process.spec, role=role)
         self._note(f"{process.spec.name} to {role}")
+
+    async def evacuate_worker(self, process: ManagedProcess, *, grace_s: float) -> int:
+        return 0
 
     async def remove_worker(self, process: ManagedProcess) -> None:
         self.pool.remove(process)
