@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 CONTROLLER = "controller"
 _POOL_LABEL = "pool"
 _ROUTER_POOL = "router"
+_WORKER_POOLS = frozenset({str(ProcessRole.PREFILL), str(ProcessRole.DECODE)})
 _NODE_ID_LABEL = "ray.io/node-id"
 _PIN = 0.001
 """Of the one unit of `node:<ip>` that Ray gives every host."""
@@ -122,12 +123,15 @@ class JoinedRay:
         if _ROUTER_POOL in _pools():
             return {"label_selector": {_POOL_LABEL: _ROUTER_POOL}, "scheduling_strategy": "SPREAD"}
         nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-        if len(nodes) == 1:
-            return pinned_to(this_host())
         here = ray.get_runtime_context().get_node_id()
         pool = next(node for node in nodes if node["NodeID"] == here).get("Labels", {}).get(_POOL_LABEL)
-        # The label survives a new start of Ray here, the id does not.
-        other = {_NODE_ID_LABEL: f"!{here}"} if pool is None else {_POOL_LABEL: f"!{pool}"}
+        if pool is not None and pool not in _WORKER_POOLS:
+            # No worker ever runs here, so that other hosts are there or will come.
+            other = {_POOL_LABEL: f"!{pool}"}
+        elif len(nodes) > 1:
+            other = {_NODE_ID_LABEL: f"!{here}"}
+        else:
+            return pinned_to(this_host())
         return {"label_selector": other, "scheduling_strategy": "SPREAD"}
 
     def _worker_place(self, spec: ProcessSpec) -> dict[str, Any]:

@@ -87,7 +87,18 @@ def test_file_carries_sources_serving_yaml_and_token(file: str) -> None:
 
     assert config["file_mounts"]["~/kvrelay"] == "."
     assert config["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
-    assert any("kvrelay up --foreground" in command for command in config["head_start_ray_commands"])
+    assert any("kvrelay up --config" in command for command in config["head_start_ray_commands"])
+
+
+@pytest.mark.parametrize("file", _FILES)
+def test_file_keeps_what_the_head_knows_and_lets_workers_wait_for_it(file: str) -> None:
+    config = load(file)
+    (head,) = (command for command in config["head_start_ray_commands"] if "ray start" in command)
+    (worker,) = (command for command in config["worker_start_ray_commands"] if "ray start" in command)
+
+    assert "cluster.keep_head" in head
+    assert "RAY_gcs_storage=rocksdb" in head
+    assert all("RAY_gcs_rpc_server_reconnect_timeout_s=86400" in command for command in (head, worker))
 
 
 def test_aws_hosts_are_what_aws_itself_takes() -> None:
