@@ -82,10 +82,17 @@ class Clients:
         self._texts = [each.answer.text for each in undisturbed]
         self._journal = journal
 
-    async def stream_until(self, is_over: Awaitable[float], strike: Callable[[], None]) -> float:
+    async def stream_until(self, is_over: Callable[[], Awaitable[float]], strike: Callable[[], object]) -> float:
         """Strike in mid-stream, then stream on, again and again, until it is over; returns how long that took."""
-        over = asyncio.ensure_future(is_over)
-        seen = await stream_all(self._client, lambda: asyncio.to_thread(strike))
+        over: asyncio.Future[float] | None = None
+
+        async def strike_and_watch() -> None:
+            nonlocal over
+            await asyncio.to_thread(strike)
+            over = asyncio.ensure_future(is_over())
+
+        seen = await stream_all(self._client, strike_and_watch)
+        assert over is not None, "every stream has had tokens"
         while not over.done():
             seen += await stream_all(self._client)
         texts = [each.answer.text for each in seen]
@@ -115,17 +122,19 @@ async def test_streams_through_another_hosts_router_notice_neither_the_controlle
 
         first = state["supervisor"]["pid"]
         took_s = await clients.stream_until(
-            until_controlled(head, not_by=first), lambda: head.run(f"kill -9 {first}") and None
+            lambda: until_controlled(head, not_by=first), lambda: head.run(f"kill -9 {first}")
         )
-        journal.note(f"the controller was killed in mid-stream; back and in charge {took_s:.1f} s after streams began")
+        journal.note(f"the controller was killed in mid-stream; back and in charge {took_s:.1f} s later")
         assert await pids(client) == before
 
         second = read_state(head)["supervisor"]["pid"]
         took_s = await clients.stream_until(
-            until_controlled(head, not_by=second),
-            lambda: head.run("kill -9 $(pgrep -x gcs_server) $(pgrep -x raylet)") and None,
+            lambda: until_controlled(head, not_by=second),
+            lambda: head.run("kill -9 $(pgrep -x gcs_server) $(pgrep -x raylet)"),
         )
-        journal.note(f"the head's Ray was killed in mid-stream; back and in charge {took_s:.1f} s after streams began")
+        journal.note(
+            f"the head's Ray was killed in mid-stream; it and its controller were back {took_s:.1f} s later"
+        )
         assert await pids(client) == before, "workers of other hosts do not depend on the head"
         assert (await client.status()).router.num_failed == 0
 
