@@ -132,9 +132,7 @@ async def test_streams_through_another_hosts_router_notice_neither_the_controlle
             lambda: until_controlled(head, not_by=second),
             lambda: head.run("kill -9 $(pgrep -x gcs_server) $(pgrep -x raylet)"),
         )
-        journal.note(
-            f"the head's Ray was killed in mid-stream; it and its controller were back {took_s:.1f} s later"
-        )
+        journal.note(f"the head's Ray was killed in mid-stream; it and its controller were back {took_s:.1f} s later")
         assert await pids(client) == before, "workers of other hosts do not depend on the head"
         assert (await client.status()).router.num_failed == 0
 
