@@ -3,8 +3,8 @@
     python -m cluster.keep_head LOG ray start --head …
 
 Returns when the head is up, with 1 when it did not come up the first time, and stays in the background. Ray itself
-brings nothing back: `ray start --block` ends the whole head when one of its processes is killed. After `ray stop` it
-goes on waiting for nobody, which is how the two are told apart. No Ray in here.
+brings nothing back: `ray start --block` ends the whole head when one of its processes is killed. On purpose means that
+`ray stop` ran when they died, or that all ended in order, after which `ray start` waits for nobody. No Ray in here.
 """
 
 import os
@@ -13,13 +13,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
 
 _UP = b"--block"
 """Ray prints it once everything runs."""
-_GCS = "gcs_server"
+_MAIN_PROCESSES = frozenset({"gcs_server", "raylet"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,26 +56,41 @@ def _live(command: Sequence[str], log: Path, on_up: Callable[[], None], pace: Pa
         process = subprocess.Popen(
             [*command, "--block"], stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
-    was_up, lonely_s = False, 0.0
-    while process.poll() is None:
+    was_up = is_stopped = False
+    lonely_s = 0.0
+    while process.poll() is None and lonely_s < pace.stopped_after_s:
         time.sleep(pace.poll_s)  # they are no children of ours, so nobody tells
         if not was_up and _UP in _written(log, offset):
             was_up = True
             on_up()
-        lonely_s = lonely_s + pace.poll_s if was_up and not _has_gcs(process.pid) else 0.0
-        if lonely_s >= pace.stopped_after_s:
-            process.kill()
-            process.wait()
-            return 0, was_up
-    return process.returncode, was_up
+        if was_up and not _is_whole(process.pid):
+            lonely_s += pace.poll_s
+            is_stopped = is_stopped or _is_being_stopped()
+        else:
+            lonely_s = 0.0
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+        return 0, was_up
+    return 0 if is_stopped else process.returncode, was_up
 
 
-def _has_gcs(pid: int) -> bool:
+def _is_whole(pid: int) -> bool:
+    """Return whether the processes without which a head is none run below `ray start`."""
     try:
         children = psutil.Process(pid).children()
-        return any(child.name() == _GCS and child.status() != psutil.STATUS_ZOMBIE for child in children)
+        return {child.name() for child in children if child.status() != psutil.STATUS_ZOMBIE} >= _MAIN_PROCESSES
     except psutil.NoSuchProcess:
         return False
+
+
+def _is_being_stopped() -> bool:
+    """Return whether somebody runs `ray stop` here. It kills what does not end by itself, and is there until then."""
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or ()
+        if any(Path(word).name == "ray" and then == "stop" for word, then in pairwise(words)):
+            return True
+    return False
 
 
 def _written(log: Path, offset: int) -> bytes:

@@ -3,54 +3,87 @@
 import os
 import shutil
 import signal
+import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
 from cluster.keep_head import Pace, keep
 
-_PACE = Pace(poll_s=0.02, stopped_after_s=0.5, pause_s=0.0)
+_PACE = Pace(poll_s=0.02, stopped_after_s=2.0, pause_s=0.0)
 _HEAD = """
-{gcs} 600 & gcs=$!
-echo $gcs >>{pids}
+{folder}/gcs_server 600 & gcs=$!
+{folder}/raylet 600 & raylet=$!
+echo $gcs >>{folder}/pids
 echo told to --block
 wait $gcs
-[ $? -eq 143 ] && exec sleep 600
+status=$?
+kill $raylet
+[ $status -eq 143 ] && exec sleep 600
+sleep 0.5
 exit 1
 """
-"""Ends with status 1 when its first process was killed, and never when that was stopped."""
+"""Ends with status 1, after a while, when its first process was killed, and never when that was ended in order."""
 
 
 def make_head(folder: Path) -> list[str]:
     """Write the script and return the command that runs it."""
-    gcs = folder / "gcs_server"
-    shutil.copy(shutil.which("sleep") or "", gcs)
-    (folder / "head.sh").write_text(_HEAD.format(gcs=gcs, pids=folder / "pids"), encoding="utf-8")
+    for name in ("gcs_server", "raylet"):
+        shutil.copy(shutil.which("sleep") or "", folder / name)
+    (folder / "head.sh").write_text(_HEAD.format(folder=folder), encoding="utf-8")
     return ["bash", str(folder / "head.sh")]
+
+
+@contextmanager
+def ray_stop(folder: Path) -> Iterator[None]:
+    """Have a process that is called like `ray stop`."""
+    script = folder / "ray"
+    script.write_text("echo; read -r _", encoding="utf-8")
+    with subprocess.Popen(["bash", str(script), "stop"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield
+        process.communicate(b"\n")
 
 
 def gcs_pid(folder: Path) -> int:
     return int((folder / "pids").read_text(encoding="utf-8").split()[-1])
 
 
-def test_head_that_is_killed_is_started_again_and_one_that_is_stopped_is_not(tmp_path: Path) -> None:
-    command, ups, statuses = make_head(tmp_path), threading.Semaphore(0), list[int]()
-    log = tmp_path / "head.log"
+@contextmanager
+def kept(folder: Path) -> Iterator[tuple[threading.Semaphore, list[int]]]:
+    """Keep a head in a thread; yields what counts its lives, and where its end will be. It must end by itself."""
+    command, ups, statuses = make_head(folder), threading.Semaphore(0), list[int]()
+    log = folder / "head.log"
     keeper = threading.Thread(target=lambda: statuses.append(keep(command, log, on_up=ups.release, pace=_PACE)))
     keeper.start()
     assert ups.acquire(timeout=60)
-    first = gcs_pid(tmp_path)
-
-    os.kill(first, signal.SIGKILL)
-    assert ups.acquire(timeout=60)
-    second = gcs_pid(tmp_path)
-    os.kill(second, signal.SIGTERM)
+    yield ups, statuses
     keeper.join(timeout=60)
+    left = [child.name() for child in psutil.Process().children(recursive=True)]
+    assert not {"sleep", "gcs_server", "raylet"} & set(left)
+
+
+def test_head_that_is_killed_is_started_again_and_one_that_ends_in_order_is_not(tmp_path: Path) -> None:
+    with kept(tmp_path) as (ups, statuses):
+        first = gcs_pid(tmp_path)
+        os.kill(first, signal.SIGKILL)
+        assert ups.acquire(timeout=60)
+        second = gcs_pid(tmp_path)
+        os.kill(second, signal.SIGTERM)
 
     assert (second != first, statuses) == (True, [0])
-    assert not [child for child in psutil.Process().children(recursive=True) if child.name() in ("sleep", "gcs_server")]
+
+
+def test_head_that_ray_stop_has_killed_since_it_did_not_end_is_not_started_again(tmp_path: Path) -> None:
+    with kept(tmp_path) as (ups, statuses), ray_stop(tmp_path):
+        os.kill(gcs_pid(tmp_path), signal.SIGKILL)
+        assert not ups.acquire(timeout=1.0)
+
+    assert statuses == [0]
 
 
 def test_head_that_does_not_come_up_is_not_tried_again(tmp_path: Path) -> None:
