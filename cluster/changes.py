@@ -22,7 +22,7 @@ class Need(StrEnum):
     PREFILL = "new prefill workers, one after the other"
     DECODE = "new decode workers, one after the other"
     WORKERS = "new workers of both pools, one after the other"
-    ROUTER = "a new router, which takes over the port"
+    ROUTERS = "new routers, one after the other"
     RESTART = "another cluster: it cannot be changed while this one runs"
     OTHER_KV = "another cluster: old and new workers could not exchange KV"
 
@@ -72,26 +72,26 @@ NEEDS: Mapping[str, Need] = {
     "router.port": Need.RESTART,
     "router.http_port": Need.RESTART,
     "router.metrics_port": Need.RESTART,
-    "router.policy": Need.ROUTER,
-    "router.local_prefill_max_tokens": Need.ROUTER,
-    "router.max_prefill_wait_s": Need.ROUTER,
-    "router.max_queued": Need.ROUTER,
-    "router.auth": Need.ROUTER,
-    "router.salt_secret": Need.ROUTER,
-    "router.shed": Need.ROUTER,
-    "router.queue_timeout_s": Need.ROUTER,
-    "router.recovery_timeout_s": Need.ROUTER,
-    "router.max_attempts": Need.ROUTER,
-    "router.decode_streams": Need.ROUTER,
-    "router.default_max_tokens": Need.ROUTER,
-    "router.max_message_mib": Need.ROUTER,
-    "router.token_cache_mib": Need.ROUTER,
-    "router.index_memory_mib": Need.ROUTER,
-    "slo.ttft_s": Need.ROUTER,
-    "slo.ttft_tokens": Need.ROUTER,
-    "slo.itl_s": Need.ROUTER,
+    "router.policy": Need.ROUTERS,
+    "router.local_prefill_max_tokens": Need.ROUTERS,
+    "router.max_prefill_wait_s": Need.ROUTERS,
+    "router.max_queued": Need.ROUTERS,
+    "router.auth": Need.ROUTERS,
+    "router.salt_secret": Need.ROUTERS,
+    "router.shed": Need.ROUTERS,
+    "router.queue_timeout_s": Need.ROUTERS,
+    "router.recovery_timeout_s": Need.ROUTERS,
+    "router.max_attempts": Need.ROUTERS,
+    "router.decode_streams": Need.ROUTERS,
+    "router.default_max_tokens": Need.ROUTERS,
+    "router.max_message_mib": Need.ROUTERS,
+    "router.token_cache_mib": Need.ROUTERS,
+    "router.index_memory_mib": Need.ROUTERS,
+    "slo.ttft_s": Need.ROUTERS,
+    "slo.ttft_tokens": Need.ROUTERS,
+    "slo.itl_s": Need.ROUTERS,
     **{f"planner.{key}": Need.RESTART for key in PlannerConfig.model_fields},
-    "tenants": Need.ROUTER,
+    "tenants": Need.ROUTERS,
 }
 
 _POOL_NEEDS = {
@@ -99,7 +99,7 @@ _POOL_NEEDS = {
     Need.DECODE: (ProcessRole.DECODE,),
     Need.WORKERS: (ProcessRole.PREFILL, ProcessRole.DECODE),
 }
-_REFUSED = (Need.RESTART, Need.OTHER_KV, Need.ROUTER)
+_REFUSED = (Need.RESTART, Need.OTHER_KV)
 _PORTS = ("port", "http_port")
 
 
@@ -139,6 +139,11 @@ def roles_to_renew(changes: Sequence[Change]) -> tuple[ProcessRole, ...]:
     """Return the pools that need new workers, prefill first."""
     wanted = {role for change in changes for role in _POOL_NEEDS.get(change.need, ())}
     return tuple(role for role in (ProcessRole.PREFILL, ProcessRole.DECODE) if role in wanted)
+
+
+def needs_routers(changes: Sequence[Change]) -> bool:
+    """Return whether the routers have to be new."""
+    return any(change.need is Need.ROUTERS for change in changes)
 
 
 def keep_free_ports(before: ServingConfig, after: ServingConfig) -> ServingConfig:

@@ -3,8 +3,10 @@
 1. Find what differs and what each difference needs (`changes`); refuse what cannot be, by key. Nothing has changed yet.
 2. In each pool that needs new workers one more is started, the *canary*. It serves beside the old ones for a while and
    is judged (`canary`). Not good, or not started: it drains, and the cluster is as it was.
-3. The old workers are replaced, one after the other. Canaries stay meanwhile, so that no pool is ever smaller than
-   before. A worker that does not start: those that were replaced get their old configuration again, the same way.
+3. Where routers have to be new, they are replaced, one after the other: clients go on at another one (refused with a
+   single router, whose clients have nowhere to go). Then the old workers, one after the other. Canaries stay meanwhile,
+   so that no pool is ever smaller than before. A process that does not start: those that were replaced get their old
+   configuration again, the same way.
 4. Canaries drain. The configuration is the cluster's: it is what processes read that start from now on.
 5. Pools get their new sizes.
 
@@ -18,14 +20,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster.canary_watch import CanaryWatch, Inspect, observe
-from cluster.changes import Change, find_changes, keep_free_ports, roles_to_renew
+from cluster.changes import Change, Need, find_changes, keep_free_ports, needs_routers, roles_to_renew
 from cluster.inspection import look_at
+from cluster.launcher import StartFailed
 from cluster.plan import ProcessRole, ProcessSpec
 from cluster.scaling import POOLS, Report, Scaler, Workforce
 from common.config import ServingConfig
 from common.errors import EngineFault, InvalidRequest
 
 logger = logging.getLogger(__name__)
+
+_ONE_ROUTER = "Clients of the only router would lose it: start the cluster with router.count: 2 and name both to them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +78,11 @@ class Rollouts:
             after, changes = self._compare(wanted, report)
             sizes = self._scaler.sizes()
             roles = tuple(role for role in roles_to_renew(changes) if sizes[role])
-            if roles:
+            if roles or needs_routers(changes):
                 renewal = _Renewal(
                     self._scaler, self._workforce, surroundings=self._surroundings, terms=terms, report=report
                 )
-                await renewal.run(after, roles)
+                await renewal.run(after, roles, routers=self._routers() if needs_routers(changes) else ())
             self._scaler.adopt(after)
             self._surroundings.keep(after)
             if _sizes_of(after) != sizes:
@@ -96,11 +101,17 @@ class Rollouts:
         refused = [change for change in changes if change.is_refused]
         if refused:
             raise InvalidRequest("; ".join(map(str, refused)), field=refused[0].key)
+        if needs_routers(changes) and len(self._routers()) == 1:
+            (first, *_) = [change for change in changes if change.need is Need.ROUTERS]
+            raise InvalidRequest(f"{first}. {_ONE_ROUTER}", field=first.key)
         if roles_to_renew(changes):
             self._scaler.plan(after, {role: size + 1 for role, size in sizes.items()})
         if _sizes_of(after) != sizes:
             self._scaler.plan(after, _sizes_of(after))
         return after, changes
+
+    def _routers(self) -> Sequence[ProcessSpec]:
+        return [process.spec for process in self._workforce.workers(ProcessRole.ROUTER)]
 
 
 def with_sizes(config: ServingConfig, sizes: Mapping[ProcessRole, int]) -> ServingConfig:
@@ -125,21 +136,28 @@ class _Renewal:
     report: Report = field(kw_only=True)
     _canaries: dict[ProcessRole, ProcessSpec] = field(default_factory=dict, init=False)
     _replaced: list[ProcessSpec] = field(default_factory=list, init=False)
-    """The old ones that were taken away, in order."""
+    """The old workers that were taken away, in order."""
+    _renewed: list[ProcessSpec] = field(default_factory=list, init=False)
+    """The old routers that were."""
 
-    async def run(self, config: ServingConfig, roles: Sequence[ProcessRole]) -> None:
-        """Replace every worker of these pools. Raises EngineFault, and then the old configuration is back."""
+    async def run(
+        self, config: ServingConfig, roles: Sequence[ProcessRole], *, routers: Sequence[ProcessSpec] = ()
+    ) -> None:
+        """Replace every worker of these pools, and the routers. Raises EngineFault, and then it is as it was."""
         sizes = self.scaler.sizes()
         more = sizes | {role: sizes[role] + 1 for role in roles}
         old = {role: [process.spec for process in self.workforce.workers(role)] for role in roles}
         present = {spec.name for specs in old.values() for spec in specs}
-        for spec in self.scaler.plan(config, more):
+        for spec in self.scaler.plan(config, more) if roles else ():
             if spec.role in roles and spec.name not in present:
                 self._canaries[spec.role] = spec
         try:
             await self.scaler.grow(list(self._canaries.values()), self.report)
-            if self.terms.canary_s:
+            if self.terms.canary_s and self._canaries:
                 await self._judge()
+            for spec in routers:
+                self._renewed.append(spec)
+                await self._renew_router(replace(spec, config=config))
             for role in roles:
                 for spec in old[role]:
                     await self._replace(spec)
@@ -155,11 +173,24 @@ class _Renewal:
         await self.scaler.shrink({spec.name}, self.terms.grace_s, self.report)
         await self.scaler.grow([replace(self._canaries[spec.role], name=spec.name)], self.report)
 
+    async def _renew_router(self, spec: ProcessSpec) -> None:
+        """Let a new router take the place of the one of that name, and its port. Raises EngineFault."""
+        self.report(f"{spec.name} goes, and comes again")
+        for process in self.workforce.workers(ProcessRole.ROUTER):
+            if process.spec.name == spec.name:
+                await self.workforce.remove_worker(process)
+        try:
+            await self.workforce.add_worker(spec)
+        except StartFailed as error:
+            raise EngineFault(f"{spec.name} did not start: {error}") from error
+
     async def _undo(self) -> None:
         """Give what was replaced its old configuration again; canaries stand in until then."""
         for spec in reversed(self._replaced):
             await self.scaler.shrink({spec.name}, self.terms.grace_s, self.report)
             await self.scaler.grow([spec], self.report)
+        for spec in reversed(self._renewed):
+            await self._renew_router(spec)
         await self._drain_canaries()
 
     async def _drain_canaries(self) -> None:

@@ -274,7 +274,7 @@ class Supervisor:
         keeper = self._added.pop(name, None) or self._founders.pop(name)
         keeper.cancel()
         await asyncio.wait((keeper,))
-        await process.stop(self._grace.worker_s)
+        await process.stop(self._grace.router_s if process.spec.role is ProcessRole.ROUTER else self._grace.worker_s)
         self._processes.remove(process)
         self._gone.discard(name)
         self._draining.discard(name)

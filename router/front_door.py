@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 
-from common.errors import Overloaded, Refused
+from common.errors import Overloaded, Refused, Unreachable
 from common.ids import RequestId, mint_request_id
 from common.lifecycle import LifeCycle
 from kvrelay.v1 import inference_pb2 as pb
@@ -69,6 +69,11 @@ class FrontDoor:
         self.merging = MergeWindow() if merging is None else merging
         self._doorkeeper = doorkeeper
         self._default_terms = default_terms
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Refuse new requests from now on, as if nobody were here: clients of several routers go to another one."""
+        self._is_closed = True
 
     def new_life(self) -> LifeCycle:
         """Return the life of a request that has just come, under an id of our own."""
@@ -99,7 +104,9 @@ class FrontDoor:
                 raise outbox.error
 
     def _admit(self, request: pb.GenerateRequest, tenant: Tenant) -> Ticket:
-        """Return a place in line. Raises Overloaded."""
+        """Return a place in line. Raises Overloaded, Unreachable once the door is closed."""
+        if self._is_closed:
+            raise Unreachable("this router is going")
         terms = read_terms(request, tenant=tenant, default=self._default_terms)
         admitted = self.parts.admission.admit(tenant, terms)
         if isinstance(admitted, Refused):

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LEAVE_S = 1.0
+"""Longer than a client with several routers takes to ask again."""
+
 
 @dataclass(slots=True, kw_only=True)
 class RunningRouter:
@@ -48,6 +51,9 @@ class RunningRouter:
     metrics_server: MetricsServer | None
     watches: "tuple[asyncio.Task[None], ...]"
     """Of the event loop: how late and how busy it is; and of the routing: whether it works."""
+    door: FrontDoor
+    leave_s: float
+    """How long clients are sent elsewhere before it stops listening; 0: there is no other router."""
 
     @property
     def role(self) -> str:
@@ -65,8 +71,15 @@ class RunningRouter:
         return 0 if self.http is None else self.http.port
 
     async def stop(self, grace_s: float) -> None:
-        """Report NOT_SERVING, let running requests end for `grace_s` seconds, cancel the rest, leave the workers."""
+        """Report NOT_SERVING, let running requests end for `grace_s` seconds, cancel the rest, leave the workers.
+
+        Beside other routers it first tells new requests for a moment to go to those: once a gRPC server stops, it
+        cancels requests that meet it, and their clients do not know whether they may ask again.
+        """
         self.recordings.finish()
+        if self.leave_s:
+            self.door.close()
+            await asyncio.sleep(self.leave_s)
         doors = (self.server,) if self.http is None else (self.server, self.http)
         await asyncio.gather(*(door.stop(grace_s) for door in doors))
         await self.fleet.aclose()
@@ -127,6 +140,8 @@ async def serve_router(
         server=server,
         http=http,
         metrics_server=metrics_server,
+        door=door,
+        leave_s=_LEAVE_S if config.count > 1 else 0.0,
         watches=(
             asyncio.create_task(metrics.watch_event_loop(clock), name="event-loop lag"),
             asyncio.create_task(merging.watch(), name="event-loop load"),

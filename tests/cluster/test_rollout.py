@@ -19,7 +19,7 @@ from common.errors import EngineFault, InvalidRequest, Overloaded
 from common.timing import StepModel, TimingModel
 from tests.cluster.support import make_config
 
-DECODE, PREFILL = ProcessRole.DECODE, ProcessRole.PREFILL
+DECODE, PREFILL, ROUTER = ProcessRole.DECODE, ProcessRole.PREFILL, ProcessRole.ROUTER
 TERMS = RolloutTerms(canary_s=2.0, max_slowdown=1.5, grace_s=9.0)
 HOST = HostResources(cores=4, gpus=None)
 
@@ -68,7 +68,8 @@ class FakeWorkforce:
         return next(each for each in self.pool if each.spec.name == name)
 
     def configs(self) -> dict[str, ServingConfig | None]:
-        return {each.spec.name: each.spec.config for each in self.pool}
+        """Of the workers."""
+        return {each.spec.name: each.spec.config for each in self.pool if each.spec.role is not ROUTER}
 
     def _note(self, what: str) -> None:
         self.done.append(what)
@@ -88,7 +89,7 @@ class Bench:
     while_asleep: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        for spec in make_plan(self.before, HOST)[1:]:
+        for spec in make_plan(self.before, HOST):
             self.workforce.pool.append(SimpleNamespace(spec=spec, address=spec.name, num_lives=1))
         self.scaler = Scaler(self.before, self.workforce, partial(make_plan, host=HOST))
         surroundings = Surroundings(keep=self.kept.append, look=self._look, sleep=self._sleep)
@@ -216,6 +217,48 @@ async def test_sizes_are_compared_with_the_pools_as_they_are() -> None:
     await bench.rollouts.preview(pools(), report=bench.reports.append)
 
     assert bench.reports[-1].startswith("pools.decode.count: 3 → 2: ")
+
+
+async def test_routers_are_replaced_one_by_one_behind_the_canaries_and_before_the_workers() -> None:
+    bench = Bench(make_config(router={"count": 2}))
+    after = make_config(router={"count": 2, "policy": "least_load"}, pools={"decode": {"max_running": 8}})
+    await bench.run(after)
+
+    assert bench.workforce.done[:5] == ["+decode-1", "-router-0", "+router-0", "-router-1", "+router-1"]
+    assert [each.spec.config for each in bench.workforce.workers(ROUTER)] == [after, after]
+    assert bench.workforce.configs() == {"prefill-0": None, "decode-0": after}
+
+
+async def test_change_of_routers_alone_touches_no_worker() -> None:
+    bench = Bench(make_config(router={"count": 2}))
+    await bench.run(make_config(router={"count": 2}, slo={"ttft_s": 1.0}))
+
+    assert bench.workforce.done == ["-router-0", "+router-0", "-router-1", "+router-1"]
+    assert bench.slept_s == 0
+
+
+async def test_router_that_does_not_start_brings_the_old_ones_back() -> None:
+    bench = Bench(
+        make_config(router={"count": 2}),
+        FakeWorkforce(fails=lambda spec: spec.name == "router-1" and spec.config is not None),
+    )
+    with pytest.raises(EngineFault, match="rolled back, the old configuration serves: router-1 did not start"):
+        await bench.run(make_config(router={"count": 2}, slo={"ttft_s": 1.0}))
+
+    assert {each.spec.name: each.spec.config for each in bench.workforce.workers(ROUTER)} == {
+        "router-0": None,
+        "router-1": None,
+    }
+    assert bench.kept == []
+
+
+async def test_only_router_cannot_be_replaced() -> None:
+    bench = Bench(make_config())
+    with pytest.raises(InvalidRequest, match=r"router\.count: 2") as caught:
+        await bench.run(make_config(router={"policy": "least_load"}))
+
+    assert caught.value.field == "router.policy"
+    assert bench.workforce.done == []
 
 
 async def test_what_cannot_be_is_refused_by_key_and_changes_nothing() -> None:

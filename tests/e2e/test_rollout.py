@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,11 @@ import pytest
 import yaml
 
 from cluster.control import preview_rollout, rollout
+from cluster.lifecycle import read_info
 from cluster.rollout import RolloutTerms
 from common.config import ServingConfig, load_config
 from common.errors import EngineFault, InvalidRequest
-from kvrelay.client import AsyncClient
+from kvrelay.client import AsyncClient, Unreachable
 from tests.e2e.harness import FAKE_POOL, fake_config, running_cluster
 
 pytestmark = pytest.mark.e2e
@@ -113,6 +114,39 @@ async def test_canary_ten_times_as_slow_is_rolled_back_under_sixteen_streams(tmp
         assert await pids(client) == before
         assert running_config(tmp_path).model.fake_step_ms == 5.0
         await assert_nothing_was_lost(client)
+
+
+async def test_routers_with_another_policy_lose_no_request_of_clients_that_know_both(tmp_path: Path) -> None:
+    router = {"port": 0, "count": 2, "local_prefill_max_tokens": 32}
+    config = fake_config(router=router)
+    async with running_cluster(tmp_path, config), AsyncExitStack() as stack:
+        info = read_info(tmp_path / "run")
+        assert info is not None
+        clients = [await stack.enter_async_context(AsyncClient(each, timeout_s=120)) for each in info.addresses]
+        over = asyncio.Event()
+
+        async def stream(number: int) -> list[str]:
+            """Ask again and again, with a new connection each second time; go to the other router when one is gone."""
+            texts, current = [], number % 2
+            while not over.is_set():
+                try:
+                    texts.append(await generate(clients[current], number))
+                    async with AsyncClient(info.addresses[current], timeout_s=120) as short:
+                        texts.append(await generate(short, number))
+                except Unreachable:
+                    current = 1 - current
+            return texts
+
+        running = [asyncio.create_task(stream(number)) for number in range(NUM_STREAMS)]
+        try:
+            await roll_out(tmp_path, config | {"router": router | {"policy": "least_load"}})
+        finally:
+            over.set()
+        texts = await asyncio.gather(*running)
+        policies = [(await client.status()).router.policy for client in clients]
+
+        assert policies == ["least_load", "least_load"]
+        assert all(len(set(each)) == 1 for each in texts), "every stream has one text"
 
 
 async def test_second_rollout_goes_on_from_the_first(tmp_path: Path) -> None:
