@@ -267,7 +267,7 @@ async def test_what_cannot_be_is_refused_by_key_and_changes_nothing() -> None:
         await bench.run(make_config(router={"host": "0.0.0.0"}, pools={"decode": {"count": 2, "max_running": 8}}))
 
     assert caught.value.field == "router.host"
-    assert bench.workforce.done == bench.kept == []
+    assert (bench.workforce.done, bench.kept) == ([], [])
 
 
 async def test_preview_tells_and_changes_nothing() -> None:
@@ -275,7 +275,7 @@ async def test_preview_tells_and_changes_nothing() -> None:
     await bench.rollouts.preview(pools(max_running=8), report=bench.reports.append)
 
     assert bench.reports == ["pools.decode.max_running: 64 → 8: new decode workers, one after the other"]
-    assert bench.workforce.done == bench.kept == []
+    assert (bench.workforce.done, bench.kept) == ([], [])
 
 
 async def test_second_change_is_refused_while_one_runs() -> None:
