@@ -187,6 +187,7 @@ def rollout(run_dir: Path, config: ServingConfig, terms: RolloutTerms) -> Iterat
         canary_s=terms.canary_s,
         max_slowdown=terms.max_slowdown,
         grace_s=terms.grace_s,
+        force=terms.is_forced,
     )
     return _ask(run_dir, lambda stub: stub.Rollout(request))
 

@@ -43,6 +43,8 @@ class RolloutTerms:
     """Times the others' pace that a canary may take."""
     grace_s: float
     """How long a worker that goes may take to give its requests away."""
+    is_forced: bool = False
+    """Whether pools may become smaller than their load needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,8 @@ class Surroundings:
 
     keep: Callable[[ServingConfig], None]
     """Write the configuration down where processes find it that start from now on."""
+    check: Callable[[Mapping[ProcessRole, int]], Awaitable[None]]
+    """Raise InvalidRequest for pool sizes that would not carry the present load."""
     look: Inspect = look_at
     """Ask the worker at an address."""
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -77,6 +81,8 @@ class Rollouts:
         async with self._scaler.changing():
             after, changes = self._compare(wanted, report)
             sizes = self._scaler.sizes()
+            if not terms.is_forced:
+                await self._surroundings.check(_sizes_of(after))
             roles = tuple(role for role in roles_to_renew(changes) if sizes[role])
             if roles or needs_routers(changes):
                 renewal = _Renewal(

@@ -377,8 +377,9 @@ async def supervise(
             if adoption.serves_already(found, last):
                 supervisor.adopt()
             scaler = Scaler(config, supervisor, plan_for)
-            rollouts = Rollouts(scaler, supervisor, Surroundings(keep=partial(write_config, config_path)))
             planning = make_planning(scaler, supervisor)
+            surroundings = Surroundings(keep=partial(write_config, config_path), check=planning.guard.check)
+            rollouts = Rollouts(scaler, supervisor, surroundings)
             serving = serving_control(scaler, rollouts, planning, run_dir, stop=stopping.set)
             async with serving, planning.running(stopping):
                 await supervisor.run(stopping, on_ready=lambda: audience.ready(supervisor.up))

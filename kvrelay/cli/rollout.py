@@ -26,6 +26,9 @@ def rollout(
         float, typer.Option("--max-slowdown", metavar="TIMES", min=1, help="How much slower a canary may be.")
     ] = 1.5,
     grace_s: GraceOption = 30.0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Even when pools become smaller than their load needs.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what differs and what that needs.")] = False,
 ) -> None:
     """Bring the running cluster to what the configuration file says; requests go on.
@@ -52,7 +55,7 @@ def rollout(
         if dry_run:
             steps = control.preview_rollout(info.run_dir, config)
         else:
-            terms = RolloutTerms(canary_s=canary_s, max_slowdown=max_slowdown, grace_s=grace_s)
+            terms = RolloutTerms(canary_s=canary_s, max_slowdown=max_slowdown, grace_s=grace_s, is_forced=force)
             steps = control.rollout(info.run_dir, config, terms)
         for step in steps:
             report(step)

@@ -140,6 +140,7 @@ class RolloutRequest(_message.Message):
     MAX_SLOWDOWN_FIELD_NUMBER: _builtins.int
     GRACE_S_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
     config: _builtins.str
     """The whole configuration, as serving.yaml; its model is on the workers' hosts, its paths are absolute."""
     canary_s: _builtins.float
@@ -150,6 +151,8 @@ class RolloutRequest(_message.Message):
     """As in ScaleRequest."""
     dry_run: _builtins.bool
     """Only tell what differs and what each difference needs."""
+    force: _builtins.bool
+    """Even when pools become smaller than their present load needs."""
     def __init__(
         self,
         *,
@@ -158,10 +161,11 @@ class RolloutRequest(_message.Message):
         max_slowdown: _builtins.float = ...,
         grace_s: _builtins.float = ...,
         dry_run: _builtins.bool = ...,
+        force: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["canary_s", b"canary_s", "config", b"config", "dry_run", b"dry_run", "grace_s", b"grace_s", "max_slowdown", b"max_slowdown"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["canary_s", b"canary_s", "config", b"config", "dry_run", b"dry_run", "force", b"force", "grace_s", b"grace_s", "max_slowdown", b"max_slowdown"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -86,13 +86,14 @@ class Bench:
     looks: dict[str, Look] = field(default_factory=dict)
     reports: list[str] = field(default_factory=list)
     slept_s: float = 0.0
+    least_decode: int = 0
     while_asleep: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         for spec in make_plan(self.before, HOST):
             self.workforce.pool.append(SimpleNamespace(spec=spec, address=spec.name, num_lives=1))
         self.scaler = Scaler(self.before, self.workforce, partial(make_plan, host=HOST))
-        surroundings = Surroundings(keep=self.kept.append, look=self._look, sleep=self._sleep)
+        surroundings = Surroundings(keep=self.kept.append, check=self._check, look=self._look, sleep=self._sleep)
         self.rollouts = Rollouts(self.scaler, self.workforce, surroundings)
 
     async def run(self, after: ServingConfig, terms: RolloutTerms = TERMS) -> None:
@@ -100,6 +101,10 @@ class Bench:
 
     async def _look(self, address: str) -> Look | None:
         return self.looks.get(address, look())
+
+    async def _check(self, sizes: Mapping[ProcessRole, int]) -> None:
+        if sizes[DECODE] < self.least_decode:
+            raise InvalidRequest("the load needs more", field="decode")
 
     async def _sleep(self, seconds: float) -> None:
         self.slept_s += seconds
@@ -276,6 +281,17 @@ async def test_preview_tells_and_changes_nothing() -> None:
 
     assert bench.reports == ["pools.decode.max_running: 64 → 8: new decode workers, one after the other"]
     assert (bench.workforce.done, bench.kept) == ([], [])
+
+
+async def test_sizes_below_the_load_are_refused_before_anything_changes_unless_forced() -> None:
+    bench = Bench(pools(), least_decode=2)
+    fewer = pools(decode=1, max_running=8)
+    with pytest.raises(InvalidRequest, match="the load needs more"):
+        await bench.run(fewer)
+    assert (bench.workforce.done, bench.kept) == ([], [])
+
+    await bench.run(fewer, replace(TERMS, is_forced=True))
+    assert bench.kept == [fewer]
 
 
 async def test_second_change_is_refused_while_one_runs() -> None:

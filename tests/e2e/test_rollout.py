@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from cluster.lifecycle import read_info
 from cluster.rollout import RolloutTerms
 from common.config import ServingConfig, load_config
 from common.errors import EngineFault, InvalidRequest
-from kvrelay.client import AsyncClient, Unreachable
+from kvrelay.client import AsyncClient
 from tests.e2e.harness import FAKE_POOL, fake_config, running_cluster
 
 pytestmark = pytest.mark.e2e
@@ -79,6 +79,11 @@ async def pids(client: AsyncClient) -> dict[str, int]:
     return {view.worker_id: view.status.pid for view in (await client.status()).workers if view.status}
 
 
+async def policy_of(address: str) -> str:
+    async with AsyncClient(address, timeout_s=120) as client:
+        return (await client.status()).router.policy
+
+
 async def assert_nothing_was_lost(client: AsyncClient) -> None:
     status = (await client.status()).router
     assert status.num_failed == status.num_replans == 0
@@ -119,34 +124,22 @@ async def test_canary_ten_times_as_slow_is_rolled_back_under_sixteen_streams(tmp
 async def test_routers_with_another_policy_lose_no_request_of_clients_that_know_both(tmp_path: Path) -> None:
     router = {"port": 0, "count": 2, "local_prefill_max_tokens": 32}
     config = fake_config(router=router)
-    async with running_cluster(tmp_path, config), AsyncExitStack() as stack:
+    async with running_cluster(tmp_path, config) as client:
         info = read_info(tmp_path / "run")
         assert info is not None
-        clients = [await stack.enter_async_context(AsyncClient(each, timeout_s=120)) for each in info.addresses]
-        over = asyncio.Event()
 
-        async def stream(number: int) -> list[str]:
-            """Ask again and again, with a new connection each second time; go to the other router when one is gone."""
-            texts, current = [], number % 2
-            while not over.is_set():
-                try:
-                    texts.append(await generate(clients[current], number))
-                    async with AsyncClient(info.addresses[current], timeout_s=120) as short:
-                        texts.append(await generate(short, number))
-                except Unreachable:
-                    current = 1 - current
-            return texts
+        async def short_connections(load: Load) -> None:
+            while not load.over.is_set():
+                async with AsyncClient(info.address, timeout_s=120) as fresh:
+                    assert await generate(fresh, 0) == load.expected[0]
 
-        running = [asyncio.create_task(stream(number)) for number in range(NUM_STREAMS)]
-        try:
-            await roll_out(tmp_path, config | {"router": router | {"policy": "least_load"}})
-        finally:
-            over.set()
-        texts = await asyncio.gather(*running)
-        policies = [(await client.status()).router.policy for client in clients]
+        async with asyncio.TaskGroup() as tasks, sixteen_streams(client) as load:
+            tasks.create_task(short_connections(load))
+            steps = await roll_out(tmp_path, config | {"router": router | {"policy": "least_load"}})
+        policies = [await policy_of(address) for address in info.addresses]
 
+        assert steps[1:] == ["router-0 goes, and comes again", "router-1 goes, and comes again"]
         assert policies == ["least_load", "least_load"]
-        assert all(len(set(each)) == 1 for each in texts), "every stream has one text"
 
 
 async def test_second_rollout_goes_on_from_the_first(tmp_path: Path) -> None:
