@@ -89,11 +89,8 @@ async def assert_nothing_was_lost(client: AsyncClient) -> None:
     assert status.num_failed == status.num_replans == 0
 
 
-@pytest.mark.parametrize("launcher", ["local", "ray"])
-async def test_new_configuration_under_sixteen_streams_fails_no_request_and_changes_no_text(
-    tmp_path: Path, launcher: str
-) -> None:
-    config = fake_config(launcher=launcher, step_ms=5.0)
+async def test_new_configuration_under_sixteen_streams_fails_no_request_and_changes_no_text(tmp_path: Path) -> None:
+    config = fake_config(launcher="ray", step_ms=5.0)
     async with running_cluster(tmp_path, config) as client:
         before = await pids(client)
         async with sixteen_streams(client) as load:
