@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,9 @@ class RayCluster:
         started_s = time.monotonic()
         self._ray("exec", str(self._config), "kvrelay down --config ~/kvrelay/serving.yaml")
         self._ray("down", "--yes", str(self._config))
-        for host in self._workers:
-            if host.is_on:
-                host.run("~/kvrelay/.venv/bin/ray stop --grace-period 3")
+        running = [host for host in self._workers if host.is_on]
+        with ThreadPoolExecutor(len(running)) as pool:
+            list(pool.map(lambda host: host.run("~/kvrelay/.venv/bin/ray stop --grace-period 3"), running))
         return time.monotonic() - started_s
 
     def kvrelay(self, arguments: str, *, at: Host | None = None, exit_status: int = 0) -> str:
