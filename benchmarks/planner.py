@@ -2,13 +2,13 @@
 
     python -m benchmarks.planner --trace mooncake_conversation.jsonl --out DIR [--arms 5P2D,ray:2:16,dynamo:0.8,ours]
 
-Method: the trace, played twice with contents of its own, is warped so that its rate follows a day
-(`workload/waves.py`), with 0.18 of the peak at night, and from 0.2 to 0.9 of it between 6 and 9 o'clock. The day lasts
-three hours of simulated time (`--hours`), while a worker's start-up stays at 120 s: against the wave it is eight times
-slower than in a real day, which is harder to follow. The code that serves runs on a virtual clock: router, line, policy
-`predictive`, schedulers, page pools, transfers, drain, change of role (`simulator/`). Steps take what a roofline of
-Llama-70B on four H100 says (a worker is four GPUs); pages, budgets and objectives are those of
-`benchmarks/results/routing.md`.
+Method: the trace is warped so that its rate follows a day (`workload/waves.py`), with 0.18 of the peak at night, and
+from 0.2 to 0.9 of it between 6 and 9 o'clock. The day lasts an hour and a half of simulated time (`--hours`), while a
+worker's start-up stays at 120 s: against the wave it is sixteen times slower than in a real day, as if weights took
+half an hour to load, which is harder to follow. `--plays 2` plays the trace twice, with contents of its own each time.
+The code that serves runs on a virtual clock: router, line, policy `predictive`, schedulers, page pools, transfers,
+drain, change of role (`simulator/`). Steps take what a roofline of Llama-70B on four H100 says (a worker is four GPUs);
+pages, budgets and objectives are those of `benchmarks/results/routing.md`.
 
 A request is good when it is answered to its end with its first token within 2 s for each started 8,192 prompt tokens
 and a mean gap of at most 50 ms. GPU-hours: four times what every worker was paid for, from being asked for until it was
@@ -126,8 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--trace", type=Path, required=True, help="mooncake_conversation.jsonl")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--arms", default="", help="comma-separated; without any, only table and page are written")
-    parser.add_argument("--hours", type=float, default=3.0, help="how long a day lasts")
-    parser.add_argument("--plays", type=int, default=2, help="how often the trace is played in a day")
+    parser.add_argument("--hours", type=float, default=1.5, help="how long a day lasts")
+    parser.add_argument("--plays", type=int, default=1, help="how often the trace is played in a day")
     parser.add_argument("--requests", type=int, default=None, help="only the first ones of the trace")
     parser.add_argument("--goal", type=float, default=0.98, help="share of good requests that holds the objectives")
     args = parser.parse_args(argv)

@@ -61,8 +61,7 @@ class Outcome(BaseModel):
     num_leaves: int
     """Workers that were told to go, flips apart."""
     num_moves: int
-    num_replans: int
-    """Answers that began again because of a failure."""
+    """Answers that went on on another worker because theirs was to go."""
     hit: float
     """Cached tokens of all prompt tokens."""
     wall_s: float
@@ -122,7 +121,6 @@ def outcome_of(finished: SimRun, *, arm: Arm, slo: Slo, day_s: float) -> Outcome
         num_flips=num_flips,
         num_leaves=sum(stay.leaving_s is not None for stay in stays) - num_flips,
         num_moves=finished.num_moves,
-        num_replans=sum(result.num_attempts > 1 for result in results),
         hit=_hit(results),
         wall_s=finished.wall_s,
         changes=list(_changes(finished)),

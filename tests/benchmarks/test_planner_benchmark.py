@@ -46,8 +46,8 @@ def test_planner_benchmark_writes_each_arm_once_and_a_table_and_a_page(
     outcomes = {outcome.name: outcome for outcome in read_outcomes(out)}
     assert outcomes["2P1D"].gpu_hours == pytest.approx(3 * 4 * 0.1)
     for outcome in outcomes.values():
-        assert outcome.num_requests == sum(outcome.arrived) == 80  # the trace is played twice
-        assert sum(outcome.good) == round(outcome.good_share * 80)
+        assert outcome.num_requests == sum(outcome.arrived) == 40
+        assert sum(outcome.good) == round(outcome.good_share * 40)
         assert outcome.num_refused == 0
     # Nearly nothing to do: Dynamo's rule gives up prefill workers one by one, and is not paid for them.
     assert outcomes["dynamo:0.5"].num_leaves == 2
