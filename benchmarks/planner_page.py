@@ -174,6 +174,9 @@ def _scatter(outcomes: Sequence[Outcome], goal: float) -> Any:
             marker={"color": _KIND_COLORS[kind], "size": 10},
             hovertemplate="<b>%{text}</b><br>%{x:.1f} GPU-hours, %{y:.2%} good<extra></extra>",
         )
+    hours = [outcome.gpu_hours for outcome in outcomes] or [0.0]
+    room = 0.15 * (max(hours) - min(hours)) + 1.0  # names stand to the right of their points
+    figure.update_xaxes(range=[min(hours) - room / 2, max(hours) + room])
     figure.update_yaxes(tickformat=".1%")
     return figure
 
