@@ -1,13 +1,14 @@
-"""What do clients see while the pools grow and shrink? Twenty times up and down under 16 streams, real model.
+"""What do clients see while the pools grow, change over and shrink? Twenty times under 16 streams, real model.
 
     python -m benchmarks.resize [--launcher local|ray] [--times 20] [--hold 10] [--json FILE]
 
 Method. 1P+1D of the default model (fp32, so that texts can be compared) serves 16 streams at any time, each of 160
-sampled tokens with a fixed seed. Meanwhile `kvrelay scale prefill=2 decode=2` and `prefill=1 decode=1` alternate: one
-*time* is both, with some seconds between them in which new requests go to the new workers. Afterwards every request is
-sent again, undisturbed, and each text must be identical. Reported: failed requests, answers that moved, every gap
-between two tokens of a stream in a histogram beside the gaps of the undisturbed run, and how long growing and draining
-took. All processes, those that start and load their model included, share this machine's cores.
+sampled tokens with a fixed seed. Meanwhile `kvrelay scale` makes it 2P+2D, 1P+3D (a prefill worker flips its role),
+2P+2D (it flips back) and 1P+1D again: that is one *time*, with some seconds between its changes in which new requests
+go to the workers as they are then. Afterwards every request is sent again, undisturbed, and each text must be
+identical. Reported: failed requests, answers that moved, every gap between two tokens of a stream in a histogram beside
+the gaps of the undisturbed run, and how long each kind of change took. All processes, those that start and load their
+model included, share this machine's cores.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +32,13 @@ from kvrelay.client import AsyncClient, KvrelayError, Token
 NUM_STREAMS = 16
 OUTPUT_TOKENS = 160
 GRACE_S = 60.0
+_CHANGES: tuple[tuple[str, dict[str, int]], ...] = (
+    ("up", {"prefill": 2, "decode": 2}),
+    ("flip", {"prefill": 1, "decode": 3}),
+    ("back", {"prefill": 2, "decode": 2}),
+    ("down", {"prefill": 1, "decode": 1}),
+)
+"""What one *time* is made of: two workers start, one changes its pool, it changes back, two go."""
 _EDGES_S = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, float("inf"))
 
 
@@ -69,7 +77,7 @@ async def _disturbed(
 ) -> tuple[Answers, dict[str, list[float]]]:
     """Keep 16 streams running while the pools change; returns what came of them and how long each change took."""
     answers, numbers = Answers(), itertools.count()
-    took: dict[str, list[float]] = {"up": [], "down": []}
+    took: dict[str, list[float]] = {name: [] for name, _ in _CHANGES}
     is_over = asyncio.Event()
 
     async def place(client: AsyncClient) -> None:
@@ -80,19 +88,19 @@ async def _disturbed(
         for _ in range(NUM_STREAMS):
             group.create_task(place(client))
         for number in range(num_times):
-            for name, size in (("up", 2), ("down", 1)):
+            for name, sizes in _CHANGES:
                 started_s = time.perf_counter()
-                steps = await asyncio.to_thread(_scale, info.run_dir, size)
+                steps = await asyncio.to_thread(_scale, info.run_dir, sizes)
                 took[name].append(time.perf_counter() - started_s)
-                console.print(f"{number + 1} {name}: {took[name][-1]:.1f} s · {steps[-1]}")
-                if name == "up":
+                console.print(f"{number + 1} {name}: {took[name][-1]:.2f} s · {steps[-1]}")
+                if name != "down":
                     await asyncio.sleep(hold_s)
         is_over.set()
     return answers, took
 
 
-def _scale(run_dir: Path, size: int) -> list[str]:
-    return list(scale(run_dir, {"prefill": size, "decode": size}, grace_s=GRACE_S, force=True))
+def _scale(run_dir: Path, sizes: Mapping[str, int]) -> list[str]:
+    return list(scale(run_dir, sizes, grace_s=GRACE_S, force=True))
 
 
 async def _undisturbed(info: ClusterInfo, numbers: Sequence[int]) -> Answers:
@@ -123,14 +131,15 @@ def _report(changed: Answers, calm: Answers, took: dict[str, list[float]], conso
     num_different = sum(text != calm.texts.get(number) for number, text in changed.texts.items())
     console.print(
         f"{num_answers} answers, {len(changed.failures)} failed, {num_different} texts differ,"
-        f" {changed.num_moved} moved; growing took {_spread(took['up'])}, draining {_spread(took['down'])}"
+        f" {changed.num_moved} moved"
     )
+    console.print(", ".join(f"{name} took {_spread(seconds)}" for name, seconds in took.items()))
     for failure in changed.failures:
         console.print(failure)
 
 
 def _spread(seconds: Sequence[float]) -> str:
-    return f"{np.median(seconds):.1f} s ({min(seconds):.1f}–{max(seconds):.1f})"
+    return f"{np.median(seconds):.2f} s ({min(seconds):.2f}–{max(seconds):.2f})"
 
 
 def main() -> None:
@@ -138,8 +147,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.resize", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--times", type=int, default=20, help="how often up and down (default 20)")
-    parser.add_argument("--hold", type=float, default=10.0, help="seconds with the larger pools (default 10)")
+    parser.add_argument("--times", type=int, default=20, help="how often all changes (default 20)")
+    parser.add_argument("--hold", type=float, default=10.0, help="seconds between the changes of one time (default 10)")
     parser.add_argument("--launcher", choices=["local", "ray"], default="local", help="how the cluster is started")
     parser.add_argument("--json", type=Path, help="write every gap and time to this file")
     args = parser.parse_args()

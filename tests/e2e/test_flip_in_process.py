@@ -1,0 +1,42 @@
+"""A worker that has changed its pool, as a router sees it: what it cached before is found and used."""
+
+import asyncio
+from typing import Any
+
+from kvrelay.v1 import router_admin_pb2
+from tests.e2e.in_process import DECODE, TIMEOUT_S, System, running_system
+
+PROMPT = "what a worker has cached outlives its role. " * 6
+
+
+async def flip(system: System, worker_id: str, role: Any) -> None:
+    """Take a worker out of the membership, give it a role, and have it back."""
+    runtime = system.workers[worker_id].runtime
+    others = [each for each in system.endpoints if each.worker_id != worker_id]
+    await system.admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=others))
+    await runtime.change_role(role, epoch=runtime.epoch, grace_s=TIMEOUT_S)
+    for endpoint in system.endpoints:
+        if endpoint.worker_id == worker_id:
+            endpoint.role = role
+
+
+async def until_used(system: System, *worker_ids: str) -> None:
+    """Make these the membership and wait until the router uses them."""
+    workers = [each for each in system.endpoints if each.worker_id in worker_ids]
+    async with asyncio.timeout(TIMEOUT_S):
+        request = router_admin_pb2.SetWorkersRequest(workers=workers)
+        while set((await system.admin.SetWorkers(request)).ready_worker_ids) != set(worker_ids):
+            pass
+
+
+async def test_router_finds_in_a_flipped_worker_what_it_cached_in_its_old_role() -> None:
+    async with running_system(num_prefill=1, num_decode=1) as system, system.client() as client:
+        first = await client.generate(PROMPT, max_tokens=8, ignore_eos=True, seed=7)
+        assert first.plans[0].prefill_worker_id == "p0"
+        await flip(system, "p0", DECODE)
+        await until_used(system, "p0")
+        again = await client.generate(PROMPT, max_tokens=8, ignore_eos=True, seed=7)
+        assert again.token_ids == first.token_ids
+        assert again.plans[0].decode_worker_id == "p0"
+        assert again.plans[0].predicted_cached_tokens == again.usage.num_cached_tokens > 200
+        await system.until_idle()
