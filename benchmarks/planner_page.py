@@ -32,7 +32,7 @@ _KIND_NAMES = {
     "fixed": "fixed split",
     "ray": "queue length, as Ray Serve",
     "dynamo": "load mode, as Dynamo",
-    "ours": "ours",
+    "ours": "our planner",
 }
 _KIND_COLORS = {"fixed": GREY, "ray": PALETTE[1], "dynamo": PALETTE[3], "ours": PALETTE[0]}
 _HOURS = Axis(title="hour of the day")
@@ -119,7 +119,8 @@ def _verdict(outcomes: Sequence[Outcome], goal: float) -> tuple[str, ...]:
             continue
         line = f"{name}: {best.name} has {best.good_share:.2%} good requests for {best.gpu_hours:.1f} GPU-hours"
         if fixed is not None and best is not fixed:
-            line += f", {1 - best.gpu_hours / fixed.gpu_hours:.0%} less than {fixed.name}"
+            change = best.gpu_hours / fixed.gpu_hours - 1
+            line += f", {abs(change):.0%} {'more' if change > 0 else 'less'} than {fixed.name}"
         lines.append(f"{line}.")
     return tuple(lines)
 
