@@ -20,7 +20,7 @@ from kvrelay.cli.demo_prompts import (
     shared_prefix_pair,
 )
 from kvrelay.cli.options import DEFAULT_CONFIG, ConfigOption, Launcher, LauncherOption
-from kvrelay.cli.render import SummaryRow, stats_lines, status_view, summary_table
+from kvrelay.cli.render import AskedRouter, SummaryRow, stats_lines, status_view, summary_table
 from kvrelay.client import AsyncClient, Client, Token
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def _show_results(rows: Sequence[SummaryRow], address: str) -> None:
     print_wide(summary_table(rows))
     _title("Pool status")
     with Client(address) as client:
-        print_wide(status_view(client.status(), address=address))
+        print_wide(status_view([AskedRouter(address=address, status=client.status())]))
 
 
 def _title(text: str) -> None:

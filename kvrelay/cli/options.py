@@ -31,9 +31,9 @@ AddressOption = Annotated[
     typer.Option(
         "--address",
         "-a",
-        metavar="HOST:PORT",
+        metavar="HOST:PORT[,…]",
         envvar="KVRELAY_ADDRESS",
-        help="The router; default: the cluster that `kvrelay up` started, else 127.0.0.1:50051.",
+        help="Router, or several with commas; default: the cluster that `kvrelay up` started, else 127.0.0.1:50051.",
         show_default=False,
     ),
 ]

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvrelay.cli.split_table import SplitTable
-from kvrelay.client import ClusterStatus, Generation, PlanChosen, WorkerView
+from kvrelay.client import ClusterStatus, Generation, PlanChosen, RouterStatus, WorkerView
 
 _KIB = 1024
 
@@ -110,9 +110,28 @@ def openai_url(address: str, http_port: int) -> str:
     return f"http://{address.rpartition(':')[0]}:{http_port}/v1"
 
 
-def status_view(status: ClusterStatus, *, address: str) -> RenderableType:
-    """Return the router's line and the table of workers."""
-    router = status.router
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedRouter:
+    """What a router told of the cluster, or why it told nothing."""
+
+    address: str
+    status: ClusterStatus | None
+    error: str = ""
+
+
+def status_view(routers: Sequence[AskedRouter]) -> RenderableType:
+    """Return some lines for each router, and the table of workers as the first one that answers sees them."""
+    parts: list[RenderableType] = []
+    for asked in routers:
+        if asked.status is None:
+            parts.append(Text(f"router {asked.address} is DOWN: {asked.error}", style="bold red"))
+        else:
+            parts.extend(_router_lines(asked.status.router, address=asked.address))
+    told = next((asked.status for asked in routers if asked.status is not None), None)
+    return Group(*parts, "", _worker_table(told.workers)) if told is not None else Group(*parts)
+
+
+def _router_lines(router: RouterStatus, *, address: str) -> list[RenderableType]:
     http = f" · {openai_url(address, router.http_port)}" if router.http_port else ""
     lines = (
         f"router {address}{http} · policy {router.policy} · {router.num_index_blocks} blocks in the prefix index\n"
@@ -121,11 +140,14 @@ def status_view(status: ClusterStatus, *, address: str) -> RenderableType:
         f" {router.num_replans} replans, {router.num_moves} moves\n"
         f"held: {router.num_bookings} bookings, {router.num_request_tasks} tasks"
     )
-    alarms = [Text(f"ALARM {text}", style="bold red") for text in router.alarms]
+    return [lines, *(Text(f"ALARM {text}", style="bold red") for text in router.alarms)]
+
+
+def _worker_table(workers: Sequence[WorkerView]) -> RenderableType:
     counts = ("run", "wait", "pages used", "cached", "total", "leases", "reserved", "tasks", "preempted")
     headers = ("worker", "state", *counts, "prefix hits", "KV in", "KV out", "up", "pid")
-    rows = ([worker.worker_id, worker.state, *_worker_cells(worker)] for worker in status.workers)
-    return Group(lines, *alarms, "", SplitTable(headers, rows, num_left=2))
+    rows = ([worker.worker_id, worker.state, *_worker_cells(worker)] for worker in workers)
+    return SplitTable(headers, rows, num_left=2)
 
 
 def _worker_cells(worker: WorkerView) -> list[str]:

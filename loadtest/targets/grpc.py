@@ -36,7 +36,7 @@ class GrpcTarget:
     def name(self) -> str:
         """Kind and address."""
         how = "kvrelay gRPC, direct," if self.spec.direct else "kvrelay gRPC"
-        return f"{how} at {self._client.address}"
+        return f"{how} at {','.join(self._client.addresses)}"
 
     async def describe(self) -> TargetInfo:
         """Ask for models and workers. Raises Unreachable, another KvrelayError."""

@@ -19,9 +19,10 @@ def make_target(spec: TargetSpec) -> Target:
             raise InvalidRequest(f"target {spec.url!r} names no host", field="target")
         return OpenAiTarget(spec)
     address = rest if separator else spec.url
-    if (separator and scheme != "grpc") or not _is_address(address):
+    if (separator and scheme != "grpc") or not all(map(_is_address, address.split(","))):
         raise InvalidRequest(
-            f"target {spec.url!r} is neither HOST:PORT, grpc://HOST:PORT nor http(s)://HOST[:PORT]/v1", field="target"
+            f"target {spec.url!r} is neither HOST:PORT[,…], grpc://HOST:PORT[,…] nor http(s)://HOST[:PORT]/v1",
+            field="target",
         )
     from loadtest.targets.grpc import GrpcTarget
 

@@ -51,3 +51,23 @@ def test_status_watch_goes_on_over_a_failure_until_interrupted(
 
 def test_status_watch_as_json_is_a_usage_error(run: Run) -> None:
     assert run("status", "--watch", "--json").exit_code == 2
+
+
+def test_status_of_several_routers_shows_which_is_down_and_the_workers_once(run: Run, address: str) -> None:
+    result = run("status", "-a", f"127.0.0.1:1,{address}")
+    assert result.exit_code == 0
+    assert "router 127.0.0.1:1 is DOWN: no kvrelay cluster answers" in result.stdout
+    assert f"router {address} ·" in result.stdout
+    assert result.stdout.count("prefill-0") == 1
+
+
+def test_status_of_several_routers_as_json_names_each(run: Run, address: str) -> None:
+    status = json.loads(run("status", "-a", f"127.0.0.1:1,{address}", "--json").stdout)
+    down, up = status["routers"]
+    assert (down["address"], down["status"]) == ("127.0.0.1:1", None)
+    assert "no kvrelay cluster answers" in down["error"]
+    assert (up["address"], up["status"], up["error"]) == (address, status["router"], "")
+
+
+def test_status_when_no_router_answers_fails(run: Run) -> None:
+    assert run("status", "-a", "127.0.0.1:1,127.0.0.1:2").exit_code == 1

@@ -41,7 +41,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "without text": {"detokenize": False},
     "logprobs": {"logprobs": 1, "prompt_logprobs": 0},
     "penalty": {"repetition_penalty": 1.3, "frequency_penalty": 0.5},
-    "stop": {"stop": ["~~~"], "seed": 3},
 }
 
 

@@ -1,0 +1,198 @@
+"""What do clients see when one of two routers is killed? Sixteen streams, half through each; kill -9 of the first.
+
+    python -m benchmarks.failover [--launcher local|ray] [--engine fake|torch] [--tokens 160] [--json FILE]
+    python -m benchmarks.failover --address HOST:1,HOST:2 --kill controller --pid PID [--json FILE]
+
+Method. 1P+1D and two routers. Sixteen sampled streams with fixed seeds are answered once, undisturbed; the same
+sixteen are sent again, the even ones through router-0 and the odd ones through router-1, by clients that know both.
+Once every stream has its first tokens, the process is killed with SIGKILL. Reported: failed requests, texts that
+differ from the undisturbed ones, the largest gap between two tokens of each stream whose router died and of each
+other one, the largest ones of the undisturbed run, and the seconds from the kill until the killed router answers a
+request again. The default model runs in fp32, so that texts can be compared. All processes, the starting ones
+included, share this machine's cores.
+
+With --address an existing cluster is measured; then the process to kill is named by --pid, on this host: a router's,
+or with `--kill controller` the supervisor's or the controller's, whose death no client should see at all.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.clusters import running_doors
+from cluster.state import StateFile
+from kvrelay.client import AsyncClient, KvrelayError, Token
+
+NUM_STREAMS = 16
+NUM_BEGUN = 5
+"""Tokens of every stream before the kill."""
+_BACK_TIMEOUT_S = 120.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Stream:
+    """What came of one request."""
+
+    number: int
+    text: str = ""
+    largest_gap_s: float = 0.0
+    num_plans: int = 0
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A cluster to hurt."""
+
+    addresses: tuple[str, ...]
+    kill: Callable[[], None]
+    is_router: bool
+    """Whether the first router is what is killed."""
+
+
+async def _ask(client: AsyncClient, number: int, num_tokens: int, begun: asyncio.Event) -> Stream:
+    stream = Stream(number=number)
+    prompt = f"Tell me a long story about lighthouse keeper number {number} and the ships that pass. " * 6
+    call = client.stream_chat(prompt, temperature=0.8, seed=number, max_tokens=num_tokens, ignore_eos=True)
+    last_s: float | None = None
+    try:
+        async with call:
+            async for event in call:
+                if isinstance(event, Token):
+                    now_s = time.perf_counter()
+                    stream.largest_gap_s = max(stream.largest_gap_s, now_s - (now_s if last_s is None else last_s))
+                    last_s = now_s
+                    if event.token_index + 1 >= NUM_BEGUN:
+                        begun.set()
+            done = await call.result()
+        stream.text, stream.num_plans = done.text, len(done.plans)
+    except KvrelayError as error:
+        stream.failure = f"{type(error).__name__}: {error}"
+        begun.set()
+    return stream
+
+
+async def _pass(addresses: Sequence[str], num_tokens: int, all_begun: Callable[[], None]) -> list[Stream]:
+    """Send all streams, in turn through each router; calls `all_begun` when each has its first tokens."""
+    clients = [AsyncClient([*addresses[at:], *addresses[:at]], timeout_s=600) for at in range(len(addresses))]
+    begun = [asyncio.Event() for _ in range(NUM_STREAMS)]
+    asking = [
+        asyncio.create_task(_ask(clients[number % len(clients)], number, num_tokens, begun[number]))
+        for number in range(NUM_STREAMS)
+    ]
+    try:
+        for event in begun:
+            await event.wait()
+        all_begun()
+        return await asyncio.gather(*asking)
+    finally:
+        for client in clients:
+            await client.aclose()
+
+
+async def _until_back(address: str, killed_s: float) -> float:
+    """Return the seconds from the kill until a router answers a request."""
+    async with AsyncClient(address, timeout_s=_BACK_TIMEOUT_S, max_attempts=1000) as client:
+        await client.generate("Are you back?", max_tokens=1)
+    return time.perf_counter() - killed_s
+
+
+async def measure(target: Target, num_tokens: int) -> tuple[list[Stream], list[Stream], float | None]:
+    """Return the undisturbed streams, the disturbed ones, and after how long the killed router served again."""
+    calm = await _pass(target.addresses, num_tokens, lambda: None)
+    back: list[asyncio.Task[float]] = []
+
+    def kill() -> None:
+        target.kill()
+        if target.is_router:
+            back.append(asyncio.create_task(_until_back(target.addresses[0], time.perf_counter())))
+
+    hurt = await _pass(target.addresses, num_tokens, kill)
+    return calm, hurt, await back[0] if back else None
+
+
+def _report(calm: list[Stream], hurt: list[Stream], back_s: float | None, console: Console) -> bool:
+    """Print what was seen; returns whether nothing failed and no text differs."""
+    num_failed = sum(bool(stream.failure) for stream in hurt)
+    num_different = sum(one.text != other.text for one, other in zip(calm, hurt, strict=True) if not other.failure)
+    console.print(f"{len(hurt)} streams, {num_failed} failed, {num_different} texts differ")
+    for name, streams in (("router killed", hurt[::2]), ("the other router", hurt[1::2]), ("undisturbed", calm)):
+        gaps = sorted(stream.largest_gap_s for stream in streams)
+        console.print(
+            f"{name}: largest gap of a stream, median {gaps[len(gaps) // 2]:.3f} s, largest {gaps[-1]:.3f} s;"
+            f" {sum(stream.num_plans > 1 for stream in streams)} of {len(streams)} went on by a further plan"
+        )
+    if back_s is not None:
+        console.print(f"the killed router answered again after {back_s:.2f} s")
+    for stream in hurt:
+        if stream.failure:
+            console.print(f"{stream.number}: {stream.failure}")
+    return not num_failed and not num_different
+
+
+@contextmanager
+def _target(args: argparse.Namespace, console: Console) -> Iterator[Target]:
+    """Yield what the arguments name: a running cluster, or one that is started for it."""
+    if args.address is not None:
+        addresses = tuple(args.address.split(","))
+        yield Target(
+            addresses=addresses, kill=partial(os.kill, args.pid, signal.SIGKILL), is_router=args.kill == "router"
+        )
+        return
+    model: dict[str, Any] = (
+        {"engine": "fake", "fake_step_ms": 10.0, "max_model_len": 4096} if args.engine == "fake" else {}
+    )
+    pools = {name: {"threads": 1} for name in ("prefill", "decode")}
+    with running_doors(
+        launcher=args.launcher,
+        console=console,
+        model=model or {"dtype": "float32"},
+        pools=pools,
+        router={"count": 2},
+    ) as (info, _config):
+        state = StateFile(info.run_dir).read()
+        assert state is not None, "a cluster that runs has a state"
+        router = next(process for process in state.processes if process.name == "router-0").identity
+        assert router is not None, "the first router runs on this host"
+        yield Target(addresses=info.addresses, kill=partial(os.kill, router.pid, signal.SIGKILL), is_router=True)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.failover", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--launcher", choices=["local", "ray"], default="local", help="how the cluster is started")
+    parser.add_argument("--engine", choices=["torch", "fake"], default="torch", help="the default model, or none")
+    parser.add_argument("--tokens", type=int, default=160, help="length of each answer (default 160)")
+    parser.add_argument("--address", help="routers of a running cluster, separated by a comma")
+    parser.add_argument("--kill", choices=["router", "controller"], default="router", help="what --pid is")
+    parser.add_argument("--pid", type=int, help="the process to kill, with --address")
+    parser.add_argument("--json", type=Path, help="write every stream to this file")
+    args = parser.parse_args()
+    if (args.address is None) != (args.pid is None) or (args.kill == "controller" and args.address is None):
+        parser.error("--address and --pid go together, and --kill controller needs them")
+    console = Console(width=140)
+    with _target(args, console) as target:
+        calm, hurt, back_s = asyncio.run(measure(target, args.tokens))
+    is_clean = _report(calm, hurt, back_s, console)
+    if args.json is not None:
+        record = {"undisturbed": list(map(asdict, calm)), "killed": list(map(asdict, hurt)), "back_s": back_s}
+        args.json.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    if not is_clean:
+        raise SystemExit("requests failed, or texts differ from those of the undisturbed run")
+
+
+if __name__ == "__main__":
+    main()
