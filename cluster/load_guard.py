@@ -13,7 +13,8 @@ from planner.refusal import shortfall
 from planner.settings import DECODE_HELP, Limits, PlannerSettings
 from workload.slo import Slo
 
-_WINDOW_S = 60.0
+_WINDOW_S = 30.0
+"""Long enough to count, short enough to be the present."""
 
 
 def planner_settings(config: ServingConfig) -> PlannerSettings:

@@ -49,6 +49,10 @@ def tell(wanted: PoolSizes, numbers: Numbers, *, settings: PlannerSettings) -> S
         parts.append(f"{1.0 - prefill.reachable:.0%} of the prompts are too long for their objective on any worker")
     if not decode.is_reachable:
         parts.append("no decode worker is fast enough for the gap between tokens, even alone")
+    for pool, capacity in ((Pool.PREFILL, prefill), (Pool.DECODE, decode)):
+        largest = settings.limits(pool).largest
+        if not capacity.holds(largest, numbers.rates[pool]):
+            parts.append(f"{pool} would need more than the {largest} workers that are allowed")
     parts.append(_change(wanted, numbers, settings))
     terms = (
         ("requests_per_s", line.rate),
@@ -97,13 +101,13 @@ def _change(wanted: PoolSizes, numbers: Numbers, settings: PlannerSettings) -> s
         ):
             text += " (a worker changes its role)"
         short = [pool for pool, (_old, new) in sizes.items() if new < numbers.needs[pool].to_grow]
-        return text + (f"; {' and '.join(short)} stay below what they need for now" if short else "")
+        return text + (f"; for now that is less than {' and '.join(short)} needs" if short else "")
     held = [pool for pool, (old, _new) in sizes.items() if numbers.needs[pool].to_shrink < old]
     short = [pool for pool, (old, _new) in sizes.items() if numbers.needs[pool].to_grow > old]
     if short and present.prefill + present.decode >= settings.max_workers:
         return f"nothing changes: all {settings.max_workers} workers that are allowed run"
     if short:
-        return f"nothing changes yet: {' and '.join(short)} grow when the next plan agrees"
+        return f"nothing changes yet: the next plan has to agree before {' and '.join(short)} may grow"
     if held:
-        return f"nothing changes yet: {' and '.join(held)} shrink once that has been enough for long"
+        return f"nothing changes yet: less must have been enough for longer before {' and '.join(held)} may shrink"
     return "nothing changes"

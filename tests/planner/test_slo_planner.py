@@ -300,6 +300,14 @@ def test_terms_and_reason_hold_the_numbers() -> None:
     assert "50% busy" in plan.reason
 
 
+def test_pool_that_its_limit_keeps_too_small_is_told() -> None:
+    planner = SloPlanner(replace(SETTINGS, prefill=Limits(smallest=1, largest=3)))
+    pools = FakePools(PoolSizes(prefill=3, decode=4))
+    *_, (_time_s, _serving, plan) = run(planner, pools, lambda _now_s: make_demand(rate=30.0), duration_s=30.0)
+    assert plan.sizes.prefill == 3
+    assert "prefill would need more than the 3 workers that are allowed" in plan.reason
+
+
 def test_settings_that_cannot_hold_are_refused() -> None:
     with pytest.raises(ValueError, match="max_workers 1"):
         replace(SETTINGS, max_workers=1)
