@@ -16,7 +16,7 @@ from common.config import ServingConfig
 from common.errors import InvalidRequest
 from common.timing_wire import timing_to_proto
 from kvrelay.v1 import router_admin_pb2, worker_pb2
-from planner.observation import Observation
+from planner.observation import Observation, Pool
 from planner.plan import PoolSizes, ScalingPlan
 from tests.cluster.support import make_config
 from tests.cluster.test_rollout import HOST, FakeWorkforce
@@ -119,7 +119,7 @@ async def test_planner_is_told_measured_times_and_every_worker() -> None:
     bench.scaler.times.note_start(PREFILL, 60.0)
     await bench.step()
     observed = bench.planner.observed[0]
-    assert observed.startup_s["prefill"] == pytest.approx(40.0), "the median of 0, 40 and 60"
+    assert observed.startup_s[Pool.PREFILL] == pytest.approx(40.0), "the median of 0, 40 and 60"
     assert [worker.worker_id for worker in observed.workers] == ["prefill-0", "decode-0"]
     assert observed.workers[1].timing == replace(TIMING, links={})
     assert observed.workers[1].max_running == bench.config.pools.decode.max_running
