@@ -89,7 +89,7 @@ def test_plan_for_a_load_that_both_pools_carry_changes_nothing() -> None:
 
 
 def test_settled_pools_grow_with_the_load() -> None:
-    sizes = [settled(rate) for rate in (1.0, 8.0, 20.0, 60.0)]
+    sizes = [settled(rate) for rate in (1.0, 8.0, 40.0)]
     for smaller, larger in pairwise(sizes):
         assert smaller.prefill <= larger.prefill
         assert smaller.decode <= larger.decode
@@ -104,7 +104,7 @@ def test_settled_pools_do_not_depend_on_where_they_began() -> None:
 
 
 @given(rate=st.floats(0.0, 100.0), prefill=st.integers(1, 20), decode=st.integers(1, 20))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_constant_load_once_settled_changes_nothing_any_more(rate: float, prefill: int, decode: int) -> None:
     planner, pools = SloPlanner(SETTINGS), FakePools(PoolSizes(prefill=prefill, decode=decode))
     # A pool that has nothing to judge by stays as it is; one that has finds its size within this time.
