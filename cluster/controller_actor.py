@@ -19,12 +19,12 @@ import ray
 from cluster import adoption, ray_settings
 from cluster.joined_ray import CONTROLLER, pinned_to, remove_workers, this_host
 from cluster.launcher import log_path
+from cluster.owner import supervise
 from cluster.private_ray import NAMESPACE
 from cluster.resolved_config import FILE_NAME
 from cluster.run_lock import RunDirTaken, lock_run_dir
 from cluster.starter import Failed, Up
 from cluster.state import StateFile
-from cluster.supervisor import supervise
 from common.config import ServingConfig, load_config
 from common.log import setup_logging
 from common.service_actor import send_output_to

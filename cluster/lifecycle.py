@@ -240,7 +240,7 @@ def _definite_port(router: RouterConfig, key: str, *, taken: Collection[int], co
 def _start_supervisor(config_path: Path, run_dir: Path, report: Report) -> ClusterInfo:
     path = log_path(run_dir, "supervisor")
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-P", "-m", "cluster.supervisor", "--attached"]
+    command = [sys.executable, "-P", "-m", "cluster.owner", "--attached"]
     with path.open("ab") as log:
         offset = log.tell()
         process = subprocess.Popen(

@@ -1,51 +1,35 @@
-"""The process that owns a cluster: starts routers and workers, restarts what dies, tells the routers, and cleans up.
+"""Keeps a cluster's processes running: starts routers and workers, restarts what dies, tells the routers, cleans up.
 
-    python -m cluster.supervisor --config serving.yaml --run-dir DIR [--attached]
-
-1. Take the run folder's lock, plan, open the launcher, start everything.
-2. When every process serves and every router uses every worker: phase READY.
-3. Until SIGTERM or SIGINT: restart, push the membership, keep state.json true.
-4. Stop: the routers drain first, since what they drain needs the workers; then the workers; then the launcher.
-
-Nothing it started outlives it. It imports neither torch nor transformers, and Ray only through `cluster.launch_ray`.
+1. Start everything. When every process serves and every router uses every worker: phase READY.
+2. Until told to stop: restart, push the membership, keep state.json true, change the pools as a scaler asks.
+3. Stop: the routers drain first, since what they drain needs the workers; then the workers.
 """
 
-import argparse
 import asyncio
 import contextlib
 import logging
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import NoReturn
 
 import psutil
 
-from cluster import adoption, ray_settings
-from cluster.control import serving_control
+from cluster import ray_settings
 from cluster.evacuation import Evacuation, Peer
-from cluster.launcher import Launcher, StartFailed, log_path
+from cluster.launcher import Launcher, StartFailed
 from cluster.managed_process import ManagedProcess
-from cluster.plan import PlanError, ProcessRole, ProcessSpec
-from cluster.planning import make_planning
-from cluster.resolved_config import write_config
-from cluster.rollout import Rollouts, Surroundings
+from cluster.plan import ProcessRole, ProcessSpec
 from cluster.routers import Routers
-from cluster.run_lock import RunDirTaken, lock_run_dir
-from cluster.scaling import POOLS, Scaler
-from cluster.starter import Audience, Starter, Up
+from cluster.scaling import POOLS
+from cluster.starter import Up
 from cluster.state import ClusterPhase, ClusterState, StateFile
-from cluster.wiring import NO_RAY, choose_launcher
 from cluster.worker_names import home_first
 from common.clock import SystemClock
-from common.config import ServingConfig, load_config
+from common.config import ServingConfig
 from common.errors import EngineFault
-from common.log import setup_logging
 from common.process import ProcessIdentity
-from common.signals import set_on_signals
 from kvrelay.v1 import router_admin_pb2, worker_pb2
 
 logger = logging.getLogger(__name__)
@@ -352,80 +336,3 @@ async def _keep_running(process: ManagedProcess) -> StartFailed:
         await process.keep_running()
     except StartFailed as error:
         return error
-
-
-async def supervise(
-    config: ServingConfig, *, config_path: Path, run_dir: Path, audience: Audience, stopping: asyncio.Event
-) -> int:
-    """Own the cluster of one run folder, whose lock is held, until told to stop. Returns the exit status."""
-    state_file = StateFile(run_dir)
-    last = state_file.read()
-    try:
-        plan_for, launcher = choose_launcher(config, config_path=config_path, run_dir=run_dir)
-        specs: Sequence[ProcessSpec] = plan_for(config)
-        try:
-            audience.report(f"opening launcher: {config.launcher}")
-            await launcher.open()
-            found = launcher.found()
-            if found:
-                specs = adoption.wanted_processes(config, plan_for, found=found, last=last)
-                audience.report(f"{', '.join(sorted(found))} are there already")
-            audience.report(f"starting {', '.join(spec.name for spec in specs if spec.name not in found)}")
-            supervisor = Supervisor(
-                config, specs=specs, launcher=launcher, state_file=state_file, report=audience.report
-            )
-            if adoption.serves_already(found, last):
-                supervisor.adopt()
-            scaler = Scaler(config, supervisor, plan_for)
-            planning = make_planning(scaler, supervisor)
-            surroundings = Surroundings(keep=partial(write_config, config_path), check=planning.guard.check)
-            rollouts = Rollouts(scaler, supervisor, surroundings)
-            serving = serving_control(scaler, rollouts, planning, run_dir, stop=stopping.set)
-            async with serving, planning.running(stopping):
-                await supervisor.run(stopping, on_ready=lambda: audience.ready(supervisor.up))
-        finally:
-            await launcher.close()
-            state_file.remove()
-    except (StartFailed, PlanError) as error:
-        logger.error("cluster failed to start", extra={"reason": str(error)})
-        audience.failed(str(error))
-        return 1
-    return 0
-
-
-async def _own_or_join(config_path: Path, run_dir: Path, starter: Starter) -> int:
-    """Run the cluster in this process; in a Ray cluster, see to it that it has a controller, which is what runs it."""
-    stopping = asyncio.Event()
-    set_on_signals(stopping)
-    starter.watch(gone=stopping.set)
-    config = load_config(config_path)
-    if ray_settings.of_joined_cluster(config.launcher):
-        try:
-            from cluster.bootstrap import bring_up_controller  # imports Ray
-        except ImportError as error:
-            starter.failed(f"{NO_RAY} ({error})")
-            return 1
-        return await bring_up_controller(config, run_dir=run_dir, starter=starter, stopping=stopping)
-    with lock_run_dir(run_dir):
-        return await supervise(config, config_path=config_path, run_dir=run_dir, audience=starter, stopping=stopping)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the supervisor; see the module."""
-    parser = argparse.ArgumentParser(prog="python -m cluster.supervisor")
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--attached", action="store_true", help="stop when stdin closes before the cluster is ready")
-    options = parser.parse_args(arguments)
-    setup_logging("supervisor")
-    log_path(options.run_dir, "supervisor").parent.mkdir(parents=True, exist_ok=True)
-    starter = Starter.attached() if options.attached else Starter.absent()
-    try:
-        return asyncio.run(_own_or_join(options.config, options.run_dir, starter))
-    except RunDirTaken as error:
-        starter.failed(str(error))
-        return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

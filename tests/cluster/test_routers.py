@@ -74,20 +74,24 @@ async def test_until_ready_waits_for_every_router() -> None:
         assert both.routers.num_ready == 2
 
 
+async def two_more_pushes(fake: RecordingRouter) -> None:
+    """Wait until the router has been asked, and answered, after this call."""
+    seen = fake.num_pushes
+    await fake.until(lambda router: router.num_pushes >= seen + 2)
+
+
 async def test_until_empty_waits_until_no_router_has_users_on_the_worker() -> None:
     async with pair() as both:
         for fake, num_users in zip(both.fakes, (1, 3), strict=True):
             fake.num_users = {"decode-1": num_users}
         both.routers.worker_changed()
         for fake in both.fakes:
-            seen = fake.num_pushes
-            await fake.until(lambda router, seen=seen: router.num_pushes >= seen + 2)
+            await two_more_pushes(fake)
         assert both.routers.num_users("decode-1") == 4
 
         waiting = asyncio.create_task(both.routers.until_empty("decode-1"))
         both.fakes[0].num_users = {"decode-1": 0}
-        seen = both.fakes[0].num_pushes
-        await both.fakes[0].until(lambda router: router.num_pushes >= seen + 2)
+        await two_more_pushes(both.fakes[0])
         assert not waiting.done()
 
         both.fakes[1].num_users = {"decode-1": 0}
