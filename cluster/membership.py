@@ -41,6 +41,7 @@ class MembershipPusher:
         self._num_users: Mapping[str, int] = {}
         self._used: frozenset[tuple[str, int]] = frozenset()
         """Names and roles of the workers that the router used when it last answered."""
+        self._leaving: frozenset[str] = frozenset()
 
     def worker_changed(self) -> None:
         """Push soon."""
@@ -51,7 +52,7 @@ class MembershipPusher:
         self._address = address
         self._reconnect = True
         self._heard_s = self._clock.monotonic()
-        self._num_ready, self._num_users, self._used = 0, {}, frozenset()
+        self._num_ready, self._num_users, self._used, self._leaving = 0, {}, frozenset(), frozenset()
         self._changed.set()
 
     @property
@@ -68,6 +69,11 @@ class MembershipPusher:
     def num_users(self) -> Mapping[str, int]:
         """Requests of this router on each draining worker, as it said last."""
         return self._num_users
+
+    @property
+    def leaving(self) -> frozenset[str]:
+        """Workers that had said themselves that they are about to go, when the router answered last."""
+        return self._leaving
 
     def uses(self, worker_id: str, role: int) -> bool:
         """Return whether the router used a worker in a role when it last answered."""
@@ -111,6 +117,7 @@ class MembershipPusher:
             self._heard_s = self._clock.monotonic()
             self._num_ready = response.num_ready
             self._num_users = dict(response.num_users)
+            self._leaving = frozenset(response.leaving_worker_ids)
             ready = frozenset(response.ready_worker_ids)
             self._used = frozenset((each.worker_id, each.role) for each in request.workers if each.worker_id in ready)
         self._pushed()

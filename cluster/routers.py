@@ -75,6 +75,18 @@ class Routers:
         return sum(pusher.num_users.get(worker_id, 0) for pusher in self._serving)
 
     @property
+    def leaving(self) -> frozenset[str]:
+        """Workers that said themselves to any router that they are about to go."""
+        return frozenset().union(*(pusher.leaving for pusher in self._serving))
+
+    async def until_leaving_changes(self, known: frozenset[str]) -> frozenset[str]:
+        """Return who is leaving once it is somebody else than `known`."""
+        while (leaving := self.leaving) == known:
+            self._pushed.clear()
+            await self._pushed.wait()
+        return leaving
+
+    @property
     def num_ready(self) -> int:
         """How many workers every router uses that serves."""
         return min((pusher.num_ready for pusher in self._serving), default=0)

@@ -18,6 +18,7 @@ import psutil
 
 from cluster import ray_settings
 from cluster.evacuation import Evacuation, Peer
+from cluster.farewell import Farewells
 from cluster.launcher import Launcher, StartFailed
 from cluster.managed_process import ManagedProcess
 from cluster.plan import ProcessRole, ProcessSpec
@@ -85,6 +86,9 @@ class Supervisor:
         self._warming: set[str] = set()
         """On their way in: no members yet."""
         self._evacuation = Evacuation()
+        self._farewells = Farewells(
+            self._routers, self._evacuation, pools=config.pools, serving=self._serving, staying=self._peers
+        )
         self._founders: dict[str, asyncio.Task[NoReturn]] = {}
         """What keeps the first workers running; the cluster fails when one of them does not start."""
         self._added: dict[str, asyncio.Task[StartFailed]] = {}
@@ -144,6 +148,7 @@ class Supervisor:
                 if self._adopts:
                     await self._until_known()
                 tasks.create_task(self._routers.run())
+                tasks.create_task(self._farewells.run())
                 if not self._adopts:
                     await self._until_ready()
                 self._enter(ClusterPhase.READY)
@@ -278,8 +283,11 @@ class Supervisor:
 
     def _peers(self) -> list[Peer]:
         """Return the workers that stay."""
-        apart = self._gone | self._draining | self._warming
-        workers = (process for role in POOLS for process in self.workers(role) if process.spec.name not in apart)
+        apart = self._gone | self._draining | self._warming | self._routers.leaving
+        return [peer for peer in self._serving() if peer.worker_id not in apart]
+
+    def _serving(self) -> list[Peer]:
+        workers = (process for role in POOLS for process in self.workers(role))
         return [_as_peer(process) for process in workers if process.address is not None]
 
     def _membership(self) -> list[router_admin_pb2.WorkerEndpoint]:

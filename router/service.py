@@ -166,7 +166,10 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
             members = self._fleet.members_by_id
             num_users = {str(worker_id): members[worker_id].num_users for worker_id in draining}
             return router_admin_pb2.SetWorkersResponse(
-                num_ready=num_ready, num_users=num_users, ready_worker_ids=sorted(self._fleet.roster.ready)
+                num_ready=num_ready,
+                num_users=num_users,
+                ready_worker_ids=sorted(self._fleet.roster.ready),
+                leaving_worker_ids=sorted(name for name, member in members.items() if member.is_leaving),
             )
 
 

@@ -2,7 +2,8 @@
 
 It may go as soon as
 
-- nothing has run for a moment: routers have had time to hear of it, and whoever took an answer over to pull its KV; or
+- nothing has run for a moment: routers have had time to hear of it, whoever took an answer over to pull its KV, and
+  who owns the cluster to have its hottest prefixes moved (`cluster/farewell.py`); or
 - no router listens, so that nobody would take anything away: they have ended, or it is no member any more; or
 - its grace is over. What is left is resumed elsewhere from its tokens.
 
@@ -16,8 +17,9 @@ from worker.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)
 
-SETTLE_S = 0.5
-"""How long nothing must have run. What a router sent before it heard arrives within that."""
+SETTLE_S = 1.5
+"""How long nothing must have run. What a router sent before it heard arrives within that, and the owner of the cluster,
+who talks to routers every second, begins to move prefixes."""
 
 
 async def take_leave(runtime: WorkerRuntime, *, grace_s: float) -> None:

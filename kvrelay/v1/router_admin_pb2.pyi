@@ -106,6 +106,7 @@ class SetWorkersResponse(_message.Message):
     NUM_READY_FIELD_NUMBER: _builtins.int
     NUM_USERS_FIELD_NUMBER: _builtins.int
     READY_WORKER_IDS_FIELD_NUMBER: _builtins.int
+    LEAVING_WORKER_IDS_FIELD_NUMBER: _builtins.int
     num_ready: _builtins.int
     """Connected, described and accepted, draining ones included."""
     @_builtins.property
@@ -116,16 +117,21 @@ class SetWorkersResponse(_message.Message):
     def ready_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Those that are ready."""
 
+    @_builtins.property
+    def leaving_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those that have said themselves that they are about to go."""
+
     def __init__(
         self,
         *,
         num_ready: _builtins.int = ...,
         num_users: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         ready_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
+        leaving_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_ready", b"num_ready", "num_users", b"num_users", "ready_worker_ids", b"ready_worker_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaving_worker_ids", b"leaving_worker_ids", "num_ready", b"num_ready", "num_users", b"num_users", "ready_worker_ids", b"ready_worker_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

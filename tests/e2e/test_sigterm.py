@@ -73,3 +73,34 @@ async def test_second_signal_ends_a_worker_that_waits_at_once(tmp_path: Path) ->
 
         assert process(tmp_path, "decode-0").last_exit == "killed by SIGTERM"
         assert (await client.status()).router.num_failed == 0
+
+
+async def cached_share(client: AsyncClient) -> float:
+    """Return the share of some chats' prompt tokens that were found in a cache."""
+    num_cached = num_all = 0
+    for number in range(12):
+        prompt = f"you are the keeper of a lighthouse; ship number {number} passes by night; " * 4
+        usage = (await client.generate(prompt, max_tokens=2, ignore_eos=True)).usage
+        num_cached, num_all = num_cached + usage.num_cached_tokens, num_all + usage.num_prompt_tokens
+    return num_cached / num_all
+
+
+async def test_worker_told_to_end_leaves_what_its_chats_had_cached_to_the_others(tmp_path: Path) -> None:
+    pools = {"prefill": FAKE_POOL | {"count": 2}, "decode": FAKE_POOL}
+    # This policy has nothing pulled from decode workers: only prefill workers' caches count.
+    router = {"port": 0, "local_prefill_max_tokens": 0, "policy": "longest_prefix"}
+    async with running_cluster(tmp_path, fake_config(pools=pools, router=router)) as client:
+        await cached_share(client)
+        before = await cached_share(client)
+        for name in ("prefill-0", "prefill-1"):  # whoever has them, the other one gets them
+            told_to_end(tmp_path, name)
+
+            async def is_replaced(name: str = name) -> bool:
+                workers = {view.worker_id: view for view in (await client.status()).workers}
+                return process(tmp_path, name).num_restarts == 1 and workers[name].state == "ready"
+
+            await until(is_replaced, timeout_s=60, what=f"{name} is started again")
+        after = await cached_share(client)
+
+        assert before > 0.9
+        assert after > before - 0.1
