@@ -23,15 +23,15 @@ class Need(StrEnum):
     DECODE = "new decode workers, one after the other"
     WORKERS = "new workers of both pools, one after the other"
     ROUTERS = "new routers, one after the other"
+    GENERATION = "a second set of workers, then new routers, one after the other; then the old workers go"
     RESTART = "another cluster: it cannot be changed while this one runs"
-    OTHER_KV = "another cluster: old and new workers could not exchange KV"
 
 
 _SECRET_PARTS = ("api_key", "salt_secret")
 
 _POOL = {
     "count": Need.COUNT,
-    "block_size": Need.OTHER_KV,
+    "block_size": Need.GENERATION,
     "kv_memory_gib": None,
     "num_blocks": None,
     "max_step_tokens": None,
@@ -50,18 +50,18 @@ _POOL = {
 NEEDS: Mapping[str, Need] = {
     "name": Need.RESTART,
     "launcher": Need.RESTART,
-    "model.id": Need.OTHER_KV,
-    "model.engine": Need.OTHER_KV,
+    "model.id": Need.GENERATION,
+    "model.engine": Need.GENERATION,
     "model.fake_step_ms": Need.WORKERS,
-    "model.dtype": Need.OTHER_KV,
+    "model.dtype": Need.GENERATION,
     # With dtype: auto it decides the dtype.
-    "model.device": Need.OTHER_KV,
-    "model.quantization": Need.OTHER_KV,
-    "model.kv_dtype": Need.OTHER_KV,
+    "model.device": Need.GENERATION,
+    "model.quantization": Need.GENERATION,
+    "model.kv_dtype": Need.GENERATION,
     "model.kernels": Need.WORKERS,
     "model.local_files_only": Need.NOTHING,
     # An answer that is longer than a new worker takes could not move there.
-    "model.max_model_len": Need.OTHER_KV,
+    "model.max_model_len": Need.GENERATION,
     **{f"pools.prefill.{key}": need or Need.PREFILL for key, need in _POOL.items()},
     **{f"pools.decode.{key}": need or Need.DECODE for key, need in _POOL.items()},
     "transfer.transports": Need.WORKERS,
@@ -99,7 +99,6 @@ _POOL_NEEDS = {
     Need.DECODE: (ProcessRole.DECODE,),
     Need.WORKERS: (ProcessRole.PREFILL, ProcessRole.DECODE),
 }
-_REFUSED = (Need.RESTART, Need.OTHER_KV)
 _PORTS = ("port", "http_port")
 
 
@@ -120,7 +119,7 @@ class Change:
     @property
     def is_refused(self) -> bool:
         """Whether it cannot be made while the cluster runs."""
-        return self.need in _REFUSED
+        return self.need is Need.RESTART
 
     def __str__(self) -> str:
         """Return the change and its need in words, without a secret."""
@@ -143,7 +142,12 @@ def roles_to_renew(changes: Sequence[Change]) -> tuple[ProcessRole, ...]:
 
 def needs_routers(changes: Sequence[Change]) -> bool:
     """Return whether the routers have to be new."""
-    return any(change.need is Need.ROUTERS for change in changes)
+    return any(change.need in (Need.ROUTERS, Need.GENERATION) for change in changes)
+
+
+def is_new_generation(changes: Sequence[Change]) -> bool:
+    """Return whether old and new workers could not exchange KV, or answers."""
+    return any(change.need is Need.GENERATION for change in changes)
 
 
 def keep_free_ports(before: ServingConfig, after: ServingConfig) -> ServingConfig:

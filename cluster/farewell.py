@@ -23,9 +23,9 @@ class Farewells:
         *,
         pools: PoolsConfig,
         serving: Callable[[], Sequence[Peer]],
-        staying: Callable[[], Sequence[Peer]],
+        staying: Callable[[str], Sequence[Peer]],
     ) -> None:
-        """`staying`: those of `serving` that take in what the others leave."""
+        """`staying`: those of `serving` that can take in what the worker of a name leaves."""
         self._routers = routers
         self._evacuation = evacuation
         self._pools = pools
@@ -46,4 +46,4 @@ class Farewells:
 
     async def _save(self, peer: Peer) -> None:
         pool: PoolConfig = getattr(self._pools, peer.role)
-        await self._evacuation.evacuate(peer, self._staying(), grace_s=pool.drain_grace_s)
+        await self._evacuation.evacuate(peer, self._staying(peer.worker_id), grace_s=pool.drain_grace_s)

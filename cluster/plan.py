@@ -9,6 +9,8 @@ from common.config import PoolConfig, ServingConfig
 THREADS_ENV = "KVRELAY_THREADS"
 MEMORY_ENV = "KVRELAY_MEMORY_BYTES"
 CPUS_ENV = "KVRELAY_NUM_CPUS"
+# OMP_NUM_THREADS is what OpenMP reads when torch is loaded; ours is for everything that is sized later.
+THREAD_ENVS = ("OMP_NUM_THREADS", THREADS_ENV)
 
 
 class PlanError(Exception):
@@ -121,8 +123,7 @@ def _num_threads(pool: PoolConfig, host: HostResources | None, *, num_workers: i
 
 
 def _thread_env(num_threads: int) -> dict[str, str]:
-    # OMP_NUM_THREADS is what OpenMP reads when torch is loaded; ours is for everything that is sized later.
-    return {"OMP_NUM_THREADS": str(num_threads), THREADS_ENV: str(num_threads)}
+    return dict.fromkeys(THREAD_ENVS, str(num_threads))
 
 
 def _memory_env(pool: PoolConfig, host: HostResources | None, *, num_workers: int) -> dict[str, str]:

@@ -10,6 +10,9 @@
 4. Canaries drain. The configuration is the cluster's: it is what processes read that start from now on.
 5. Pools get their new sizes.
 
+Where old and new workers could not exchange KV, another model for one, all processes are renewed at once and steps 2 to
+5 are those of `changeover`.
+
 A caller that goes away changes nothing: the rollout goes on to its end, or back. A supervisor that dies in the middle
 takes its processes with it; the file in the run folder is then still the old one, since it is replaced at step 4.
 """
@@ -20,9 +23,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster.canary_watch import CanaryWatch, Inspect, observe
-from cluster.changes import Change, Need, find_changes, keep_free_ports, needs_routers, roles_to_renew
+from cluster.changeover import Changeover, renew_router
+from cluster.changes import (
+    Change,
+    find_changes,
+    is_new_generation,
+    keep_free_ports,
+    needs_routers,
+    roles_to_renew,
+)
 from cluster.inspection import look_at
-from cluster.launcher import StartFailed
 from cluster.plan import ProcessRole, ProcessSpec
 from cluster.scaling import POOLS, Report, Scaler, Workforce
 from common.config import ServingConfig
@@ -83,6 +93,16 @@ class Rollouts:
             sizes = self._scaler.sizes()
             if not terms.is_forced:
                 await self._surroundings.check(_sizes_of(after))
+            if is_new_generation(changes):
+                changeover = Changeover(
+                    scaler=self._scaler,
+                    workforce=self._workforce,
+                    keep=self._surroundings.keep,
+                    grace_s=terms.grace_s,
+                    report=report,
+                )
+                await changeover.run(after)
+                return
             roles = tuple(role for role in roles_to_renew(changes) if sizes[role])
             if roles or needs_routers(changes):
                 renewal = _Renewal(
@@ -108,8 +128,12 @@ class Rollouts:
         if refused:
             raise InvalidRequest("; ".join(map(str, refused)), field=refused[0].key)
         if needs_routers(changes) and len(self._routers()) == 1:
-            (first, *_) = [change for change in changes if change.need is Need.ROUTERS]
+            (first, *_) = [change for change in changes if needs_routers([change])]
             raise InvalidRequest(f"{first}. {_ONE_ROUTER}", field=first.key)
+        if is_new_generation(changes):
+            new = self._scaler.plan_beside(after)
+            report(f"{len(new)} new workers beside the {sum(sizes.values())} that serve: room for both is needed")
+            return after, changes
         if roles_to_renew(changes):
             self._scaler.plan(after, {role: size + 1 for role, size in sizes.items()})
         if _sizes_of(after) != sizes:
@@ -163,7 +187,7 @@ class _Renewal:
                 await self._judge()
             for spec in routers:
                 self._renewed.append(spec)
-                await self._renew_router(replace(spec, config=config))
+                await renew_router(self.workforce, replace(spec, config=config), self.report)
             for role in roles:
                 for spec in old[role]:
                     await self._replace(spec)
@@ -179,24 +203,13 @@ class _Renewal:
         await self.scaler.shrink({spec.name}, self.terms.grace_s, self.report)
         await self.scaler.grow([replace(self._canaries[spec.role], name=spec.name)], self.report)
 
-    async def _renew_router(self, spec: ProcessSpec) -> None:
-        """Let a new router take the place of the one of that name, and its port. Raises EngineFault."""
-        self.report(f"{spec.name} goes, and comes again")
-        for process in self.workforce.workers(ProcessRole.ROUTER):
-            if process.spec.name == spec.name:
-                await self.workforce.remove_worker(process)
-        try:
-            await self.workforce.add_worker(spec)
-        except StartFailed as error:
-            raise EngineFault(f"{spec.name} did not start: {error}") from error
-
     async def _undo(self) -> None:
         """Give what was replaced its old configuration again; canaries stand in until then."""
         for spec in reversed(self._replaced):
             await self.scaler.shrink({spec.name}, self.terms.grace_s, self.report)
             await self.scaler.grow([spec], self.report)
         for spec in reversed(self._renewed):
-            await self._renew_router(spec)
+            await renew_router(self.workforce, spec, self.report)
         await self._drain_canaries()
 
     async def _drain_canaries(self) -> None:

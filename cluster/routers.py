@@ -1,35 +1,47 @@
 """The routers of a cluster: where each is, and what they say of the workers, all together.
 
-Every router is told the whole membership by a pusher of its own. What is waited for, that the workers are used or that
-nobody is left on one, must hold at every router that serves now: one that is down, or does not answer for seconds,
-holds up neither growing nor draining, and learns what it missed when it is back.
+Every router is told the workers of its generation by a pusher of its own. What is waited for, that the workers are used
+or that nobody is left on one, must hold at every router among those named that serves now: one that is down, or does
+not answer for seconds, holds up neither growing nor draining, and learns what it missed when it is back. Where no
+router is named, there is nobody to wait for.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import NoReturn
 
-from cluster.membership import Membership, MembershipPusher
+from cluster.membership import MembershipPusher
 from cluster.plan import ProcessSpec
 from common.clock import Clock
 from common.config import RouterConfig
 from common.ports import dial_address
+from kvrelay.v1 import router_admin_pb2
+
+MembershipOf = Callable[[str], Sequence[router_admin_pb2.WorkerEndpoint]]
+"""Returns what the router of a name is to be told."""
 
 
 class Routers:
     """All routers. Event loop only."""
 
     def __init__(
-        self, config: RouterConfig, specs: Sequence[ProcessSpec], membership: Membership, *, clock: Clock
+        self, config: RouterConfig, specs: Sequence[ProcessSpec], membership_of: MembershipOf, *, clock: Clock
     ) -> None:
         """`specs` are the routers' own."""
         self._config = config
         self._pushed = asyncio.Event()
         self._pushers = {
-            spec.name: MembershipPusher(membership, clock=clock, pushed=self._pushed.set) for spec in specs
+            spec.name: MembershipPusher(partial(membership_of, spec.name), clock=clock, pushed=self._pushed.set)
+            for spec in specs
         }
         self._addresses = {spec.name: dial_address(spec.host, spec.port) if spec.host else "" for spec in specs}
         self._indices = {spec.name: spec.index for spec in specs}
+
+    @property
+    def names(self) -> Collection[str]:
+        """All of them."""
+        return self._pushers.keys()
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -58,26 +70,26 @@ class Routers:
         for pusher in self._pushers.values():
             pusher.worker_changed()
 
-    async def until_ready(self, num_workers: int) -> None:
-        """Wait until every router that serves uses `num_workers` workers."""
-        await self._until(lambda pusher: pusher.num_ready >= num_workers)
+    async def until_ready(self, num_workers: int, *, among: Collection[str]) -> None:
+        """Wait until every router among these that serves uses `num_workers` workers."""
+        await self._until(lambda pusher: pusher.num_ready >= num_workers, among)
 
-    async def until_used(self, worker_id: str, role: int) -> None:
-        """Wait until every router that serves uses a worker in this role."""
-        await self._until(lambda pusher: pusher.uses(worker_id, role))
+    async def until_used(self, worker_id: str, role: int, *, among: Collection[str]) -> None:
+        """Wait until every router among these that serves uses a worker in this role."""
+        await self._until(lambda pusher: pusher.uses(worker_id, role), among)
 
-    async def until_empty(self, worker_id: str) -> None:
-        """Wait until every router that serves says that nothing of its own runs on a draining worker."""
-        await self._until(lambda pusher: pusher.num_users.get(worker_id) == 0)
+    async def until_empty(self, worker_id: str, *, among: Collection[str]) -> None:
+        """Wait until every router among these that serves says that nothing of its own runs on a draining worker."""
+        await self._until(lambda pusher: pusher.num_users.get(worker_id) == 0, among)
 
     def num_users(self, worker_id: str) -> int:
         """Return how many requests of all routers ran on a draining worker when they answered last."""
-        return sum(pusher.num_users.get(worker_id, 0) for pusher in self._serving)
+        return sum(pusher.num_users.get(worker_id, 0) for pusher in self._serving(self.names))
 
     @property
     def leaving(self) -> frozenset[str]:
         """Workers that said themselves to any router that they are about to go."""
-        return frozenset().union(*(pusher.leaving for pusher in self._serving))
+        return frozenset().union(*(pusher.leaving for pusher in self._serving(self.names)))
 
     async def until_leaving_changes(self, known: frozenset[str]) -> frozenset[str]:
         """Return who is leaving once it is somebody else than `known`."""
@@ -89,18 +101,17 @@ class Routers:
     @property
     def num_ready(self) -> int:
         """How many workers every router uses that serves."""
-        return min((pusher.num_ready for pusher in self._serving), default=0)
+        return min((pusher.num_ready for pusher in self._serving(self.names)), default=0)
 
     async def run(self) -> NoReturn:
         """Tell every router until cancelled."""
         await asyncio.gather(*(pusher.run() for pusher in self._pushers.values()))
         raise AssertionError("a pusher ends only when it is cancelled")
 
-    @property
-    def _serving(self) -> list[MembershipPusher]:
-        return [pusher for pusher in self._pushers.values() if pusher.is_serving]
+    def _serving(self, among: Collection[str]) -> list[MembershipPusher]:
+        return [pusher for name, pusher in self._pushers.items() if name in among and pusher.is_serving]
 
-    async def _until(self, holds: Callable[[MembershipPusher], bool]) -> None:
-        while not (serving := self._serving) or not all(map(holds, serving)):
+    async def _until(self, holds: Callable[[MembershipPusher], bool], among: Collection[str]) -> None:
+        while among and (not (serving := self._serving(among)) or not all(map(holds, serving))):
             self._pushed.clear()
             await self._pushed.wait()

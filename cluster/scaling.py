@@ -23,7 +23,7 @@ from cluster.change_times import ChangeTimes
 from cluster.flipping import Flips, flip_obstacle, flip_workers
 from cluster.launcher import StartFailed
 from cluster.managed_process import ManagedProcess
-from cluster.plan import PlanError, ProcessRole, ProcessSpec, with_sizes
+from cluster.plan import THREAD_ENVS, PlanError, ProcessRole, ProcessSpec, with_sizes
 from cluster.worker_names import with_living_names
 from common.config import ServingConfig
 from common.errors import EngineFault, InvalidRequest, Overloaded
@@ -157,6 +157,17 @@ class Scaler:
         living = {role: [process.spec for process in self._workforce.workers(role)] for role in POOLS}
         workers = [replace(spec, config=own) for spec in planned if spec.role in POOLS]
         return with_living_names(workers, living)
+
+    def plan_beside(self, config: ServingConfig) -> list[ProcessSpec]:
+        """Return all workers of a configuration, to run beside those that are there. Raises InvalidRequest.
+
+        Memory is dealt out for both sets; threads, of which the old set soon needs none, for the new one alone.
+        """
+        wanted = {role: getattr(config.pools, role).count for role in POOLS}
+        together = {role: size + wanted[role] for role, size in self.sizes().items()}
+        alone = {spec.role: spec.env for spec in self.plan(config, wanted)}
+        new = [spec for spec in self.plan(config, together) if spec.name not in self._present()]
+        return [replace(spec, env={**spec.env, **{key: alone[spec.role][key] for key in THREAD_ENVS}}) for spec in new]
 
     def _present(self) -> set[str]:
         return {process.spec.name for role in POOLS for process in self._workforce.workers(role)}

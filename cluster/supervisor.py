@@ -19,6 +19,7 @@ import psutil
 from cluster import ray_settings
 from cluster.evacuation import Evacuation, Peer
 from cluster.farewell import Farewells
+from cluster.generations import Generations
 from cluster.launcher import Launcher, StartFailed
 from cluster.managed_process import ManagedProcess
 from cluster.plan import ProcessRole, ProcessSpec
@@ -77,7 +78,8 @@ class Supervisor:
         self._identity = identity
         clock = SystemClock()
         routers = [spec for spec in specs if spec.role is ProcessRole.ROUTER]
-        self._routers = Routers(config.router, routers, self._membership, clock=clock)
+        self._generations = Generations(config)
+        self._routers = Routers(config.router, routers, self._members_of, clock=clock)
         self._new_process = partial(ManagedProcess, launcher=launcher, clock=clock, changed=self._process_changed)
         self._processes = [self._new_process(spec) for spec in specs]
         self._draining: set[str] = set()
@@ -168,7 +170,7 @@ class Supervisor:
         num_workers = sum(process.spec.role in POOLS for process in self._processes)
         try:
             async with asyncio.timeout(_ACCEPT_TIMEOUT_S):
-                await self._routers.until_ready(num_workers)
+                await self._routers.until_ready(num_workers, among=self._routers.names)
         except TimeoutError:
             used = f"{self._routers.num_ready} of {num_workers} workers"
             raise StartFailed(f"the routers use only {used} after {_ACCEPT_TIMEOUT_S:g} s; see their logs") from None
@@ -197,9 +199,9 @@ class Supervisor:
             num_blocks = await self._warm(process)
             self._warming.discard(spec.name)
             self._routers.worker_changed()
-            num_serving = sum(each.address is not None for role in POOLS for each in self.workers(role))
+            num_serving = sum(each.address is not None for each in self._workers_beside(spec.name))
             async with asyncio.timeout(_ACCEPT_TIMEOUT_S):
-                await self._routers.until_ready(num_serving)
+                await self._routers.until_ready(num_serving, among=self._routers_beside(spec.name))
             return num_blocks
         except (StartFailed, TimeoutError) as error:
             await self.remove_worker(process)
@@ -213,7 +215,7 @@ class Supervisor:
     async def _warm(self, process: ManagedProcess) -> int:
         if process.address is None:  # it has died already, and is started again
             return 0
-        return (await self._evacuation.warm(_as_peer(process), self._peers())).num_blocks
+        return (await self._evacuation.warm(_as_peer(process), self._peers(process.spec.name))).num_blocks
 
     async def drain_worker(self, process: ManagedProcess, *, grace_s: float) -> int:
         """Let a worker give its requests away; returns how many it still had when the grace was over."""
@@ -222,7 +224,7 @@ class Supervisor:
         self._routers.worker_changed()
         try:
             async with asyncio.timeout(grace_s):
-                await self._routers.until_empty(name)
+                await self._routers.until_empty(name, among=self._routers_beside(name))
         except TimeoutError:
             return self._routers.num_users(name)
         return 0
@@ -243,7 +245,7 @@ class Supervisor:
             self._routers.worker_changed()
         try:
             async with asyncio.timeout(_ACCEPT_TIMEOUT_S):
-                await self._routers.until_used(name, _WIRE_ROLES[role])
+                await self._routers.until_used(name, _WIRE_ROLES[role], among=self._routers_beside(name))
         except TimeoutError:
             raise EngineFault(
                 f"{name} changed to {role}, but the routers do not use it after {_ACCEPT_TIMEOUT_S:g} s; see their logs"
@@ -253,7 +255,8 @@ class Supervisor:
         """Move the hottest prefixes of a drained worker to those that stay; returns how many blocks moved."""
         if process.address is None:
             return 0
-        return (await self._evacuation.evacuate(_as_peer(process), self._peers(), grace_s=grace_s)).num_blocks
+        peers = self._peers(process.spec.name)
+        return (await self._evacuation.evacuate(_as_peer(process), peers, grace_s=grace_s)).num_blocks
 
     async def remove_worker(self, process: ManagedProcess) -> None:
         """Take a worker out of the membership and stop it."""
@@ -281,16 +284,29 @@ class Supervisor:
             self._all_served.set()
         self._save()
 
-    def _peers(self) -> list[Peer]:
-        """Return the workers that stay."""
+    def _beside(self, name: str) -> list[ManagedProcess]:
+        """Return every process of the generation of the one of that name."""
+        own = [self._generations.of(process.spec) for process in self._processes if process.spec.name == name]
+        return [process for process in self._processes if self._generations.of(process.spec) in own]
+
+    def _workers_beside(self, name: str) -> list[ManagedProcess]:
+        return [process for process in self._beside(name) if process.spec.role in POOLS]
+
+    def _routers_beside(self, name: str) -> list[str]:
+        return [process.spec.name for process in self._beside(name) if process.spec.role is ProcessRole.ROUTER]
+
+    def _peers(self, name: str) -> list[Peer]:
+        """Return the workers that stay, and can exchange KV with the one of that name."""
         apart = self._gone | self._draining | self._warming | self._routers.leaving
-        return [peer for peer in self._serving() if peer.worker_id not in apart]
+        workers = (process for process in self._workers_beside(name) if process.spec.name not in apart)
+        return [_as_peer(process) for process in workers if process.address is not None]
 
     def _serving(self) -> list[Peer]:
         workers = (process for role in POOLS for process in self.workers(role))
         return [_as_peer(process) for process in workers if process.address is not None]
 
-    def _membership(self) -> list[router_admin_pb2.WorkerEndpoint]:
+    def _members_of(self, router: str) -> list[router_admin_pb2.WorkerEndpoint]:
+        """Return what a router that runs is told: the workers of its generation."""
         apart = self._gone | self._warming
         return [
             router_admin_pb2.WorkerEndpoint(
@@ -299,8 +315,8 @@ class Supervisor:
                 address=process.address,
                 draining=process.spec.name in self._draining,
             )
-            for process in self._processes
-            if process.spec.role in POOLS and process.address is not None and process.spec.name not in apart
+            for process in self._workers_beside(router)
+            if process.address is not None and process.spec.name not in apart
         ]
 
     async def _stop_all(self) -> None:

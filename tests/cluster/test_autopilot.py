@@ -18,8 +18,8 @@ from common.timing_wire import timing_to_proto
 from kvrelay.v1 import router_admin_pb2, worker_pb2
 from planner.observation import Observation, Pool
 from planner.plan import PoolSizes, ScalingPlan
+from tests.cluster.rollout_bench import HOST, FakeWorkforce
 from tests.cluster.support import make_config
-from tests.cluster.test_rollout import HOST, FakeWorkforce
 from tests.planner.support import TIMING, make_demand
 
 PREFILL, DECODE = ProcessRole.PREFILL, ProcessRole.DECODE

@@ -4,7 +4,17 @@ from typing import Any
 
 import pytest
 
-from cluster.changes import NEEDS, Need, find_changes, keep_free_ports, leaves, roles_to_renew
+from cluster.changes import (
+    NEEDS,
+    Need,
+    find_changes,
+    is_new_generation,
+    keep_free_ports,
+    leaves,
+    needs_routers,
+    roles_to_renew,
+)
+from cluster.generations import generation
 from cluster.plan import ProcessRole
 from common.config import ServingConfig
 from tests.cluster.support import make_config
@@ -50,10 +60,7 @@ def test_pools_are_renewed_whose_workers_read_the_key(sections: dict[str, Any], 
     [
         ({"name": "other"}, "name"),
         ({"launcher": "ray"}, "launcher"),
-        ({"model": {"engine": "fake", "id": "/other"}}, "model.id"),
-        ({"model": {"engine": "fake", "max_model_len": 64}}, "model.max_model_len"),
         ({"router": {"port": 1}}, "router.port"),
-        ({"pools": {"prefill": {"block_size": 32}, "decode": {"block_size": 32}}}, "pools.prefill.block_size"),
     ],
 )
 def test_what_cannot_be_changed_while_it_runs_is_refused(sections: dict[str, Any], key: str) -> None:
@@ -61,6 +68,29 @@ def test_what_cannot_be_changed_while_it_runs_is_refused(sections: dict[str, Any
     refused = [change for change in find_changes(before, make_config(**sections)) if change.is_refused]
 
     assert refused[0].key == key
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"model": {"engine": "fake", "id": "/other"}},
+        {"model": {"engine": "fake", "max_model_len": 64}},
+        {"pools": {"prefill": {"block_size": 32}, "decode": {"block_size": 32}}},
+    ],
+)
+def test_what_old_and_new_workers_cannot_share_makes_a_generation(sections: dict[str, Any]) -> None:
+    before, after = make_config(), make_config(**sections)
+    changes = find_changes(before, after)
+
+    assert is_new_generation(changes) and needs_routers(changes)
+    assert generation(before) != generation(after)
+
+
+def test_what_they_can_share_makes_none() -> None:
+    before, after = make_config(), make_config(pools={"decode": {"max_running": 8}}, router={"policy": "least_load"})
+
+    assert not is_new_generation(find_changes(before, after))
+    assert generation(before) == generation(after)
 
 
 def test_change_of_secrets_tells_neither_value() -> None:

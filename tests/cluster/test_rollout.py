@@ -1,118 +1,13 @@
 """Rollouts over fake workers: order, capacity, canaries, going back."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
-from types import SimpleNamespace
-from typing import Any, cast
+from dataclasses import replace
 
 import pytest
 
-from cluster.inspection import Look
-from cluster.launcher import StartFailed
-from cluster.managed_process import ManagedProcess
-from cluster.plan import HostResources, ProcessRole, ProcessSpec, make_plan
-from cluster.rollout import Rollouts, RolloutTerms, Surroundings
-from cluster.scaling import Scaler
-from common.config import ServingConfig
+from cluster.rollout import RolloutTerms
 from common.errors import EngineFault, InvalidRequest, Overloaded
-from common.timing import StepModel, TimingModel
+from tests.cluster.rollout_bench import DECODE, PREFILL, ROUTER, TERMS, Bench, FakeWorkforce, look, pools
 from tests.cluster.support import make_config
-
-DECODE, PREFILL, ROUTER = ProcessRole.DECODE, ProcessRole.PREFILL, ProcessRole.ROUTER
-TERMS = RolloutTerms(canary_s=2.0, max_slowdown=1.5, grace_s=9.0)
-HOST = HostResources(cores=4, gpus=None)
-
-
-def look(step_s: float = 0.01) -> Look:
-    model = StepModel(constant_s=step_s, num_samples=20)
-    timing = TimingModel(prefill=model, decode=model, max_step_tokens=512)
-    return Look(busy_s=1.0, num_decodes=2, num_context_tokens=100, timing=timing)
-
-
-@dataclass
-class FakeWorkforce:
-    """Workers that are only names; remembers what was done to them, and each pool's size after each step."""
-
-    pool: list[Any] = field(default_factory=list)
-    done: list[str] = field(default_factory=list)
-    sizes: list[Mapping[ProcessRole, int]] = field(default_factory=list)
-    fails: Callable[[ProcessSpec], bool] = lambda spec: False
-
-    def workers(self, role: ProcessRole) -> list[ManagedProcess]:
-        return [cast(ManagedProcess, each) for each in self.pool if each.spec.role is role]
-
-    async def add_worker(self, spec: ProcessSpec) -> int:
-        if self.fails(spec):
-            raise StartFailed(f"{spec.name}: exited with code 1")
-        self.pool.append(SimpleNamespace(spec=spec, address=spec.name, num_lives=1))
-        self._note(f"+{spec.name}")
-        return 0
-
-    async def drain_worker(self, process: ManagedProcess, *, grace_s: float) -> int:
-        self.done.append(f"drain {process.spec.name}")
-        return 0
-
-    async def flip_worker(self, process: ManagedProcess, role: ProcessRole, *, grace_s: float) -> None:
-        process.spec = replace(process.spec, role=role)
-        self._note(f"{process.spec.name} to {role}")
-
-    async def evacuate_worker(self, process: ManagedProcess, *, grace_s: float) -> int:
-        return 0
-
-    async def remove_worker(self, process: ManagedProcess) -> None:
-        self.pool.remove(process)
-        self._note(f"-{process.spec.name}")
-
-    def named(self, name: str) -> Any:
-        return next(each for each in self.pool if each.spec.name == name)
-
-    def configs(self) -> dict[str, ServingConfig | None]:
-        """Of the workers."""
-        return {each.spec.name: each.spec.config for each in self.pool if each.spec.role is not ROUTER}
-
-    def _note(self, what: str) -> None:
-        self.done.append(what)
-        self.sizes.append({role: len(self.workers(role)) for role in (PREFILL, DECODE)})
-
-
-@dataclass
-class Bench:
-    """A cluster of fakes at the configuration `before`."""
-
-    before: ServingConfig
-    workforce: FakeWorkforce = field(default_factory=FakeWorkforce)
-    kept: list[ServingConfig] = field(default_factory=list)
-    looks: dict[str, Look] = field(default_factory=dict)
-    reports: list[str] = field(default_factory=list)
-    slept_s: float = 0.0
-    least_decode: int = 0
-    while_asleep: Callable[[], None] = lambda: None
-
-    def __post_init__(self) -> None:
-        for spec in make_plan(self.before, HOST):
-            self.workforce.pool.append(SimpleNamespace(spec=spec, address=spec.name, num_lives=1))
-        self.scaler = Scaler(self.before, self.workforce, partial(make_plan, host=HOST))
-        surroundings = Surroundings(keep=self.kept.append, check=self._check, look=self._look, sleep=self._sleep)
-        self.rollouts = Rollouts(self.scaler, self.workforce, surroundings)
-
-    async def run(self, after: ServingConfig, terms: RolloutTerms = TERMS) -> None:
-        await self.rollouts.run(after, terms, report=self.reports.append)
-
-    async def _look(self, address: str) -> Look | None:
-        return self.looks.get(address, look())
-
-    async def _check(self, sizes: Mapping[ProcessRole, int]) -> None:
-        if sizes[DECODE] < self.least_decode:
-            raise InvalidRequest("the load needs more", field="decode")
-
-    async def _sleep(self, seconds: float) -> None:
-        self.slept_s += seconds
-        self.while_asleep()
-
-
-def pools(prefill: int = 1, decode: int = 2, **decode_keys: Any) -> ServingConfig:
-    return make_config(pools={"prefill": {"count": prefill}, "decode": {"count": decode, **decode_keys}})
 
 
 async def test_canary_serves_first_then_the_others_follow_one_by_one_and_capacity_never_falls() -> None:

@@ -15,6 +15,7 @@ from tests.cluster.support import RecordingRouter, recording_router
 
 _TIMEOUT_S = 60.0
 _SILENT_S = 10.0
+BOTH = ("router-0", "router-1")
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Pair:
         self.routers.router_changed(f"router-{index}", None)
 
 
-def membership() -> list[router_admin_pb2.WorkerEndpoint]:
+def membership(router: str) -> list[router_admin_pb2.WorkerEndpoint]:
     return [
         router_admin_pb2.WorkerEndpoint(worker_id=name, role=worker_pb2.WORKER_ROLE_DECODE, address=f"{name}:1")
         for name in ("decode-0", "decode-1")
@@ -63,7 +64,7 @@ async def pair() -> AsyncIterator[Pair]:
 async def test_until_ready_waits_for_every_router() -> None:
     async with pair() as both:
         both.fakes[1].num_unused = 1
-        waiting = asyncio.create_task(both.routers.until_ready(2))
+        waiting = asyncio.create_task(both.routers.until_ready(2, among=BOTH))
         await both.fakes[0].until(lambda router: router.num_pushes >= 1)
         await both.fakes[1].until(lambda router: router.num_pushes >= 2)
         assert not waiting.done()
@@ -89,7 +90,7 @@ async def test_until_empty_waits_until_no_router_has_users_on_the_worker() -> No
             await two_more_pushes(fake)
         assert both.routers.num_users("decode-1") == 4
 
-        waiting = asyncio.create_task(both.routers.until_empty("decode-1"))
+        waiting = asyncio.create_task(both.routers.until_empty("decode-1", among=BOTH))
         both.fakes[0].num_users = {"decode-1": 0}
         await two_more_pushes(both.fakes[0])
         assert not waiting.done()
@@ -100,15 +101,15 @@ async def test_until_empty_waits_until_no_router_has_users_on_the_worker() -> No
 
 async def test_router_that_is_down_holds_up_nobody_and_learns_everything_when_it_is_back() -> None:
     async with pair() as both:
-        await both.routers.until_ready(2)
+        await both.routers.until_ready(2, among=BOTH)
         both.fakes[1].num_unused = 2
         both.down(1)
-        await both.routers.until_ready(2)
+        await both.routers.until_ready(2, among=BOTH)
 
         both.fakes[1].workers.clear()
         both.up(1)
         await both.fakes[1].until(lambda router: len(router.workers) == 2)
-        waiting = asyncio.create_task(both.routers.until_ready(2))
+        waiting = asyncio.create_task(both.routers.until_ready(2, among=BOTH))
         seen = both.fakes[1].num_pushes
         await both.fakes[1].until(lambda router: router.num_pushes >= seen + 2)
         assert not waiting.done()
@@ -118,9 +119,9 @@ async def test_router_that_is_down_holds_up_nobody_and_learns_everything_when_it
 
 async def test_router_that_does_not_answer_any_more_is_not_waited_for() -> None:
     async with pair() as both:
-        await both.routers.until_ready(2)
+        await both.routers.until_ready(2, among=BOTH)
         both.routers.router_changed("router-1", "127.0.0.1:1")
-        waiting = asyncio.create_task(both.routers.until_ready(2))
+        waiting = asyncio.create_task(both.routers.until_ready(2, among=BOTH))
         await asyncio.sleep(0)
         assert not waiting.done()
 
@@ -131,10 +132,10 @@ async def test_router_that_does_not_answer_any_more_is_not_waited_for() -> None:
 
 async def test_until_ready_without_any_router_waits() -> None:
     async with pair() as both:
-        await both.routers.until_ready(2)
+        await both.routers.until_ready(2, among=BOTH)
         both.down(0)
         both.down(1)
-        waiting = asyncio.create_task(both.routers.until_ready(0))
+        waiting = asyncio.create_task(both.routers.until_ready(0, among=BOTH))
         await asyncio.sleep(0)
         assert not waiting.done()
         assert both.routers.num_ready == 0

@@ -5,7 +5,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +13,11 @@ import pytest
 from cluster.launch_local import LocalLauncher
 from cluster.launcher import StartFailed
 from cluster.managed_process import restart_delay_s
-from cluster.plan import HostResources, make_plan
+from cluster.plan import HostResources, ProcessRole, make_plan
 from cluster.state import ClusterPhase, ClusterState, ProcessPhase, ProcessState, StateFile
 from cluster.supervisor import StopGrace, Supervisor
 from kvrelay.v1.worker_pb2 import WORKER_ROLE_DECODE, WORKER_ROLE_PREFILL
-from tests.cluster.support import RecordingRouter, fake_command, make_config, recording_router
+from tests.cluster.support import RecordingRouter, fake_command, make_config, make_spec, recording_router
 
 _MEMBERS = [
     ("prefill-0", WORKER_ROLE_PREFILL, "prefill-0.invalid:1"),
@@ -161,6 +161,26 @@ async def test_first_start_that_fails_stops_everything_and_tells_why(tmp_path: P
         state = cluster.state()
         assert state.phase is ClusterPhase.FAILED
         assert {each.phase for each in state.processes} <= {ProcessPhase.STOPPED}
+
+
+async def test_router_hears_of_the_workers_of_its_own_generation_only(tmp_path: Path) -> None:
+    async with running_cluster(tmp_path) as cluster:
+        supervisor = cluster.supervisor
+        other = make_config(model={"engine": "fake", "max_model_len": 64}, router={"count": 1})
+        new = replace(make_spec("decode-1"), config=other)
+        await supervisor.add_worker(new)
+        seen = cluster.router.num_pushes
+        await cluster.router.until(lambda router: router.num_pushes >= seen + 2)
+        assert cluster.router.workers == _MEMBERS
+
+        (router,) = supervisor.workers(ProcessRole.ROUTER)
+        await supervisor.remove_worker(router)
+        await supervisor.add_worker(replace(router.spec, config=other))
+        assert cluster.router.workers == [("decode-1", WORKER_ROLE_DECODE, "decode-1.invalid:1")]
+
+        # Nobody is asked whether anything runs on a worker that no router knows.
+        (old,) = (process for process in supervisor.workers(ProcessRole.DECODE) if process.spec.name == "decode-0")
+        assert await supervisor.drain_worker(old, grace_s=60.0) == 0
 
 
 @pytest.mark.parametrize(("num_short_lives", "delay_s"), [(0, 0), (1, 0), (2, 0.25), (3, 0.5), (6, 4), (7, 5), (99, 5)])

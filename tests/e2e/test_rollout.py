@@ -51,14 +51,18 @@ class Load:
 
     expected: list[str]
     num_answers: int = 0
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def stream(self, client: AsyncClient, number: int) -> None:
         while not self.over.is_set():
             assert await generate(client, number) == self.expected[number]
             self.num_answers += 1
-            self.begun.set()
+            self.answered.set()
+
+    async def next_answer(self) -> None:
+        self.answered.clear()
+        await self.answered.wait()
 
 
 @asynccontextmanager
@@ -68,7 +72,7 @@ async def sixteen_streams(client: AsyncClient) -> AsyncIterator[Load]:
     async with asyncio.TaskGroup() as tasks:
         for number in range(NUM_STREAMS):
             tasks.create_task(load.stream(client, number))
-        await load.begun.wait()
+        await load.next_answer()
         try:
             yield load
         finally:
@@ -82,6 +86,12 @@ async def pids(client: AsyncClient) -> dict[str, int]:
 async def policy_of(address: str) -> str:
     async with AsyncClient(address, timeout_s=120) as client:
         return (await client.status()).router.policy
+
+
+async def fingerprint_of(address: str) -> str:
+    async with AsyncClient(address, timeout_s=120) as client:
+        (model,) = await client.models()
+        return model.fingerprint
 
 
 async def assert_nothing_was_lost(client: AsyncClient) -> None:
@@ -137,6 +147,31 @@ async def test_routers_with_another_policy_lose_no_request_of_clients_that_know_
 
         assert steps[1:] == ["router-0 goes, and comes again", "router-1 goes, and comes again"]
         assert policies == ["least_load", "least_load"]
+
+
+async def test_another_block_size_under_sixteen_streams_fails_no_request_of_clients_that_know_both_routers(
+    tmp_path: Path,
+) -> None:
+    config = fake_config(router={"port": 0, "count": 2, "local_prefill_max_tokens": 32})
+    other = config | {"pools": {pool: FAKE_POOL | {"block_size": 32} for pool in ("prefill", "decode")}}
+    async with running_cluster(tmp_path, config) as client:
+        old_model = await fingerprint_of(client.address)
+        async with sixteen_streams(client) as load:
+            steps = await roll_out(tmp_path, other)
+            num_answers = load.num_answers
+            while load.num_answers < num_answers + NUM_STREAMS:
+                await load.next_answer()
+        workers = await pids(client)
+        models = {await fingerprint_of(address) for address in client.addresses}
+
+        assert [step for step in steps if step.endswith("comes again")] == [
+            "router-0 goes, and comes again",
+            "router-1 goes, and comes again",
+        ]
+        assert len(models) == 1 and models != {old_model}
+        assert set(workers) == {"prefill-1", "decode-1"}
+        assert running_config(tmp_path).pools.decode.block_size == 32
+        await assert_nothing_was_lost(client)
 
 
 async def test_second_rollout_goes_on_from_the_first(tmp_path: Path) -> None:
