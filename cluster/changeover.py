@@ -2,8 +2,8 @@
 
 1. The whole second set of workers is started beside the first. No router knows it, and clients notice nothing.
 2. The routers are replaced, one after the other, by routers of the new generation on the same ports. Clients go on at
-   another one meanwhile: what an old router has accepted is finished by the old model, later requests by whichever
-   model their router has.
+   another one meanwhile: what an old router has accepted is finished by the old model, within the grace, later requests
+   by whichever model their router has.
 3. When all routers are new, the configuration is the cluster's: there is no way back, and it is what processes read
    that start from now on.
 4. The old workers, which nobody uses any more, go.
@@ -46,7 +46,7 @@ class Changeover:
             await self.scaler.grow(new, self.report)
             for spec in routers:
                 self._renewed.append(spec)
-                await renew_router(self.workforce, replace(spec, config=config), self.report)
+                await self._renew_router(replace(spec, config=config))
         except EngineFault as error:
             self.report(f"going back: {error}")
             await self._undo(new)
@@ -58,8 +58,16 @@ class Changeover:
 
     async def _undo(self, new: Sequence[ProcessSpec]) -> None:
         for spec in reversed(self._renewed):
-            await renew_router(self.workforce, spec, self.report)
+            await self._renew_router(spec)
         await self.scaler.shrink({spec.name for spec in new}, self.grace_s, self.report)
+
+    async def _renew_router(self, spec: ProcessSpec) -> None:
+        """Let what the old one has accepted end first: no other router of its model may be left to go on with it."""
+        for process in self.workforce.workers(ProcessRole.ROUTER):
+            if process.spec.name == spec.name:
+                self.report(f"{spec.name} ends what it has")
+                await self.workforce.drain_router(process, grace_s=self.grace_s)
+        await renew_router(self.workforce, spec, self.report)
 
 
 async def renew_router(workforce: Workforce, spec: ProcessSpec, report: Report) -> None:

@@ -42,6 +42,8 @@ class MembershipPusher:
         self._used: frozenset[tuple[str, int]] = frozenset()
         """Names and roles of the workers that the router used when it last answered."""
         self._leaving: frozenset[str] = frozenset()
+        self._is_going = False
+        self._is_idle = False
 
     def worker_changed(self) -> None:
         """Push soon."""
@@ -50,10 +52,21 @@ class MembershipPusher:
     def router_changed(self, address: str | None) -> None:
         """Push soon, on a new connection: the old one may be waiting out its backoff. None: the router is down."""
         self._address = address
+        self._is_going = self._is_idle = False
         self._reconnect = True
         self._heard_s = self._clock.monotonic()
         self._num_ready, self._num_users, self._used, self._leaving = 0, {}, frozenset(), frozenset()
         self._changed.set()
+
+    def send_away(self) -> None:
+        """Have the router refuse new requests from now on, until another one is in its place."""
+        self._is_going = True
+        self._changed.set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the router, sent away, served no request any more when it last answered."""
+        return self._is_idle
 
     @property
     def is_serving(self) -> bool:
@@ -103,9 +116,9 @@ class MembershipPusher:
                 await channel.close()
 
     async def _push(self, channel: grpc.aio.Channel) -> bool:
-        """Return whether the router uses every worker that it was told of, and nobody drains."""
+        """Return whether the router uses every worker that it was told of, and nobody drains or goes."""
         stub = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
-        request = router_admin_pb2.SetWorkersRequest(workers=self._membership())
+        request = router_admin_pb2.SetWorkersRequest(workers=self._membership(), leaving=self._is_going)
         try:
             response = await stub.SetWorkers(request, timeout=_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
@@ -116,9 +129,10 @@ class MembershipPusher:
         if not self._reconnect:  # else it is a dead router's last word
             self._heard_s = self._clock.monotonic()
             self._num_ready = response.num_ready
+            self._is_idle = request.leaving and not response.num_requests
             self._num_users = dict(response.num_users)
             self._leaving = frozenset(response.leaving_worker_ids)
             ready = frozenset(response.ready_worker_ids)
             self._used = frozenset((each.worker_id, each.role) for each in request.workers if each.worker_id in ready)
         self._pushed()
-        return response.num_ready >= len(request.workers) and not self._num_users
+        return response.num_ready >= len(request.workers) and not self._num_users and not self._is_going

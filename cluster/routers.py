@@ -82,6 +82,11 @@ class Routers:
         """Wait until every router among these that serves says that nothing of its own runs on a draining worker."""
         await self._until(lambda pusher: pusher.num_users.get(worker_id) == 0, among)
 
+    async def until_idle(self, name: str) -> None:
+        """Have a router refuse new requests, and wait until it has served those that it has."""
+        self._pushers[name].send_away()
+        await self._until(lambda pusher: pusher.is_idle, [name])
+
     def num_users(self, worker_id: str) -> int:
         """Return how many requests of all routers ran on a draining worker when they answered last."""
         return sum(pusher.num_users.get(worker_id, 0) for pusher in self._serving(self.names))

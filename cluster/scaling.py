@@ -49,6 +49,9 @@ class Workforce(Protocol):
         Raises StartFailed, and then nothing is left of it.
         """
 
+    async def drain_router(self, process: ManagedProcess, *, grace_s: float) -> None:
+        """Have a router take nothing new and serve what it has, for so long at most."""
+
     async def drain_worker(self, process: ManagedProcess, *, grace_s: float) -> int:
         """Let a worker give its requests away; returns how many it still had when the grace was over."""
 

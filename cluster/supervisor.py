@@ -217,6 +217,12 @@ class Supervisor:
             return 0
         return (await self._evacuation.warm(_as_peer(process), self._peers(process.spec.name))).num_blocks
 
+    async def drain_router(self, process: ManagedProcess, *, grace_s: float) -> None:
+        """Have a router take nothing new and serve what it has, for so long at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s if process.address is not None else 0):
+                await self._routers.until_idle(process.spec.name)
+
     async def drain_worker(self, process: ManagedProcess, *, grace_s: float) -> int:
         """Let a worker give its requests away; returns how many it still had when the grace was over."""
         name = process.spec.name

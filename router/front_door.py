@@ -70,6 +70,8 @@ class FrontDoor:
         self._doorkeeper = doorkeeper
         self._default_terms = default_terms
         self._is_closed = False
+        self.is_leaving = False
+        """Whether new requests are refused for now, like after `close`."""
 
     def close(self) -> None:
         """Refuse new requests from now on, as if nobody were here: clients of several routers go to another one."""
@@ -104,8 +106,8 @@ class FrontDoor:
                 raise outbox.error
 
     def _admit(self, request: pb.GenerateRequest, tenant: Tenant) -> Ticket:
-        """Return a place in line. Raises Overloaded, Unreachable once the door is closed."""
-        if self._is_closed:
+        """Return a place in line. Raises Overloaded, Unreachable while the door is closed."""
+        if self._is_closed or self.is_leaving:
             raise Unreachable("this router is going")
         terms = read_terms(request, tenant=tenant, default=self._default_terms)
         admitted = self.parts.admission.admit(tenant, terms)

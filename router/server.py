@@ -157,7 +157,7 @@ def _services(door: FrontDoor, *, http_port: int) -> Callable[[grpc.aio.Server],
 
     def add_services(server: grpc.aio.Server) -> list[str]:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(door, http_port=http_port), server)
-        router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(RouterAdminService(door.parts), server)
+        router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(RouterAdminService(door), server)
         return [
             inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
             router_admin_pb2.DESCRIPTOR.services_by_name["RouterAdminService"].full_name,

@@ -20,7 +20,6 @@ from router.explain import explain
 from router.facts import Endpoint
 from router.front_door import Caller, FrontDoor
 from router.member import Member, WorkerState
-from router.parts import RouterParts
 from router.placement.decisions import CAPACITY
 from router.tenants import Tenant
 
@@ -144,9 +143,10 @@ async def _view(member: Member, timeout_s: float) -> pb.WorkerView:
 class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
     """Serves the controller."""
 
-    def __init__(self, parts: RouterParts) -> None:
-        self._parts = parts
-        self._fleet = parts.fleet
+    def __init__(self, door: FrontDoor) -> None:
+        self._door = door
+        self._parts = door.parts
+        self._fleet = door.parts.fleet
 
     async def GetDemand(  # noqa: D102
         self, request: router_admin_pb2.GetDemandRequest, context: Context
@@ -163,6 +163,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
             endpoints = _endpoints(request.workers)
             draining = {WorkerId(worker.worker_id) for worker in request.workers if worker.draining}
             num_ready = self._fleet.set_workers(endpoints, draining=draining)
+            self._door.is_leaving = request.leaving
             members = self._fleet.members_by_id
             num_users = {str(worker_id): members[worker_id].num_users for worker_id in draining}
             return router_admin_pb2.SetWorkersResponse(
@@ -170,6 +171,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
                 num_users=num_users,
                 ready_worker_ids=sorted(self._fleet.roster.ready),
                 leaving_worker_ids=sorted(name for name, member in members.items() if member.is_leaving),
+                num_requests=self._parts.orchestrator.num_request_tasks,
             )
 
 

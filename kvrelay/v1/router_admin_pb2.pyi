@@ -60,6 +60,9 @@ class SetWorkersRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKERS_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
+    leaving: _builtins.bool
+    """This router is about to go: while it is told so it refuses new requests as if it were not there."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerEndpoint]:
         """Every worker that should be used."""
@@ -68,10 +71,11 @@ class SetWorkersRequest(_message.Message):
         self,
         *,
         workers: _abc.Iterable[Global___WorkerEndpoint] | None = ...,
+        leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaving", b"leaving", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -107,8 +111,11 @@ class SetWorkersResponse(_message.Message):
     NUM_USERS_FIELD_NUMBER: _builtins.int
     READY_WORKER_IDS_FIELD_NUMBER: _builtins.int
     LEAVING_WORKER_IDS_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
     num_ready: _builtins.int
     """Connected, described and accepted, draining ones included."""
+    num_requests: _builtins.int
+    """Requests that this router serves."""
     @_builtins.property
     def num_users(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Of each draining worker: requests that still run there."""
@@ -128,10 +135,11 @@ class SetWorkersResponse(_message.Message):
         num_users: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         ready_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         leaving_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
+        num_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaving_worker_ids", b"leaving_worker_ids", "num_ready", b"num_ready", "num_users", b"num_users", "ready_worker_ids", b"ready_worker_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaving_worker_ids", b"leaving_worker_ids", "num_ready", b"num_ready", "num_requests", b"num_requests", "num_users", b"num_users", "ready_worker_ids", b"ready_worker_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

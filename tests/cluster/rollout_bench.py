@@ -47,6 +47,9 @@ class FakeWorkforce:
         self._note(f"+{spec.name}")
         return 0
 
+    async def drain_router(self, process: ManagedProcess, *, grace_s: float) -> None:
+        self.done.append(f"drain {process.spec.name}")
+
     async def drain_worker(self, process: ManagedProcess, *, grace_s: float) -> int:
         self.done.append(f"drain {process.spec.name}")
         return 0

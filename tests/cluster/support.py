@@ -47,6 +47,10 @@ class RecordingRouter(router_admin_pb2_grpc.RouterAdminServiceServicer):
         """Of the members: how many it says that it does not use yet."""
         self.num_users: dict[str, int] = {}
         """What it says of draining workers."""
+        self.num_requests = 0
+        """What it says that it serves."""
+        self.is_leaving = False
+        """What it was told last."""
         self.num_pushes = 0
         self._pushed = asyncio.Condition()
 
@@ -57,12 +61,14 @@ class RecordingRouter(router_admin_pb2_grpc.RouterAdminServiceServicer):
     ) -> router_admin_pb2.SetWorkersResponse:
         async with self._pushed:
             self.workers = [(each.worker_id, each.role, each.address) for each in request.workers]
+            self.is_leaving = request.leaving
             self.num_pushes += 1
             self._pushed.notify_all()
         num_ready = len(self.workers) - self.num_unused
         return router_admin_pb2.SetWorkersResponse(
             num_ready=num_ready,
             num_users=self.num_users,
+            num_requests=self.num_requests,
             ready_worker_ids=[name for name, _role, _address in self.workers[:num_ready]],
         )
 

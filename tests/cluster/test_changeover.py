@@ -32,7 +32,7 @@ async def test_new_workers_come_first_then_each_router_then_the_old_workers_go()
 
     assert bench.workforce.done == [
         *("+prefill-1", "+decode-2", "+decode-3"),
-        *("-router-0", "+router-0", "-router-1", "+router-1"),
+        *("drain router-0", "-router-0", "+router-0", "drain router-1", "-router-1", "+router-1"),
         *("drain prefill-0", "-prefill-0", "drain decode-0", "-decode-0", "drain decode-1", "-decode-1"),
     ]
     assert bench.workforce.configs() == dict.fromkeys(("prefill-1", "decode-2", "decode-3"), AFTER)

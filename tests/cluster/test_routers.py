@@ -99,6 +99,22 @@ async def test_until_empty_waits_until_no_router_has_users_on_the_worker() -> No
         await waiting
 
 
+async def test_until_idle_sends_one_router_away_until_another_is_in_its_place() -> None:
+    async with pair() as both:
+        first, second = both.fakes
+        first.num_requests = second.num_requests = 2
+        waiting = asyncio.create_task(both.routers.until_idle("router-0"))
+        await first.until(lambda router: router.is_leaving)
+        seen = first.num_pushes
+        await first.until(lambda router: router.num_pushes >= seen + 2)
+        assert not waiting.done() and not second.is_leaving
+
+        first.num_requests = 0
+        await waiting
+        both.up(0)
+        await first.until(lambda router: not router.is_leaving)
+
+
 async def test_router_that_is_down_holds_up_nobody_and_learns_everything_when_it_is_back() -> None:
     async with pair() as both:
         await both.routers.until_ready(2, among=BOTH)

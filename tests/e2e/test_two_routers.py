@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from common.errors import Unreachable
 from kvrelay.client import AsyncClient, AsyncGenerationStream, Generation, PlanChosen, PromptLogprobs, Token, TokenRun
+from kvrelay.v1 import router_admin_pb2
 from tests.e2e.in_process import TIMEOUT_S, System, another_router, running_system
 
 PROMPT = list(range(1, 41))
@@ -115,6 +117,31 @@ async def test_router_dies_then_its_requests_hold_nothing_at_either_pool(phase: 
         await second.until_idle()
         for stream in streams:
             await stream.aclose()
+
+
+async def test_router_told_to_leave_ends_what_it_has_while_new_requests_go_to_the_other_and_may_come_back() -> None:
+    async with (
+        two_routers(step_s=0.01) as (first, second),
+        first.client() as only,
+        AsyncClient([first.address, second.address], timeout_s=60) as client,
+    ):
+        stream = client.stream(PROMPT, **(SAMPLING | {"max_tokens": 300}))
+        await until_token(stream, 5)
+        leave = router_admin_pb2.SetWorkersRequest(workers=first.endpoints, leaving=True)
+        assert (await first.admin.SetWorkers(leave)).num_requests >= 1
+
+        await client.generate(PROMPT, **(SAMPLING | {"max_tokens": 4}))
+        assert client.address == second.address
+        with pytest.raises(Unreachable, match="this router is going"):
+            await only.generate(PROMPT, **SAMPLING)
+
+        got = await stream.result()
+        assert (len(got.plans), got.usage.num_output_tokens) == (1, 300)
+        await first.until_idle()
+        assert (await first.admin.SetWorkers(leave)).num_requests == 0
+
+        await first.admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=first.endpoints))
+        assert (await only.generate(PROMPT, **(SAMPLING | {"max_tokens": 4}))).usage.num_output_tokens == 4
 
 
 async def test_two_routers_under_load_serve_everybody_and_neither_starves() -> None:
