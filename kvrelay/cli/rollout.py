@@ -39,7 +39,7 @@ def rollout(
 
     What cannot be changed while the cluster runs is refused by key, and then nothing changes. One new worker of each
     pool serves beside the old ones first. When it does not start, dies or is slower, it goes again and the old
-    configuration stays: exit status 1.
+    configuration stays: exit status 1. Another model, or block size, takes a second set of workers and two routers.
     """  # noqa: D301 - \b marks a preformatted block
     from cluster import control
     from cluster.lifecycle import with_model
