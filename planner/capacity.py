@@ -6,8 +6,12 @@ engine steps, so a step's constant is divided among the tokens that fill it; alo
 
 Decode: a step with sequences in it takes a + sum of q over them, q growing with the sequence's KV. A pool that is asked
 for r tokens a second and worker settles where sequences = r * step (Little's law), which gives step = a / (1 - r * q).
-How many there are at a moment, and with how much KV, varies like in an M/G/inf system: a compound Poisson sum, of which
-the quantile has to fit into the gap between tokens, into the KV pages and into the batch.
+How many there are at a moment, and with how much KV, varies: a compound sum, of which the quantile has to fit into the
+gap between tokens, into the KV pages and into the batch. It varies more than a Poisson sum: a batch that happens to be
+large makes its steps longer, and so stays large for longer. With steps shared like that their number is that of
+generalized processor sharing, whatever the lengths (J. W. Cohen, Acta Informatica 12, 1979): negative binomial where
+all are equal, with a variance of 1 / (1 - r * q) of the mean. Where they are not, the variance of the sum of q grows by
+the same factor, linearized about its mean.
 
 Where routers let decode workers compute prompts while their gaps allow it, what time these have to spare helps prefill.
 """
@@ -132,9 +136,12 @@ class _Moments:
     mean: float
     mean_square: float
 
-    def quantile(self, num_sequences: float, z: float) -> float:
-        """Return what so many sequences on average take together at `z` standard deviations above the mean."""
-        return num_sequences * self.mean + z * math.sqrt(num_sequences * self.mean_square)
+    def quantile(self, num_sequences: float, z: float, *, spread: float) -> float:
+        """Return what so many sequences on average take together at `z` standard deviations above the mean.
+
+        `spread`: variance over that of a Poisson number of sequences.
+        """
+        return num_sequences * self.mean + z * math.sqrt(num_sequences * self.mean_square * spread)
 
 
 _ONE = _Moments(mean=1.0, mean_square=1.0)
@@ -180,8 +187,17 @@ class DecodeCapacity:
         """Return the predicted mean gap between tokens; infinite when more is asked than ever fits."""
         if not num_workers:
             return math.inf
-        busy = rate * self.mean_output_tokens / num_workers * self._cost_s.mean
-        return self._step_s / (1.0 - busy) if busy < 1.0 else math.inf
+        slowdown = self._slowdown(num_workers, rate)
+        return self._step_s * slowdown if slowdown < math.inf else math.inf
+
+    def _busy(self, num_workers: int, rate: float) -> float:
+        """Return the share of a step that grows with its sequences; from 1 on, no step is long enough."""
+        return rate * self.mean_output_tokens / num_workers * self._cost_s.mean
+
+    def _slowdown(self, num_workers: int, rate: float) -> float:
+        """Return the mean step over an empty one, and as well the variance of a batch over a Poisson one's."""
+        busy = self._busy(num_workers, rate)
+        return 1.0 / (1.0 - busy) if busy < 1.0 else math.inf
 
     def num_sequences(self, num_workers: int, rate: float) -> float:
         """Return how many sequences run in the pool on average (Little's law)."""
@@ -190,10 +206,14 @@ class DecodeCapacity:
 
     def high_itl_s(self, num_workers: int, rate: float) -> float:
         """Return the gap between tokens that the wanted share of requests stays within."""
+        return self._step_s + self._high(self._cost_s, num_workers, rate) / max(1, num_workers)
+
+    def _high(self, moments: _Moments, num_workers: int, rate: float) -> float:
+        """Return what the pool's sequences take together, as high as it gets but for the share that may fail."""
         running = self.num_sequences(num_workers, rate)
         if running == math.inf:
             return math.inf
-        return self._step_s + self._cost_s.quantile(running, self._z) / num_workers
+        return moments.quantile(running, self._z, spread=self._slowdown(num_workers, rate))
 
     def num_spare(self, num_workers: int, rate: float) -> float:
         """Return how many workers' worth of time is left before the mean gap is as long as it may be."""
@@ -201,22 +221,17 @@ class DecodeCapacity:
 
     def kv_share(self, num_workers: int, rate: float) -> float:
         """Return the share of the pool's pages in use, as high as it gets but for the share that may fail."""
-        running = self.num_sequences(num_workers, rate)
-        if running == math.inf:
-            return math.inf
-        return self._pages.quantile(running, self._z) / (num_workers * max(1, self._room.num_blocks))
+        return self._high(self._pages, num_workers, rate) / max(1, num_workers * self._room.num_blocks)
 
     def holds(self, num_workers: int, rate: float) -> bool:
         """See Capacity."""
-        running = self.num_sequences(num_workers, rate)
-        if num_workers == 0 or running == math.inf or self.kv_share(num_workers, rate) > _KV_SHARE:
+        if num_workers == 0 or self.kv_share(num_workers, rate) > _KV_SHARE:
             return False
         limit = self._room.max_running
-        if limit is not None and _ONE.quantile(running, self._z) > limit * num_workers:
+        if limit is not None and self._high(_ONE, num_workers, rate) > limit * num_workers:
             return False
         if not self.is_reachable:
-            busy = rate * self.mean_output_tokens / num_workers * self._cost_s.mean
-            return busy <= self._objectives.max_utilization
+            return self._busy(num_workers, rate) <= self._objectives.max_utilization
         return self.high_itl_s(num_workers, rate) <= self._objectives.slo.itl_s
 
 

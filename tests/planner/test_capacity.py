@@ -1,4 +1,5 @@
 from dataclasses import replace
+from statistics import NormalDist
 
 import pytest
 from hypothesis import given
@@ -84,6 +85,30 @@ def test_decode_itl_is_where_littles_law_settles() -> None:
     itl_s = capacity.mean_itl_s(1, rate)
     assert itl_s == pytest.approx(TIMING.itl_s(1, 0) - 2e-4 + running * (2e-4 + 1e-7 * (2048 + 64)))
     assert running == pytest.approx(rate * 128 * itl_s)
+
+
+@pytest.mark.parametrize("rate", [2.0, 8.0, 14.0])
+def test_decode_batch_varies_as_the_birth_death_chain_whose_steps_grow_with_it(rate: float) -> None:
+    capacity = decode_of(SHAPE)
+    step_s, cost_s = TIMING.decode.constant_s, TIMING.itl_s(1, 2048 + 64) - TIMING.decode.constant_s
+    likely = [1.0]  # of n sequences: each leaves at 1 / (tokens * step), all share the step
+    for num in range(1, 2000):
+        likely.append(likely[-1] * rate * 128 * (step_s + cost_s * num) / num)
+    total = sum(likely)
+    mean = sum(num * each for num, each in enumerate(likely)) / total
+    variance = sum((num - mean) ** 2 * each for num, each in enumerate(likely)) / total
+    own = 1 + cost_s / step_s  # a sequence that runs alone takes a longer step than an empty one
+    running = capacity.num_sequences(1, rate)
+    above_mean_s = capacity.high_itl_s(1, rate) - step_s - running * cost_s
+    num_sigmas = NormalDist().inv_cdf(OBJECTIVES.attainment)
+    assert running * own == pytest.approx(mean)
+    assert (above_mean_s / num_sigmas / cost_s) ** 2 * own == pytest.approx(variance)
+
+
+@given(shapes=shapes_strategy, num_workers=st.integers(2, 16))
+def test_decode_pool_carries_at_least_what_its_workers_do_alone(shapes: list[RequestShape], num_workers: int) -> None:
+    capacity = decode_of(*shapes)
+    assert rate_of(capacity, num_workers) >= num_workers * rate_of(capacity, 1) * 0.998
 
 
 def test_decode_carries_what_meets_the_gap_and_no_more() -> None:
