@@ -54,10 +54,11 @@ async def bring_up_controller(
         starter.failed(str(error))
         return 1
     try:
-        if CONTROLLER in named_actors(config.name):
+        there_before = named_actors(config.name)
+        if CONTROLLER in there_before:
             starter.report("a controller is there already")
         controller = create_controller(config, run_dir)
-        outcome = await _outcome(controller, starter, stopping)
+        outcome = await _outcome(controller, starter, stopping, is_new=not there_before)
         if isinstance(outcome, Failed):
             await _until_gone(config.name)
     except RayActorError as error:
@@ -75,8 +76,8 @@ async def bring_up_controller(
     return 1
 
 
-async def _outcome(controller: Any, starter: Starter, stopping: asyncio.Event) -> Up | Failed:
-    """Wait for the controller's outcome; when told to stop, for its end. Raises RayActorError."""
+async def _outcome(controller: Any, starter: Starter, stopping: asyncio.Event, *, is_new: bool) -> Up | Failed:
+    """Wait for the controller's outcome; when told to stop, for the end of what is new. Raises RayActorError."""
     following = asyncio.ensure_future(_follow(controller, starter))
     interrupted = asyncio.ensure_future(stopping.wait())
     try:
@@ -86,6 +87,8 @@ async def _outcome(controller: Any, starter: Starter, stopping: asyncio.Event) -
     finally:
         for task in (following, interrupted):
             task.cancel()
+    if not is_new:
+        return Failed(reason="interrupted; what was there before goes on, and `kvrelay down` would end it")
     with contextlib.suppress(TimeoutError, RayActorError):
         async with asyncio.timeout(_STOP_TIMEOUT_S):
             await _stop(controller)

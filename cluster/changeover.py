@@ -14,8 +14,9 @@ again, for which the old workers are still there, and the new workers go.
 This is a blue-green deployment (Humble and Farley, Continuous Delivery, 2010, chapter 10).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from cluster.launcher import StartFailed
 from cluster.plan import ProcessRole, ProcessSpec
@@ -57,9 +58,9 @@ class Changeover:
         await self.scaler.shrink(old, self.grace_s, self.report)
 
     async def _undo(self, new: Sequence[ProcessSpec]) -> None:
-        for spec in reversed(self._renewed):
-            await self._renew_router(spec)
-        await self.scaler.shrink({spec.name for spec in new}, self.grace_s, self.report)
+        steps = [partial(self._renew_router, spec) for spec in reversed(self._renewed)]
+        going = {spec.name for spec in new}
+        await undo_all([*steps, partial(self.scaler.shrink, going, self.grace_s, self.report)], self.report)
 
     async def _renew_router(self, spec: ProcessSpec) -> None:
         """Let what the old one has accepted end first: no other router of its model may be left to go on with it."""
@@ -68,6 +69,19 @@ class Changeover:
                 self.report(f"{spec.name} ends what it has")
                 await self.workforce.drain_router(process, grace_s=self.grace_s)
         await renew_router(self.workforce, spec, self.report)
+
+
+async def undo_all(steps: Sequence[Callable[[], Awaitable[None]]], report: Report) -> None:
+    """Take every step, those behind one that fails too. Raises EngineFault in the end, the first one's."""
+    failures: list[EngineFault] = []
+    for step in steps:
+        try:
+            await step()
+        except EngineFault as error:
+            report(f"going back did not work: {error}")
+            failures.append(error)
+    if failures:
+        raise EngineFault(f"going back worked in part only: {failures[0]}")
 
 
 async def renew_router(workforce: Workforce, spec: ProcessSpec, report: Report) -> None:

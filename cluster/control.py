@@ -34,6 +34,9 @@ _STOP_TIMEOUT_S = 5.0
 _MAX_PATH_BYTES = 100
 """Of a Unix socket's path, less a little; the kernel's limit is 108."""
 
+_changes: set[asyncio.Future[Exception | None]] = set()
+"""Those under way, so that they are not forgotten with whoever asked for them."""
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -102,7 +105,12 @@ def _terms(request: controller_pb2.RolloutRequest) -> RolloutTerms:
         raise InvalidRequest(f"{request.canary_s:g}; between 0 and {MAX_CANARY_S:g} seconds", field="canary_s")
     if not 1 <= request.max_slowdown < math.inf:
         raise InvalidRequest(f"{request.max_slowdown:g}; at least 1", field="max_slowdown")
-    return RolloutTerms(canary_s=request.canary_s, max_slowdown=request.max_slowdown, grace_s=_grace_s(request.grace_s))
+    return RolloutTerms(
+        canary_s=request.canary_s,
+        max_slowdown=request.max_slowdown,
+        grace_s=_grace_s(request.grace_s),
+        is_forced=request.force,
+    )
 
 
 def _grace_s(asked_s: float) -> float:
@@ -112,19 +120,29 @@ def _grace_s(asked_s: float) -> float:
 
 
 async def _tell(change: Callable[..., Awaitable[None]], write: Callable[[str], Awaitable[None]]) -> None:
-    """Run a change of the pools and write its steps. Whoever asked may leave: what has begun is brought to its end."""
+    """Run a change of the pools and write its steps, to the log too.
+
+    Whoever asked may leave: what has begun is brought to its end.
+    """
     steps: asyncio.Queue[str | None] = asyncio.Queue()
+
+    def report(text: str) -> None:
+        logger.info("change: %s", text)
+        steps.put_nowait(text)
 
     async def run() -> Exception | None:
         try:
-            await change(report=steps.put_nowait)
+            await change(report=report)
         except Exception as error:  # noqa: BLE001 - raised by whoever waits for it, if anybody still does
+            logger.warning("change failed: %s", error)
             return error
         finally:
             steps.put_nowait(None)
         return None
 
     running = asyncio.ensure_future(run())
+    _changes.add(running)
+    running.add_done_callback(_changes.discard)
     while (text := await steps.get()) is not None:
         await write(text)
     if (failure := await asyncio.shield(running)) is not None:

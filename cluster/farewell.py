@@ -5,12 +5,15 @@ answers, and these tell us with their next reply. What it has cached is moved as
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from cluster.evacuation import Evacuation, Peer
 from cluster.routers import Routers
 from common.config import PoolConfig, PoolsConfig
+
+logger = logging.getLogger(__name__)
 
 
 class Farewells:
@@ -46,4 +49,7 @@ class Farewells:
 
     async def _save(self, peer: Peer) -> None:
         pool: PoolConfig = getattr(self._pools, peer.role)
-        await self._evacuation.evacuate(peer, self._staying(peer.worker_id), grace_s=pool.drain_grace_s)
+        try:
+            await self._evacuation.evacuate(peer, self._staying(peer.worker_id), grace_s=pool.drain_grace_s)
+        except Exception:  # a kindness must not end the cluster
+            logger.exception("evacuation failed", extra={"worker_id": peer.worker_id})

@@ -134,7 +134,12 @@ class ManagedProcess:
             if not self._has_served:
                 raise
             return str(error)
-        if (why := await self._in_role(running)) is not None:
+        try:
+            why = await self._in_role(running)
+        except BaseException:  # nobody else knows of it yet
+            await running.stop(0)
+            raise
+        if why is not None:
             return why
         self._num_lives += 1
         self._has_served = True

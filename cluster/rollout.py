@@ -21,9 +21,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from cluster.canary_watch import CanaryWatch, Inspect, observe
-from cluster.changeover import Changeover, renew_router
+from cluster.changeover import Changeover, renew_router, undo_all
 from cluster.changes import (
     Change,
     find_changes,
@@ -205,12 +206,13 @@ class _Renewal:
 
     async def _undo(self) -> None:
         """Give what was replaced its old configuration again; canaries stand in until then."""
-        for spec in reversed(self._replaced):
-            await self.scaler.shrink({spec.name}, self.terms.grace_s, self.report)
-            await self.scaler.grow([spec], self.report)
-        for spec in reversed(self._renewed):
-            await renew_router(self.workforce, spec, self.report)
-        await self._drain_canaries()
+        workers = [partial(self._bring_back, spec) for spec in reversed(self._replaced)]
+        routers = [partial(renew_router, self.workforce, spec, self.report) for spec in reversed(self._renewed)]
+        await undo_all([*workers, *routers, self._drain_canaries], self.report)
+
+    async def _bring_back(self, spec: ProcessSpec) -> None:
+        await self.scaler.shrink({spec.name}, self.terms.grace_s, self.report)
+        await self.scaler.grow([spec], self.report)
 
     async def _drain_canaries(self) -> None:
         await self.scaler.shrink({spec.name for spec in self._canaries.values()}, self.terms.grace_s, self.report)

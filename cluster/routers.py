@@ -106,7 +106,11 @@ class Routers:
     @property
     def num_ready(self) -> int:
         """How many workers every router uses that serves."""
-        return min((pusher.num_ready for pusher in self._serving(self.names)), default=0)
+        return self.num_ready_at(self.names) or 0
+
+    def num_ready_at(self, among: Collection[str]) -> int | None:
+        """Return how many workers each of these routers uses that serve; None when none of them serves."""
+        return min((pusher.num_ready for pusher in self._serving(among)), default=None)
 
     async def run(self) -> NoReturn:
         """Tell every router until cancelled."""

@@ -97,6 +97,8 @@ class Supervisor:
         """What keeps workers running that came later; ends only when one did not start."""
         self._all_served = asyncio.Event()
         self._adopts = False
+        self._is_stopping = False
+        """Nothing is started any more, whatever change of the pools is under way."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -133,6 +135,7 @@ class Supervisor:
             stop_wanted.cancel()
             serving.cancel()
             await asyncio.wait([serving, stop_wanted])
+            self._is_stopping = True
             failed = not serving.cancelled()
             self._enter(ClusterPhase.FAILED if failed else ClusterPhase.STOPPING)
             for keeper in self._added.values():
@@ -187,6 +190,8 @@ class Supervisor:
 
         Raises StartFailed, and then nothing is left of it.
         """
+        if self._is_stopping:
+            raise StartFailed("the cluster is being stopped")
         process = self._new_process(spec)
         self._warming.add(spec.name)
         self._processes.append(process)
@@ -199,9 +204,8 @@ class Supervisor:
             num_blocks = await self._warm(process)
             self._warming.discard(spec.name)
             self._routers.worker_changed()
-            num_serving = sum(each.address is not None for each in self._workers_beside(spec.name))
             async with asyncio.timeout(_ACCEPT_TIMEOUT_S):
-                await self._routers.until_ready(num_serving, among=self._routers_beside(spec.name))
+                await self._until_accepted(spec)
             return num_blocks
         except (StartFailed, TimeoutError) as error:
             await self.remove_worker(process)
@@ -211,6 +215,19 @@ class Supervisor:
         finally:
             served.cancel()
             self._warming.discard(spec.name)
+
+    async def _until_accepted(self, spec: ProcessSpec) -> None:
+        """Wait until the routers use a new worker, or a new router as many workers as its neighbours do.
+
+        Whether the other workers are well is another matter: one that is not must not make a change fail.
+        """
+        if spec.role in POOLS:
+            await self._routers.until_used(spec.name, _WIRE_ROLES[spec.role], among=self._routers_beside(spec.name))
+            return
+        neighbours = [name for name in self._routers_beside(spec.name) if name != spec.name]
+        num_serving = sum(each.address is not None for each in self._workers_beside(spec.name))
+        num_used = self._routers.num_ready_at(neighbours)
+        await self._routers.until_ready(num_serving if num_used is None else num_used, among=[spec.name])
 
     async def _warm(self, process: ManagedProcess) -> int:
         if process.address is None:  # it has died already, and is started again
@@ -227,6 +244,8 @@ class Supervisor:
         """Let a worker give its requests away; returns how many it still had when the grace was over."""
         name = process.spec.name
         self._draining.add(name)
+        if process.address is None:  # it is away, and no member: nothing runs on it
+            return 0
         self._routers.worker_changed()
         try:
             async with asyncio.timeout(grace_s):
@@ -337,21 +356,26 @@ class Supervisor:
         self._save()
 
     def _save(self) -> None:
+        """Write state.json. It tells people and later processes; the cluster runs without it, on a full disk say."""
+        try:
+            self._state_file.write(self._state())
+        except OSError as error:
+            logger.error("state not written: %s", error)
+
+    def _state(self) -> ClusterState:
         processes = tuple(process.state() for process in self._processes)
         known = {state.identity for state in processes}
         below = (ProcessIdentity.of(child.pid) for child in psutil.Process().children(recursive=True))
-        self._state_file.write(
-            ClusterState(
-                name=self._config.name,
-                launcher=self._config.launcher,
-                phase=self._phase,
-                supervisor=self._identity,
-                addresses=self.addresses,
-                http_addresses=self.http_addresses,
-                processes=processes,
-                helpers=tuple(each for each in below if each is not None and each not in known),
-                ray_environment=ray_settings.of_joined_cluster(self._config.launcher),
-            )
+        return ClusterState(
+            name=self._config.name,
+            launcher=self._config.launcher,
+            phase=self._phase,
+            supervisor=self._identity,
+            addresses=self.addresses,
+            http_addresses=self.http_addresses,
+            processes=processes,
+            helpers=tuple(each for each in below if each is not None and each not in known),
+            ray_environment=ray_settings.of_joined_cluster(self._config.launcher),
         )
 
 

@@ -45,6 +45,8 @@ class RecordingRouter(router_admin_pb2_grpc.RouterAdminServiceServicer):
         self.workers: list[Worker] = []
         self.num_unused = 0
         """Of the members: how many it says that it does not use yet."""
+        self.unused: set[str] = set()
+        """Members that it refuses."""
         self.num_users: dict[str, int] = {}
         """What it says of draining workers."""
         self.num_requests = 0
@@ -64,12 +66,10 @@ class RecordingRouter(router_admin_pb2_grpc.RouterAdminServiceServicer):
             self.is_leaving = request.leaving
             self.num_pushes += 1
             self._pushed.notify_all()
-        num_ready = len(self.workers) - self.num_unused
+        accepted = [name for name, _role, _address in self.workers if name not in self.unused]
+        ready = accepted[: len(accepted) - self.num_unused]
         return router_admin_pb2.SetWorkersResponse(
-            num_ready=num_ready,
-            num_users=self.num_users,
-            num_requests=self.num_requests,
-            ready_worker_ids=[name for name, _role, _address in self.workers[:num_ready]],
+            num_ready=len(ready), num_users=self.num_users, num_requests=self.num_requests, ready_worker_ids=ready
         )
 
     async def until(self, condition: Callable[["RecordingRouter"], bool], *, timeout_s: float = 60.0) -> None:

@@ -126,6 +126,43 @@ async def test_router_killed_is_told_the_membership_again(tmp_path: Path) -> Non
         await cluster.router.until(lambda router: router.workers == _MEMBERS)
 
 
+async def test_worker_that_comes_is_kept_though_the_router_refuses_another_one(tmp_path: Path) -> None:
+    async with running_cluster(tmp_path) as cluster:
+        cluster.router.unused = {"decode-0"}
+        await cluster.supervisor.add_worker(make_spec("decode-1"))
+        assert cluster.process("decode-1").phase is ProcessPhase.READY
+
+
+async def test_worker_that_is_away_is_drained_without_a_wait(tmp_path: Path) -> None:
+    async with make_cluster(tmp_path) as cluster:  # nothing is started
+        (away,) = cluster.supervisor.workers(ProcessRole.DECODE)
+        async with asyncio.timeout(60):
+            assert await cluster.supervisor.drain_worker(away, grace_s=3600.0) == 0
+
+
+async def test_nothing_is_started_any_more_once_the_cluster_stops(tmp_path: Path) -> None:
+    async with running_cluster(tmp_path) as cluster:
+        supervisor = cluster.supervisor
+    with pytest.raises(StartFailed, match="being stopped"):
+        await supervisor.add_worker(make_spec("decode-1"))
+
+
+async def test_cluster_goes_on_when_its_state_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_cluster(tmp_path) as cluster:
+        identity = cluster.process("decode-0").identity
+        assert identity is not None
+
+        def full(_file: StateFile, _state: ClusterState) -> None:
+            raise OSError("no space left on device")
+
+        monkeypatch.setattr(StateFile, "write", full)
+        identity.signal(signal.SIGKILL)
+        await cluster.router.until(lambda router: router.workers == _MEMBERS[:1])
+        await cluster.router.until(lambda router: router.workers == _MEMBERS)
+
+
 async def test_membership_is_repeated_without_a_change(tmp_path: Path) -> None:
     async with running_cluster(tmp_path) as cluster:
         seen = cluster.router.num_pushes
