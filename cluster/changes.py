@@ -125,7 +125,7 @@ class Change:
         """Return the change and its need in words, without a secret."""
         if self.key == "tenants" or any(part in self.key for part in _SECRET_PARTS):
             return f"{self.key} changes: {self.need}"
-        return f"{self.key}: {_in_yaml(self.before)} → {_in_yaml(self.after)}: {self.need}"
+        return f"{self.key}: {in_yaml(self.before)} → {in_yaml(self.after)}: {self.need}"
 
 
 def find_changes(before: ServingConfig, after: ServingConfig) -> tuple[Change, ...]:
@@ -166,7 +166,8 @@ def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, object]]
             yield f"{prefix}{name}", value
 
 
-def _in_yaml(value: object) -> str:
+def in_yaml(value: object) -> str:
+    """Return a value of the configuration as a file has it."""
     match value:
         case None:
             return "null"

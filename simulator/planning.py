@@ -74,9 +74,9 @@ class PlanningLoop:
     def _observed(self, place: Place) -> ObservedWorker:
         """Return a worker as the first router knows it: all of them hear the same."""
         worker_id = place.endpoint.worker_id
-        member = None if place.worker is None else self._routers[0].fleet.members_by_id.get(worker_id)
+        worker, member = place.worker, self._routers[0].fleet.members_by_id.get(worker_id)
         facts = None if member is None else member.facts
-        if member is None or facts is None:
+        if worker is None or member is None or facts is None:
             return ObservedWorker(
                 worker_id=worker_id,
                 pool=place.pool,
@@ -103,6 +103,7 @@ class PlanningLoop:
             num_blocks=facts.num_blocks,
             num_free_blocks=report.num_free_blocks,
             block_size=facts.block_size,
+            max_running=worker.runtime.pool_config.max_running,
         )
 
     def _drain_s(self, pool: Pool) -> float:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from cluster.changes import in_yaml
 from common.config import PoolConfig, ServingConfig, TenantConfig
 
 _DOC = Path(__file__).parents[2] / "docs" / "serving.md"
@@ -19,25 +20,13 @@ def keys(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, str]]:
         if name == "pools":
             yield from keys(PoolConfig())
         elif name == "tenants":
-            yield name, as_yaml(value)
+            yield name, in_yaml(value)
             tenant = dict(keys(TenantConfig(name="some"), "tenants."))
             yield from (tenant | {"tenants.name": "required"}).items()
         elif isinstance(value, BaseModel):
             yield from keys(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", as_yaml(value)
-
-
-def as_yaml(value: object) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
-        case tuple():
-            return f"[{', '.join(map(str, value))}]"
-        case _:
-            return str(value)
+            yield f"{prefix}{name}", in_yaml(value)
 
 
 def test_serving_doc_lists_every_key_with_its_default() -> None:
