@@ -8,6 +8,7 @@ from common.errors import InvalidRequest
 MAX_N = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
+MAX_STOP_TOKENS = 256
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 
@@ -27,7 +28,8 @@ class SamplingParams:
     seed: int = 0
     n: int = 1
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    """Looked up for every token of every sample."""
     max_tokens: int = 256
     min_tokens: int = 0
     ignore_eos: bool = False
@@ -74,10 +76,16 @@ class SamplingParams:
         if not self.detokenize:
             self._validate_without_text()
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise InvalidRequest(f"more than {MAX_LOGIT_BIAS} entries", field="sampling.logit_bias")
+            raise InvalidRequest(
+                f"{len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS}", field="sampling.logit_bias"
+            )
         for token_id, bias in self.logit_bias:
             _token("logit_bias", token_id, vocab_size)
             _in_range("logit_bias", bias, -100.0, 100.0)
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            raise InvalidRequest(
+                f"{len(self.stop_token_ids)} tokens; at most {MAX_STOP_TOKENS}", field="sampling.stop_token_ids"
+            )
         for token_id in self.stop_token_ids:
             _token("stop_token_ids", token_id, vocab_size)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from common.bounds import check_bounds
 from common.errors import InvalidRequest
 from common.sampling import SamplingParams
 from common.tokens import TOKEN_BYTES, TokenArray, as_tokens, token_view, tokens_from_bytes
@@ -14,7 +15,11 @@ from kvrelay.v1 import sampling_pb2
 def sampling_from_proto(
     message: sampling_pb2.SamplingParams, *, default_max_tokens: int, default_seed: int
 ) -> SamplingParams:
-    """Return the record with defaults filled in. Values are not checked: call `validate`."""
+    """Return the record with defaults filled in. Raises InvalidRequest for a field with too many entries.
+
+    Values are not checked: call `validate`.
+    """
+    check_bounds(message, field="sampling")
     defaults = SamplingParams()
 
     def value(name: Any, default: Any) -> Any:
@@ -32,7 +37,7 @@ def sampling_from_proto(
         seed=value("seed", default_seed),
         n=value("n", defaults.n),
         stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
+        stop_token_ids=frozenset(message.stop_token_ids),
         max_tokens=value("max_tokens", default_max_tokens),
         min_tokens=value("min_tokens", defaults.min_tokens),
         ignore_eos=message.ignore_eos,
@@ -57,7 +62,7 @@ def sampling_to_proto(sampling: SamplingParams) -> sampling_pb2.SamplingParams:
         seed=sampling.seed,
         n=sampling.n,
         stop=sampling.stop,
-        stop_token_ids=sampling.stop_token_ids,
+        stop_token_ids=sorted(sampling.stop_token_ids),
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
         ignore_eos=sampling.ignore_eos,

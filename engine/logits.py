@@ -65,7 +65,7 @@ def forbidden_token_ids(row: SamplingRow, eos_token_ids: Collection[int]) -> Col
     """Return the tokens that `min_tokens` keeps from being chosen: those that would end the sample."""
     if not row.must_go_on:
         return ()
-    ends = set(row.params.stop_token_ids)
+    ends = row.params.stop_token_ids
     return ends if row.params.ignore_eos else ends.union(eos_token_ids)
 
 

@@ -4,10 +4,11 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
+from common.bounds import check_bounds
 from common.errors import InvalidRequest, PromptTooLong, UnknownModel, WorkerLost
 from common.ids import RequestId
 from common.sampling import SamplingParams
-from common.tokens import TokenArray
+from common.tokens import TOKEN_BYTES, TokenArray
 from common.wire import sampling_from_proto, token_ids_from_proto, unpack_tokens
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from router.codec import Codec
@@ -31,8 +32,9 @@ class RequestReader:
 
     async def read(self, message: inference_pb2.GenerateRequest, *, request_id: RequestId, model: ModelFacts) -> Job:
         """Return the job. Raises RequestError that names the field."""
+        check_bounds(message)
         if message.model and message.model != model.name:
-            raise UnknownModel(f"model {message.model!r} is not served; {model.name!r} is", field="model")
+            raise UnknownModel(f"model {message.model[:80]!r} is not served; {model.name!r} is", field="model")
         encoded = await self._prompt(message, model)
         prompt = encoded.token_ids
         if not prompt:
@@ -88,18 +90,13 @@ class RequestReader:
             case "chat":
                 encoded = await self.encode_chat(message.chat, model, scope=model.root)  # tenants' roots differ
             case "token_ids":
+                _check_prompt(len(message.token_ids.ids), model)
                 encoded = Encoded(
                     token_ids_from_proto(message.token_ids.ids, vocab_size=model.vocab_size, field="token_ids")
                 )
             case _:
                 raise InvalidRequest("one of text, token_ids and chat must be set", field="prompt")
-        num_tokens = len(encoded.token_ids)
-        if num_tokens + 1 > model.max_model_len:
-            raise PromptTooLong(
-                f"the prompt has {num_tokens} tokens; the model takes at most {model.max_model_len - 1},"
-                f" so that one can follow",
-                field="prompt",
-            )
+        _check_prompt(len(encoded.token_ids), model)
         return encoded
 
     def _sampling(
@@ -123,17 +120,27 @@ def _begun(message: inference_pb2.GenerateRequest, sampling: SamplingParams, mod
     samples = []
     for position, sample in enumerate(resume.samples):
         field = f"resume.samples[{position}]"
-        tokens = unpack_tokens(sample.tokens, vocab_size=model.vocab_size, field=f"{field}.tokens")
-        if len(tokens) > sampling.max_tokens or (len(tokens) == sampling.max_tokens and not sample.is_finished):
+        num_tokens = len(sample.tokens) // TOKEN_BYTES
+        if num_tokens > sampling.max_tokens or (num_tokens == sampling.max_tokens and not sample.is_finished):
             raise InvalidRequest(
-                f"{len(tokens)} tokens leave nothing of max_tokens, {sampling.max_tokens}", field=f"{field}.tokens"
+                f"{num_tokens} tokens leave nothing of max_tokens, {sampling.max_tokens}", field=f"{field}.tokens"
             )
+        tokens = unpack_tokens(sample.tokens, vocab_size=model.vocab_size, field=f"{field}.tokens")
         if sample.is_finished and not tokens:
             raise InvalidRequest("no token, and yet an end", field=f"{field}.is_finished")
         samples.append(Begun(token_ids=tokens, is_finished=sample.is_finished))
     if any(sample.token_ids for sample in samples) and not message.sampling.HasField("seed"):
         raise InvalidRequest("needed to go on: the one that Accepted told", field="sampling.seed")
     return tuple(samples)
+
+
+def _check_prompt(num_tokens: int, model: ModelFacts) -> None:
+    if num_tokens + 1 > model.max_model_len:
+        raise PromptTooLong(
+            f"the prompt has {num_tokens} tokens; the model takes at most {model.max_model_len - 1},"
+            f" so that one can follow",
+            field="prompt",
+        )
 
 
 def _check_chars(num_chars: int, model: ModelFacts | None, *, field: str) -> None:

@@ -104,7 +104,7 @@ class ChatPrompt(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """The turns, oldest first."""
+        """The turns, oldest first; at most 4096."""
 
     def __init__(
         self,

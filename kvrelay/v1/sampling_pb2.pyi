@@ -122,15 +122,15 @@ class SamplingParams(_message.Message):
     """Return text. False: token ids only, as runs. Default true."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits of single tokens. Values in [-100, 100]."""
+        """Added to the logits of single tokens. Values in [-100, 100]; at most 1024 entries."""
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Strings that end a sample; their text is never returned."""
+        """Strings that end a sample, at most 16; their text is never returned."""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens that end a sample; their text is not returned."""
+        """Tokens that end a sample, at most 256; their text is not returned."""
 
     def __init__(
         self,

@@ -4,14 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from common.bounds import MAX_CHAT_MESSAGES, MAX_CONTENT_PARTS, MAX_PROMPT_TOKENS, MAX_PROMPTS, check_length
 from common.errors import InvalidRequest
 from common.sampling import MAX_LOGPROBS
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sampling_pb2
 from router.http.schema import ChatBody, CompletionBody, GenerationBody, field_path
 
-MAX_PROMPTS = 128
-"""Of one call; each is a request of its own, in line with everybody's."""
 DEFAULT_COMPLETION_TOKENS = 16
 """As in OpenAI's API; a chat without a limit takes the server's."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -81,6 +80,7 @@ def read_messages(messages: Any) -> list[pb.ChatMessage]:
     """Return a conversation. Raises InvalidRequest that names the place."""
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest("messages must be a list of at least one message", field="messages")
+    check_length(len(messages), MAX_CHAT_MESSAGES, field="messages")
     return [_message(message, position) for position, message in enumerate(messages)]
 
 
@@ -102,6 +102,7 @@ def _content(content: Any, where: str) -> str:
         return content
     if not isinstance(content, list):
         raise InvalidRequest(f"{where} must be text or a list of text parts", field=where)
+    check_length(len(content), MAX_CONTENT_PARTS, field=where)
     texts: list[str] = []
     for position, part in enumerate(content):
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
@@ -135,6 +136,7 @@ def read_token_ids(ids: Any, where: str) -> list[int]:
     """Return a list of numbers that fit the wire. Raises InvalidRequest that names the first that does not."""
     if not isinstance(ids, list):
         raise InvalidRequest(f"{where} must be a list of token ids", field=where)
+    check_length(len(ids), MAX_PROMPT_TOKENS, field=where)
     # Whole lists first: a look at each of a long prompt's ids would take milliseconds.
     if set(map(type, ids)) - {int} or (ids and not 0 <= min(ids) <= max(ids) < _UINT32):
         for position, token_id in enumerate(ids):

@@ -8,13 +8,21 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from common.bounds import MAX_PROMPT_TOKENS
 from common.errors import InvalidRequest
+from common.sampling import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKENS
 
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+_Stops = Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)]
+_StopTokens = Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)]
+_Biases = Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)]
+_Tokens = Annotated[list[int], Field(max_length=MAX_PROMPT_TOKENS)]
 
 
 class _Strict(BaseModel):
@@ -48,11 +56,11 @@ class GenerationBody(_Strict):
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
-    stop: Annotated[list[str] | None, BeforeValidator(_as_list)] = None
+    stop: Annotated[_Stops | None, BeforeValidator(_as_list)] = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: _Biases | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Widespread extensions.
@@ -61,7 +69,7 @@ class GenerationBody(_Strict):
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: _StopTokens | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
@@ -100,7 +108,7 @@ class DetokenizeBody(_Strict):
     """`/detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: _Tokens
 
 
 _HARMLESS = frozenset(

@@ -56,5 +56,5 @@ def ending_request(**sampling: Any) -> tuple[Any, list[int]]:
     """Return a request that a stop token ends at its fourth token, and these four tokens."""
     free = expected_tokens(make_request([1, 2, 3], max_tokens=30, ignore_eos=True))
     cut = next(i for i in range(3, len(free)) if free[i] not in free[:i])
-    request = make_request([1, 2, 3], max_tokens=30, ignore_eos=True, stop_token_ids=(free[cut],), **sampling)
+    request = make_request([1, 2, 3], max_tokens=30, ignore_eos=True, stop_token_ids=frozenset({free[cut]}), **sampling)
     return request, free[: cut + 1]

@@ -94,7 +94,7 @@ SAMPLING = st.fixed_dictionaries(
         "temperature": st.sampled_from([0.0, 1.0]),
         "seed": st.integers(0, 3),
         "presence_penalty": st.sampled_from([0.0, 0.0, 0.5]),
-        "stop_token_ids": st.sampled_from([(), (STOP_TOKEN,)]),
+        "stop_token_ids": st.sampled_from([frozenset(), frozenset({STOP_TOKEN})]),
         "num_prompt_logprobs": st.sampled_from([None, None, 1]),
     }
 )

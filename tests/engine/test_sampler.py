@@ -78,8 +78,8 @@ PARAMS: list[dict[str, Any]] = [
     {"repetition_penalty": 0.4},
     {"presence_penalty": 1.5},
     {"frequency_penalty": -1.2},
-    {"min_tokens": 500, "stop_token_ids": (4, 8)},
-    {"min_tokens": 500, "stop_token_ids": (4, 8), "ignore_eos": True},
+    {"min_tokens": 500, "stop_token_ids": frozenset({4, 8})},
+    {"min_tokens": 500, "stop_token_ids": frozenset({4, 8}), "ignore_eos": True},
     {"temperature": 0.0},
     {"temperature": 0.0, "repetition_penalty": 1.3, "logit_bias": ((1, 3.0),)},
     {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
@@ -93,7 +93,7 @@ PARAMS: list[dict[str, Any]] = [
         "frequency_penalty": 0.4,
         "logit_bias": ((11, 5.0),),
         "min_tokens": 500,
-        "stop_token_ids": (11,),
+        "stop_token_ids": frozenset({11}),
     },
 ]
 
@@ -212,7 +212,7 @@ def test_min_tokens_forbids_stop_tokens_even_when_eos_is_ignored(token_index: in
         prompt=(),
         output=(0,) * token_index,
         min_tokens=1,
-        stop_token_ids=(3,),
+        stop_token_ids=frozenset({3}),
         ignore_eos=True,
         temperature=0.0,
     )

@@ -66,7 +66,7 @@ def with_chat(*roles: str) -> inference_pb2.GenerateRequest:
         (with_ids(*[1] * 200), PromptTooLong, "prompt"),
         (with_chat(), InvalidRequest, "chat.messages"),
         (with_chat("user", "tool"), InvalidRequest, "chat.messages[1].role"),
-        (with_chat(*["user"] * 7000), PromptTooLong, "chat.messages"),
+        (with_chat(*["user"] * 7000), InvalidRequest, "chat.messages"),
         (with_sampling(temperature=-1), InvalidRequest, "sampling.temperature"),
         (with_sampling(temperature=math.nan), InvalidRequest, "sampling.temperature"),
         (with_sampling(temperature=math.inf), InvalidRequest, "sampling.temperature"),

@@ -31,10 +31,10 @@ def make_requests(seed: int, num: int) -> list[EngineRequest]:
         {},
         {"temperature": 1.0},
         {"temperature": 1.0, "n": 3},
-        {"temperature": 0.7, "top_p": 0.8, "stop_token_ids": tuple(range(40))},
+        {"temperature": 0.7, "top_p": 0.8, "stop_token_ids": frozenset(range(40))},
         {"repetition_penalty": 1.5},
         {"temperature": 1.0, "frequency_penalty": 1.0, "n": 2},
-        {"min_tokens": 6, "stop_token_ids": tuple(range(60))},
+        {"min_tokens": 6, "stop_token_ids": frozenset(range(60))},
     ]
     return [
         make_request(

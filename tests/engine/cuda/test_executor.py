@@ -40,7 +40,7 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"top_p": 0.7, "num_logprobs": 0},
     {"min_p": 0.1, "temperature": 3.0},
     {"logit_bias": ((3, 4.0), (7, -50.0)), "temperature": 0.0},
-    {"min_tokens": 15, "stop_token_ids": (5, 9)},
+    {"min_tokens": 15, "stop_token_ids": frozenset({5, 9})},
     {"repetition_penalty": 1.4, "temperature": 0.0},
     {"presence_penalty": 0.9, "frequency_penalty": 0.6, "top_k": 30, "top_p": 0.9},
 ]
