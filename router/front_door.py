@@ -97,7 +97,8 @@ class FrontDoor:
         """
         orchestrator = self.parts.orchestrator
         with self._admit(request, caller.tenant) as ticket:
-            job = await self._read(request, caller, caller.life.request_id)
+            async with ticket.kept():
+                job = await self._read(request, caller, caller.life.request_id)
             orchestrator.take_tokens(ticket, job)
             timeout_s = _at_most(MAX_REQUEST_S, caller.time_left_s)
             async with orchestrator.running(job, ticket, caller.life, timeout_s=timeout_s) as outbox:

@@ -1,10 +1,14 @@
 """What one tenant uses just now, and what its limits say to more."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from common.errors import RefusalCause, Refused
 from router.admission.limits import Pace, TokenBucket, retry_after
 from router.tenants import Tenant
+
+if TYPE_CHECKING:
+    from router.admission.ticket import Ticket
 
 GUESSED_OUTPUT_TOKENS = 256.0
 """Length of an answer as long as the tenant has had none."""
@@ -35,11 +39,16 @@ class Account:
     requests: TokenBucket | None
     tokens: TokenBucket | None
     pace: Pace = field(default_factory=Pace)
-    num_queued: int = 0
-    """Requests without a plan so far."""
+    waiting: "dict[int, Ticket]" = field(default_factory=dict)
+    """Requests without a plan so far, by number, in order of arrival."""
     num_active: int = 0
     """Requests that have had a plan and have not ended."""
     mean_output_tokens: float = GUESSED_OUTPUT_TOKENS
+
+    @property
+    def num_queued(self) -> int:
+        """Requests without a plan so far. Any thread."""
+        return len(self.waiting)
 
     @property
     def is_full(self) -> bool:
@@ -72,9 +81,14 @@ class Account:
         refused = self._check_tokens(num_tokens, now_s)
         if refused is None:
             self.correct_tokens(num_tokens, now_s)
-        elif self.requests is not None:
-            self.requests.take(-1, now_s)
+        else:
+            self.give_back_request(now_s)
         return refused
+
+    def give_back_request(self, now_s: float) -> None:
+        """Count one that was taken as never having come."""
+        if self.requests is not None:
+            self.requests.take(-1, now_s)
 
     def correct_tokens(self, num_tokens: int, now_s: float) -> None:
         """Count tokens that were used beyond the expectation; fewer than expected: a negative number."""

@@ -1,7 +1,8 @@
 """Who gets a plan, and when.
 
 1. `admit`: a request gets a *ticket*, or a refusal: the line or its tenant's part of it is full, or a rate is used up.
-   This costs nothing, and comes before anything is tokenized. `take_tokens` follows when its size is known.
+   This costs nothing, and comes before anything is tokenized. `take_tokens` follows when its size is known. When the
+   line is full a newcomer may displace a request of a tenant that has more than its share of it (displacement.py).
 2. `place`: it stands in line (fair_queue.py) until the chooser books a plan for it. Those that had a plan before and
    lost it stand before all newcomers, in order of arrival.
 3. The line is served whenever the fleet changes, a request ends or an exclusion expires; there is no polling. When
@@ -22,6 +23,7 @@ from dataclasses import replace
 from common.clock import Clock
 from common.errors import Overloaded, RefusalCause, Refused, WorkerLost
 from router.admission.account import Account, Service, open_account
+from router.admission.displacement import account_above
 from router.admission.fair_queue import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, FairQueue, Place, rank
 from router.admission.limits import Pace
 from router.admission.terms import NO_TERMS, Terms
@@ -97,13 +99,15 @@ class Admission:
     def admit(self, tenant: Tenant = ANYBODY, terms: Terms = NO_TERMS) -> Ticket | Refused:
         """Return a place in line, or why there is none."""
         now_s = self._clock.monotonic()
+        account, above = self._account(tenant, now_s), None
         if self._num_unplanned >= self._max_queued:
-            reason = f"{self._num_unplanned} requests are waiting; the limit is {self._max_queued}"
-            refused = Refused(reason=reason, retry_after_s=self._pace.promise_s(now_s), cause=RefusalCause.QUEUE_FULL)
-            return self._count(tenant.name, refused)
-        account = self._account(tenant, now_s)
+            above = account_above(account, self._accounts.values())
+            if above is None:
+                return self._count(tenant.name, self._full(now_s))
         if (no := account.take_request(now_s)) is not None:
             return self._count(tenant.name, no)
+        if above is not None:
+            self._displace(above, now_s)
         ticket = Ticket(number=self._next_number, account=account, terms=terms, received_s=now_s, on_close=self._close)
         self._next_number += 1
         if not self._num_unplanned:
@@ -111,8 +115,20 @@ class Admission:
         if not account.num_queued:
             account.pace.begin(now_s)
         self._num_unplanned += 1
-        account.num_queued += 1
+        account.waiting[ticket.number] = ticket
         return ticket
+
+    def _full(self, now_s: float) -> Refused:
+        reason = f"{self._num_unplanned} requests are waiting; the limit is {self._max_queued}"
+        return Refused(reason=reason, retry_after_s=self._pace.promise_s(now_s), cause=RefusalCause.QUEUE_FULL)
+
+    def _displace(self, account: Account, now_s: float) -> None:
+        """Refuse the account's newest request that has no plan, whatever it is about."""
+        refused = self._count(account.tenant.name, self._full(now_s))
+        _number, ticket = account.waiting.popitem()
+        self._num_unplanned -= 1
+        account.give_back_request(now_s)
+        ticket.displace(refused)
 
     def take_tokens(self, ticket: Ticket, expected: Service) -> Refused | None:
         """Count a request's tokens against its tenant's rate, once its size is known; or return why not."""
@@ -146,8 +162,8 @@ class Admission:
         ticket.is_closed = True
         account = ticket.account
         if not ticket.has_plan:
-            self._num_unplanned -= 1
-            account.num_queued -= 1
+            if account.waiting.pop(ticket.number, None) is not None:
+                self._num_unplanned -= 1
             return
         account.num_active -= 1
         if not account.is_full:
@@ -166,12 +182,14 @@ class Admission:
     async def place(self, seeker: Seeker) -> Booking:
         """Wait in line for a plan; returns it booked. The caller releases the booking.
 
-        Raises Overloaded when no worker can serve it in time, and, after the seeker's deadline, Overloaded, or
-        WorkerLost when a pool is empty.
+        Raises Overloaded when no worker can serve it in time or another tenant's request takes its place, and, after
+        the seeker's deadline, Overloaded, or WorkerLost when a pool is empty.
         """
+        seeker.ticket.check_place()
         granted: asyncio.Future[Booking | Refused] = asyncio.get_running_loop().create_future()
         seeker.granted, seeker.refused_at = granted, -1
         place = self._stand(seeker)
+        seeker.ticket.seekers.add(seeker)
         self._waits_for_workers = False
         self._num_queued_tokens += seeker.search.sought.num_tokens
         try:
@@ -186,6 +204,7 @@ class Admission:
             raise
         finally:
             self._num_queued_tokens -= seeker.search.sought.num_tokens
+            seeker.ticket.seekers.discard(seeker)
             if place.is_waiting:
                 self._queue.discard(place)
                 self._serve()  # others may have waited for it
@@ -275,7 +294,7 @@ class Admission:
             now_s = self._clock.monotonic()
             ticket.has_plan = True
             self._num_unplanned -= 1
-            account.num_queued -= 1
+            del account.waiting[ticket.number]
             account.num_active += 1
             self._pace.depart(now_s)
             account.pace.depart(now_s)

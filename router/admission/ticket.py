@@ -1,11 +1,12 @@
 """A request's ticket, and its standing in line."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from common.errors import Refused
+from common.errors import Overloaded, Refused
 from router.admission.account import Account, Service
 from router.admission.terms import Terms
 from router.booking import Booking
@@ -28,7 +29,43 @@ class Ticket:
     """What its tenant's share was charged."""
     has_plan: bool = False
     """It has had one; from then on no limit refuses it, and it stands before newcomers."""
+    displaced: Refused | None = None
+    """Set: its place was given to another tenant's request before it had a plan, and this is what it is told."""
+    seekers: "set[Seeker]" = field(default_factory=set)
+    """Of its samples, those that stand in line."""
+    reading: asyncio.Timeout | None = None
     is_closed: bool = False
+
+    @asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """Run the block, what a request does before it stands in line, as long as its place is its own.
+
+        Raises Overloaded out of the block when that is given to another.
+        """
+        try:
+            async with asyncio.timeout(None) as self.reading:
+                yield
+        except TimeoutError:
+            if self.displaced is None:
+                raise
+        finally:
+            self.reading = None
+        self.check_place()
+
+    def check_place(self) -> None:
+        """Raise Overloaded when its place was given to another."""
+        if self.displaced is not None:
+            raise Overloaded(self.displaced.reason, retry_after_s=self.displaced.retry_after_s)
+
+    def displace(self, refused: Refused) -> None:
+        """Give its place away and end whatever it waits for."""
+        self.displaced = refused
+        if self.reading is not None:
+            self.reading.reschedule(asyncio.get_running_loop().time())
+        for seeker in self.seekers:
+            assert seeker.granted is not None, "who stands in line has a future"
+            if not seeker.granted.done():
+                seeker.granted.set_result(refused)
 
     def __enter__(self) -> "Ticket":
         return self

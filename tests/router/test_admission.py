@@ -166,12 +166,12 @@ async def test_full_line_refuses_and_says_when_by_the_pace_it_measured() -> None
     await line.come("x", 1)
     for name in "yz":
         await line.come(name, 1)
-    guessed = line.refusal(B)
+    guessed = line.refusal()
     for _ in range(20):
         line.clock.advance(0.5)
         await line.end(min(line.served))
         await line.come(f"z{line.clock.monotonic()}", 1)
-    refused = [line.refusal(B) for _ in range(2)]
+    refused = [line.refusal() for _ in range(2)]
     assert {refusal.cause for refusal in (guessed, *refused)} == {RefusalCause.QUEUE_FULL}
     assert "2 requests are waiting; the limit is 2" in refused[0].reason
     assert [refusal.retry_after_s for refusal in refused] == pytest.approx([0.5, 1.0], rel=0.1)
@@ -381,18 +381,23 @@ class LineMachine(RuleBasedStateMachine):
 
     @rule(tenant=st.sampled_from(TENANTS), num_pages=st.integers(1, 6), priority=st.integers(0, 2))
     def come(self, tenant: Tenant, num_pages: int, priority: int) -> None:
-        account = next((a for a in self.line.admission.accounts if a.tenant is tenant), None)
-        unplanned = sum(not ticket.has_plan for ticket in self.line.tickets.values())
-        is_full = unplanned >= 10 or (
-            account is not None and tenant.max_queued is not None and account.num_queued >= tenant.max_queued
-        )
-        if is_full:
+        accounts = {account.tenant: account.num_queued for account in self.line.admission.accounts}
+        num_own, num_unplanned = accounts.get(tenant, 0), sum(accounts.values())
+        highest = max((num / other.weight for other, num in accounts.items()), default=0.0)
+        is_full = num_unplanned >= 10 and highest <= (num_own + 1) / tenant.weight
+        if is_full or (tenant.max_queued is not None and num_own >= tenant.max_queued):
             assert self.line.refusal(tenant).retry_after_s > 0
             return
         self.number += 1
         name = f"{self.number}"
         self.sizes[name] = num_pages
         self.run(self.line.come, name, num_pages, tenant, priority=priority)
+        displaced = [name for name, ticket in self.line.tickets.items() if ticket.displaced is not None]
+        assert len(displaced) == (num_unplanned >= 10)
+        for name in displaced:
+            assert isinstance(self.line.waiting.pop(name).exception(), Overloaded)
+            assert not self.line.tickets[name].has_plan
+            self.line.tickets.pop(name).__exit__(None, None, None)
 
     @precondition(lambda self: self.line.served)
     @rule(data=st.data())

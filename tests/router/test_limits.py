@@ -5,6 +5,8 @@ import pytest
 from common.errors import RefusalCause
 from router.admission.account import GUESSED_OUTPUT_TOKENS, Service, open_account
 from router.admission.limits import MAX_RETRY_S, UNKNOWN_RETRY_S, Pace, TokenBucket
+from router.admission.terms import NO_TERMS
+from router.admission.ticket import Ticket
 from router.tenants import Tenant
 
 
@@ -74,9 +76,11 @@ def test_pace_forgets_how_it_once_was() -> None:
 def test_account_refuses_by_queue_then_request_rate_then_token_rate_and_says_when() -> None:
     tenant = Tenant(name="t", max_queued=1, requests_per_min=2, tokens_per_min=600)
     account = open_account(tenant, now_s=0.0)
-    account.num_queued = 1
+    account.waiting[0] = Ticket(
+        number=0, account=account, terms=NO_TERMS, received_s=0.0, on_close=lambda _ticket: None
+    )
     full = account.take_request(0.0)
-    account.num_queued = 0
+    account.waiting.clear()
     assert account.take_request(0.0) is account.take_request(0.0) is None
     rated = account.take_request(0.0)
     assert account.take_tokens(900, 0.0) is None

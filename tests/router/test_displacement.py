@@ -1,0 +1,156 @@
+"""No tenant can fill the line: each can always hold its weighted share of it, and only the rest is borrowed."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import Overloaded, RefusalCause, Refused
+from router.admission.ticket import Ticket
+from router.tenants import Tenant
+from tests.router.test_admission import A, B, Line, turns
+
+HEAVY, LIMITED = Tenant(name="heavy", weight=3.0), Tenant(name="limited", requests_per_min=1)
+
+
+def fill(line: Line, tenant: Tenant, num_requests: int) -> list[Ticket]:
+    return [line.admit(tenant) for _ in range(num_requests)]
+
+
+def num_queued(line: Line, tenant: Tenant) -> int:
+    return next(account.num_queued for account in line.admission.accounts if account.tenant is tenant)
+
+
+async def test_tenant_with_nothing_in_line_gets_in_when_another_has_filled_it() -> None:
+    line = Line(num_pages=0, max_queued=4)
+    for name in "wxyz":
+        await line.come(name, 1)
+    await line.come("b", 1, B)
+    newest = line.waiting["z"].exception()
+    assert isinstance(newest, Overloaded)
+    assert newest.retry_after_s is not None and newest.retry_after_s > 0
+    assert {name for name, task in line.waiting.items() if not task.done()} == {"w", "x", "y", "b"}
+    assert line.counts == (4, 0)
+    assert line.registry.get_sample_value(
+        "kvrelay_tenant_refusals_total", {"tenant": "a", "cause": RefusalCause.QUEUE_FULL.value}
+    )
+    for task in line.waiting.values():
+        task.cancel()
+
+
+async def test_one_tenant_alone_may_use_the_whole_line_and_no_more() -> None:
+    line = Line(max_queued=5)
+    fill(line, A, 5)
+    assert line.refusal().cause is RefusalCause.QUEUE_FULL
+
+
+async def test_two_tenants_share_a_full_line_by_weight_and_never_displace_each_other_in_turn() -> None:
+    line = Line(max_queued=8)
+    fill(line, A, 8)
+    assert [line.admission.admit(HEAVY).__class__ for _ in range(7)] == [Ticket] * 6 + [Refused]
+    assert (num_queued(line, A), num_queued(line, HEAVY)) == (2, 6)
+    assert line.refusal(A).cause is RefusalCause.QUEUE_FULL
+
+
+async def test_request_that_is_being_read_ends_at_once_when_its_place_is_given_away() -> None:
+    line = Line(max_queued=1)
+    light = line.admit(Tenant(name="light", weight=0.1))
+
+    async def read() -> None:
+        async with light.kept():
+            await asyncio.get_running_loop().create_future()
+
+    reading = asyncio.create_task(read())
+    await turns()
+    line.admit(B)
+    await turns()
+    assert isinstance(reading.exception(), Overloaded)
+
+
+async def test_request_that_was_displaced_before_it_stands_in_line_gets_no_plan() -> None:
+    line = Line(num_pages=0, max_queued=2)
+    line.tickets["y"], line.tickets["z"] = fill(line, A, 2)
+    line.admit(B)
+    await line.place("z", 1)
+    assert isinstance(line.waiting["z"].exception(), Overloaded)
+    line.tickets.pop("z").__exit__(None, None, None)
+    assert line.counts == (2, 0)
+
+
+async def test_request_with_a_plan_is_never_displaced() -> None:
+    line = Line(num_pages=1, max_queued=2)
+    await line.come("served", 1)
+    await line.come("waits", 1)
+    line.admit(B)
+    line.admission.admit(B)
+    assert line.tickets["served"].displaced is None
+    assert line.tickets["waits"].displaced is None
+    line.waiting["waits"].cancel()
+
+
+async def test_tenant_beyond_its_own_rate_displaces_nobody() -> None:
+    line = Line(max_queued=4)
+    tickets = fill(line, A, 3)
+    line.admit(LIMITED).__exit__(None, None, None)
+    tickets += fill(line, A, 1)
+    assert line.refusal(LIMITED).cause is RefusalCause.REQUEST_RATE
+    assert all(ticket.displaced is None for ticket in tickets)
+
+
+async def test_displaced_request_does_not_count_against_its_tenants_rate() -> None:
+    line = Line(max_queued=2)
+    twice = Tenant(name="twice", requests_per_min=2, weight=0.1)
+    fill(line, twice, 2)
+    line.admit(B)
+    assert line.refusal(twice).cause is RefusalCause.QUEUE_FULL
+    line.tickets["b"] = line.admit(B)  # the other of the two
+    line.tickets["b"].__exit__(None, None, None)
+    line.admit(twice)
+
+
+WEIGHTS = st.lists(st.sampled_from([0.5, 1.0, 2.0, 5.0]), min_size=1, max_size=5)
+STEPS = st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=10, max_size=150)
+
+
+@settings(max_examples=300, deadline=None)
+@given(weights=WEIGHTS, max_queued=st.integers(1, 20), steps=STEPS)
+def test_no_tenant_within_its_reservation_is_refused_while_another_borrows(
+    weights: list[float], max_queued: int, steps: list[tuple[int, bool]]
+) -> None:
+    """In any order of coming and going the bound holds, and so do the promises of displacement.py."""
+    tenants = [Tenant(name=f"t{index}", weight=weight) for index, weight in enumerate(weights)]
+    reserved = {tenant.name: max_queued * tenant.weight / sum(weights) for tenant in tenants}
+    line = Line(max_queued=max_queued)
+    held: list[Ticket] = []
+    for index, comes in steps:
+        tenant = tenants[index % len(tenants)]
+        before = Counter(ticket.account.tenant.name for ticket in held)
+        if comes:
+            outcome = line.admission.admit(tenant)
+            if isinstance(outcome, Refused):
+                assert before[tenant.name] + 1 > reserved[tenant.name]
+                continue
+            held.append(outcome)
+            for displaced in [ticket for ticket in held if ticket.displaced is not None]:
+                victim = displaced.account.tenant.name
+                assert before[victim] > reserved[victim]
+                assert displaced.number == max(t.number for t in held if t.account.tenant.name == victim)
+                held.remove(displaced)
+        elif own := [ticket for ticket in held if ticket.account.tenant is tenant]:
+            own[0].__exit__(None, None, None)
+            held.remove(own[0])
+        assert line.admission.num_queued == len(held) <= max_queued
+
+
+@pytest.mark.parametrize("num_tenants", [2, 5])
+async def test_newcomers_of_every_tenant_get_in_although_the_first_never_stops_asking(num_tenants: int) -> None:
+    line = Line(max_queued=20)
+    greedy, *others = [Tenant(name=f"t{index}") for index in range(num_tenants)]
+    fill(line, greedy, 20)
+    for _ in range(20 // num_tenants):
+        for tenant in others:
+            assert isinstance(line.admission.admit(tenant), Ticket)
+            line.admission.admit(greedy)
+    assert [num_queued(line, tenant) for tenant in (greedy, *others)] == [20 // num_tenants] * num_tenants
