@@ -107,9 +107,10 @@ class FrontDoor:
                 raise outbox.error
 
     def _admit(self, request: pb.GenerateRequest, tenant: Tenant) -> Ticket:
-        """Return a place in line. Raises Overloaded, Unreachable while the door is closed."""
+        """Return a place in line. Raises Overloaded, which is demand as well, Unreachable while the door is closed."""
         if self._is_closed or self.is_leaving:
             raise Unreachable("this router is going")
+        self.parts.orchestrator.demand.note_arrival()
         terms = read_terms(request, tenant=tenant, default=self._default_terms)
         admitted = self.parts.admission.admit(tenant, terms)
         if isinstance(admitted, Refused):

@@ -114,10 +114,10 @@ class Orchestrator:
     def account(self, life: LifeCycle, *, time_left_s: Callable[[], float | None]) -> Iterator[None]:
         """Count a client's call and how it ends, whatever happens inside.
 
+        It is no demand yet: strangers must not scale the pools. Who lets it in notes its arrival in `demand`.
         gRPC cancels a call whose client went away and one whose deadline passed alike; `time_left_s` tells which.
         """
         self._num_calls += 1
-        self.demand.note_arrival()
         try:
             yield
         except asyncio.CancelledError:

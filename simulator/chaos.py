@@ -262,6 +262,7 @@ class _Walk:
 
 
 def _admit(router: RouterParts) -> Ticket:
+    router.orchestrator.demand.note_arrival()
     admitted = router.admission.admit()
     if isinstance(admitted, Refused):
         raise Overloaded(admitted.reason, retry_after_s=admitted.retry_after_s)

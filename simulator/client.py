@@ -75,6 +75,7 @@ class SimClient:
         settings = self._settings
         ttft_slo_s = settings.ttft_slo_s if arrival.ttft_slo_s is None else arrival.ttft_slo_s
         terms = Terms(priority=arrival.priority, ttft_slo_s=ttft_slo_s, itl_slo_s=settings.itl_slo_s)
+        self._router.orchestrator.demand.note_arrival()
         admitted = self._router.admission.admit(settings.tenants.get(arrival.tenant, ANYBODY), terms)
         if isinstance(admitted, Refused):
             raise Overloaded(admitted.reason, retry_after_s=admitted.retry_after_s)

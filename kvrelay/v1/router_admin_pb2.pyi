@@ -217,7 +217,7 @@ class Demand(_message.Message):
     window_s: _builtins.float
     """How many seconds; 0: it has not run for one yet."""
     num_arrived: _builtins.int
-    """Requests that came, refused ones included."""
+    """Requests of known callers that came, refused ones included."""
     num_refused: _builtins.int
     """Requests refused for want of room or time."""
     num_finished: _builtins.int

@@ -1,7 +1,12 @@
 import pytest
 
 from common.clock import ManualClock
+from common.errors import Unauthenticated
+from kvrelay.client import AsyncClient
 from router.demand import NUM_SAMPLED, REMEMBERED_S, Answered, DemandMeter
+from tests.router.fakes import DECODE, FakeWorker, make_request, running_cluster
+from tests.router.http.clients import fetch
+from tests.router.test_tenants import KEYS, serving
 from workload.slo import Slo
 
 
@@ -93,3 +98,35 @@ def test_demand_tells_even_from_bursty_arrivals(counts: list[int], expected: flo
     harness.arrive(*counts)
     demand = harness.meter.demand(10.0, num_queued=0, num_queued_tokens=0)
     assert demand.burstiness == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.fixture
+def arrivals(monkeypatch: pytest.MonkeyPatch) -> list[DemandMeter]:
+    """The meter of each arrival that is noted."""
+    noted: list[DemandMeter] = []
+    monkeypatch.setattr(DemandMeter, "note_arrival", lambda meter: noted.append(meter))
+    return noted
+
+
+async def test_calls_without_a_key_are_no_demand_that_scales_the_pools(arrivals: list[DemandMeter]) -> None:
+    async with running_cluster(FakeWorker("d0", DECODE), config=serving(http_port=0)) as cluster:
+        with pytest.raises(Unauthenticated):
+            await cluster.generate(make_request())
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            assert (await fetch(cluster.router.http_port, "POST", path, b'{"prompt": "x"}'))[0] == 401
+        assert arrivals == []
+        assert (await cluster.status()).router.num_failed == 3
+
+
+async def test_every_request_of_a_known_caller_is_demand_once_by_either_door(arrivals: list[DemandMeter]) -> None:
+    config = serving(http_port=0, a={"requests_per_min": 3}, local_prefill_max_tokens=64)
+    async with running_cluster(FakeWorker("d0", DECODE), config=config) as cluster:
+        async with AsyncClient(cluster.router.address, api_key=KEYS["a"]) as client:
+            await client.generate([1, 2, 3], max_tokens=1)
+        assert len(arrivals) == 1
+        key = f"Bearer {KEYS['a']}"
+        bodies = (b'{"prompt": ["x", "y"], "max_tokens": 1}', b'{"prompt": "refused", "max_tokens": 1}')
+        port = cluster.router.http_port
+        answers = [await fetch(port, "POST", "/v1/completions", body, authorization=key) for body in bodies]
+        assert [status for status, *_rest in answers] == [200, 429]
+        assert len(arrivals) == 4
