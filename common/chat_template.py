@@ -1,12 +1,13 @@
 """Renders a conversation with the model's own chat template.
 
 A template is a Jinja2 program that comes with the checkpoint. It runs in a sandbox that lets it read the conversation
-and write text, with the functions and the whitespace rules that templates are written for.
+and write text, with the functions and the whitespace rules that templates are written for. What it writes is a function
+of the conversation and of the time that it is given, on any host: that time is UTC, and nothing in it is random.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, NoReturn
 
 import jinja2
@@ -41,22 +42,22 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        del environment.globals["lipsum"], environment.filters["random"]
         self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[tuple[str, str]], *, now: datetime | None = None) -> str:
+    def render(self, messages: Sequence[tuple[str, str]], *, rendered_unix_s: int) -> str:
         """Return the prompt for (role, content) messages, up to where the assistant's answer begins.
 
-        Templates may write the date: today's, or that of `now`. Raises InvalidRequest that names the message and its
+        Templates may write the date: that of `rendered_unix_s`. Raises InvalidRequest that names the message and its
         field, or tells what the template objects to.
         """
         _check(messages)
-        moment: dict[str, Any] = {} if now is None else {"strftime_now": now.strftime}
+        now = datetime.fromtimestamp(rendered_unix_s, UTC).replace(tzinfo=None)
         try:
             return self._template.render(
                 **self._special_tokens,
-                **moment,
+                strftime_now=now.strftime,
                 messages=[{"role": role, "content": content} for role, content in messages],
                 tools=None,
                 documents=None,
@@ -112,7 +113,3 @@ def _tojson(
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)

@@ -7,7 +7,7 @@ another would serve, without an error, answers to questions that nobody asked.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Protocol
 
 from common.errors import InvalidRequest
@@ -28,7 +28,7 @@ PROBE_MESSAGES = (
     ("assistant", "144"),
     ("user", "And in 日本語? <|im_end|> 🙂"),
 )
-_PROBE_TIME = datetime(2026, 1, 2, 3, 4, 5)
+_PROBE_UNIX_S = int(datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC).timestamp())
 """Templates may write the date: two processes may prove parity on two days."""
 _DIGEST_BYTES = 16
 
@@ -49,7 +49,7 @@ NO_PROBES = TextProbes(tokenizer=b"", template=b"")
 class Template(Protocol):
     """Writes a conversation."""
 
-    def render(self, messages: Sequence[tuple[str, str]], *, now: datetime | None = None) -> str:
+    def render(self, messages: Sequence[tuple[str, str]], *, rendered_unix_s: int) -> str:
         """Return the prompt. Raises InvalidRequest when the conversation is not to the template's liking."""
         ...
 
@@ -100,10 +100,10 @@ def _differs(probe: bytes) -> str:
 def _conversation(template: Template) -> str:
     """Return the rendered conversation, or what the template says against it: some take no system message."""
     try:
-        return template.render(PROBE_MESSAGES, now=_PROBE_TIME)
+        return template.render(PROBE_MESSAGES, rendered_unix_s=_PROBE_UNIX_S)
     except InvalidRequest:
         try:
-            return template.render(PROBE_MESSAGES[1:], now=_PROBE_TIME)
+            return template.render(PROBE_MESSAGES[1:], rendered_unix_s=_PROBE_UNIX_S)
         except InvalidRequest as error:
             return error.message
 

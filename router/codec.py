@@ -20,9 +20,13 @@ class Codec(Protocol):
         """Return the ids of plain text."""
         ...
 
-    async def encode_chat(self, messages: Sequence[tuple[str, str]], *, scope: bytes | None = None) -> Encoded:
+    async def encode_chat(
+        self, messages: Sequence[tuple[str, str]], *, rendered_unix_s: int, scope: bytes | None = None
+    ) -> Encoded:
         """Return the ids of a conversation of (role, content), rendered by the model's chat template.
 
+        A template that writes the date writes that of `rendered_unix_s`, seconds since 1970: nothing else than the
+        arguments and the model decides what comes out.
         What it remembers of them it remembers for callers of the same scope; without one, nothing. Raises
         InvalidRequest when the template refuses it.
         """

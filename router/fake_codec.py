@@ -20,9 +20,11 @@ class ByteCodec:
         """Return the bytes of `text`."""
         return as_tokens(text.encode())
 
-    async def encode_chat(self, messages: Sequence[tuple[str, str]], *, scope: bytes | None = None) -> Encoded:
+    async def encode_chat(
+        self, messages: Sequence[tuple[str, str]], *, rendered_unix_s: int, scope: bytes | None = None
+    ) -> Encoded:
         """Return the bytes of one `role: content` line per message, and of the line that the answer continues."""
-        return Encoded(as_tokens(_TEMPLATE.render(messages).encode()))
+        return Encoded(as_tokens(_TEMPLATE.render(messages, rendered_unix_s=rendered_unix_s).encode()))
 
     def decode_pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
         """Return each byte as a character, where it is one; ids beyond bytes have no text."""

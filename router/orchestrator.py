@@ -167,6 +167,7 @@ class Orchestrator:
             num_prompt_tokens=len(job.prompt_token_ids),
             seed=job.sampling.seed,
             fingerprint=job.model.fingerprint,
+            rendered_unix_s=job.rendered_unix_s,
         )
         record.outbox.put(inference_pb2.GenerateResponse(accepted=accepted))
         with self.recordings.following(record, ticket.account.tenant.name):

@@ -45,6 +45,8 @@ class Job:
     sampling: SamplingParams
     model: ModelFacts
     delivery: Delivery = Delivery.ROUTER
+    rendered_unix_s: int = 0
+    """The time that the chat template was given; 0: no chat."""
     begun: tuple[Begun, ...] = ()
     """The first samples, as far as another router has brought them; empty for a new request."""
 

@@ -72,16 +72,23 @@ class TextCodec:
         check_unicode(text, field="text")
         return await self._off_loop(lambda: self._encode(text, add_special_tokens=True))
 
-    async def encode_chat(self, messages: Sequence[tuple[str, str]], *, scope: bytes | None = None) -> Encoded:
+    async def encode_chat(
+        self, messages: Sequence[tuple[str, str]], *, rendered_unix_s: int, scope: bytes | None = None
+    ) -> Encoded:
         """Return the ids of a conversation of (role, content), up to where the assistant's answer begins.
 
-        Special tokens are those that the template writes. What an earlier call of the same scope has tokenized of the
-        conversation is not tokenized again; without a scope everything is. Raises InvalidRequest that names the field.
+        Special tokens are those that the template writes, and the date is that of `rendered_unix_s`. What an earlier
+        call of the same scope has tokenized of the conversation is not tokenized again; without a scope everything is.
+        Raises InvalidRequest that names the field.
         """
         template = self._chat_template
         if template is None:
             raise InvalidRequest("the model has no chat template; send text instead", field="chat")
-        return await self._off_loop(lambda: self._encode_on(template.render(messages), scope))
+
+        def encode() -> Encoded:
+            return self._encode_on(template.render(messages, rendered_unix_s=rendered_unix_s), scope)
+
+        return await self._off_loop(encode)
 
     def decode_pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
         """Return the text of each id by itself, its leading space included; part of a character shows as U+FFFD."""

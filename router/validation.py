@@ -1,7 +1,8 @@
 """From a client's message to a job: every field is checked here, once, and nothing later looks at the message."""
 
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from common.bounds import check_bounds
@@ -19,6 +20,8 @@ from router.token_cache import Encoded
 CHAT_ROLES = ("system", "user", "assistant")
 MAX_CHARS_PER_TOKEN = 64
 """Text with more characters than this for each token of the context is refused before it is tokenized."""
+MAX_RENDER_AGE_S = 86_400
+"""How far the time that a resumed chat was rendered at may be from this router's: an answer and two clocks fit in."""
 DEFAULT_MAX_CHARS = 4 << 20
 """The same bound while no worker has told the context length."""
 
@@ -26,8 +29,10 @@ DEFAULT_MAX_CHARS = 4 << 20
 class RequestReader:
     """Reads and checks clients' messages."""
 
-    def __init__(self, codec: Codec, *, default_max_tokens: int) -> None:
+    def __init__(self, codec: Codec, *, default_max_tokens: int, unix_s: Callable[[], float] = time.time) -> None:
+        """`unix_s` tells the time of day, which a chat template may write."""
         self._codec = codec
+        self._unix_s = unix_s
         self._default_max_tokens = default_max_tokens
 
     async def read(self, message: inference_pb2.GenerateRequest, *, request_id: RequestId, model: ModelFacts) -> Job:
@@ -35,7 +40,8 @@ class RequestReader:
         check_bounds(message)
         if message.model and message.model != model.name:
             raise UnknownModel(f"model {message.model[:80]!r} is not served; {model.name!r} is", field="model")
-        encoded = await self._prompt(message, model)
+        rendered_unix_s = self._render_time(message) if message.HasField("chat") else 0
+        encoded = await self._prompt(message, model, rendered_unix_s)
         prompt = encoded.token_ids
         if not prompt:
             raise InvalidRequest("the prompt is empty", field="prompt")
@@ -49,6 +55,7 @@ class RequestReader:
             prompt_hashes=encoded.hashes(root=model.root, block_size=model.block_size),
             sampling=sampling,
             model=model,
+            rendered_unix_s=rendered_unix_s,
             begun=begun,
         )
 
@@ -58,9 +65,17 @@ class RequestReader:
         return await self._codec.encode(text)
 
     async def encode_chat(
-        self, chat: inference_pb2.ChatPrompt, model: ModelFacts | None, *, scope: bytes | None = None
+        self,
+        chat: inference_pb2.ChatPrompt,
+        model: ModelFacts | None,
+        *,
+        scope: bytes | None = None,
+        rendered_unix_s: int | None = None,
     ) -> Encoded:
-        """Render and tokenize a conversation, with what is remembered in a scope. Raises RequestError."""
+        """Render, as of now or of a time, and tokenize a conversation, with what is remembered in a scope.
+
+        Raises RequestError.
+        """
         if not chat.messages:
             raise InvalidRequest("the conversation has no message", field="chat.messages")
         for position, message in enumerate(chat.messages):
@@ -73,7 +88,8 @@ class RequestReader:
         num_chars = sum(len(message.content) + 1 for message in chat.messages)
         _check_chars(num_chars, model, field="chat.messages")
         messages = [(message.role, message.content) for message in chat.messages]
-        return await self._codec.encode_chat(messages, scope=scope)
+        rendered_unix_s = int(self._unix_s()) if rendered_unix_s is None else rendered_unix_s
+        return await self._codec.encode_chat(messages, rendered_unix_s=rendered_unix_s, scope=scope)
 
     def pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
         """Return the text of each token by itself."""
@@ -83,12 +99,33 @@ class RequestReader:
         """Return the text of consecutive tokens."""
         return await self._codec.decode(token_ids)
 
-    async def _prompt(self, message: inference_pb2.GenerateRequest, model: ModelFacts) -> Encoded:
+    def _render_time(self, message: inference_pb2.GenerateRequest) -> int:
+        """Return the one time that a request's chat is rendered at, here and wherever it is resumed, in seconds.
+
+        Raises InvalidRequest.
+        """
+        now_unix_s, resume = int(self._unix_s()), message.resume
+        given_unix_s = resume.rendered_unix_s
+        if not given_unix_s:
+            if any(sample.tokens for sample in resume.samples):
+                raise InvalidRequest(
+                    "needed to go on with a chat: the time that Accepted told", field="resume.rendered_unix_s"
+                )
+            return now_unix_s
+        if abs(given_unix_s - now_unix_s) > MAX_RENDER_AGE_S:
+            raise InvalidRequest(
+                f"{given_unix_s} is more than {MAX_RENDER_AGE_S} s away from {now_unix_s}, the time here",
+                field="resume.rendered_unix_s",
+            )
+        return given_unix_s
+
+    async def _prompt(self, message: inference_pb2.GenerateRequest, model: ModelFacts, rendered_unix_s: int) -> Encoded:
         match message.WhichOneof("prompt"):
             case "text":
                 encoded = Encoded(await self.encode_text(message.text, model))
             case "chat":
-                encoded = await self.encode_chat(message.chat, model, scope=model.root)  # tenants' roots differ
+                scope = model.root  # tenants' roots differ
+                encoded = await self.encode_chat(message.chat, model, scope=scope, rendered_unix_s=rendered_unix_s)
             case "token_ids":
                 _check_prompt(len(message.token_ids.ids), model)
                 encoded = Encoded(

@@ -106,7 +106,8 @@ def _load_codec(config: "ServingConfig") -> "Codec":
 async def _encode(codec: "Codec", source: str | Sequence[ChatMessage]) -> Sequence[int]:
     if isinstance(source, str):
         return await codec.encode(source)
-    encoded = await codec.encode_chat([(message.role, message.content) for message in source])
+    messages = [(message.role, message.content) for message in source]
+    encoded = await codec.encode_chat(messages, rendered_unix_s=int(time.time()))
     return encoded.token_ids
 
 

@@ -82,6 +82,8 @@ class Accepted:
     """The one that is used: the request's, or one that the router drew."""
     fingerprint: str
     """Of the model that answers."""
+    rendered_unix_s: int
+    """Seconds since 1970: the time that a chat template which writes the date was given; 0: no chat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,6 +84,7 @@ def resumed_request(
     resumed.CopyFrom(request)
     resumed.sampling.seed = accepted.seed
     resumed.resume.fingerprint = accepted.fingerprint
+    resumed.resume.rendered_unix_s = accepted.rendered_unix_s
     for sample in samples:
         tokens = struct.pack(f"<{len(sample.token_ids)}I", *sample.token_ids)
         resumed.resume.samples.add(tokens=tokens, is_finished=sample.is_finished)

@@ -164,7 +164,7 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def resume(self) -> Global___Resume:
         """The answer was begun by another router, which is gone: go on behind these tokens. Needs the same prompt and sampling,
-        the seed included, which that router told in Accepted.
+        the seed included, which that router told in Accepted; a chat also the time that it was rendered at.
         """
 
     def __init__(
@@ -199,8 +199,11 @@ class Resume(_message.Message):
 
     SAMPLES_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    RENDERED_UNIX_S_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """Accepted.fingerprint of the router that began; another model would go on with other tokens."""
+    rendered_unix_s: _builtins.int
+    """Accepted.rendered_unix_s of the router that began; needed with a chat whose answer has tokens already."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumedSample]:
         """Sample i at place i, at most `sampling.n`; those left out have no token yet."""
@@ -210,10 +213,11 @@ class Resume(_message.Message):
         *,
         samples: _abc.Iterable[Global___ResumedSample] | None = ...,
         fingerprint: _builtins.str = ...,
+        rendered_unix_s: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "rendered_unix_s", b"rendered_unix_s", "samples", b"samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -376,6 +380,7 @@ class Accepted(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    RENDERED_UNIX_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Minted by the router."""
     num_prompt_tokens: _builtins.int
@@ -384,6 +389,8 @@ class Accepted(_message.Message):
     """The seed that is used: the request's, or one that the router drew."""
     fingerprint: _builtins.str
     """ModelInfo.fingerprint of the model that answers."""
+    rendered_unix_s: _builtins.int
+    """The time, in seconds since 1970, that a chat template which writes the date was given; 0: the prompt was no chat."""
     def __init__(
         self,
         *,
@@ -391,10 +398,11 @@ class Accepted(_message.Message):
         num_prompt_tokens: _builtins.int = ...,
         seed: _builtins.int = ...,
         fingerprint: _builtins.str = ...,
+        rendered_unix_s: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "rendered_unix_s", b"rendered_unix_s", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,13 @@ Step = inference_pb2.GenerateResponse | KvrelayError | Hold
 
 
 def accepted(num_prompt_tokens: int = 5) -> Step:
-    event = inference_pb2.Accepted(request_id="req-1", num_prompt_tokens=num_prompt_tokens, seed=7, fingerprint="f00d")
+    event = inference_pb2.Accepted(
+        request_id="req-1",
+        num_prompt_tokens=num_prompt_tokens,
+        seed=7,
+        fingerprint="f00d",
+        rendered_unix_s=1_800_000_000,
+    )
     return inference_pb2.GenerateResponse(accepted=event)
 
 

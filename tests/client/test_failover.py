@@ -72,6 +72,7 @@ def test_connection_breaks_midstream_then_the_answer_goes_on_behind_its_tokens(a
     (request,) = other.generate_requests
     assert known(request) == [([100, 101, 102], False)]
     assert (request.resume.fingerprint, request.sampling.seed, request.text) == ("f00d", 7, "Hi")
+    assert request.resume.rendered_unix_s == 1_800_000_000
     assert request.sampling.temperature == 0.7
 
 

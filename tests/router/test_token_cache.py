@@ -93,7 +93,7 @@ def codec_for(name: str, *, cache_mib: int = 1) -> TextCodec:
 
 
 def encode(codec: TextCodec, messages: Sequence[tuple[str, str]], scope: bytes | None) -> Encoded:
-    return asyncio.run(codec.encode_chat(messages, scope=scope))
+    return asyncio.run(codec.encode_chat(messages, rendered_unix_s=0, scope=scope))
 
 
 @pytest.mark.parametrize("name", list(TOKENIZERS))
@@ -123,6 +123,22 @@ def test_encode_chat_of_a_next_turn_goes_on_from_the_turn_before(name: str) -> N
     assert second.known is first.kept
     again = encode(codec, [("user", "to be or not"), ("assistant", "to be"), ("user", "?")], SCOPE)
     assert again.known is again.kept is second.kept
+    codec.close()
+
+
+def test_encode_chat_of_a_dated_template_knows_only_what_was_rendered_at_the_same_time() -> None:
+    dated = ChatTemplate("<|start|>{{ strftime_now('%d %b') }}<|end|>" + TEMPLATE, special_tokens={})
+    codec = TextCodec(TOKENIZERS["byte level"], dated, min_cached_tokens=1)
+    chat, today_s, tomorrow_s = [("user", "to be or not")], 1_800_000_000, 1_800_086_400
+
+    def encode_at(rendered_unix_s: int, scope: bytes | None) -> Encoded:
+        return asyncio.run(codec.encode_chat(chat, rendered_unix_s=rendered_unix_s, scope=scope))
+
+    first, other, again = (encode_at(unix_s, SCOPE) for unix_s in (today_s, tomorrow_s, today_s))
+    assert again.token_ids == first.token_ids == encode_at(today_s, None).token_ids
+    assert other.token_ids == encode_at(tomorrow_s, None).token_ids != first.token_ids
+    assert other.known is None
+    assert again.known is first.kept is not None
     codec.close()
 
 

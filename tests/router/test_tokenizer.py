@@ -5,12 +5,14 @@ import functools
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
+from jinja2 import TemplateError
 from tokenizers import decoders, models, normalizers, processors, trainers
 
 from common.chat_template import ChatTemplate
@@ -19,6 +21,7 @@ from common.model_files import ModelNotFound, default_model_dir
 from common.tokens import as_tokens
 from router.tokenizer import TextCodec
 
+NOW_UNIX_S = 1_800_000_000
 TEXTS = [
     "",
     " ",
@@ -118,7 +121,7 @@ async def test_encode_chat_of_any_conversation_equals_transformers(any_model_dir
     for chat in CHATS:
         messages = [{"role": role, "content": content} for role, content in chat]
         token_ids = expected.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        assert (await codec.encode_chat(chat)).token_ids == as_tokens(token_ids)
+        assert (await codec.encode_chat(chat, rendered_unix_s=NOW_UNIX_S)).token_ids == as_tokens(token_ids)
     codec.close()
 
 
@@ -146,7 +149,7 @@ class ThreadRecorder:
 async def test_encode_and_encode_chat_run_off_the_event_loops_thread(codec: TextCodec) -> None:
     recorder: Any = ThreadRecorder(codec.tokenizer)
     recorded = TextCodec(recorder, ChatTemplate(TEMPLATE, special_tokens={}))
-    await asyncio.gather(recorded.encode("a"), recorded.encode_chat([("user", "b")]))
+    await asyncio.gather(recorded.encode("a"), recorded.encode_chat([("user", "b")], rendered_unix_s=NOW_UNIX_S))
     recorded.close()
     assert len(recorder.threads) == 2
     assert threading.get_ident() not in recorder.threads
@@ -197,13 +200,13 @@ async def test_encode_chat_of_a_bad_conversation_raises_invalid_request_naming_t
     codec: TextCodec, messages: list[tuple[str, str]], field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        await codec.encode_chat(messages)
+        await codec.encode_chat(messages, rendered_unix_s=NOW_UNIX_S)
     assert raised.value.field == field
 
 
 async def test_encode_chat_when_the_template_refuses_tells_its_words(codec: TextCodec) -> None:
     with pytest.raises(InvalidRequest, match="roles must alternate, not user"):
-        await codec.encode_chat([("user", "x"), ("user", "y")])
+        await codec.encode_chat([("user", "x"), ("user", "y")], rendered_unix_s=NOW_UNIX_S)
 
 
 async def test_encode_of_a_lone_surrogate_raises_invalid_request(codec: TextCodec) -> None:
@@ -228,14 +231,27 @@ async def test_encode_of_a_lone_surrogate_raises_invalid_request(codec: TextCode
 )
 def test_render_when_the_template_fails_or_leaves_its_sandbox_raises_invalid_request(source: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        ChatTemplate(source, special_tokens={}).render([("user", "x")])
+        ChatTemplate(source, special_tokens={}).render([("user", "x")], rendered_unix_s=NOW_UNIX_S)
     assert raised.value.field == "chat.messages"
 
 
-def test_render_with_strftime_now_writes_todays_date() -> None:
-    rendered = ChatTemplate("{{ strftime_now('%Y') }}", special_tokens={}).render([("user", "x")])
-    assert rendered.isdigit()
-    assert int(rendered) >= 2024
+def test_render_writes_the_date_that_it_is_given_whatever_the_hosts_time_zone_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    template = ChatTemplate("{{ strftime_now('%d %b %Y %H:%M:%S.%f') }}", special_tokens={})
+    for zone in ("UTC", "Pacific/Kiritimati", "America/Los_Angeles"):
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        rendered = template.render([("user", "x")], rendered_unix_s=1_800_000_000)
+        assert rendered == "15 Jan 2027 08:00:00.000000", zone
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.parametrize("source", ["{{ lipsum() }}", "{{ messages | random }}"])
+def test_template_that_would_write_something_random_is_refused(source: str) -> None:
+    with pytest.raises((InvalidRequest, TemplateError)):
+        ChatTemplate(source, special_tokens={}).render([("user", "x")], rendered_unix_s=NOW_UNIX_S)
 
 
 def write_model(folder: Path, model_dir: Path, **config: Any) -> Path:
@@ -255,7 +271,9 @@ async def test_load_finds_template_and_special_tokens_in_the_tokenizer_config(
 ) -> None:
     codec = TextCodec.load(write_model(tmp_path, model_dir, chat_template=chat_template, eos_token=eos))
     assert codec.has_chat_template
-    assert (await codec.encode_chat([("user", "x")])).token_ids.tolist() == [codec.tokenizer.token_to_id("</s>")]
+    assert (await codec.encode_chat([("user", "x")], rendered_unix_s=NOW_UNIX_S)).token_ids.tolist() == [
+        codec.tokenizer.token_to_id("</s>")
+    ]
     codec.close()
 
 
@@ -264,7 +282,9 @@ async def test_load_prefers_the_template_file_and_reads_the_special_tokens_map(t
     (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}")
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": "<s>"}))
     codec = TextCodec.load(tmp_path)
-    assert (await codec.encode_chat([("user", "x")])).token_ids.tolist() == [codec.tokenizer.token_to_id("</s>")]
+    assert (await codec.encode_chat([("user", "x")], rendered_unix_s=NOW_UNIX_S)).token_ids.tolist() == [
+        codec.tokenizer.token_to_id("</s>")
+    ]
     codec.close()
 
 
@@ -272,7 +292,7 @@ async def test_encode_chat_without_a_template_raises_invalid_request(tmp_path: P
     codec = TextCodec.load(write_model(tmp_path, model_dir))
     assert not codec.has_chat_template
     with pytest.raises(InvalidRequest, match="no chat template") as raised:
-        await codec.encode_chat([("user", "x")])
+        await codec.encode_chat([("user", "x")], rendered_unix_s=NOW_UNIX_S)
     assert raised.value.field == "chat"
     codec.close()
 
