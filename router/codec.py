@@ -5,23 +5,29 @@ from typing import Protocol
 
 from common.parity import TextProbes
 from common.tokens import TokenArray
+from router.tenants import ANYBODY, Tenant
 from router.token_cache import Encoded
 
 
 class Codec(Protocol):
-    """Turns text into token ids. Encoding runs off the event loop."""
+    """Turns text into token ids. Encoding runs off the event loop, in an order that is fair between tenants."""
 
     @property
     def probes(self) -> TextProbes:
         """What it makes of the fixed texts: workers have to make the same of them."""
         ...
 
-    async def encode(self, text: str) -> TokenArray:
+    async def encode(self, text: str, *, tenant: Tenant = ANYBODY) -> TokenArray:
         """Return the ids of plain text."""
         ...
 
     async def encode_chat(
-        self, messages: Sequence[tuple[str, str]], *, rendered_unix_s: int, scope: bytes | None = None
+        self,
+        messages: Sequence[tuple[str, str]],
+        *,
+        rendered_unix_s: int,
+        tenant: Tenant = ANYBODY,
+        scope: bytes | None = None,
     ) -> Encoded:
         """Return the ids of a conversation of (role, content), rendered by the model's chat template.
 
@@ -36,6 +42,10 @@ class Codec(Protocol):
         """Return the text of each id by itself."""
         ...
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
+    async def pieces(self, token_ids: Sequence[int], *, tenant: Tenant = ANYBODY) -> tuple[str, ...]:
+        """Return what `decode_pieces` does, for very many ids."""
+        ...
+
+    async def decode(self, token_ids: Sequence[int], *, tenant: Tenant = ANYBODY) -> str:
         """Return the text of consecutive ids, special tokens included; ids that are no tokens have none."""
         ...

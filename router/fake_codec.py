@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from common.fake_template import LineTemplate
 from common.parity import byte_probes
 from common.tokens import TokenArray, as_tokens
+from router.tenants import ANYBODY, Tenant
 from router.token_cache import Encoded
 
 NUM_BYTES = 256
@@ -16,12 +17,17 @@ class ByteCodec:
 
     probes = byte_probes(_TEMPLATE)
 
-    async def encode(self, text: str) -> TokenArray:
+    async def encode(self, text: str, *, tenant: Tenant = ANYBODY) -> TokenArray:
         """Return the bytes of `text`."""
         return as_tokens(text.encode())
 
     async def encode_chat(
-        self, messages: Sequence[tuple[str, str]], *, rendered_unix_s: int, scope: bytes | None = None
+        self,
+        messages: Sequence[tuple[str, str]],
+        *,
+        rendered_unix_s: int,
+        tenant: Tenant = ANYBODY,
+        scope: bytes | None = None,
     ) -> Encoded:
         """Return the bytes of one `role: content` line per message, and of the line that the answer continues."""
         return Encoded(as_tokens(_TEMPLATE.render(messages, rendered_unix_s=rendered_unix_s).encode()))
@@ -32,6 +38,10 @@ class ByteCodec:
             bytes([token_id]).decode(errors="replace") if token_id < NUM_BYTES else "" for token_id in token_ids
         )
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
+    async def pieces(self, token_ids: Sequence[int], *, tenant: Tenant = ANYBODY) -> tuple[str, ...]:
+        """Return each byte as a character."""
+        return self.decode_pieces(token_ids)
+
+    async def decode(self, token_ids: Sequence[int], *, tenant: Tenant = ANYBODY) -> str:
         """Return the text of the bytes; ids beyond bytes have none."""
         return bytes(token_id for token_id in token_ids if token_id < NUM_BYTES).decode(errors="replace")

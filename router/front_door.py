@@ -106,6 +106,10 @@ class FrontDoor:
             if outbox.error is not None:
                 raise outbox.error
 
+    def tokenizing(self, tenant: Tenant) -> AbstractContextManager[None]:
+        """Let a call in that only tokenizes, for the block: it counts as a request of its tenant. Raises Overloaded."""
+        return self.parts.admission.inquiry(tenant)
+
     def _admit(self, request: pb.GenerateRequest, tenant: Tenant) -> Ticket:
         """Return a place in line. Raises Overloaded, which is demand as well, Unreachable while the door is closed."""
         if self._is_closed or self.is_leaving:
@@ -121,7 +125,8 @@ class FrontDoor:
         """Return the checked request; waits for the first worker to tell what the model is. Raises KvrelayError."""
         patience_s = _at_most(self.parts.config.queue_timeout_s, caller.time_left_s)
         model = await self.parts.fleet.wait_for_model(timeout_s=patience_s)
-        return await self.reader.read(request, request_id=request_id, model=model.salted(caller.tenant.cache_salt))
+        model = model.salted(caller.tenant.cache_salt)
+        return await self.reader.read(request, request_id=request_id, model=model, tenant=caller.tenant)
 
 
 def _at_most(limit_s: float, time_left_s: TimeLeft) -> float:

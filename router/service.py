@@ -58,15 +58,17 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: D102
         async with error_boundary(context, "Tokenize"):
-            self._identify(context)
-            match request.WhichOneof("input"):
-                case "text":
-                    tokens = await self._reader.encode_text(request.text, self._parts.fleet.model)
-                case "chat":
-                    tokens = (await self._reader.encode_chat(request.chat, self._parts.fleet.model)).token_ids
-                case _:
-                    raise InvalidRequest("one of text and chat must be set", field="input")
-            return pb.TokenizeResponse(token_ids=tokens, pieces=self._reader.pieces(tokens))
+            tenant, model, reader = self._identify(context), self._parts.fleet.model, self._reader
+            with self._door.tokenizing(tenant):
+                match request.WhichOneof("input"):
+                    case "text":
+                        tokens = await reader.encode_text(request.text, model, tenant=tenant)
+                    case "chat":
+                        tokens = (await reader.encode_chat(request.chat, model, tenant=tenant)).token_ids
+                    case _:
+                        raise InvalidRequest("one of text and chat must be set", field="input")
+                pieces = await reader.all_pieces(tokens, tenant=tenant)
+            return pb.TokenizeResponse(token_ids=tokens, pieces=pieces)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: D102
         model = self._parts.fleet.model

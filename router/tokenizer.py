@@ -1,15 +1,13 @@
 """The model's tokenizer and chat template, read from its folder. No torch, no transformers.
 
 Tokenizing 64 kB takes 11 ms, and the library's `encode` keeps the interpreter lock all that time; `encode_batch_fast`
-releases it. So that one is used, on threads of its own, and the event loop goes on meanwhile.
+releases it. So that one is used, on threads of its own, which tenants share fairly (fair_threads.py), and the event
+loop goes on meanwhile.
 """
 
-import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeVar
 
 import tokenizers
 
@@ -18,11 +16,15 @@ from common.errors import InvalidRequest
 from common.parity import TextProbes, text_probes
 from common.text_files import load_chat_template, load_tokenizer
 from common.tokens import TokenArray, as_tokens
+from router.fair_threads import FairThreads
+from router.tenants import ANYBODY, Tenant
 from router.token_cache import MIN_CACHED_TOKENS, Cuts, Encoded, KnownPrefix, TokenCache
 
 _NUM_THREADS = 2
+_CHARS_PER_MESSAGE = 128
+_CHARS_PER_TOKEN = 4
+"""What rendering a message, or turning a token into text, costs as much as."""
 DEFAULT_CACHE_MIB = 64
-_Result = TypeVar("_Result")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -42,7 +44,7 @@ class TextCodec:
         tokenizer.no_padding()
         self.tokenizer = tokenizer
         self._chat_template = chat_template
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
+        self._threads = FairThreads(_NUM_THREADS, name="tokenize")
         self._cuts = Cuts(tokenizer)
         self._cache = TokenCache(max_bytes=cache_mib << 20)
         self._pieces: dict[int, str] = {}
@@ -67,13 +69,19 @@ class TextCodec:
         """Whether conversations can be encoded."""
         return self._chat_template is not None
 
-    async def encode(self, text: str) -> TokenArray:
+    async def encode(self, text: str, *, tenant: Tenant = ANYBODY) -> TokenArray:
         """Return the ids of plain text, with the special tokens that the model expects. Raises InvalidRequest."""
         check_unicode(text, field="text")
-        return await self._off_loop(lambda: self._encode(text, add_special_tokens=True))
+        encode = partial(self._encode, text, add_special_tokens=True)
+        return await self._threads.run(encode, tenant=tenant, num_chars=len(text))
 
     async def encode_chat(
-        self, messages: Sequence[tuple[str, str]], *, rendered_unix_s: int, scope: bytes | None = None
+        self,
+        messages: Sequence[tuple[str, str]],
+        *,
+        rendered_unix_s: int,
+        tenant: Tenant = ANYBODY,
+        scope: bytes | None = None,
     ) -> Encoded:
         """Return the ids of a conversation of (role, content), up to where the assistant's answer begins.
 
@@ -88,23 +96,27 @@ class TextCodec:
         def encode() -> Encoded:
             return self._encode_on(template.render(messages, rendered_unix_s=rendered_unix_s), scope)
 
-        return await self._off_loop(encode)
+        num_chars = sum(len(content) + _CHARS_PER_MESSAGE for _role, content in messages)
+        return await self._threads.run(encode, tenant=tenant, num_chars=num_chars)
 
     def decode_pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
         """Return the text of each id by itself, its leading space included; part of a character shows as U+FFFD."""
         return tuple(self._piece(token_id) for token_id in token_ids)
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
+    async def pieces(self, token_ids: Sequence[int], *, tenant: Tenant = ANYBODY) -> tuple[str, ...]:
+        """Return what `decode_pieces` does, off the event loop."""
+        num_chars = _CHARS_PER_TOKEN * len(token_ids)
+        return await self._threads.run(partial(self.decode_pieces, token_ids), tenant=tenant, num_chars=num_chars)
+
+    async def decode(self, token_ids: Sequence[int], *, tenant: Tenant = ANYBODY) -> str:
         """Return the text of consecutive ids, special tokens included; ids that are no tokens have none."""
         ids = list(token_ids)
-        return await self._off_loop(lambda: self.tokenizer.decode(ids, skip_special_tokens=False))
+        decode = partial(self.tokenizer.decode, ids, skip_special_tokens=False)
+        return await self._threads.run(decode, tenant=tenant, num_chars=_CHARS_PER_TOKEN * len(ids))
 
     def close(self) -> None:
         """Stop the threads; nothing can be encoded any more."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _off_loop(self, work: Callable[[], _Result]) -> _Result:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        self._threads.close()
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> TokenArray:
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)

@@ -15,6 +15,7 @@ from kvrelay.v1 import inference_pb2, sampling_pb2
 from router.codec import Codec
 from router.facts import ModelFacts
 from router.record import Begun, Delivery, Job
+from router.tenants import Tenant
 from router.token_cache import Encoded
 
 CHAT_ROLES = ("system", "user", "assistant")
@@ -35,13 +36,15 @@ class RequestReader:
         self._unix_s = unix_s
         self._default_max_tokens = default_max_tokens
 
-    async def read(self, message: inference_pb2.GenerateRequest, *, request_id: RequestId, model: ModelFacts) -> Job:
+    async def read(
+        self, message: inference_pb2.GenerateRequest, *, request_id: RequestId, model: ModelFacts, tenant: Tenant
+    ) -> Job:
         """Return the job. Raises RequestError that names the field."""
         check_bounds(message)
         if message.model and message.model != model.name:
             raise UnknownModel(f"model {message.model[:80]!r} is not served; {model.name!r} is", field="model")
         rendered_unix_s = self._render_time(message) if message.HasField("chat") else 0
-        encoded = await self._prompt(message, model, rendered_unix_s)
+        encoded = await self._prompt(message, model, tenant, rendered_unix_s)
         prompt = encoded.token_ids
         if not prompt:
             raise InvalidRequest("the prompt is empty", field="prompt")
@@ -59,16 +62,17 @@ class RequestReader:
             begun=begun,
         )
 
-    async def encode_text(self, text: str, model: ModelFacts | None) -> TokenArray:
+    async def encode_text(self, text: str, model: ModelFacts | None, *, tenant: Tenant) -> TokenArray:
         """Tokenize plain text. Raises PromptTooLong for text that no context could hold."""
         _check_chars(len(text), model, field="text")
-        return await self._codec.encode(text)
+        return await self._codec.encode(text, tenant=tenant)
 
     async def encode_chat(
         self,
         chat: inference_pb2.ChatPrompt,
         model: ModelFacts | None,
         *,
+        tenant: Tenant,
         scope: bytes | None = None,
         rendered_unix_s: int | None = None,
     ) -> Encoded:
@@ -76,6 +80,7 @@ class RequestReader:
 
         Raises RequestError.
         """
+        check_bounds(chat, field="chat")
         if not chat.messages:
             raise InvalidRequest("the conversation has no message", field="chat.messages")
         for position, message in enumerate(chat.messages):
@@ -89,15 +94,19 @@ class RequestReader:
         _check_chars(num_chars, model, field="chat.messages")
         messages = [(message.role, message.content) for message in chat.messages]
         rendered_unix_s = int(self._unix_s()) if rendered_unix_s is None else rendered_unix_s
-        return await self._codec.encode_chat(messages, rendered_unix_s=rendered_unix_s, scope=scope)
+        return await self._codec.encode_chat(messages, rendered_unix_s=rendered_unix_s, tenant=tenant, scope=scope)
 
     def pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
         """Return the text of each token by itself."""
         return self._codec.decode_pieces(token_ids)
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
+    async def all_pieces(self, token_ids: Sequence[int], *, tenant: Tenant) -> tuple[str, ...]:
+        """Return the text of each of very many tokens by itself."""
+        return await self._codec.pieces(token_ids, tenant=tenant)
+
+    async def decode(self, token_ids: Sequence[int], *, tenant: Tenant) -> str:
         """Return the text of consecutive tokens."""
-        return await self._codec.decode(token_ids)
+        return await self._codec.decode(token_ids, tenant=tenant)
 
     def _render_time(self, message: inference_pb2.GenerateRequest) -> int:
         """Return the one time that a request's chat is rendered at, here and wherever it is resumed, in seconds.
@@ -119,13 +128,17 @@ class RequestReader:
             )
         return given_unix_s
 
-    async def _prompt(self, message: inference_pb2.GenerateRequest, model: ModelFacts, rendered_unix_s: int) -> Encoded:
+    async def _prompt(
+        self, message: inference_pb2.GenerateRequest, model: ModelFacts, tenant: Tenant, rendered_unix_s: int
+    ) -> Encoded:
         match message.WhichOneof("prompt"):
             case "text":
-                encoded = Encoded(await self.encode_text(message.text, model))
+                encoded = Encoded(await self.encode_text(message.text, model, tenant=tenant))
             case "chat":
                 scope = model.root  # tenants' roots differ
-                encoded = await self.encode_chat(message.chat, model, scope=scope, rendered_unix_s=rendered_unix_s)
+                encoded = await self.encode_chat(
+                    message.chat, model, tenant=tenant, scope=scope, rendered_unix_s=rendered_unix_s
+                )
             case "token_ids":
                 _check_prompt(len(message.token_ids.ids), model)
                 encoded = Encoded(

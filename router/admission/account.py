@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from common.errors import RefusalCause, Refused
-from router.admission.limits import Pace, TokenBucket, retry_after
+from router.admission.limits import UNKNOWN_RETRY_S, Pace, TokenBucket, retry_after
 from router.tenants import Tenant
 
 if TYPE_CHECKING:
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 GUESSED_OUTPUT_TOKENS = 256.0
 """Length of an answer as long as the tenant has had none."""
+MAX_INQUIRIES = 256
+"""Calls of one tenant that only tokenize, at once."""
 _OUTPUT_WEIGHT = 0.1
 
 
@@ -43,6 +45,8 @@ class Account:
     """Requests without a plan so far, by number, in order of arrival."""
     num_active: int = 0
     """Requests that have had a plan and have not ended."""
+    num_inquiries: int = 0
+    """Calls that only tokenize, and have not ended."""
     mean_output_tokens: float = GUESSED_OUTPUT_TOKENS
 
     @property
@@ -67,6 +71,17 @@ class Account:
             return Refused(
                 reason=reason, retry_after_s=self.pace.promise_s(now_s), cause=RefusalCause.TENANT_QUEUE_FULL
             )
+        return self._take_rate(now_s)
+
+    def take_inquiry(self, now_s: float) -> Refused | None:
+        """Count a call that only tokenizes, at the rate of requests; or say why not."""
+        if self.num_inquiries >= MAX_INQUIRIES:
+            reason = f"tenant {self.tenant.name}: {self.num_inquiries} calls tokenize; the limit is {MAX_INQUIRIES}"
+            return Refused(reason=reason, retry_after_s=UNKNOWN_RETRY_S, cause=RefusalCause.TENANT_QUEUE_FULL)
+        return self._take_rate(now_s)
+
+    def _take_rate(self, now_s: float) -> Refused | None:
+        name = self.tenant.name
         if self.requests is not None and (wait_s := self.requests.wait_s(1, now_s)):
             reason = f"tenant {name}: more than {self.tenant.requests_per_min:g} requests per minute"
             return Refused(reason=reason, retry_after_s=retry_after(wait_s), cause=RefusalCause.REQUEST_RATE)

@@ -18,6 +18,8 @@ has passed (chooser.py). A refusal is final when waiting cannot help (placement/
 import asyncio
 import math
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from common.clock import Clock
@@ -129,6 +131,23 @@ class Admission:
         self._num_unplanned -= 1
         account.give_back_request(now_s)
         ticket.displace(refused)
+
+    @contextmanager
+    def inquiry(self, tenant: Tenant) -> Iterator[None]:
+        """Count a call that needs the tokenizer and no worker, outside of the line; it ends with the block.
+
+        Raises Overloaded when the tenant has too many of them at once, or its rate is used up.
+        """
+        now_s = self._clock.monotonic()
+        account = self._account(tenant, now_s)
+        if (refused := account.take_inquiry(now_s)) is not None:
+            self._count(tenant.name, refused)
+            raise Overloaded(refused.reason, retry_after_s=refused.retry_after_s)
+        account.num_inquiries += 1
+        try:
+            yield
+        finally:
+            account.num_inquiries -= 1
 
     def take_tokens(self, ticket: Ticket, expected: Service) -> Refused | None:
         """Count a request's tokens against its tenant's rate, once its size is known; or return why not."""

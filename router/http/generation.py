@@ -19,6 +19,7 @@ from router.http.report import RequestFacts
 from router.http.schema import ChatBody, CompletionBody, parse_body
 from router.http.styles import Style, TokenTexts
 from router.record import Job
+from router.tenants import Tenant
 
 BODY_TIMEOUT_S = 60.0
 """Longest wait for the rest of a body that has begun."""
@@ -106,7 +107,8 @@ class Generation:
         request, merging = call.requests[position], self._door.merging
         async with self._door.serving(request, caller) as served:
             facts = answer.facts[position] = RequestFacts(served.job.request_id)
-            answer.open(position, served.job, await self._echo(request, served.job) if call.wants_echo else None)
+            echo = await self._echo(request, served.job, caller.tenant) if call.wants_echo else None
+            answer.open(position, served.job, echo)
             while (message := await served.outbox.get()) is not None:
                 if message.HasField("tokens"):
                     await answer.take(position, message.tokens)
@@ -116,8 +118,8 @@ class Generation:
                 elif message.HasField("completed"):
                     facts.completed = message.completed
 
-    async def _echo(self, request: pb.GenerateRequest, job: Job) -> str:
+    async def _echo(self, request: pb.GenerateRequest, job: Job, tenant: Tenant) -> str:
         """Return the prompt as text."""
         if request.HasField("text"):
             return request.text
-        return await self._door.reader.decode(job.prompt_token_ids)
+        return await self._door.reader.decode(job.prompt_token_ids, tenant=tenant)

@@ -39,35 +39,39 @@ class Inquiries:
 
     async def tokenize(self, exchange: Exchange) -> None:
         """`POST /tokenize`: text, or a conversation as the chat template renders it."""
-        self._door.identify(exchange.metadata)
+        tenant = self._door.identify(exchange.metadata)
         body = parse_body(TokenizeBody, await exchange.body(timeout_s=BODY_TIMEOUT_S))
         model = self._served(body.model)
         reader = self._door.reader
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("one of prompt and messages must be set", field="prompt")
-        if body.prompt is not None:
-            token_ids = await reader.encode_text(body.prompt, model)
-        else:
-            chat = pb.ChatPrompt(messages=read_messages(body.messages))
-            token_ids = (await reader.encode_chat(chat, model)).token_ids
+        with self._door.tokenizing(tenant):
+            if body.prompt is not None:
+                token_ids = await reader.encode_text(body.prompt, model, tenant=tenant)
+            else:
+                chat = pb.ChatPrompt(messages=read_messages(body.messages))
+                token_ids = (await reader.encode_chat(chat, model, tenant=tenant)).token_ids
+            pieces = await reader.all_pieces(token_ids, tenant=tenant) if body.return_token_strs else ()
         answer: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": model.max_model_len,
             "tokens": token_ids.tolist(),
         }
         if body.return_token_strs:
-            answer["token_strs"] = reader.pieces(token_ids)
+            answer["token_strs"] = pieces
         exchange.finish_json(answer)
 
     async def detokenize(self, exchange: Exchange) -> None:
         """`POST /detokenize`."""
-        self._door.identify(exchange.metadata)
+        tenant = self._door.identify(exchange.metadata)
         body = parse_body(DetokenizeBody, await exchange.body(timeout_s=BODY_TIMEOUT_S))
         model = self._served(body.model)
         ids = read_token_ids(body.tokens, "tokens")
         if ids and max(ids) >= model.vocab_size:
             raise InvalidRequest(f"token {max(ids)} is not in the vocabulary of {model.vocab_size}", field="tokens")
-        exchange.finish_json({"prompt": await self._door.reader.decode(ids)})
+        with self._door.tokenizing(tenant):
+            text = await self._door.reader.decode(ids, tenant=tenant)
+        exchange.finish_json({"prompt": text})
 
     async def metrics(self, exchange: Exchange) -> None:
         """`GET /metrics`: only where everybody is one tenant, since labels name tenants. Raises HttpError."""

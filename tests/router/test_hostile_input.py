@@ -47,8 +47,8 @@ def with_ids(*ids: int) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=ids))
 
 
-def with_chat(*roles: str) -> inference_pb2.GenerateRequest:
-    messages = [inference_pb2.ChatMessage(role=role, content="x") for role in roles]
+def with_chat(*roles: str, content: str = "x") -> inference_pb2.GenerateRequest:
+    messages = [inference_pb2.ChatMessage(role=role, content=content) for role in roles]
     return inference_pb2.GenerateRequest(chat=inference_pb2.ChatPrompt(messages=messages))
 
 
@@ -66,6 +66,7 @@ def with_chat(*roles: str) -> inference_pb2.GenerateRequest:
         (with_ids(*[1] * 200), PromptTooLong, "prompt"),
         (with_chat(), InvalidRequest, "chat.messages"),
         (with_chat("user", "tool"), InvalidRequest, "chat.messages[1].role"),
+        (with_chat(*["user"] * 200, content="x" * 64), PromptTooLong, "chat.messages"),
         (with_chat(*["user"] * 7000), InvalidRequest, "chat.messages"),
         (with_sampling(temperature=-1), InvalidRequest, "sampling.temperature"),
         (with_sampling(temperature=math.nan), InvalidRequest, "sampling.temperature"),

@@ -3,7 +3,7 @@
 import pytest
 
 from common.errors import RefusalCause
-from router.admission.account import GUESSED_OUTPUT_TOKENS, Service, open_account
+from router.admission.account import GUESSED_OUTPUT_TOKENS, MAX_INQUIRIES, Service, open_account
 from router.admission.limits import MAX_RETRY_S, UNKNOWN_RETRY_S, Pace, TokenBucket
 from router.admission.terms import NO_TERMS
 from router.admission.ticket import Ticket
@@ -91,6 +91,19 @@ def test_account_refuses_by_queue_then_request_rate_then_token_rate_and_says_whe
     assert (full.cause, rated.cause) == (RefusalCause.TENANT_QUEUE_FULL, RefusalCause.REQUEST_RATE)
     assert rated.retry_after_s == pytest.approx(30.0)
     assert "tenant t: more than 2 requests per minute" in rated.reason
+
+
+def test_calls_that_only_tokenize_count_at_the_request_rate_and_are_bounded_at_once() -> None:
+    account = open_account(Tenant(name="t", max_queued=1, requests_per_min=2), now_s=0.0)
+    assert account.take_inquiry(0.0) is None
+    assert account.take_request(0.0) is None
+    rated = account.take_inquiry(0.0)
+    account.num_inquiries = MAX_INQUIRIES
+    full = account.take_inquiry(60.0)
+    assert rated is not None
+    assert full is not None
+    assert (rated.cause, full.cause) == (RefusalCause.REQUEST_RATE, RefusalCause.TENANT_QUEUE_FULL)
+    assert "tenant t: 256 calls tokenize; the limit is 256" in full.reason
 
 
 def test_account_in_debt_refuses_before_the_size_is_known() -> None:

@@ -13,6 +13,7 @@ from kvrelay.v1 import inference_pb2
 from router.facts import ModelFacts
 from router.fake_codec import ByteCodec
 from router.record import Job
+from router.tenants import ANYBODY, Tenant
 from router.token_cache import Encoded
 from router.validation import MAX_RENDER_AGE_S, RequestReader
 from tests.router.fakes import DECODE, FINGERPRINT, ROOT, FakeWorker, config_with, running_cluster
@@ -34,7 +35,12 @@ class DatedCodec(ByteCodec):
     """Its template writes the time."""
 
     async def encode_chat(
-        self, messages: Sequence[tuple[str, str]], *, rendered_unix_s: int, scope: bytes | None = None
+        self,
+        messages: Sequence[tuple[str, str]],
+        *,
+        rendered_unix_s: int,
+        tenant: Tenant = ANYBODY,
+        scope: bytes | None = None,
     ) -> Encoded:
         return Encoded(as_tokens(f"{rendered_unix_s} {messages}".encode()))
 
@@ -54,7 +60,7 @@ def begun(*token_ids: int) -> list[inference_pb2.ResumedSample]:
 
 async def read(request: inference_pb2.GenerateRequest, *, at_unix_s: float) -> Job:
     reader = RequestReader(DatedCodec(), default_max_tokens=8, unix_s=lambda: at_unix_s)
-    return await reader.read(request, request_id=RequestId("r"), model=MODEL)
+    return await reader.read(request, request_id=RequestId("r"), model=MODEL, tenant=ANYBODY)
 
 
 async def test_resumed_chat_is_rendered_as_of_the_time_it_began() -> None:

@@ -20,6 +20,7 @@ from tests.router.fakes import (
     running_cluster,
     timing_of,
 )
+from tests.router.http.clients import fetch
 
 KEYS = {name: f"key-of-tenant-{name}-0001" for name in "ab"}
 
@@ -74,6 +75,26 @@ async def test_tenants_that_share_their_cache_have_equal_blocks() -> None:
             async with AsyncClient(cluster.router.address, api_key=KEYS[name]) as client:
                 await ask(client)
     assert prefill.requests[0].sequence.block_hashes == prefill.requests[1].sequence.block_hashes
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/tokenize", b'{"prompt": "hi", "return_token_strs": true}'), ("/detokenize", b'{"tokens": [104, 105]}')],
+)
+async def test_tokenizing_counts_at_the_request_rate_by_either_door(path: str, body: bytes) -> None:
+    config = serving(a={"requests_per_min": 2}, http_port=0)
+    async with running_cluster(*pair(), config=config) as cluster:
+        async with AsyncClient(cluster.router.address, api_key=KEYS["a"]) as client:
+            assert (await client.tokenize("hi")).token_ids == (104, 105)
+            port, key = cluster.router.http_port, f"Bearer {KEYS['a']}"
+            assert (await fetch(port, "POST", path, body, authorization=key))[0] == 200
+            status, headers, _body = await fetch(port, "POST", path, body, authorization=key)
+            assert (status, headers["retry-after"]) == (429, "30")
+            with pytest.raises(Overloaded, match="tenant a: more than 2 requests per minute"):
+                await client.tokenize("hi")
+        async with AsyncClient(cluster.router.address, api_key=KEYS["b"]) as client:
+            assert await client.tokenize("hi")
+        assert [account.num_inquiries for account in cluster.router.door.parts.admission.accounts] == [0, 0]
 
 
 async def test_request_rate_of_one_tenant_refuses_it_with_the_time_to_come_back_and_nobody_else() -> None:
