@@ -6,8 +6,10 @@ planned, as columns that go to the device in one copy.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from common.sampling import SamplingParams
@@ -61,12 +63,9 @@ class SamplingRow:
         return self.token_index < self.params.min_tokens
 
 
-def forbidden_token_ids(row: SamplingRow, eos_token_ids: Collection[int]) -> Collection[int]:
-    """Return the tokens that `min_tokens` keeps from being chosen: those that would end the sample."""
-    if not row.must_go_on:
-        return ()
-    ends = row.params.stop_token_ids
-    return ends if row.params.ignore_eos else ends.union(eos_token_ids)
+def end_token_ids(params: SamplingParams, eos_token_ids: Collection[int]) -> frozenset[int]:
+    """Return the tokens that would end a sample: `min_tokens` keeps them from being chosen."""
+    return params.stop_token_ids if params.ignore_eos else params.stop_token_ids.union(eos_token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +87,20 @@ class LogitEdits:
     @classmethod
     def plan(cls, rows: Sequence[SamplingRow], eos_token_ids: Collection[int], columns: Columns) -> "LogitEdits | None":
         """Add the columns that `apply` needs; None when there is nothing to edit."""
-        bias = [(i, token, value) for i, row in enumerate(rows) for token, value in row.params.logit_bias]
-        forbidden = [(i, token) for i, row in enumerate(rows) for token in forbidden_token_ids(row, eos_token_ids)]
-        if not bias and not forbidden:
+        # The samples of a request share its parameters, which are packed once for all of them.
+        biases = {id(row.params): row.params for row in rows if row.params.logit_bias}
+        ends = {id(row.params): row.params for row in rows if row.must_go_on}
+        if not biases and not ends:
             return None
+        bias_of = {key: np.array(params.logit_bias, dtype=np.float64) for key, params in biases.items()}
+        ends_of = {key: np.array([*end_token_ids(params, eos_token_ids)]) for key, params in ends.items()}
+        biased = [i for i, row in enumerate(rows) if row.params.logit_bias]
+        going_on = [i for i, row in enumerate(rows) if row.must_go_on]
+        values = [bias_of[id(rows[i].params)] for i in biased]
         return cls(
-            biased=_plan_cells([cell[:2] for cell in bias], columns),
-            biases=columns.floats([value for _, _, value in bias]) if bias else None,
-            forbidden=_plan_cells(forbidden, columns),
+            biased=_plan_cells(biased, [value[:, 0] for value in values], columns),
+            biases=columns.floats(np.concatenate([value[:, 1] for value in values])) if values else None,
+            forbidden=_plan_cells(going_on, [ends_of[id(rows[i].params)] for i in going_on], columns),
         )
 
     def apply(self, logits: torch.Tensor, words: torch.Tensor) -> None:
@@ -108,11 +113,13 @@ class LogitEdits:
             logits.index_put_(cells, torch.full((), -torch.inf, device=logits.device))
 
 
-def _plan_cells(cells: Sequence[tuple[int, int]], columns: Columns) -> Cells | None:
-    if not cells:
+def _plan_cells(rows: Sequence[int], token_ids: Sequence[npt.NDArray[Any]], columns: Columns) -> Cells | None:
+    """Add the columns of some tokens in each of some rows."""
+    if not any(map(len, token_ids)):
         return None
     return Cells(
-        rows=columns.ints([row for row, _ in cells]), token_ids=columns.ints([token_id for _, token_id in cells])
+        rows=columns.ints(np.repeat(rows, [len(ids) for ids in token_ids])),
+        token_ids=columns.ints(np.concatenate(token_ids).astype(np.int64)),
     )
 
 

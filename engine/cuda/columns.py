@@ -44,7 +44,7 @@ class Columns:
         """Add an int64 column [len(values)]."""
         return self.add(np.asarray(values, dtype=np.int64))
 
-    def floats(self, values: Seq[float]) -> Column:
+    def floats(self, values: Seq[float] | npt.NDArray[np.float64]) -> Column:
         """Add a float64 column [len(values)]."""
         return self.add(np.asarray(values, dtype=np.float64))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from common.tokens import as_tokens
 from engine.cuda.columns import Columns
 from engine.cuda.device import HostDevice
 from engine.draw import waiting_times
-from engine.logits import OutputTokens
+from engine.logits import LogitEdits, OutputTokens
 from engine.sampler import Nucleus, Sampler, SamplingRow, position_logprobs
 from engine.sequence import EngineRequest
 from engine.sequence import Sequence as EngineSequence
@@ -217,6 +218,39 @@ def test_min_tokens_forbids_stop_tokens_even_when_eos_is_ignored(token_index: in
         temperature=0.0,
     )
     assert sample_ids(logits, [row]) == [expected]
+
+
+class CountingTuple(tuple[tuple[int, float], ...]):
+    """Counts who goes through it."""
+
+    num_passes = 0
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        type(self).num_passes += 1
+        return super().__iter__()
+
+
+def test_samples_of_one_request_share_the_work_that_its_logit_bias_and_stop_tokens_are() -> None:
+    CountingTuple.num_passes = 0
+    rng = np.random.default_rng(0)
+    bias = CountingTuple((token, float(value)) for token, value in enumerate(rng.normal(size=40)))
+    stops = frozenset(range(0, 40, 7))
+    shared = make_row(logit_bias=bias, stop_token_ids=stops, min_tokens=3)
+    others = [make_row(), make_row(logit_bias=((1, 2.5),)), make_row(stop_token_ids=stops, min_tokens=3)]
+    rows = [shared, others[0], *[dataclasses.replace(shared, sample_index=i) for i in range(1, 9)], *others[1:]]
+    columns = Columns()
+    edits = LogitEdits.plan(rows, EOS, columns)
+    assert CountingTuple.num_passes <= 1
+    assert edits is not None
+    logits = torch.zeros(len(rows), 50)
+    edits.apply(logits, columns.upload(logits.device))
+    for row, shaped in zip(rows, logits.tolist(), strict=True):
+        expected = np.zeros(50, dtype=np.float32)
+        for token, value in tuple.__iter__(row.params.logit_bias):
+            expected[token] += np.float32(value)
+        if row.params.min_tokens:
+            expected[[*stops, *EOS]] = -np.inf
+        assert shaped == expected.tolist()
 
 
 def test_penalties_count_output_tokens_and_only_repetition_sees_the_prompt() -> None:
