@@ -34,10 +34,12 @@ class HttpError(KvrelayError):
         self.kind = kind
 
 
+BROKEN_HTTP = ErrorKind(400, "invalid_request_error", "broken_http")
 NOT_FOUND = ErrorKind(404, "invalid_request_error", "unknown_url")
 METHOD_NOT_ALLOWED = ErrorKind(405, "invalid_request_error", "method_not_allowed")
 REQUEST_TIMEOUT = ErrorKind(408, "invalid_request_error", "request_timeout")
 TOO_LARGE = ErrorKind(413, "invalid_request_error", "request_too_large")
+HEAD_TOO_LARGE = ErrorKind(431, "invalid_request_error", "head_too_large")
 STOPPING = ErrorKind(503, "server_error", "stopping")
 
 _BAD_REQUEST = ErrorKind(400, "invalid_request_error")

@@ -1,49 +1,127 @@
-"""uvicorn's HTTP protocol, with two holes closed.
+"""One connection: uvicorn's HTTP protocol, with bounds on what a client can have it keep, whoever it is.
 
 - httptools collects the head of a request for as long as it comes: here it has a bound.
-- A lost connection is told to the last request that came on it. A client that sends its next request before it has
-  read the answer would take the running one's news away: here every request of the connection is told.
+- Requests that come before earlier ones are answered wait in line (pipelining, which no client of ours uses). uvicorn
+  takes as many as come. Here at most `MAX_PIPELINED` wait; what comes behind them is not read, and the connection ends
+  with their last answer, so that the client sends the rest again.
+- uvicorn tells the last request of a connection that its client has left, and hears nothing of it while others wait.
+  Here the request that runs is told; those behind it have not begun.
+- What is no HTTP is answered in the form of all errors, and never in the middle of an earlier request's answer.
 """
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+import httptools
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from router.http.errors import BROKEN_HTTP, HEAD_TOO_LARGE, HttpError, error_body, kind_of
 
 MAX_HEAD_BYTES = 64 << 10
+MAX_PIPELINED = 16
+_BODY_HEADERS = (b"content-length", b"transfer-encoding")
 
 
-class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection."""
+_BROKEN = HttpError("this is not HTTP/1.1", BROKEN_HTTP)
+_UPGRADE = HttpError(
+    "a body behind an `upgrade` header cannot be read; send the request as plain HTTP/1.1 (in Java: "
+    "HttpClient.Version.HTTP_1_1)",
+    BROKEN_HTTP,
+)
+
+
+class _StopParsing(Exception):
+    """What comes next is not read."""
+
+
+def _is_answered(last: RequestResponseCycle) -> bool:
+    """Whether an answer to what could not be read would break into an earlier one, or be a second one."""
+    if last.more_body:
+        return last.response_started
+    return not last.response_complete
+
+
+class DoorProtocol(HttpToolsProtocol):
+    """One connection. Event loop only."""
 
     _num_head_bytes: int | None = None
     """Of a request whose head has begun and not ended."""
-    _earlier: tuple[RequestResponseCycle, ...] = ()
-    """Requests before the last one that are not answered."""
+    _running: RequestResponseCycle | None = None
+    """The request that was begun last; those that wait behind it are in `pipeline`."""
+    _error = _BROKEN
+    """What a client is told whose bytes the parser does not take."""
+    _is_deaf = False
+    """Whatever else comes is dropped: the connection ends with the last answer."""
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came; drop a client whose request line and headers do not end."""
+        """Parse what came."""
+        if self._is_deaf:
+            return
         if self._num_head_bytes is not None:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > MAX_HEAD_BYTES:
-                self.transport.close()
+                self._stop_reading(HttpError(f"the head is larger than {MAX_HEAD_BYTES} bytes", HEAD_TOO_LARGE))
                 return
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        rest = memoryview(data)
+        while rest:
+            try:
+                self.parser.feed_data(rest)
+            except httptools.HttpParserUpgrade as upgrade:  # an offer, which is not taken up
+                rest = rest[upgrade.args[0] :]
+                continue
+            except httptools.HttpParserError:
+                self._stop_reading(self._error)
+            return
 
     def on_message_begin(self) -> None:
         """Begin a request."""
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise _StopParsing
         self._num_head_bytes = 0
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """End the head of a request."""
         self._num_head_bytes = None
-        before: RequestResponseCycle | None = self.cycle
-        if before is not None:
-            self._earlier = tuple(each for each in (*self._earlier, before) if not each.response_complete)
+        if self.parser.should_upgrade() and any(name in _BODY_HEADERS for name, _ in self.headers):
+            self._error = _UPGRADE  # the parser takes the body for the other protocol
+            raise _StopParsing
         super().on_headers_complete()
+        if self.pipeline:
+            self.flow.resume_reading()  # or nobody would notice that the client leaves
+
+    def on_message_complete(self) -> None:
+        """End a request."""
+        super().on_message_complete()
+        self.cycle.more_body = False  # also of one that was answered before it ended
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell every request that its client has left."""
-        for cycle in self._earlier:
-            cycle.disconnected = True
-            cycle.message_event.set()
-        self._earlier = ()
+        """Tell the running request that its client has left; those behind it never begin."""
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _stop_reading(self, error: HttpError) -> None:
+        """Hear no more: end the connection behind the last request that came whole, or at once with an error."""
+        self._is_deaf = True
+        last, running = self.cycle, self._running
+        if self.pipeline and last.more_body:  # what broke is the body of one that waits
+            self.pipeline.popleft()
+            last = self.pipeline[0][0] if self.pipeline else running
+        if running is None or not _is_answered(last):
+            self._refuse(error)
+        elif last.response_complete:
+            self.transport.close()
+        else:
+            last.keep_alive = False
+
+    def _refuse(self, error: HttpError) -> None:
+        body = error_body(error)
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[kind_of(error).status] + head + body)
+        self.transport.close()

@@ -9,7 +9,7 @@ import uvicorn
 
 from router.front_door import FrontDoor
 from router.http.app import HttpApp
-from router.http.protocol import BoundedHttpProtocol
+from router.http.protocol import DoorProtocol
 
 _KEEP_ALIVE_S = 75
 """Idle connections of clients are kept as long as their pools keep them, or longer."""
@@ -69,7 +69,7 @@ async def start_http_server(door: FrontDoor, *, host: str, port: int) -> HttpSer
     app = HttpApp(door)
     config = uvicorn.Config(
         app.asgi,
-        http=BoundedHttpProtocol,
+        http=DoorProtocol,
         ws="none",
         loop="none",
         lifespan="off",
