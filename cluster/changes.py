@@ -71,6 +71,7 @@ NEEDS: Mapping[str, Need] = {
     "router.host": Need.RESTART,
     "router.port": Need.RESTART,
     "router.http_port": Need.RESTART,
+    "router.max_http_connections": Need.ROUTERS,
     "router.metrics_port": Need.RESTART,
     "router.policy": Need.ROUTERS,
     "router.local_prefill_max_tokens": Need.ROUTERS,

@@ -131,6 +131,8 @@ class RouterConfig(_Section):
     port: Port = 50051
     http_port: Port | None = 0
     """Port of the OpenAI-compatible HTTP door; 0 picks a free one, null turns it off."""
+    max_http_connections: Annotated[int, Field(ge=16)] | None = None
+    """Connections of the HTTP door; null: as many as open files allow. Beyond it those go that are silent longest."""
     metrics_port: Port | None = 0
     """Prometheus port; 0 picks a free one, null turns it off."""
     policy: Literal[

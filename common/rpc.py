@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from common.errors import EngineFault, KvrelayError, to_status
 from common.malformed import MalformedRequestInterceptor
+from common.open_files import claim_open_files, connections_per_door
 from common.ports import is_port_free, listen_on_first
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,11 @@ async def start_server(
     options = [
         *_KEEPALIVE,
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        # A client that says nothing is closed; with more of them than fit, new ones are.
+        ("grpc.server_handshake_timeout_ms", 10_000),
+        ("grpc.max_connection_idle_ms", 300_000),
+        ("grpc.max_concurrent_streams", 4096),
+        ("grpc.max_allowed_incoming_connections", connections_per_door(claim_open_files())),
         ("grpc.max_receive_message_length", max_message_mib * _MIB),
         ("grpc.max_send_message_length", 64 * _MIB),
         ("grpc.so_reuseport", 0),

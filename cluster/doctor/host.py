@@ -52,7 +52,7 @@ def this_host() -> HostFacts:
     return HostFacts(
         available_bytes=psutil.virtual_memory().available,
         free_disk=_free_disk,
-        max_open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        max_open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # every process raises its own to this
         shared_memory_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
         num_gpus=_count_gpus(),
         compiler=os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None),
@@ -162,7 +162,7 @@ def _limits(config: ServingConfig, host: HostFacts) -> Iterator[Finding]:
         yield warning(
             "open files",
             f"at most {host.max_open_files} in one process",
-            f"each client holds one open: raise it, `ulimit -n {_MIN_OPEN_FILES}` or LimitNOFILE= in the unit",
+            f"each client holds one open: raise the hard limit, `ulimit -Hn {_MIN_OPEN_FILES}` or LimitNOFILE= in the unit",
         )
     else:
         yield ok("open files", f"at most {host.max_open_files} in one process")

@@ -5,6 +5,7 @@
 2. A handler only says how the response ends. The response ends when everything that the request held is free.
 3. An exception becomes one terminal answer: a status with a JSON body, or an event in a stream that has begun.
 4. While the router stops, new calls are refused, and what is left after the grace is told so.
+5. Requests never take all connections (connections.py): inquiries, health among them, are always answered.
 """
 
 import asyncio
@@ -21,8 +22,10 @@ from common.errors import EngineFault, KvrelayError
 from common.rpc import to_report
 from common.structured import TaskCensus
 from router.front_door import FrontDoor
+from router.http.connections import Connections
 from router.http.errors import (
     CLIENT_CLOSED_REQUEST,
+    FULL,
     METHOD_NOT_ALLOWED,
     NOT_FOUND,
     STOPPING,
@@ -39,18 +42,27 @@ Handler = Callable[[Exchange], Coroutine[Any, Any, None]]
 
 _LAST_WORDS_TIMEOUT_S = 1.0
 """For what a client that reads nothing is told at the end."""
+_FULL_RETRY_S = 1.0
 _MIB = 1 << 20
 
 
 class HttpApp:
     """All endpoints. Event loop only."""
 
-    def __init__(self, door: FrontDoor) -> None:
+    def __init__(self, door: FrontDoor, connections: Connections) -> None:
+        metrics = door.parts.metrics
+        metrics.watch("kvrelay_http_connections", "Open connections", lambda: connections.num_open)
+        metrics.watch(
+            "kvrelay_http_connections_dropped",
+            "Silent connections closed for new ones",
+            lambda: connections.num_dropped,
+        )
+        self._max_requests = connections.most_requests
         self.responses = Counter(
             "kvrelay_http_responses",
             "HTTP requests ended; status 499: the client left",
             ["path", "status"],
-            registry=door.parts.metrics.registry,
+            registry=metrics.registry,
         )
         self._census = TaskCensus()
         self._running: dict[Exchange, asyncio.Task[None]] = {}
@@ -135,6 +147,8 @@ class HttpApp:
             error = HttpError(f"{exchange.method[:20]}: here it is {', '.join(handlers)}", METHOD_NOT_ALLOWED)
         elif self._is_stopping and method == "POST":
             error = _stopping()
+        elif len(self._running) >= self._max_requests and method == "POST":
+            error = HttpError("as many requests run as there are connections for", FULL, retry_after_s=_FULL_RETRY_S)
         else:
             return handlers[method]
         return _refusing(error)

@@ -29,8 +29,8 @@ class ErrorKind:
 class HttpError(KvrelayError):
     """A fault of the HTTP request itself, which gRPC does not know."""
 
-    def __init__(self, message: str, kind: ErrorKind, *, field: str = "") -> None:
-        super().__init__(message, field=field)
+    def __init__(self, message: str, kind: ErrorKind, *, field: str = "", retry_after_s: float | None = None) -> None:
+        super().__init__(message, field=field, retry_after_s=retry_after_s)
         self.kind = kind
 
 
@@ -40,7 +40,11 @@ METHOD_NOT_ALLOWED = ErrorKind(405, "invalid_request_error", "method_not_allowed
 REQUEST_TIMEOUT = ErrorKind(408, "invalid_request_error", "request_timeout")
 TOO_LARGE = ErrorKind(413, "invalid_request_error", "request_too_large")
 HEAD_TOO_LARGE = ErrorKind(431, "invalid_request_error", "head_too_large")
+FULL = ErrorKind(503, "server_error", "too_many_requests_running")
 STOPPING = ErrorKind(503, "server_error", "stopping")
+
+_LAST = (REQUEST_TIMEOUT, TOO_LARGE, FULL)
+"""The connection ends with them: what else comes on it would be the rest of a body, or takes room."""
 
 _BAD_REQUEST = ErrorKind(400, "invalid_request_error")
 _UNAVAILABLE = ErrorKind(503, "server_error", "unavailable")
@@ -92,6 +96,8 @@ def error_headers(error: KvrelayError) -> Headers:
         # The official client reads the exact one first; the other one is whole seconds.
         headers.append((b"retry-after-ms", b"%d" % max(1, math.ceil(error.retry_after_s * 1000))))
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
+    if kind_of(error) in _LAST:
+        headers.append((b"connection", b"close"))
     if isinstance(error, errors.Unauthenticated):
         headers.append((b"www-authenticate", b"Bearer"))
     return headers

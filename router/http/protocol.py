@@ -6,13 +6,20 @@
   with their last answer, so that the client sends the rest again.
 - uvicorn tells the last request of a connection that its client has left, and hears nothing of it while others wait.
   Here the request that runs is told; those behind it have not begun.
+- A client that is silent, or sends a head byte by byte, holds its connection for as long as `Patience` says: only a
+  request that came whole ends the wait, not any byte. The body's time is measured where it is read (exchange.py).
 - What is no HTTP is answered in the form of all errors, and never in the middle of an earlier request's answer.
 """
 
+import asyncio
+
 import httptools
+import uvicorn
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
+from router.http.connections import Connections, Patience
 from router.http.errors import BROKEN_HTTP, HEAD_TOO_LARGE, HttpError, error_body, kind_of
 
 MAX_HEAD_BYTES = 64 << 10
@@ -42,6 +49,8 @@ def _is_answered(last: RequestResponseCycle) -> bool:
 class DoorProtocol(HttpToolsProtocol):
     """One connection. Event loop only."""
 
+    handshake: "asyncio.Task[None] | None" = None
+    """What makes the connection, for `drop` before it is made."""
     _num_head_bytes: int | None = None
     """Of a request whose head has begun and not ended."""
     _running: RequestResponseCycle | None = None
@@ -50,6 +59,25 @@ class DoorProtocol(HttpToolsProtocol):
     """What a client is told whose bytes the parser does not take."""
     _is_deaf = False
     """Whatever else comes is dropped: the connection ends with the last answer."""
+
+    def __init__(
+        self, config: uvicorn.Config, state: ServerState, *, connections: Connections, patience: Patience
+    ) -> None:
+        super().__init__(config, state, app_state={}, _loop=asyncio.get_running_loop())
+        self._connections = connections
+        self._patience = patience
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for the first request."""
+        super().connection_made(transport)
+        self._expect_within(self._patience.head_s)
+
+    def drop(self) -> None:
+        """Break the connection at once."""
+        if self.transport is not None:
+            self.transport.abort()
+        elif self.handshake is not None:
+            self.loop.call_soon(self.handshake.cancel)  # behind its first step, which takes over the socket
 
     def data_received(self, data: bytes) -> None:
         """Parse what came."""
@@ -60,7 +88,6 @@ class DoorProtocol(HttpToolsProtocol):
             if self._num_head_bytes > MAX_HEAD_BYTES:
                 self._stop_reading(HttpError(f"the head is larger than {MAX_HEAD_BYTES} bytes", HEAD_TOO_LARGE))
                 return
-        self._unset_keepalive_if_required()
         rest = memoryview(data)
         while rest:
             try:
@@ -77,6 +104,8 @@ class DoorProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             raise _StopParsing
         self._num_head_bytes = 0
+        if self.cycle is not None and not self._is_working:
+            self._expect_within(self._patience.head_s)
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -85,6 +114,7 @@ class DoorProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade() and any(name in _BODY_HEADERS for name, _ in self.headers):
             self._error = _UPGRADE  # the parser takes the body for the other protocol
             raise _StopParsing
+        self._unset_keepalive_if_required()
         super().on_headers_complete()
         if self.pipeline:
             self.flow.resume_reading()  # or nobody would notice that the client leaves
@@ -93,6 +123,17 @@ class DoorProtocol(HttpToolsProtocol):
         """End a request."""
         super().on_message_complete()
         self.cycle.more_body = False  # also of one that was answered before it ended
+        if self.cycle.response_complete:
+            self._expect_within(self._patience.idle_s)
+        self._note_turn()
+
+    def on_response_complete(self) -> None:
+        """Begin the next request that waits, or wait for the next one."""
+        super().on_response_complete()
+        is_amid_request = self._num_head_bytes is not None or self.cycle.more_body
+        if self.timeout_keep_alive_task is not None and is_amid_request:  # uvicorn has just begun the wait
+            self._expect_within(self._patience.head_s)
+        self._note_turn()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the running request that its client has left; those behind it never begin."""
@@ -101,16 +142,34 @@ class DoorProtocol(HttpToolsProtocol):
             self._running.message_event.set()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
+        self._connections.discard(self)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
         super()._start_asgi_task(cycle, app)
 
+    @property
+    def _is_working(self) -> bool:
+        """Whether a request that came whole is not answered."""
+        running = self._running
+        return running is not None and not running.more_body and not running.response_complete
+
+    def _note_turn(self) -> None:
+        if self._is_working:
+            self._connections.works(self)
+        else:
+            self._connections.waits(self)
+
+    def _expect_within(self, timeout_s: float) -> None:
+        """Close the connection unless the head of a request is complete in time."""
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(timeout_s, self.timeout_keep_alive_handler)
+
     def _stop_reading(self, error: HttpError) -> None:
         """Hear no more: end the connection behind the last request that came whole, or at once with an error."""
         self._is_deaf = True
         last, running = self.cycle, self._running
-        if self.pipeline and last.more_body:  # what broke is the body of one that waits
+        if running is not None and self.pipeline and last.more_body:  # what broke is the body of one that waits
             self.pipeline.popleft()
             last = self.pipeline[0][0] if self.pipeline else running
         if running is None or not _is_answered(last):

@@ -1,18 +1,23 @@
 """Serves the door's application with uvicorn, on the running event loop. Signals stay with whoever owns the process."""
 
 import asyncio
+import logging
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import uvicorn
 
+from common.config import ConfigError
+from common.open_files import claim_open_files, connections_per_door
 from router.front_door import FrontDoor
 from router.http.app import HttpApp
+from router.http.connections import Connections, Patience
+from router.http.listener import Listener
 from router.http.protocol import DoorProtocol
 
-_KEEP_ALIVE_S = 75
-"""Idle connections of clients are kept as long as their pools keep them, or longer."""
+logger = logging.getLogger(__name__)
+
 _CLOSE_TIMEOUT_S = 1
 """For connections whose clients do not read their last answer."""
 _BACKLOG = 2048
@@ -51,22 +56,29 @@ class _Uvicorn(uvicorn.Server):
 class HttpServer:
     """A started HTTP server. Event loop only."""
 
-    def __init__(self, app: HttpApp, server: _Uvicorn, serving: "asyncio.Task[None]", *, port: int) -> None:
+    def __init__(self, app: HttpApp, server: _Uvicorn, listener: Listener, *, port: int) -> None:
         self.port = port
         self._app = app
         self._server = server
-        self._serving = serving
+        self._listener = listener
+        self._serving = asyncio.create_task(server.serve(sockets=[]), name="http")
 
     async def stop(self, grace_s: float) -> None:
         """Report 503, let running requests end for `grace_s` seconds, cancel the rest, close."""
         await self._app.stop(grace_s)
+        self._listener.close()
         self._server.stop()
         await self._serving
 
 
 async def start_http_server(door: FrontDoor, *, host: str, port: int) -> HttpServer:
-    """Start serving; port 0 picks a free one. Raises OSError when the port is taken."""
-    app = HttpApp(door)
+    """Start serving; port 0 picks a free one. Raises OSError when the port is taken, ConfigError for too large limits.
+
+    uvicorn serves the connections that `Listener` makes; it listens nowhere itself.
+    """
+    patience = Patience()
+    connections = Connections(most=_most_connections(door.parts.config.max_http_connections))
+    app = HttpApp(door, connections)
     config = uvicorn.Config(
         app.asgi,
         http=DoorProtocol,
@@ -78,14 +90,31 @@ async def start_http_server(door: FrontDoor, *, host: str, port: int) -> HttpSer
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_keep_alive=patience.idle_s,
         timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
     )
     server = _Uvicorn(config)
-    listener = _listen(host, port)
-    bound = int(listener.getsockname()[1])
-    serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
-    return HttpServer(app, server, serving, port=bound)
+
+    def make_protocol() -> DoorProtocol:
+        return DoorProtocol(config, server.server_state, connections=connections, patience=patience)
+
+    listening = _listen(host, port)
+    bound = int(listening.getsockname()[1])
+    return HttpServer(app, server, Listener(listening, connections, make_protocol), port=bound)
+
+
+def _most_connections(wanted: int | None) -> int:
+    """Return how many connections the door may hold, as configured or as many as fit. Raises ConfigError."""
+    open_files = claim_open_files()
+    most = connections_per_door(open_files)
+    if wanted is not None and wanted > most:
+        raise ConfigError(
+            f"router.max_http_connections: {wanted} do not fit: this process may open {open_files} files, of which each"
+            f" door gets {most}; raise the limit (`ulimit -n`, LimitNOFILE=) or lower the key"
+        )
+    chosen = most if wanted is None else wanted
+    logger.info("http connections", extra={"max": chosen, "max_open_files": open_files})
+    return chosen
 
 
 def _notice_dead_clients(listener: socket.socket) -> None:

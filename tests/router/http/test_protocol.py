@@ -10,11 +10,13 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from router.http.connections import Connections, Patience
 from router.http.protocol import MAX_PIPELINED, DoorProtocol
 from tests.router.fakes import DECODE, PREFILL, TIMEOUT_S, FakeWorker
 from tests.router.http.clients import head, http_cluster
 from tests.router.http.test_disconnects import COMPLETIONS, body_of, sent
 
+PATIENCE = Patience()
 GET = b"GET / HTTP/1.1\r\n\r\n"
 
 
@@ -72,7 +74,7 @@ class Stream:
 def connect(app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> tuple[DoorProtocol, FakeTransport]:
     """Return a connection that has just been made."""
     config = uvicorn.Config(app, http=DoorProtocol, ws="none", lifespan="off", interface="asgi3", log_config=None)
-    protocol = DoorProtocol(config, ServerState(), {}, _loop=asyncio.get_running_loop())
+    protocol = DoorProtocol(config, ServerState(), connections=Connections(most=16), patience=PATIENCE)
     transport = FakeTransport()
     protocol.connection_made(transport)
     return protocol, transport

@@ -1,0 +1,98 @@
+"""Accepts the door's connections one by one, and only while there is room for them: the rest wait in the kernel.
+
+A server that accepts whatever comes, and looks afterwards, uses up the process's open files in one turn of its loop.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+
+from router.http.connections import Connections
+from router.http.protocol import DoorProtocol
+
+logger = logging.getLogger(__name__)
+
+_ACCEPTS_PER_TURN = 64
+_PAUSE_S = 1.0
+"""After the system refused another open file."""
+
+
+class Listener:
+    """A listening socket of its own. Event loop only."""
+
+    def __init__(
+        self, listening: socket.socket, connections: Connections, make_protocol: Callable[[], DoorProtocol]
+    ) -> None:
+        """Start accepting."""
+        self._socket = listening
+        self._connections = connections
+        self._make_protocol = make_protocol
+        self._loop = asyncio.get_running_loop()
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._is_accepting = False
+        self._pause: asyncio.TimerHandle | None = None
+        connections.on_room = self._resume
+        listening.settimeout(0)
+        self._resume()
+
+    def close(self) -> None:
+        """Accept nothing more; connections that were made stay."""
+        self._connections.on_room = lambda: None
+        self._stop()
+        self._socket.close()
+        for handshake in self._handshakes:
+            handshake.cancel()
+
+    def _resume(self) -> None:
+        if not self._is_accepting and self._pause is None:
+            self._is_accepting = True
+            self._loop.add_reader(self._socket, self._accept)
+
+    def _stop(self) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+        if self._is_accepting:
+            self._is_accepting = False
+            self._loop.remove_reader(self._socket)
+
+    def _accept(self) -> None:
+        """Accept those that wait, of which there is at least one: only for it another connection may be dropped."""
+        if not self._connections.has_room():
+            self._stop()  # until a connection is gone
+            return
+        for _ in range(min(_ACCEPTS_PER_TURN, self._connections.most - self._connections.num_open)):
+            try:
+                accepted, _address = self._socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                logger.error("cannot accept a connection: %s; trying again in %g s", error.strerror, _PAUSE_S)
+                self._stop()
+                self._pause = self._loop.call_later(_PAUSE_S, self._end_pause)
+                return
+            self._begin(accepted)
+
+    def _end_pause(self) -> None:
+        self._pause = None
+        self._resume()
+
+    def _begin(self, accepted: socket.socket) -> None:
+        protocol = self._make_protocol()
+        self._connections.add(protocol)
+        handshake = self._loop.create_task(self._connect(accepted, protocol), name="http handshake")
+        protocol.handshake = handshake
+        self._handshakes.add(handshake)
+        handshake.add_done_callback(lambda _: self._end(handshake, protocol))
+
+    async def _connect(self, accepted: socket.socket, protocol: DoorProtocol) -> None:
+        """Make a connection of an accepted socket."""
+        await self._loop.connect_accepted_socket(lambda: protocol, accepted)
+
+    def _end(self, handshake: "asyncio.Task[None]", protocol: DoorProtocol) -> None:
+        self._handshakes.discard(handshake)
+        if protocol.transport is None:  # it was never made
+            self._connections.discard(protocol)
+        if not handshake.cancelled() and (error := handshake.exception()) is not None:
+            logger.debug("connection failed: %s", error)
