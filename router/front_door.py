@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 
-from common.errors import Overloaded, Refused, Unreachable
+from common.errors import KvrelayError, Overloaded, Refused, Unreachable, WorkerLost
 from common.ids import RequestId, mint_request_id
 from common.lifecycle import LifeCycle
 from kvrelay.v1 import inference_pb2 as pb
@@ -76,6 +76,15 @@ class FrontDoor:
     def close(self) -> None:
         """Refuse new requests from now on, as if nobody were here: clients of several routers go to another one."""
         self._is_closed = True
+
+    @property
+    def obstacle(self) -> KvrelayError | None:
+        """Why a request that came now would not be served, whatever it asks; None when it would."""
+        if self._is_closed or self.is_leaving:
+            return Unreachable("this router is going")
+        if not self.parts.fleet.has_ready_decode:
+            return WorkerLost("no decode worker is ready")
+        return None
 
     def new_life(self) -> LifeCycle:
         """Return the life of a request that has just come, under an id of our own."""

@@ -162,7 +162,7 @@ def _limits(config: ServingConfig, host: HostFacts) -> Iterator[Finding]:
         yield warning(
             "open files",
             f"at most {host.max_open_files} in one process",
-            f"each client holds one open: raise the hard limit, `ulimit -Hn {_MIN_OPEN_FILES}` or LimitNOFILE= in the unit",
+            f"each client holds one open: raise it, `ulimit -Hn {_MIN_OPEN_FILES}` or LimitNOFILE= in the unit",
         )
     else:
         yield ok("open files", f"at most {host.max_open_files} in one process")

@@ -57,6 +57,7 @@ class HttpApp:
             "Silent connections closed for new ones",
             lambda: connections.num_dropped,
         )
+        self._door = door
         self._max_requests = connections.most_requests
         self.responses = Counter(
             "kvrelay_http_responses",
@@ -94,6 +95,7 @@ class HttpApp:
             ("POST", "/tokenize", inquiries.tokenize),
             ("POST", "/detokenize", inquiries.detokenize),
             ("GET", "/health", self._health),
+            ("GET", "/live", inquiries.live),
             ("GET", "/metrics", inquiries.metrics),
             ("GET", "/version", inquiries.version),
         ]
@@ -105,8 +107,10 @@ class HttpApp:
         return Router(routes, default=endpoint("unknown", {}), redirect_slashes=False)
 
     async def _health(self, exchange: Exchange) -> None:
-        if self._is_stopping:
-            raise _stopping()
+        """`GET /health`: whether a request that came now would be served. Raises KvrelayError."""
+        error = _stopping() if self._is_stopping else self._door.obstacle
+        if error is not None:
+            raise error
         exchange.finish_json({"status": "ok"})
 
     async def serve(self, exchange: Exchange, handler: Handler) -> int:

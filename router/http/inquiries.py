@@ -80,6 +80,10 @@ class Inquiries:
         text = await asyncio.to_thread(generate_latest, self._door.parts.metrics.registry)
         exchange.finish_body(text, CONTENT_TYPE_LATEST)
 
+    async def live(self, exchange: Exchange) -> None:
+        """`GET /live`: the process answers, whether or not anybody behind it does."""
+        exchange.finish_json({"status": "ok"})
+
     async def version(self, exchange: Exchange) -> None:
         """`GET /version`."""
         try:

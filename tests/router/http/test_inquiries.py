@@ -1,11 +1,12 @@
 """Endpoints that generate nothing."""
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
-from tests.router.fakes import DECODE, FakeWorker
+from tests.router.fakes import DECODE, PREFILL, TIMEOUT_S, FakeWorker
 from tests.router.http.clients import HttpCluster, fetch, http_cluster
 
 
@@ -68,3 +69,30 @@ async def test_health_version_and_metrics_are_told() -> None:
 async def test_tokens_without_a_worker_are_unavailable() -> None:
     async with http_cluster() as http:
         assert (await fetch(http.port, "POST", "/tokenize", b'{"prompt": "a"}'))[0] == 503
+
+
+async def test_health_follows_the_workers_and_live_does_not() -> None:
+    decode = FakeWorker("d0", DECODE)
+    async with http_cluster(FakeWorker("p0", PREFILL)) as http, asyncio.timeout(TIMEOUT_S):
+
+        async def answers(path: str) -> tuple[int, bytes]:
+            status, _headers, body = await fetch(http.port, "GET", path)
+            return status, body
+
+        status, body = await answers("/health")
+        assert (status, json.loads(body)["error"]["message"]) == (503, "no decode worker is ready")
+        await decode.start()
+        await http.cluster.set_workers(decode)
+        while (await answers("/health"))[0] != 200:
+            pass
+        await decode.die()
+        while (await answers("/health"))[0] != 503:
+            pass
+        assert await answers("/live") == (200, b'{"status": "ok"}')
+
+
+async def test_health_of_a_router_that_sends_clients_elsewhere_is_bad() -> None:
+    async with http_cluster(FakeWorker("d0", DECODE)) as http:
+        http.cluster.router.door.is_leaving = True
+        assert (await fetch(http.port, "GET", "/health"))[0] == 503
+        assert (await fetch(http.port, "GET", "/live"))[0] == 200
