@@ -1,12 +1,22 @@
-"""Serves a process's Prometheus metrics over HTTP, on a thread of its own."""
+"""Serves a process's Prometheus metrics over HTTP, on threads of its own: one that accepts, and one a connection."""
 
+import logging
+import socket
 import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 8
+"""Each has a thread. Another one takes the place of the oldest: scrapes are over in a moment."""
 _POLL_S = 0.1  # how late `close` may be noticed
+_SILENCE_S = 10.0
 
 
 class MetricsServer:
@@ -15,7 +25,7 @@ class MetricsServer:
     def __init__(self, registry: CollectorRegistry, *, host: str, port: int) -> None:
         """Start serving; port 0 picks a free one. Raises OSError when the port is taken."""
         app = make_wsgi_app(registry)
-        self._server = make_server(host, port, app, ThreadingWSGIServer, handler_class=_QuietHandler)
+        self._server = make_server(host, port, app, _BoundedServer, handler_class=_QuietHandler)
         self.port = int(self._server.server_port)
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": _POLL_S}, name="metrics", daemon=True
@@ -29,8 +39,59 @@ class MetricsServer:
         self._thread.join()
 
 
+class _BoundedServer(ThreadingWSGIServer):
+    """Holds at most `MAX_CONNECTIONS`."""
+
+    request_queue_size = 128
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._open: dict[socket.socket, None] = {}
+        """The oldest first."""
+        self._lock = threading.Lock()
+        self._room = threading.Semaphore(MAX_CONNECTIONS)
+        super().__init__(*args, **kwargs)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection on a thread; breaks the oldest one when there is no room."""
+        with self._lock:
+            if len(self._open) >= MAX_CONNECTIONS:
+                _break([next(iter(self._open))])
+        self._room.acquire()
+        with self._lock:
+            self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """End a connection."""
+        with self._lock:
+            is_served = request in self._open
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+        if is_served:
+            self._room.release()
+
+    def server_close(self) -> None:
+        """Stop listening, and end what is open."""
+        super().server_close()
+        with self._lock:
+            _break(self._open)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log a connection that broke or fell silent; nobody else hears of it."""
+        logger.debug("scrape failed", exc_info=True)
+
+
+def _break(connections: Iterable[socket.socket]) -> None:
+    """Wake whoever reads or writes on these."""
+    for connection in connections:
+        with suppress(OSError):  # the client has left
+            connection.shutdown(socket.SHUT_RDWR)
+
+
 class _QuietHandler(WSGIRequestHandler):
     """Logs no scrape."""
+
+    timeout = _SILENCE_S
 
     def log_message(self, format: str, *args: object) -> None:
         """Drop the line."""
