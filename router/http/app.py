@@ -34,6 +34,7 @@ from router.http.errors import (
 from router.http.exchange import Exchange
 from router.http.generation import Generation, read_chat, read_completion
 from router.http.inquiries import Inquiries
+from router.http.routes import ENDPOINTS
 from router.http.styles import ChatStyle, CompletionStyle
 
 logger = logging.getLogger(__name__)
@@ -87,23 +88,24 @@ class HttpApp:
         inquiries = Inquiries(door)
         completions = Generation(door, read=read_completion, style=CompletionStyle, prompt_field="prompt")
         chat = Generation(door, read=read_chat, style=ChatStyle, prompt_field="messages")
-        handlers: list[tuple[str, str, Handler]] = [
-            ("POST", "/v1/completions", completions),
-            ("POST", "/v1/chat/completions", chat),
-            ("GET", "/v1/models", inquiries.models),
-            ("GET", "/v1/models/{name:path}", inquiries.model),
-            ("POST", "/tokenize", inquiries.tokenize),
-            ("POST", "/detokenize", inquiries.detokenize),
-            ("GET", "/health", self._health),
-            ("GET", "/live", inquiries.live),
-            ("GET", "/metrics", inquiries.metrics),
-            ("GET", "/version", inquiries.version),
-        ]
+        handlers: dict[str, Handler] = {
+            "completions": completions,
+            "chat": chat,
+            "models": inquiries.models,
+            "model": inquiries.model,
+            "tokenize": inquiries.tokenize,
+            "detokenize": inquiries.detokenize,
+            "health": self._health,
+            "live": inquiries.live,
+            "metrics": inquiries.metrics,
+            "version": inquiries.version,
+            "openapi": inquiries.openapi,
+        }
 
         def endpoint(path: str, handlers: Mapping[str, Handler]) -> ASGIApp:
             return _Endpoint(self, path, handlers, max_body_bytes=max_body_bytes)
 
-        routes = [Route(path, endpoint(path, {method: handler})) for method, path, handler in handlers]
+        routes = [Route(each.path, endpoint(each.path, {each.method: handlers[each.name]})) for each in ENDPOINTS]
         return Router(routes, default=endpoint("unknown", {}), redirect_slashes=False)
 
     async def _health(self, exchange: Exchange) -> None:

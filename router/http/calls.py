@@ -9,11 +9,10 @@ from common.errors import InvalidRequest
 from common.sampling import MAX_LOGPROBS
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sampling_pb2
-from router.http.schema import ChatBody, CompletionBody, GenerationBody, field_path
+from router.http.schema import ROLES, ChatBody, CompletionBody, GenerationBody, field_path
 
 DEFAULT_COMPLETION_TOKENS = 16
 """As in OpenAI's API; a chat without a limit takes the server's."""
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _UINT32, _UINT64, _INT64, _INT32 = 1 << 32, 1 << 64, 1 << 63, 1 << 31
 
 
@@ -89,12 +88,12 @@ def _message(message: Any, position: int) -> pb.ChatMessage:
     if not isinstance(message, dict):
         raise InvalidRequest(f"{where} must be an object", field=where)
     role = message.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise InvalidRequest(f"{where}.role must be one of {', '.join(_ROLES)}", field=f"{where}.role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", field=f"{where}.role")
     for name in ("tool_calls", "function_call", "tool_call_id", "audio"):
         if message.get(name):
             raise InvalidRequest(f"{where}.{name} is not supported", field=f"{where}.{name}")
-    return pb.ChatMessage(role=_ROLES[role], content=_content(message.get("content"), f"{where}.content"))
+    return pb.ChatMessage(role=ROLES[role], content=_content(message.get("content"), f"{where}.content"))
 
 
 def _content(content: Any, where: str) -> str:

@@ -1,13 +1,13 @@
-"""The endpoints that generate nothing: models, tokens, health, metrics, version."""
+"""The endpoints that generate nothing: models, tokens, metrics, version, and what there is."""
 
 import asyncio
 import time
-from importlib import metadata
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from common.errors import InvalidRequest, UnknownModel, WorkerLost
+from common.version import installed_version
 from kvrelay.v1 import inference_pb2 as pb
 from router.facts import ModelFacts
 from router.front_door import FrontDoor
@@ -15,6 +15,7 @@ from router.http.calls import read_messages, read_token_ids
 from router.http.errors import NOT_FOUND, HttpError
 from router.http.exchange import Exchange
 from router.http.generation import BODY_TIMEOUT_S
+from router.http.openapi import openapi_document
 from router.http.schema import DetokenizeBody, TokenizeBody, parse_body
 
 
@@ -24,6 +25,7 @@ class Inquiries:
     def __init__(self, door: FrontDoor) -> None:
         self._door = door
         self._started = int(time.time())
+        self._document = openapi_document()
 
     async def models(self, exchange: Exchange) -> None:
         """`GET /v1/models`."""
@@ -86,11 +88,11 @@ class Inquiries:
 
     async def version(self, exchange: Exchange) -> None:
         """`GET /version`."""
-        try:
-            version = metadata.version("kvrelay")
-        except metadata.PackageNotFoundError:  # run from a checkout
-            version = "unknown"
-        exchange.finish_json({"version": version})
+        exchange.finish_json({"version": installed_version()})
+
+    async def openapi(self, exchange: Exchange) -> None:
+        """`GET /openapi.json`."""
+        exchange.finish_json(self._document)
 
     def _served(self, name: str | None) -> ModelFacts:
         """Return the served model. Raises UnknownModel, WorkerLost while no worker has told it."""

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from common.bounds import MAX_PROMPT_TOKENS
 from common.errors import InvalidRequest
@@ -23,10 +23,53 @@ _Stops = Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)]
 _StopTokens = Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)]
 _Biases = Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)]
 _Tokens = Annotated[list[int], Field(max_length=MAX_PROMPT_TOKENS)]
+ROLES: Mapping[str, str] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""Of a message, with what each is to the model."""
+# Of fields that calls.py reads by hand: for the OpenAPI document.
+_TEXT = {"type": "string"}
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPT = {
+    "anyOf": [
+        _TEXT,
+        {"type": "array", "items": _TEXT, "minItems": 1},
+        _TOKEN_IDS,
+        {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
+    ]
+}
+_MESSAGES = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "required": ["role", "content"],
+        "properties": {
+            "role": {"type": "string", "enum": list(ROLES)},
+            "content": {
+                "anyOf": [
+                    _TEXT,
+                    {
+                        "type": "array",
+                        "items": {
+                            "type": "object",
+                            "required": ["type", "text"],
+                            "properties": {"type": {"type": "string", "const": "text"}, "text": _TEXT},
+                        },
+                    },
+                ]
+            },
+        },
+    },
+}
+
+
+Prompt = Annotated[Any, WithJsonSchema(_PROMPT)]
+Messages = Annotated[Any, WithJsonSchema(_MESSAGES)]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, extra="allow")
+    model_config = ConfigDict(
+        strict=True, frozen=True, allow_inf_nan=False, extra="allow", use_attribute_docstrings=True
+    )
     special_tokens: ClassVar[bool | None] = None
     """What `add_special_tokens` may say, where it has a meaning."""
 
@@ -56,7 +99,7 @@ class GenerationBody(_Strict):
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
-    stop: Annotated[_Stops | None, BeforeValidator(_as_list)] = None
+    stop: Annotated[_Stops | None, BeforeValidator(_as_list, json_schema_input_type=str | _Stops | None)] = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -79,8 +122,9 @@ class GenerationBody(_Strict):
 class CompletionBody(GenerationBody):
     """`/v1/completions`."""
 
+    model_config = ConfigDict(json_schema_extra={"required": ["prompt"]})
     special_tokens = True
-    prompt: Any = None
+    prompt: Prompt = None
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -88,8 +132,9 @@ class CompletionBody(GenerationBody):
 class ChatBody(GenerationBody):
     """`/v1/chat/completions`."""
 
+    model_config = ConfigDict(json_schema_extra={"required": ["messages"]})
     special_tokens = False
-    messages: Any = None
+    messages: Messages = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -100,7 +145,7 @@ class TokenizeBody(_Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Any = None
+    messages: Messages = None
     return_token_strs: bool | None = None
 
 
@@ -171,6 +216,16 @@ def parse_body(kind: type[_Body], raw: bytes) -> _Body:
     return body
 
 
+def option_schemas(kind: type[BaseModel]) -> dict[str, dict[str, Any]]:
+    """Return the known options that are no fields of a body, with the JSON schema of the values that they may have."""
+    options: dict[str, dict[str, Any]] = {name: {"description": "Ignored."} for name in sorted(_HARMLESS)}
+    options |= {name: {"enum": [*values, None]} for name, values in _ONLY_AS.items()}
+    special_tokens = getattr(kind, "special_tokens", None)
+    if special_tokens is not None:
+        options["add_special_tokens"] = {"enum": [special_tokens, None]}
+    return options
+
+
 def field_path(*parts: str | int) -> str:
     """Return how an error names a place: `messages[0].content`."""
     path = ""
@@ -190,6 +245,7 @@ def _check_extra(body: _Strict, *, prefix: str, special_tokens: bool | None) -> 
             allowed = None if prefix else _ONLY_AS.get(name)
         if allowed is None:
             raise InvalidRequest(f"{field} is unknown here", field=field)
-        if value not in allowed:
+        # True equals 1 to Python.
+        if not any(value == each and isinstance(value, bool) is isinstance(each, bool) for each in allowed):
             takes = "; only " + " or ".join(map(json.dumps, allowed)) if allowed else ""
             raise InvalidRequest(f"{field} is not supported{takes}", field=field)

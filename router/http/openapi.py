@@ -1,0 +1,133 @@
+"""The OpenAPI document of the door, made of what the door reads by: routes (routes.py), bodies (schema.py) and errors.
+
+Ranges of numbers are not in it: they are checked with the request, behind both doors, and refused with 400.
+"""
+
+from typing import Any
+
+from pydantic.json_schema import models_json_schema
+
+from common.version import installed_version
+from router.http.routes import ENDPOINTS, Endpoint
+from router.http.schema import option_schemas
+
+_MEANINGS = {
+    400: "not HTTP/1.1, not JSON, or a value is not allowed; `param` names the field",
+    401: "no API key, or an unknown one (`router.auth: api_key`)",
+    404: "no such model, or nothing at this path",
+    405: "another method",
+    408: "the body did not come in time",
+    413: "the body is too large",
+    429: "refused for now; `retry-after` says when to come back",
+    431: "request line and headers are too large",
+    500: "a step failed",
+    503: "no worker is ready, the router stops, or as many requests run as there are connections for",
+    504: "`kvrelay.timeout_s`, or the server's limit on a wait, has passed",
+}
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def _list(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items}
+
+
+def _one(value: str) -> dict[str, Any]:
+    return {"type": "string", "const": value}
+
+
+_TEXT, _COUNT = {"type": "string"}, {"type": "integer", "minimum": 0}
+_TEXT_OR_NULL: dict[str, Any] = {"type": ["string", "null"]}
+_NESTED: dict[str, Any] = {"type": ["object", "null"]}
+_USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
+_MODEL = _object(
+    id=_TEXT,
+    object=_one("model"),
+    created=_COUNT,
+    owned_by=_TEXT,
+    max_model_len=_COUNT,
+    vocab_size=_COUNT,
+)
+
+
+def _answer(kind: str, **choice: Any) -> dict[str, Any]:
+    whole_choice = _object(index=_COUNT, **choice, logprobs=_NESTED, finish_reason=_TEXT)
+    return _object(id=_TEXT, object=_one(kind), created=_COUNT, model=_TEXT, choices=_list(whole_choice), usage=_USAGE)
+
+
+_SCHEMAS: dict[str, dict[str, Any]] = {
+    "Error": _object(error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)),
+    "Completion": _answer("text_completion", text=_TEXT),
+    "ChatCompletion": _answer(
+        "chat.completion", message=_object(role=_one("assistant"), content=_TEXT, refusal={"type": "null"})
+    ),
+    "Models": _object(object=_one("list"), data=_list(_MODEL)),
+    "Model": _MODEL,
+    "Tokens": _object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_COUNT)),
+    "Text": _object(prompt=_TEXT),
+    "Status": _object(status=_one("ok")),
+    "Version": _object(version=_TEXT),
+    "Document": _object(openapi=_TEXT, info={"type": "object"}, paths={"type": "object"}),
+}
+
+
+def openapi_document() -> dict[str, Any]:
+    """Return the document."""
+    paths: dict[str, dict[str, Any]] = {}
+    for endpoint in ENDPOINTS:
+        paths.setdefault(endpoint.public_path, {})[endpoint.method.lower()] = _operation(endpoint)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "kvrelay", "version": installed_version(), "description": "OpenAI-compatible HTTP door."},
+        "paths": paths,
+        "components": {
+            "schemas": {**_SCHEMAS, **_bodies()},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(endpoint: Endpoint) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "operationId": endpoint.name,
+        "summary": endpoint.summary,
+        "responses": {str(status): _response(endpoint, status) for status in endpoint.statuses},
+    }
+    if 401 in endpoint.statuses:
+        operation["security"] = [{"key": []}, {}]
+    if "{name}" in endpoint.public_path:
+        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        operation["parameters"] = [name]
+    if endpoint.body is not None:
+        operation["requestBody"] = {"required": True, "content": _json(endpoint.body.__name__)}
+    return operation
+
+
+def _response(endpoint: Endpoint, status: int) -> dict[str, Any]:
+    if status != 200:
+        return {"description": _MEANINGS[status], "content": _json("Error")}
+    content = _json(endpoint.answer) if endpoint.answer in _SCHEMAS else {endpoint.answer: {"schema": _TEXT}}
+    if endpoint.can_stream:
+        content["text/event-stream"] = {"schema": _TEXT}
+    return {"description": endpoint.summary, "content": content}
+
+
+def _json(schema: str) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
+
+
+def _bodies() -> dict[str, Any]:
+    """Return the schemas of all bodies, with every option that is known."""
+    models = [endpoint.body for endpoint in ENDPOINTS if endpoint.body is not None]
+    _, found = models_json_schema(
+        [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
+    )
+    schemas: dict[str, Any] = found["$defs"]
+    for schema in schemas.values():
+        schema["additionalProperties"] = {"type": "null"}  # unknown options are refused, unless they say nothing
+    for model in models:
+        properties = schemas[model.__name__]["properties"]
+        properties.update({name: option for name, option in option_schemas(model).items() if name not in properties})
+    return schemas
