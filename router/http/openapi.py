@@ -110,7 +110,7 @@ def _response(endpoint: Endpoint, status: int) -> dict[str, Any]:
         return {"description": _MEANINGS[status], "content": _json("Error")}
     content = _json(endpoint.answer) if endpoint.answer in _SCHEMAS else {endpoint.answer: {"schema": _TEXT}}
     if endpoint.can_stream:
-        content["text/event-stream"] = {"schema": _TEXT}
+        content["text/event-stream"] = {"schema": _object(data=_TEXT)}  # of each event
     return {"description": endpoint.summary, "content": content}
 
 

@@ -1,0 +1,1 @@
+"""Fuzzing of every door: `python -m tests.fuzz TARGET --seconds N`."""

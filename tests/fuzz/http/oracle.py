@@ -1,0 +1,55 @@
+"""What every answer is held to."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from router.http.routes import ENDPOINTS, Endpoint
+
+STATUSES = {status for endpoint in ENDPOINTS for status in endpoint.statuses}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that should not have happened."""
+
+    where: str
+    what: str
+    request: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}\n    {self.request[:2000]}"
+
+
+@dataclass(slots=True)
+class Log:
+    """What happened; a finding of one kind at one place is kept once."""
+
+    statuses: Counter[tuple[str, int]] = field(default_factory=Counter)
+    findings: dict[tuple[str, str], Finding] = field(default_factory=dict)
+
+    def find(self, where: str, what: str, request: object) -> None:
+        self.findings.setdefault((where, what[:60]), Finding(where=where, what=what, request=repr(request)))
+
+
+def complaint(endpoint: Endpoint, status: int, *, body: Any, answer: bytes) -> str | None:
+    """Return what is wrong about an answer to a request of a path and method that exist, or None."""
+    if status not in endpoint.statuses:
+        return f"status {status} is not documented: {answer[:300]!r}"
+    if status in (500, 503):
+        return f"status {status} of a cluster that is well: {answer[:300]!r}"
+    if status == 504 and not _has_deadline(body):
+        return f"status 504 without a deadline: {answer[:300]!r}"
+    if status == 408:
+        return "a body that came is missed"
+    if status != 200:
+        error = json.loads(answer)["error"]
+        if set(error) != {"message", "type", "param", "code"}:
+            return f"an error of another form: {answer[:300]!r}"
+    return None
+
+
+def _has_deadline(body: Any) -> bool:
+    extension = body.get("kvrelay") if isinstance(body, dict) else None
+    return isinstance(extension, dict) and extension.get("timeout_s") is not None
