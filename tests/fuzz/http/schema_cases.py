@@ -12,7 +12,11 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis.core.failures import Failure, FailureGroup
-from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+)
 
 from router.http.openapi import openapi_document
 from router.http.routes import ENDPOINTS, Endpoint
@@ -22,7 +26,7 @@ from tests.fuzz.http.oracle import Log, complaint
 TIMEOUT_S = 30.0
 _MAX_REPAIRS = 20
 _POSITIVE, _NEGATIVE = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
-_CHECKS = [content_type_conformance, response_schema_conformance]
+_CHECKS = [content_type_conformance, negative_data_rejection, response_schema_conformance]
 
 
 class SchemaCases:

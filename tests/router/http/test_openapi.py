@@ -16,6 +16,7 @@ from router.http.routes import ENDPOINTS
 from router.http.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
 from tests.router.fakes import DECODE, FakeWorker
 from tests.router.http.clients import fetch, http_cluster
+from tests.router.test_tenants import serving
 
 _DOC = Path(__file__).parents[3] / "docs" / "openai.md"
 BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
@@ -88,3 +89,19 @@ def test_documents_name_every_status_of_an_error() -> None:
 def test_guide_names_every_endpoint() -> None:
     guide = _DOC.read_text(encoding="utf-8").replace("{id}", "{name}")
     assert [each.name for each in ENDPOINTS if f"`{each.method} {each.public_path}`" not in guide] == []
+
+
+async def test_only_these_routes_answer_without_a_key() -> None:
+    async with http_cluster(FakeWorker("d0", DECODE), config=serving(http_port=0)) as http:
+        answered = {}
+        for each in ENDPOINTS:
+            path = each.public_path.replace("{name}", "fake")
+            answered[each.path], _headers, _body = await fetch(http.port, each.method, path, b"{}")
+            assert (answered[each.path] == 401) == (401 in each.statuses)
+        assert {path: status for path, status in answered.items() if status != 401} == {
+            "/health": 200,
+            "/live": 200,
+            "/version": 200,
+            "/openapi.json": 200,
+            "/metrics": 404,
+        }
