@@ -163,7 +163,7 @@ class RouterConfig(_Section):
     auth: Literal["none", "api_key"] = "none"
     """api_key: requests carry `authorization: Bearer <key>`, which tells the tenant; none: everybody is `default`."""
     salt_secret: Annotated[str, Field(min_length=16)] | None = None
-    """What tenants' cache salts are derived from; equal on all routers. `env:NAME` reads an environment variable."""
+    """What cache salts and the block key are derived from; equal on all routers. `env:NAME` reads the environment."""
     shed: Literal["none", "deadline", "slo"] = "deadline"
     """deadline: refuse at once what cannot bring its first token before the caller's deadline on any worker; slo: also
     what cannot meet its objective for the time to first token."""

@@ -12,6 +12,8 @@ Epoch = NewType("Epoch", int)
 """Names one life of a worker process; a restarted worker has another one."""
 BlockHash = NewType("BlockHash", bytes)
 """16 bytes; chained, see common.block_hash."""
+HashRoot = NewType("HashRoot", bytes)
+"""32 bytes: the first link of a chain of block hashes."""
 BlockId = NewType("BlockId", int)
 """Index of a page in one worker's pool."""
 

@@ -5,7 +5,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from common.block_hash import BlockHashes, extend_hash
-from common.ids import BlockHash, BlockId, RequestId
+from common.ids import BlockHash, BlockId, HashRoot, RequestId
 from common.sampling import SamplingParams
 from common.tokens import TokenArray, as_tokens
 
@@ -26,7 +26,7 @@ class EngineRequest:
     request_id: RequestId
     prompt_token_ids: TokenArray
     sampling: SamplingParams
-    hash_root: BlockHash
+    hash_root: HashRoot
     block_hashes: BlockHashes
     """Of the full blocks of prompt + output tokens."""
     output_token_ids: TokenArray = field(default_factory=lambda: as_tokens(()))

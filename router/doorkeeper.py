@@ -5,8 +5,9 @@ that the time of a look-up tells nothing about the keys that exist, and then com
 
 A tenant's cache salt is blake2b(its name, keyed with `router.salt_secret`), and goes into the first link of its block
 hashes: tenants with different salts have no block in common, on whichever worker, so that neither cached tokens nor
-times tell one of them what another has sent. The salt is never taken from a request. Routers with the same secret
-derive the same salts; a changed secret makes every cached prefix unreachable.
+times tell one of them what another has sent. The salt is never taken from a request. The block key, which keys the
+first link of everybody's hashes, follows from the same secret: without it nobody can compute a hash. Routers with the
+same secret derive the same salts and the same key; a changed secret makes every cached prefix unreachable.
 """
 
 import hashlib
@@ -64,11 +65,6 @@ def make_doorkeeper(config: ServingConfig) -> Doorkeeper:
         limits = next(iter(config.tenants), None)
         return Doorkeeper(anybody=ANYBODY if limits is None else _tenant(limits, cache_salt=""), tenants={})
     secret = _resolve(config.router.salt_secret or "", "router.salt_secret")
-    if not secret and not all(tenant.share_cache for tenant in config.tenants):
-        logger.warning(
-            "router.salt_secret is not set: tenants' cache salts follow from their names, and whoever reaches the"
-            " workers' ports could ask for their blocks"
-        )
     tenants: dict[bytes, Tenant] = {}
     for position, tenant_config in enumerate(config.tenants):
         what = "shared" if tenant_config.share_cache else f"tenant\0{tenant_config.name}"
@@ -78,6 +74,23 @@ def make_doorkeeper(config: ServingConfig) -> Doorkeeper:
                 raise ConfigError(f"tenants.{position}: a key of {tenant.name} is also one of {tenants[key].name}")
             tenants[key] = tenant
     return Doorkeeper(anybody=None, tenants=tenants)
+
+
+def make_block_key(config: ServingConfig) -> bytes:
+    """Return the key of the block hashes: from `router.salt_secret`, else drawn. Raises ConfigError for a lacking one.
+
+    A drawn key is another one in each router and after each start.
+    """
+    secret = _resolve(config.router.salt_secret or "", "router.salt_secret")
+    if secret:
+        key = hashlib.sha256(secret.encode()).digest()
+        return hashlib.blake2b(key=key, person=b"kvrelay-block", digest_size=32).digest()
+    if config.router.count > 1:
+        logger.warning(
+            "router.salt_secret is not set: each router draws a block key of its own, and cannot use prefixes that"
+            " came by another one; set the same secret for all"
+        )
+    return secrets.token_bytes(32)
 
 
 def _keys(config: TenantConfig, where: str) -> Sequence[bytes]:

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 
 from common.block_hash import hash_probe, hash_root
-from common.ids import BlockHash, Epoch, WorkerId
+from common.ids import Epoch, HashRoot, WorkerId
 from common.parity import NO_PROBES, TextProbes, find_text_mismatch
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import worker_pb2
@@ -57,16 +57,15 @@ class ModelFacts:
     """The smallest of all workers."""
     max_decode_blocks: int
     """Pages of the largest decode worker."""
-    root: BlockHash
-    """First link of the block hashes."""
+    root: HashRoot
+    """First link of the block hashes; keyed once it belongs to a request (`keyed`)."""
     block_bytes: int = 0
     """KV bytes of one block."""
 
-    def salted(self, cache_salt: str) -> "ModelFacts":
-        """Return the facts for one tenant: its blocks have hashes of their own. "" changes nothing."""
-        if not cache_salt:
-            return self
-        return replace(self, root=hash_root(model_fingerprint=self.fingerprint, cache_salt=cache_salt))
+    def keyed(self, block_key: bytes, *, cache_salt: str) -> "ModelFacts":
+        """Return the facts for one tenant: block hashes follow from the cluster's block key and the tenant's salt."""
+        root = hash_root(model_fingerprint=self.fingerprint, cache_salt=cache_salt, key=block_key)
+        return replace(self, root=root)
 
 
 def facts_from_proto(described: worker_pb2.DescribeWorkerResponse) -> WorkerFacts:

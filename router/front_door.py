@@ -62,13 +62,18 @@ class FrontDoor:
         doorkeeper: Doorkeeper,
         default_terms: Terms,
         merging: MergeWindow | None = None,
+        block_key: bytes,
     ) -> None:
-        """`merging` is for who watches how busy the process is; without it every token goes out at once."""
+        """`merging` is for who watches how busy the process is; without it every token goes out at once.
+
+        `block_key` keys every request's block hashes; the same for all routers that share workers.
+        """
         self.parts = parts
         self.reader = reader
         self.merging = MergeWindow() if merging is None else merging
         self._doorkeeper = doorkeeper
         self._default_terms = default_terms
+        self._block_key = block_key
         self._is_closed = False
         self.is_leaving = False
         """Whether new requests are refused for now, like after `close`."""
@@ -134,8 +139,8 @@ class FrontDoor:
         """Return the checked request; waits for the first worker to tell what the model is. Raises KvrelayError."""
         patience_s = _at_most(self.parts.config.queue_timeout_s, caller.time_left_s)
         model = await self.parts.fleet.wait_for_model(timeout_s=patience_s)
-        model = model.salted(caller.tenant.cache_salt)
-        return await self.reader.read(request, request_id=request_id, model=model, tenant=caller.tenant)
+        keyed = model.keyed(self._block_key, cache_salt=caller.tenant.cache_salt)
+        return await self.reader.read(request, request_id=request_id, model=keyed, tenant=caller.tenant)
 
 
 def _at_most(limit_s: float, time_left_s: TimeLeft) -> float:

@@ -18,7 +18,7 @@ from common.rpc import Server, start_server
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc
 from router.admission.terms import Terms
 from router.codec import Codec
-from router.doorkeeper import make_doorkeeper
+from router.doorkeeper import make_block_key, make_doorkeeper
 from router.fake_codec import ByteCodec
 from router.fleet import Fleet
 from router.front_door import FrontDoor
@@ -91,21 +91,36 @@ class RunningRouter:
             await asyncio.to_thread(self.metrics_server.close)
 
 
-async def start_router(config: ServingConfig, *, model_dir: Path | None, host: str, port: int) -> RunningRouter:
+async def start_router(
+    config: ServingConfig, *, model_dir: Path | None, host: str, port: int, block_key: bytes | None = None
+) -> RunningRouter:
     """Start a router; port 0 picks a free one. `model_dir` holds the tokenizer; only the fake engine needs none.
+
+    `block_key` is as in `serve_router`.
 
     Raises OSError when a port is taken, ValueError without a folder for a real model, ConfigError for API keys
     that cannot be used.
     """
     if model_dir is None and config.model.engine != "fake":
         raise ValueError("a real model needs its folder, for the tokenizer")
-    return await serve_router(config, codec=await _load_codec(model_dir, config.router), host=host, port=port)
+    codec = await _load_codec(model_dir, config.router)
+    return await serve_router(config, codec=codec, host=host, port=port, block_key=block_key)
 
 
 async def serve_router(
-    serving: ServingConfig, *, codec: Codec, host: str, port: int, clock: Clock | None = None
+    serving: ServingConfig,
+    *,
+    codec: Codec,
+    host: str,
+    port: int,
+    clock: Clock | None = None,
+    block_key: bytes | None = None,
 ) -> RunningRouter:
-    """Start a router with a given codec and clock. Raises OSError when a port is taken, ConfigError for bad keys."""
+    """Start a router with a given codec and clock. Raises OSError when a port is taken, ConfigError for bad keys.
+
+    `block_key`, at most 64 bytes, keys the block hashes: routers with different keys share no cached prefix. None: it
+    follows from `router.salt_secret` (`make_block_key`).
+    """
     config = serving.router
     clock = SystemClock() if clock is None else clock
     slo = Slo(ttft_s=serving.slo.ttft_s, ttft_tokens=serving.slo.ttft_tokens, itl_s=serving.slo.itl_s)
@@ -121,6 +136,7 @@ async def serve_router(
             ttft_slo_s=serving.slo.ttft_s, ttft_tokens=serving.slo.ttft_tokens, itl_slo_s=serving.slo.itl_s
         ),
         merging=merging,
+        block_key=make_block_key(serving) if block_key is None else block_key,
     )
     async with AsyncExitStack() as undoing:
         metrics_server = http = None

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import tokenizers
 
 from common.block_hash import BlockHashes, hash_blocks
-from common.ids import BlockHash
+from common.ids import HashRoot
 from common.tokens import TokenArray
 
 MIN_CACHED_TOKENS = 64
@@ -36,7 +36,7 @@ class KnownPrefix:
     """The ids of a text's beginning, and their block hashes once somebody has computed them."""
 
     token_ids: TokenArray
-    root: BlockHash | None = None
+    root: HashRoot | None = None
     block_size: int = 0
     hashes: BlockHashes = field(default_factory=BlockHashes)
 
@@ -49,7 +49,7 @@ class Encoded:
     known: KnownPrefix | None = None
     kept: KnownPrefix | None = None
 
-    def hashes(self, *, root: BlockHash, block_size: int) -> BlockHashes:
+    def hashes(self, *, root: HashRoot, block_size: int) -> BlockHashes:
         """Return the hashes of all full blocks; hashes only the blocks that are new. Event loop only."""
         known, hashes = self.known, BlockHashes()
         if known is not None and (known.root, known.block_size) == (root, block_size):

@@ -1,8 +1,8 @@
 """Reads a SequenceSpec. Routers are ours, but a worker checks what would corrupt it all the same."""
 
-from common.block_hash import HASH_BYTES, BlockHashes
+from common.block_hash import HASH_BYTES, ROOT_BYTES, BlockHashes
 from common.errors import InvalidRequest
-from common.ids import BlockHash, RequestId
+from common.ids import HashRoot, RequestId
 from common.wire import sampling_from_proto, unpack_tokens
 from engine.executor import Executor
 from engine.sequence import EngineRequest, Retention
@@ -23,7 +23,9 @@ def engine_request(spec: sequence_pb2.SequenceSpec, executor: Executor) -> Engin
     if len(output) >= sampling.max_tokens:
         raise InvalidRequest("there is nothing left to generate", field="sequence.output_tokens")
     num_blocks = (len(prompt) + len(output)) // block_size
-    if len(spec.hash_root) != HASH_BYTES or len(spec.block_hashes) != num_blocks * HASH_BYTES:
+    if len(spec.hash_root) != ROOT_BYTES:
+        raise InvalidRequest(f"has {len(spec.hash_root)} bytes, not {ROOT_BYTES}", field="sequence.hash_root")
+    if len(spec.block_hashes) != num_blocks * HASH_BYTES:
         raise InvalidRequest(
             f"{len(spec.block_hashes)} bytes of hashes for {num_blocks} full blocks", field="sequence.block_hashes"
         )
@@ -32,7 +34,7 @@ def engine_request(spec: sequence_pb2.SequenceSpec, executor: Executor) -> Engin
         prompt_token_ids=prompt,
         output_token_ids=output,
         sampling=sampling,
-        hash_root=BlockHash(spec.hash_root),
+        hash_root=HashRoot(spec.hash_root),
         block_hashes=BlockHashes(spec.block_hashes),
         first_sample_index=spec.first_sample_index,
         retention=Retention.BRIEF if spec.retention == sequence_pb2.RETENTION_BRIEF else Retention.KEEP,

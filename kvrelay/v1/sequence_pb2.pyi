@@ -57,7 +57,7 @@ class SequenceSpec(_message.Message):
     block_hashes: _builtins.bytes
     """Chained hashes of the full blocks of prompt and output tokens, 16 bytes each."""
     hash_root: _builtins.bytes
-    """First link of the chain, 16 bytes: model fingerprint and tenant salt."""
+    """First link of the chain, 32 bytes: model fingerprint and tenant salt, keyed with the cluster's block key."""
     first_sample_index: _builtins.int
     """Index of the first sample; n samples follow from there."""
     prompt_tokens: _builtins.bytes

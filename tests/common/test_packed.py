@@ -1,15 +1,18 @@
 """Packed tokens and hashes: equal to what lists of objects say, at every block boundary."""
 
+import hashlib
+import struct
+
 import numpy as np
 import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.block_hash import NO_HASHES, BlockHashes, hash_blocks, hash_root
+from common.block_hash import NO_HASHES, ROOT_BYTES, BlockHashes, hash_blocks, hash_root
 from common.errors import InvalidRequest
-from common.ids import BlockHash
-from common.tokens import as_tokens, token_view
+from common.ids import BlockHash, HashRoot
+from common.tokens import TokenArray, as_tokens, token_view
 from common.wire import pack_tokens, token_ids_from_proto, unpack_tokens
 from kvrelay.v1 import inference_pb2
 
@@ -55,7 +58,8 @@ def test_hash_blocks_is_the_chain_of_its_definition(ids: list[int], block_size: 
     expected: list[bytes] = []
     parent: bytes = ROOT
     for start in range(0, len(ids) - block_size + 1, block_size):
-        parent = xxhash.xxh3_128_digest(parent + pack_tokens(ids[start : start + block_size]))
+        block = pack_tokens(ids[start : start + block_size])
+        parent = hashlib.blake2b(parent + block, digest_size=16).digest()
         expected.append(parent)
     hashes = hash_blocks(as_tokens(ids), root=ROOT, block_size=block_size)
     assert list(hashes) == expected
@@ -63,6 +67,39 @@ def test_hash_blocks_is_the_chain_of_its_definition(ids: list[int], block_size: 
         known = hashes[:num_known]
         rest = as_tokens(ids[num_known * block_size :])
         assert known + hash_blocks(rest, root=known[-1] if known else ROOT, block_size=block_size) == hashes
+
+
+def xxh3_colliding_block(shift: int) -> TokenArray:
+    """Return 64 tokens whose xxh3_128 is the same behind every 16-byte parent, whatever the shift.
+
+    Two 64-bit words meet the hash's public secret so that both of its products are 0, and only their sum counts.
+    """
+    words = [0] * 32
+    for stripe, key, sign in ((1, 0x2C81017C, 1), (2, 0xE96DD4DE, -1)):
+        words[stripe * 8 - 2] = key + ((1 << 20) + sign * shift << 32)
+    return as_tokens(np.frombuffer(struct.pack("<32Q", *words), dtype="<u4"))
+
+
+@pytest.mark.parametrize("root", [ROOT, hash_root(model_fingerprint="model", cache_salt="another")])
+def test_prompt_made_to_collide_with_another_one_does_not_get_its_blocks(root: HashRoot) -> None:
+    mine, victims = xxh3_colliding_block(1), xxh3_colliding_block(2)
+    parent = root[:16]
+    assert mine != victims
+    assert xxhash.xxh3_128_digest(parent + pack_tokens(mine)) == xxhash.xxh3_128_digest(parent + pack_tokens(victims))
+    assert hash_blocks(mine, root=root, block_size=64) != hash_blocks(victims, root=root, block_size=64)
+
+
+def test_hashes_of_one_prompt_differ_by_model_salt_and_block_key() -> None:
+    roots = [
+        hash_root(model_fingerprint=model, cache_salt=salt, key=key)
+        for model in ("model", "model2")
+        for salt in ("", "a")
+        for key in (b"", bytes(32), b"1" * 64)
+    ]
+    assert {len(root) for root in roots} == {ROOT_BYTES}
+    first_blocks = {hash_blocks(range(4), root=root, block_size=4)[0] for root in roots}
+    assert len(first_blocks) == len(roots)
+    assert all(root[: len(block)] != block for root in roots for block in first_blocks)
 
 
 @given(DIGESTS, DIGESTS)

@@ -95,7 +95,7 @@ async def _serving_router(
 ) -> "AsyncIterator[tuple[RunningRouter, router_admin_pb2_grpc.RouterAdminServiceAsyncStub]]":
     options = {"recovery_timeout_s": 5.0, "http_port": None, **(router or {})}
     config: ServingConfig = parse_config({"model": {"engine": "fake"}, "router": options}, source="test")
-    running = await serve_router(config, codec=ByteCodec(), host="127.0.0.1", port=0)
+    running = await serve_router(config, codec=ByteCodec(), host="127.0.0.1", port=0, block_key=b"of all routers")
     channel = client_channel(running.address)
     try:
         yield running, router_admin_pb2_grpc.RouterAdminServiceStub(channel)

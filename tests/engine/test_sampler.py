@@ -13,7 +13,7 @@ from scipy import stats
 
 from common.block_hash import NO_HASHES
 from common.errors import EngineFault
-from common.ids import BlockHash, RequestId
+from common.ids import HashRoot, RequestId
 from common.sampling import SamplingParams
 from common.tokens import as_tokens
 from engine.cuda.columns import Columns
@@ -383,7 +383,7 @@ def make_sequence(prompt: list[int], output: list[int]) -> EngineSequence:
         request_id=RequestId("req-test"),
         prompt_token_ids=as_tokens(prompt),
         sampling=SamplingParams(),
-        hash_root=BlockHash(bytes(16)),
+        hash_root=HashRoot(bytes(32)),
         block_hashes=NO_HASHES,
     )
     sequence = EngineSequence.from_request(request, block_size=4, order=0)

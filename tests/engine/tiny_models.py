@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from common.block_hash import NO_HASHES
-from common.ids import BlockHash, BlockId, RequestId
+from common.ids import BlockId, HashRoot, RequestId
 from common.sampling import SamplingParams
 from common.tokens import as_tokens
 from engine.executor import ScheduledSequence, StepResult
@@ -275,7 +275,7 @@ def make_sequence(prompt: Seq[int], *, sampling: SamplingParams = GREEDY, block_
         request_id=RequestId("req-test"),
         prompt_token_ids=as_tokens(prompt),
         sampling=sampling,
-        hash_root=BlockHash(bytes(16)),
+        hash_root=HashRoot(bytes(32)),
         block_hashes=NO_HASHES,
     )
     return Sequence.from_request(request, block_size=block_size, order=0)

@@ -41,7 +41,8 @@ PREFILL, DECODE = worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE
 BLOCK_SIZE = 4
 FINGERPRINT = "fake-model"
 VOCAB_SIZE = 256
-ROOT = hash_root(model_fingerprint=FINGERPRINT)
+BLOCK_KEY = bytes(range(32))
+ROOT = hash_root(model_fingerprint=FINGERPRINT, key=BLOCK_KEY)
 TIMEOUT_S = 60.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -505,7 +506,7 @@ async def running_cluster(
     """Start workers and a router that uses them; all that are started are ready."""
     config = config_with() if config is None else config
     serving = ServingConfig(router=config) if isinstance(config, RouterConfig) else config
-    router = await serve_router(serving, codec=ByteCodec(), host="127.0.0.1", port=0)
+    router = await serve_router(serving, codec=ByteCodec(), host="127.0.0.1", port=0, block_key=BLOCK_KEY)
     channel = client_channel(router.address)
     cluster = TestCluster(
         router=router,

@@ -8,7 +8,7 @@ import pytest
 
 from common.config import ConfigError, ServingConfig, parse_config
 from common.errors import Unauthenticated
-from router.doorkeeper import make_doorkeeper
+from router.doorkeeper import make_block_key, make_doorkeeper
 from router.tenants import Tenant
 
 KEY_A, KEY_B = "key-of-tenant-a-0001", "key-of-tenant-b-0001"
@@ -80,13 +80,23 @@ def test_tenants_that_share_their_cache_have_one_salt_that_nobody_else_can_take(
     assert shared.isdisjoint({salt("shared"), salt("a"), ""})
 
 
-def test_salts_that_can_be_guessed_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_block_key_is_one_for_all_routers_with_a_secret_and_drawn_without_one() -> None:
+    configs = [
+        parse_config({"router": {"salt_secret": secret}}, source="test")
+        for secret in (SECRET, "another secret of enough characters", None, None)
+    ]
+    assert make_block_key(configs[0]) == make_block_key(configs[0].model_copy())
+    assert len({make_block_key(config) for config in configs}) == 4
+
+
+def test_routers_that_cannot_share_prefixes_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    several = {"router": {"count": 2}}
     with caplog.at_level(logging.WARNING):
-        make_doorkeeper(serving({"name": "a", "api_keys": [KEY_A]}))
-        make_doorkeeper(serving({"name": "a", "api_keys": [KEY_A], "share_cache": True}, secret=None))
+        make_block_key(parse_config({}, source="test"))
+        make_block_key(parse_config({"router": {"count": 2, "salt_secret": SECRET}}, source="test"))
         assert not caplog.records
-        make_doorkeeper(serving({"name": "a", "api_keys": [KEY_A]}, secret=None))
-    assert "router.salt_secret is not set" in caplog.text
+        make_block_key(parse_config(several, source="test"))
+    assert "each router draws a block key of its own" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,14 @@ from typing import Any
 
 import pytest
 
+from common.block_hash import hash_root
 from common.config import ServingConfig, parse_config
 from common.errors import InvalidRequest, Overloaded, Unauthenticated
 from kvrelay.client import AsyncClient
 from tests.router.fakes import (
+    BLOCK_KEY,
     DECODE,
+    FINGERPRINT,
     PREFILL,
     ROOT,
     FakeWorker,
@@ -65,6 +68,18 @@ async def test_blocks_of_two_tenants_with_one_prompt_have_nothing_in_common() ->
     hashes = [{spec.block_hashes[i : i + 16] for i in range(0, len(spec.block_hashes), 16)} for spec in (first, other)]
     assert hashes[0].isdisjoint(hashes[1])
     assert [len(blocks) for blocks in hashes] == [2, 2]
+
+
+async def test_hashes_of_clients_without_a_key_cannot_be_computed_without_the_block_key() -> None:
+    prefill, decode = pair()
+    async with (
+        running_cluster(prefill, decode, config=config_with(local_prefill_max_tokens=0)) as cluster,
+        AsyncClient(cluster.router.address) as client,
+    ):
+        await ask(client)
+    root = prefill.requests[0].sequence.hash_root
+    assert root == hash_root(model_fingerprint=FINGERPRINT, key=BLOCK_KEY)
+    assert root != hash_root(model_fingerprint=FINGERPRINT)
 
 
 async def test_tenants_that_share_their_cache_have_equal_blocks() -> None:
