@@ -7,7 +7,7 @@ hashes hold equal KV, on whichever worker they lie.
 A prompt must not be able to name another prompt's blocks, so the hash is a cryptographic one. Its 16 bytes are enough:
 a pair of colliding blocks takes 2**64 hashes to find, and they can be computed only under a root, which no client
 knows. A root is longer than a hash, so that no block's hash can pass for a root and move a chain's middle to the
-beginning of a prompt. BLAKE2b is as fast as SHA-256 with the CPU's instructions for it, and needs none: 0.5 ms for 16k
+beginning of a prompt. BLAKE2b is as fast as SHA-256 with the CPU's instructions for it, and needs none: 0.4 ms for 16k
 tokens in blocks of 16 (`benchmarks/results/hashing.json`).
 """
 

@@ -101,7 +101,6 @@ class RequestRecord:
             request_id=self.job.request_id,
             prompt_tokens=pack_tokens(self.job.prompt_token_ids),
             output_tokens=pack_tokens(output),
-            block_hashes=self.job.hashes(output).packed,
             hash_root=self.job.model.root,
             sampling=sampling_to_proto(sampling),
             first_sample_index=samples[0],

@@ -7,6 +7,10 @@
 
 Nothing of this can fail the request: whatever goes wrong, or takes longer than computing would, is counted by reason,
 the source is told, and the prompt is computed. Other requests are computed meanwhile.
+
+A request's hashes are computed here, from its tokens. Those that a list of prefixes names (`prefix_intake.py`) have no
+tokens beside them, and need none: the source looks up each one in its own cache and sends the KV that it keeps there.
+That the KV is right can only be checked by computing it, so a worker believes its peers, which belong to the cluster.
 """
 
 import asyncio

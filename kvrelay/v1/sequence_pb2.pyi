@@ -45,7 +45,6 @@ class SequenceSpec(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     HASH_ROOT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     FIRST_SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
@@ -54,10 +53,10 @@ class SequenceSpec(_message.Message):
     RETENTION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Minted by the router."""
-    block_hashes: _builtins.bytes
-    """Chained hashes of the full blocks of prompt and output tokens, 16 bytes each."""
     hash_root: _builtins.bytes
-    """First link of the chain, 32 bytes: model fingerprint and tenant salt, keyed with the cluster's block key."""
+    """First link of the chained block hashes, 32 bytes: model fingerprint and tenant salt, keyed with the cluster's block
+    key. The worker computes the hashes of prompt and output itself.
+    """
     first_sample_index: _builtins.int
     """Index of the first sample; n samples follow from there."""
     prompt_tokens: _builtins.bytes
@@ -74,7 +73,6 @@ class SequenceSpec(_message.Message):
         self,
         *,
         request_id: _builtins.str = ...,
-        block_hashes: _builtins.bytes = ...,
         hash_root: _builtins.bytes = ...,
         sampling: _sampling_pb2.SamplingParams | None = ...,
         first_sample_index: _builtins.int = ...,
@@ -84,7 +82,7 @@ class SequenceSpec(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "first_sample_index", b"first_sample_index", "hash_root", b"hash_root", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "retention", b"retention", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_sample_index", b"first_sample_index", "hash_root", b"hash_root", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "retention", b"retention", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

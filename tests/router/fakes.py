@@ -12,14 +12,15 @@ import grpc
 import numpy as np
 import xxhash
 
-from common.block_hash import BlockHashes, hash_probe, hash_root
+from common.block_hash import BlockHashes, hash_blocks, hash_probe, hash_root
 from common.config import RouterConfig, ServingConfig
 from common.errors import KvrelayError, Overloaded, StaleEpoch, from_rpc_error, to_status_bytes
-from common.ids import BlockHash, mint_epoch
+from common.ids import BlockHash, HashRoot, mint_epoch
 from common.kv_events import KvEvents, encode_events
 from common.parity import TextProbes
 from common.rpc import Server, client_channel, error_boundary, start_server
 from common.token_batches import runs_of
+from common.tokens import tokens_from_bytes
 from kvrelay.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -60,6 +61,12 @@ def answer(prompt: Sequence[int], num_tokens: int, sample_index: int = 0) -> lis
     for _ in range(num_tokens):
         tokens.append(next_token(tokens, sample_index))
     return tokens[len(prompt) :]
+
+
+def hashes_of(sequence: sequence_pb2.SequenceSpec) -> BlockHashes:
+    """The hashes that a worker computes from what it was sent."""
+    tokens = tokens_from_bytes(sequence.prompt_tokens + sequence.output_tokens)
+    return hash_blocks(tokens, root=HashRoot(sequence.hash_root), block_size=BLOCK_SIZE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

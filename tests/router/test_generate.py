@@ -23,6 +23,7 @@ from tests.router.fakes import (
     Shape,
     answer,
     config_with,
+    hashes_of,
     make_request,
     prompt_of,
     running_cluster,
@@ -71,12 +72,12 @@ async def test_generate_without_prefill_worker_plans_local() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [BLOCK_SIZE * 2 - 1, BLOCK_SIZE * 2, BLOCK_SIZE * 2 + 1])
-async def test_sequence_spec_has_a_hash_for_each_full_block(num_tokens: int) -> None:
+async def test_router_looks_for_the_hashes_that_a_worker_computes_from_the_sequence(num_tokens: int) -> None:
     prefill, decode = pair()
     async with running_cluster(prefill, decode) as cluster:
         await cluster.generate(make_request(num_tokens))
-        for worker in (prefill, decode):
-            assert len(worker.requests[0].sequence.block_hashes) == 16 * (num_tokens // BLOCK_SIZE)
+        expected = hash_blocks(prompt_of(num_tokens), root=ROOT, block_size=BLOCK_SIZE)
+        assert [hashes_of(worker.requests[0].sequence) for worker in (prefill, decode)] == [expected, expected]
 
 
 async def test_generate_short_suffix_on_decode_plans_local() -> None:

@@ -18,6 +18,7 @@ from kvrelay.v1 import inference_pb2
 from tests.router.fakes import (
     DECODE,
     PREFILL,
+    ROOT,
     TIMEOUT_S,
     FakeWorker,
     Reply,
@@ -57,7 +58,7 @@ async def test_decode_dies_midstream_then_the_answer_goes_on_elsewhere(index: in
         # The new workers go on from the tokens that were delivered.
         resumed = second.requests[0].sequence
         assert sent_output(resumed) == answer(prompt_of(10), index)
-        assert len(resumed.block_hashes) == 16 * ((10 + index) // 4)
+        assert resumed.hash_root == ROOT
         assert (await cluster.until_idle()).num_replans == 1
 
 

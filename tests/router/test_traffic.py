@@ -31,6 +31,7 @@ from tests.router.fakes import (
     FakeWorker,
     TestCluster,
     config_with,
+    hashes_of,
     prompt_of,
     running_cluster,
 )
@@ -110,7 +111,7 @@ async def test_keys_link_neither_two_recordings_nor_a_recording_and_the_cache() 
         await ask(client, prompt_of(40))
         ((first,), (second,)) = await read(one, 1), await read(two, 1)
     assert set(first.block_keys).isdisjoint(second.block_keys)
-    known = prefill.requests[0].sequence.block_hashes
+    known = hashes_of(prefill.requests[0].sequence).packed
     parts = {known[start : start + 8] for start in range(len(known) - 7)}
     assert parts.isdisjoint(key.to_bytes(8, "little") for key in (*first.block_keys, *second.block_keys))
 

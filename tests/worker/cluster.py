@@ -30,7 +30,6 @@ def spec_of(request: EngineRequest) -> sequence_pb2.SequenceSpec:
         request_id=request.request_id,
         prompt_tokens=pack_tokens(request.prompt_token_ids),
         output_tokens=pack_tokens(request.output_token_ids),
-        block_hashes=request.block_hashes.packed,
         hash_root=request.hash_root,
         sampling=sampling_to_proto(request.sampling),
         first_sample_index=request.first_sample_index,

@@ -169,14 +169,14 @@ async def test_calls_for_an_earlier_epoch_are_refused() -> None:
         await pair.until_empty()
 
 
-async def test_spec_with_wrong_hashes_or_tokens_is_refused_by_field() -> None:
+async def test_spec_with_a_block_hash_for_a_root_or_unknown_tokens_is_refused_by_field() -> None:
     async with running_pair() as pair:
-        spec = spec_of(make_request(range(20)))
         epoch = pair.decode.runtime.epoch
-        short_hashes, unknown_token = spec_of(make_request(range(20))), spec_of(make_request(range(20)))
-        short_hashes.block_hashes = spec.block_hashes[:-1]
+        request = make_request(range(20))
+        block_as_root, unknown_token = spec_of(request), spec_of(request)
+        block_as_root.hash_root = request.block_hashes[0]
         unknown_token.prompt_tokens = pack_tokens([1, 2, 3, 10**6, *range(16)])
-        cases = {"sequence.block_hashes": short_hashes, "sequence.prompt_tokens": unknown_token}
+        cases = {"sequence.hash_root": block_as_root, "sequence.prompt_tokens": unknown_token}
         for field, bad in cases.items():
             error = from_rpc_error(
                 await error_of(pair.decode_stub.Decode(decode_pb2.DecodeRequest(sequence=bad, epoch=epoch)))
