@@ -188,7 +188,7 @@ class EngineCore:
 
     def hot_prefixes(self, max_blocks: int) -> list[PrefixChain]:
         """Return what of the cache is worth most."""
-        held = (sequence.block_table for sequence in self._groups)
+        held = (sequence.block_table or sequence.landed_blocks for sequence in self._groups)
         return hot_prefixes(self.pool, held, max_blocks)
 
     def load(self) -> Load:
@@ -229,13 +229,13 @@ class EngineCore:
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _enter(self, group: Group, enter: Callable[[Sequence], Refused | None], landing: Landing) -> Group | Refused:
-        self.landings.release(landing)
         leader = Sequence.from_request(group.request, block_size=self.scheduler.limits.block_size, order=landing.order)
         leader.max_num_tokens = min(leader.max_num_tokens, self.executor.max_model_len)
         leader.is_pinned = group.holds_after_prefill
-        leader.pulled_blocks = landing.pulled
+        self.landings.enter(landing, leader)
         refused = enter(leader)
         if refused is not None:
+            self.scheduler.pages.release(leader)
             return refused
         group.sequences.append(leader)
         self._groups[leader] = group

@@ -2,7 +2,9 @@
 
 A request whose prefix is pulled first takes its place in line when it arrives (`Landing`), not when the pull is over.
 Pages of a landing are ours alone until their content is verified; then they are published behind their parents, which
-the landing holds, and the request finds them as it finds any cached block.
+the landing holds, and the request finds them as it finds any cached block. Until it is admitted it goes on holding
+them: in a long line they would be the oldest ones, and the next pull would evict them. They are lent, though: a running
+sequence that grows, and whoever is first in line, take them back from the latest arrival (`Scheduler`).
 """
 
 from array import array
@@ -14,6 +16,7 @@ from common.errors import Refused
 from common.ids import BlockId
 from engine.pages import Pages
 from engine.scheduler import Scheduler
+from engine.sequence import Sequence
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -120,6 +123,13 @@ class Landings:
         for i in range(landing.num_landed, num_blocks):
             self._pages.publish_block(landing.block_table, i, landing.hashes[i], landing.retired_blocks)
         landing.num_landed = num_blocks
+
+    def enter(self, landing: Landing, sequence: Sequence) -> None:
+        """The request enters: it holds the blocks that are here, and the landing nothing any more."""
+        sequence.pulled_blocks = landing.pulled
+        sequence.landed_blocks = landing.block_table[: landing.num_landed]
+        landing.block_table = landing.block_table[landing.num_landed :]
+        self.release(landing)
 
     def release(self, landing: Landing) -> None:
         """Let go of all pages; what was published stays cached. Harmless when done already."""

@@ -33,6 +33,7 @@ class Pages:
         self._pool.acquire(cached)
         self._pool.mark_reused(cached, sequence.num_found(len(cached)))
         sequence.block_table = array("i", [*cached, *self._pool.allocate(num_fresh)])
+        self.release_landed(sequence)  # which are among the cached ones
         sequence.num_cached = sequence.num_ready = sequence.num_computed = len(cached) * self._block_size
         sequence.num_published = len(cached)
         return True
@@ -84,7 +85,13 @@ class Pages:
         self._pool.release(sequence.block_table, keeping)
         self._pool.release(sequence.retired_blocks)
         sequence.block_table, sequence.retired_blocks = array("i"), []
+        self.release_landed(sequence)
         sequence.num_computed = sequence.num_ready = sequence.num_cached = sequence.num_published = 0
+
+    def release_landed(self, sequence: Sequence) -> None:
+        """Let a sequence in line hold nothing any more; what it held stays cached."""
+        self._pool.release(sequence.landed_blocks)
+        sequence.landed_blocks = array("i")
 
     def publish(self, sequence: Sequence) -> None:
         """Put full blocks whose KV exists into the prefix cache, each behind its published parent.

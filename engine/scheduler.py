@@ -121,8 +121,10 @@ class Scheduler:
     @property
     def num_spoken_for(self) -> int:
         """Free pages that nobody but running sequences and the first in line should take."""
-        num_first = self.pages.num_blocks_for(self.waiting[0].num_tokens) if self.waiting else 0
-        return self._num_spared(0) + num_first
+        if not self.waiting:
+            return self._num_spared(0)
+        first = self.waiting[0]
+        return self._num_spared(0) + self.pages.num_blocks_for(first.num_tokens) - len(first.landed_blocks)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the pages that `num_tokens` tokens need."""
@@ -298,11 +300,7 @@ class Scheduler:
             slots = sum(s.num_samples for s in (*self.running, *self.reserved))
             if slots and slots + sequence.num_samples > self.limits.max_running:
                 return
-            num_spared = self._num_spared(0)
-            if self.pool.num_free <= num_spared:
-                return  # it needs a page of its own at least; not worth looking for the others in the cache
-            reusable = sequence.block_hashes[: sequence.num_reusable_blocks]
-            if not self.pages.take(sequence, self.pool.match_prefix(reusable), num_spared=num_spared):
+            if not self._take_pages(sequence):
                 return
             self._dequeue(sequence)
             sequence.state = SequenceState.RUNNING
@@ -311,6 +309,27 @@ class Scheduler:
             self.num_cached_tokens += min(sequence.num_cached, sequence.num_prompt_tokens)
             budget = self.limits.max_step_tokens - plan.num_tokens
             self._plan(sequence, min(sequence.num_to_run, budget), sequence.num_to_run, plan)
+
+    def _take_pages(self, first: Sequence) -> bool:
+        """Give the first in line its pages; others in line let go of what was pulled for them where it lacks some."""
+        num_spared = self._num_spared(0)
+        reusable = first.block_hashes[: first.num_reusable_blocks]
+        while True:
+            # It needs a page of its own at least: else it is not worth looking for the others in the cache.
+            if self.pool.num_free > num_spared and self.pages.take(
+                first, self.pool.match_prefix(reusable), num_spared=num_spared
+            ):
+                return True
+            if not self._take_back_landed(self.waiting[1:]):
+                return False
+
+    def _take_back_landed(self, waiting: list[Sequence]) -> bool:
+        """Let the latest of these that holds pulled blocks let go of them; False when none does."""
+        holder = next((sequence for sequence in reversed(waiting) if sequence.landed_blocks), None)
+        if holder is None:
+            return False
+        self.pages.release_landed(holder)
+        return True
 
     def _plan(self, sequence: Sequence, num_new: int, num_to_run: int, plan: StepPlan) -> None:
         plan.batch[sequence] = ScheduledSequence(
@@ -330,6 +349,8 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, num_new: int, plan: StepPlan) -> bool:
         """Make [num_computed, num_computed + num_new) writable, preempting later arrivals. False: it cannot run now."""
         while (num_missing := self.pages.num_missing(sequence, num_new)) > self.pool.num_free:
+            if self._take_back_landed(self.waiting):
+                continue
             if self._num_steps_in_flight:
                 plan.is_short = True
                 return False

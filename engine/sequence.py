@@ -85,6 +85,8 @@ class Sequence:
     knowing it."""
     pulled_blocks: range = range(0)
     """Indexes of the blocks that were pulled into the cache for this request."""
+    landed_blocks: "array[int]" = field(default_factory=lambda: array("i"))
+    """In line: pages of its leading blocks that a pull has brought or found, which it holds until it is admitted."""
     num_cached: int = 0
     num_expected: int = 0
     """In line: leading tokens that the cache held when it was last asked."""

@@ -294,6 +294,7 @@ class CoreMachine(RuleBasedStateMachine):
             for sequence in work.group.sequences:
                 held.update(sequence.block_table)
                 held.update(sequence.retired_blocks)
+                held.update(sequence.landed_blocks)
         for landing, _request in self.landings:
             held.update(landing.block_table)
             held.update(landing.retired_blocks)

@@ -1,8 +1,12 @@
 """Landings: a request that pulls its prefix first keeps its place in line, and takes nobody's pages."""
 
+from collections.abc import Sequence
+
 from common.clock import ManualClock
 from common.errors import Refused
+from engine.core import EngineCore
 from engine.events import Started
+from engine.group import Group
 from tests.builders import BLOCK_SIZE, Collector, assert_empty, make_core, make_request, run_until_idle, submit
 
 
@@ -39,6 +43,79 @@ def test_pull_is_granted_no_page_that_the_first_in_line_needs() -> None:
     assert core.landings.reserve(landing) is None
     core.landings.release(landing)
     core.cancel(running)
+
+
+def land(core: EngineCore, prompt: Sequence[int], num_blocks: int) -> tuple[Group, Collector] | Refused:
+    """Pull the first blocks of a prompt, and put its request in line."""
+    request, told = make_request(prompt, max_tokens=1), Collector()
+    landing = core.arrive(request.block_hashes[:num_blocks])
+    refused = core.landings.reserve(landing)
+    if refused is not None:
+        return refused
+    core.landings.commit(landing, num_blocks)
+    group = core.add(request, told, landing)
+    assert not isinstance(group, Refused)
+    return group, told
+
+
+def num_pulled(told: Collector) -> int:
+    """Blocks that a request found of those that were pulled for it, when it began."""
+    started = told.events[0]
+    assert isinstance(started, Started)
+    return started.num_pulled_tokens // BLOCK_SIZE
+
+
+def test_blocks_that_were_pulled_for_those_in_line_are_there_when_they_begin_however_much_later_ones_pull() -> None:
+    core = make_core(num_blocks=25, max_running=1)
+    submit(core, make_request(range(8), max_tokens=4, ignore_eos=True))
+    core.step()
+    landed = [land(core, range(begin, begin + 27), 6) for begin in (10, 40, 70, 100)]
+    run_until_idle(core)
+    assert [None if isinstance(each, Refused) else num_pulled(each[1]) for each in landed] == [6, 6, 6, None]
+    assert_empty(core)
+
+
+def test_running_request_that_grows_takes_pulled_pages_of_the_latest_in_line_and_is_not_preempted() -> None:
+    core = make_core(num_blocks=20, max_running=1)
+    submit(core, make_request(range(8), max_tokens=48, ignore_eos=True))  # 14 pages in the end
+    core.step()
+    first, second = land(core, range(100, 120), 4), land(core, range(150, 170), 4)
+    assert not isinstance(first, Refused)
+    assert not isinstance(second, Refused)
+    run_until_idle(core)
+    assert core.scheduler.num_preemptions == 0
+    assert num_pulled(first[1]) == 4
+    assert num_pulled(second[1]) < 4
+    assert_empty(core)
+
+
+def test_first_in_line_takes_pulled_pages_of_those_behind_it() -> None:
+    core = make_core(num_blocks=16, max_running=1)
+    submit(core, make_request(range(8), max_tokens=6, ignore_eos=True))
+    core.step()
+    landed = land(core, range(100, 120), 4)
+    assert not isinstance(landed, Refused)
+    early = make_request(range(200, 260), max_tokens=1)
+    landing = core.arrive(early.block_hashes[:0])
+    landing.order = 0  # it arrived before, and pulled for long
+    told = Collector()
+    core.add(early, told, landing)
+    run_until_idle(core)
+    assert len(told.outputs) == 1
+    assert len(landed[1].outputs) == 1
+    assert_empty(core)
+
+
+def test_request_that_leaves_the_line_lets_go_of_what_was_pulled_for_it() -> None:
+    core = make_core(max_running=1)
+    running, _ = submit(core, make_request(range(8), ignore_eos=True))
+    core.step()
+    landed = land(core, range(100, 120), 4)
+    assert not isinstance(landed, Refused)
+    core.cancel(landed[0])
+    core.cancel(running)
+    run_until_idle(core)
+    assert_empty(core)
 
 
 def test_block_that_a_sibling_publishes_meanwhile_takes_the_place_of_the_pulled_one() -> None:
