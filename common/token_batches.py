@@ -2,7 +2,17 @@
 
 from collections.abc import Iterable, Sequence
 
+from common.tokens import TOKEN_BYTES
 from kvrelay.v1 import decode_pb2, inference_pb2, sampling_pb2
+
+MAX_GATHERED_TOKENS = 4096
+"""In one message, beside what one step brought: about 1 MiB where each has 20 log-probabilities. gRPC refuses to send
+a message above its limit, and then ends the call, or the stream that it shares with others."""
+
+
+def num_tokens_in(tokens: Sequence[sampling_pb2.SampleToken], runs: Sequence[sampling_pb2.TokenRun]) -> int:
+    """Return how many tokens a batch holds."""
+    return len(tokens) + sum(len(run.tokens) for run in runs) // TOKEN_BYTES
 
 
 def merge_tokens(

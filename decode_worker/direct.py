@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from common.errors import AccessDenied, ClientGone, InvalidRequest, KvrelayError
 from common.sampling import MAX_N
-from common.token_batches import merge_tokens, runs_of
+from common.token_batches import MAX_GATHERED_TOKENS, merge_tokens, num_tokens_in, runs_of
 from kvrelay.v1 import decode_pb2 as pb
 
 GRACE_S = 5.0
@@ -120,7 +120,8 @@ class DirectAnswer:
                 if self._reader is not mine:
                     raise AccessDenied("another stream has taken this one's place")
                 if num_sent < len(self._batches):
-                    batches, num_sent = self._batches[num_sent:], len(self._batches)
+                    batches = _portion(self._batches[num_sent:])
+                    num_sent += len(batches)
                     batch = _behind(batches, num_received)
                     if batch is not None:
                         await write(pb.StreamTokensResponse(tokens=batch))
@@ -193,6 +194,16 @@ class DirectTable:
 
 def _key(capability: bytes) -> bytes:
     return hashlib.sha256(capability).digest()
+
+
+def _portion(batches: Sequence[pb.TokenBatch]) -> Sequence[pb.TokenBatch]:
+    """Return the first batches, at least one, as many as one message may gather."""
+    num_tokens = 0
+    for position, batch in enumerate(batches):
+        num_tokens += num_tokens_in(batch.tokens, batch.runs)
+        if position and num_tokens > MAX_GATHERED_TOKENS:
+            return batches[:position]
+    return batches
 
 
 def _behind(batches: Sequence[pb.TokenBatch], num_received: Sequence[int]) -> pb.TokenBatch | None:

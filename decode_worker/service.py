@@ -47,8 +47,9 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
                 while not (serving.done() and outlet.is_empty):
                     await changed.wait()
                     changed.clear()
-                    for message in outlet.take():
-                        await context.write(message)
+                    while taken := outlet.take():
+                        for message in taken:
+                            await context.write(message)
                 serving.result()
 
     async def DecodeMany(  # type: ignore[override]  # noqa: D102

@@ -23,6 +23,11 @@ Serve = Callable[[pb.DecodeRequest, Outlet], Awaitable[None]]
 """Serves one call into an outlet."""
 
 
+ENOUGH_BYTES = 4 << 20
+"""A message that has so many bytes takes in no further call. With the last one's it stays far below gRPC's limit: the
+largest response is that with a prompt's log-probabilities (`router.validation.MAX_PROMPT_LOGPROBS_BYTES`)."""
+
+
 @dataclass(slots=True, eq=False)
 class _Call:
     outlet: Outlet
@@ -122,14 +127,32 @@ class SharedStream:
             # A call whose last token came with this step ends in this turn of the loop: its status goes along.
             await asyncio.sleep(0)
             self._changed.clear()
-            told, self._told = self._told, {}
-            if told:
-                await write(pb.DecodeManyResponse(updates=[self._update(call_id) for call_id in told]))
+            if updates := self._take_updates():
+                await write(pb.DecodeManyResponse(updates=updates))
+
+    def _take_updates(self) -> list[pb.CallUpdate]:
+        """Return what the next message brings: of each call that has something to say, while there is room."""
+        updates: list[pb.CallUpdate] = []
+        unfinished: list[int] = []
+        num_bytes = 0
+        while self._told and num_bytes < ENOUGH_BYTES:
+            call_id = next(iter(self._told))
+            del self._told[call_id]
+            update = self._update(call_id)
+            num_bytes += update.ByteSize()
+            updates.append(update)
+            if call_id in self._calls and not self._calls[call_id].outlet.is_empty:
+                unfinished.append(call_id)
+        for call_id in unfinished:  # behind those that have not been heard at all
+            self._told[call_id] = None
+        if self._told:
+            self._changed.set()
+        return updates
 
     def _update(self, call_id: int) -> pb.CallUpdate:
         call = self._calls[call_id]
         update = pb.CallUpdate(call_id=call_id, responses=call.outlet.take())
-        if call.end is not None:
+        if call.end is not None and call.outlet.is_empty:
             update.status_code, update.status = call.end
             del self._calls[call_id]
         return update

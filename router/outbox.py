@@ -1,9 +1,9 @@
 """What goes out to one client.
 
 `put` never waits, so that a token that was counted as delivered cannot be lost to a cancellation at the same moment.
-While the client's stream is busy with a message, or the client is slow, tokens gather in one message: under load, fewer
-and larger messages go out by themselves, and a client that does not read holds up nobody. What it makes the router hold
-is bounded by the tokens that it asked for.
+While the client's stream is busy with a message, or the client is slow, tokens gather in few messages: under load,
+fewer and larger messages go out by themselves, and a client that does not read holds up nobody. What it makes the
+router hold is bounded by the tokens that it asked for, and a message by what can be sent at once.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from common.errors import KvrelayError
-from common.token_batches import merge_tokens
+from common.token_batches import MAX_GATHERED_TOKENS, merge_tokens, num_tokens_in
 from kvrelay.v1 import inference_pb2, sampling_pb2
 
 
@@ -22,6 +22,8 @@ class Outbox:
         self._messages: deque[inference_pb2.GenerateResponse] = deque()
         self._delta: inference_pb2.TokenDelta | None = None
         """Of the last message, when that brings tokens: more can follow in it."""
+        self._num_gathered = 0
+        """Tokens in it."""
         self._waiter: asyncio.Future[None] | None = None
         self._is_closed = False
         self._error: KvrelayError | None = None
@@ -41,11 +43,14 @@ class Outbox:
     ) -> None:
         """Append tokens."""
         assert not self._is_closed, "tokens after the end"
-        if self._delta is None:
+        num_new = num_tokens_in(tokens, runs)
+        if self._delta is None or self._num_gathered + num_new > MAX_GATHERED_TOKENS:
             message = inference_pb2.GenerateResponse()
             self._delta = message.tokens
             self._messages.append(message)
+            self._num_gathered = 0
             self._wake()
+        self._num_gathered += num_new
         merge_tokens(self._delta, tokens, runs)
         if prompt_logprobs:
             self._delta.prompt_logprobs.extend(prompt_logprobs)

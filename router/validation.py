@@ -27,6 +27,14 @@ DEFAULT_MAX_CHARS = 4 << 20
 """The same bound while no worker has told the context length."""
 
 
+MAX_PROMPT_LOGPROBS_BYTES = 48 << 20
+"""Log-probabilities of a whole prompt go out in one message: 20 of them for 131,072 tokens take at most 35 MiB, and
+gRPC sends 64."""
+_LOGPROB_BYTES = 13
+_POSITION_BYTES = 8
+"""On the wire, at most."""
+
+
 class RequestReader:
     """Reads and checks clients' messages."""
 
@@ -156,6 +164,7 @@ class RequestReader:
             message, default_max_tokens=self._default_max_tokens, default_seed=secrets.randbits(63)
         )
         sampling.validate(vocab_size=model.vocab_size)
+        _check_prompt_logprobs(num_prompt_tokens, sampling)
         max_tokens = min(sampling.max_tokens, model.max_model_len - num_prompt_tokens)
         return replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
 
@@ -197,6 +206,18 @@ def _check_chars(num_chars: int, model: ModelFacts | None, *, field: str) -> Non
     most = DEFAULT_MAX_CHARS if model is None else MAX_CHARS_PER_TOKEN * model.max_model_len
     if num_chars > most:
         raise PromptTooLong(f"the text has {num_chars} characters; at most {most} are taken", field=field)
+
+
+def _check_prompt_logprobs(num_prompt_tokens: int, sampling: SamplingParams) -> None:
+    if sampling.num_prompt_logprobs is None:
+        return
+    num_bytes = num_prompt_tokens * (_POSITION_BYTES + _LOGPROB_BYTES * (1 + sampling.num_prompt_logprobs))
+    if num_bytes > MAX_PROMPT_LOGPROBS_BYTES:
+        raise InvalidRequest(
+            f"{sampling.num_prompt_logprobs} for each of {num_prompt_tokens} tokens do not fit in one message:"
+            " ask for fewer, or send a shorter prompt",
+            field="sampling.prompt_logprobs",
+        )
 
 
 def _check_pages(num_prompt_tokens: int, sampling: SamplingParams, model: ModelFacts) -> None:

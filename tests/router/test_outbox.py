@@ -73,3 +73,15 @@ async def test_a_reader_that_waits_is_woken_by_tokens_and_by_the_end() -> None:
     await asyncio.sleep(0)
     outbox.close(None)
     assert await reading is None
+
+
+async def test_tokens_that_wait_for_long_become_messages_that_can_be_sent() -> None:
+    outbox = Outbox()
+    for index in range(10_000):
+        outbox.put_tokens([token(index)], [])
+    outbox.close(None)
+    messages = []
+    while (message := await outbox.get()) is not None:
+        messages.append(message.tokens.tokens)
+    assert [len(tokens) for tokens in messages] == [4096, 4096, 10_000 - 2 * 4096]
+    assert [each.token_index for tokens in messages for each in tokens] == list(range(10_000))

@@ -18,10 +18,11 @@ from common.errors import (
 )
 from common.structured import TaskCensus
 from decode_worker.outlet import Outlet
+from decode_worker.service import DecodeService
 from decode_worker.shared_stream import SharedStream
 from engine.sequence import EngineRequest
 from kvrelay.v1 import decode_pb2 as pb
-from kvrelay.v1 import sampling_pb2
+from kvrelay.v1 import sampling_pb2, sequence_pb2
 from tests.builders import expected_tokens, make_request
 from tests.worker.cluster import Answer, Pair, error_of, running_pair, spec_of
 
@@ -225,6 +226,61 @@ async def test_a_slow_reader_gets_everything_in_few_messages_and_holds_nobody_up
     assert [token.token_index for token in mine] == list(range(500))
     assert [update.call_id for update in script.messages[1].updates] == [1, 2]
     script.running.cancel()
+
+
+LARGE = 29 << 20
+"""Log-probabilities of 131,072 prompt tokens, 20 for each."""
+
+
+async def test_large_answers_that_come_in_one_step_end_neither_each_other_nor_the_rest_of_the_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    all_are_here = asyncio.Barrier(6)
+
+    async def say_much(_service: DecodeService, request: pb.DecodeRequest, outlet: Outlet) -> None:
+        await all_are_here.wait()
+        text = "x" * (LARGE if request.sequence.request_id == "large" else 1)
+        outlet.put_tokens(pb.TokenBatch(tokens=[sampling_pb2.SampleToken(text=text)]))
+
+    monkeypatch.setattr(DecodeService, "_serve", say_much)
+    async with running_pair() as pair:
+        many = Many(pair)
+        for call_id in range(6):
+            name = "large" if call_id % 2 else "small"
+            spec = pb.DecodeRequest(sequence=sequence_pb2.SequenceSpec(request_id=name))
+            await many.call.write(pb.DecodeManyRequest(call_id=call_id, open=spec))
+        await many.until_ended(*range(6))
+        assert many.ends == dict.fromkeys(range(6))
+        assert [len(many.answers[call_id].text[0]) for call_id in range(6)] == [1, LARGE] * 3
+
+
+async def test_tokens_that_a_slow_reader_lets_gather_come_in_messages_of_bounded_size() -> None:
+    script = Script()
+    talker, other = await script.open(1, "a"), await script.open(2, "b")
+    script.can_write.clear()
+    top = [sampling_pb2.TokenLogprob(token_id=150_000, logprob=-1.0)] * 20
+    logprobs = sampling_pb2.PositionLogprobs(chosen=top[0], top=top)
+    num_tokens = 40_000
+    for index in range(num_tokens):
+        token = sampling_pb2.SampleToken(token_index=index, token_id=150_000, logprobs=logprobs)
+        talker.put_tokens(pb.TokenBatch(tokens=[token]))
+        if index == 0:
+            await until(lambda: script.messages)
+    other.put_tokens(batch(0))
+    script.can_write.set()
+    seen: list[int] = []
+    async with asyncio.timeout(TIMEOUT_S):
+        while len(seen) < num_tokens:
+            await asyncio.sleep(0)
+            seen = [t.token_index for u in updates_of(script, 1) for r in u.responses for t in r.tokens.tokens]
+    assert seen == list(range(num_tokens))
+    assert max(message.ByteSize() for message in script.messages) < 8 << 20 < logprobs.ByteSize() * num_tokens
+    assert script.messages[1].updates[1].call_id == 2, "who has little to say does not wait for who has much"
+    script.running.cancel()
+
+
+def updates_of(script: Script, call_id: int) -> list[pb.CallUpdate]:
+    return [update for message in script.messages for update in message.updates if update.call_id == call_id]
 
 
 async def test_a_closed_call_says_nothing_any_more() -> None:
