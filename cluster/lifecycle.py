@@ -300,7 +300,10 @@ def _clean_up(state_file: StateFile, report: Report) -> bool:
     state = state_file.read()
     if state is None:
         return False
-    assert not state.supervisor.is_alive(), f"supervisor {state.supervisor.pid} is alive"
+    if state.supervisor.is_alive():  # one that has just started here, or that outlived SIGKILL
+        raise ClusterError(
+            f"cannot clean up: a supervisor ({state.supervisor.pid}) is alive; stop its cluster with `kvrelay down`"
+        )
     # Its children die by the kernel's hand; this is for those that cannot, and for other systems.
     left = [each for each in _members(state) if each.is_alive()]
     for each in left:

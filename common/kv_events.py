@@ -36,8 +36,9 @@ def decode_events(raw: bytes) -> KvEvents:
         batch = msgpack.unpackb(raw)
         if batch["v"] != 1:
             raise ValueError(f"KV event version {batch['v']}; this build reads 1")
-        return KvEvents(
-            stored=BlockHashes(batch["add"]), removed=BlockHashes(batch["del"]), is_snapshot=bool(batch["snap"])
-        )
+        added, removed = batch["add"], batch["del"]
+        if not (isinstance(added, bytes) and isinstance(removed, bytes)):
+            raise ValueError("not a KV event batch: add and del must be bytes")
+        return KvEvents(stored=BlockHashes(added), removed=BlockHashes(removed), is_snapshot=bool(batch["snap"]))
     except (KeyError, TypeError, msgpack.UnpackException) as error:
         raise ValueError(f"not a KV event batch: {error}") from error

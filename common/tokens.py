@@ -16,7 +16,10 @@ TokenArray: TypeAlias = "array[int]"
 TOKEN_BYTES = 4
 """Of a packed id: little-endian, as all machines are that we run on."""
 
-assert array("I").itemsize == TOKEN_BYTES
+if array("I").itemsize != TOKEN_BYTES:
+    raise ImportError(
+        f"array('I') has {array('I').itemsize} bytes an item on this platform; token ids need {TOKEN_BYTES}"
+    )
 
 
 def as_tokens(ids: Iterable[int]) -> TokenArray:

@@ -43,7 +43,9 @@ class BlockPool:
     """Pages 0 … num_blocks-1 of one worker. Every operation is O(blocks named). Engine thread only."""
 
     def __init__(self, num_blocks: int) -> None:
-        assert num_blocks >= 1, f"a pool of {num_blocks} blocks"
+        """Raises ValueError without a block."""
+        if num_blocks < 1:
+            raise ValueError(f"cannot make a pool of {num_blocks} KV blocks: raise num_blocks or kv_memory_gib")
         self.num_blocks = num_blocks
         self._ref_counts = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks

@@ -192,7 +192,10 @@ class SamplingPlan:
     def choose(self, logits: torch.Tensor, words: torch.Tensor) -> "Chosen":
         """Choose from logits [num_rows, vocab_size], given the uploaded columns."""
         expected = (self.num_rows, self.vocab_size)
-        assert logits.shape == expected, f"logits {tuple(logits.shape)}, expected {expected}"
+        if logits.shape != expected:
+            raise EngineFault(
+                f"the model returned logits of shape {tuple(logits.shape)}; its config.json says {expected}"
+            )
         if self.shaped is None:
             return self.deliver(first_best(logits), logits, words)
         if self.plain_rows is None or self.shaped_rows is None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from common.errors import EngineFault
 from common.timing import GUESSED_LINK, TimingModel
 from common.timing_wire import timing_from_proto
 from router.worker_client import WorkerClient
@@ -34,7 +35,10 @@ async def ask_worker(address: str) -> WorkerFacts:
             update = await updates.receive()
     finally:
         await worker.close()
-    assert update is not None and update.HasField("timing"), f"{address} tells no timing in its first update"
+    if update is None or not update.HasField("timing"):
+        raise EngineFault(
+            f"worker {address} tells no timing in its first update: start it from this version of kvrelay"
+        )
     return WorkerFacts(
         timing=timing_from_proto(update.timing),
         num_blocks=facts.num_blocks,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from common.config import PoolConfig, PoolsConfig, ServingConfig, TransferConfig
-from common.errors import Refused
+from common.errors import Refused, WorkerLost
 from common.ids import RequestId, seeded_ids
 from kvrelay.v1 import worker_pb2
 from planner.plan import PoolSizes
@@ -109,7 +109,11 @@ class SimCluster:
         await asyncio.sleep(_WARM_UP_S)
         for router in self.routers:
             num_ready = router.fleet.count_ready()
-            assert num_ready == self.shape.num_workers, f"{num_ready} of {self.shape.num_workers} workers are ready"
+            if num_ready != self.shape.num_workers:
+                raise WorkerLost(
+                    f"{num_ready} of {self.shape.num_workers} simulated workers are ready after {_WARM_UP_S:g} s: lower"
+                    " the network's latency"
+                )
         self._begin_s = self.pools.begin_s = self._loop.time()
         for client in self.clients:
             client.begin_s = self._begin_s

@@ -59,8 +59,11 @@ Answers = Mapping[RequestId, Answer]
 
 
 def sim_shape(*, block_size: int, block_bytes: int) -> KvShape:
-    """Return the shape of a simulated block. `block_bytes` is a multiple of twice the block size."""
-    assert block_bytes % (2 * block_size) == 0, f"{block_bytes} bytes for {block_size} tokens"
+    """Return the shape of a simulated block. Raises ValueError unless a token has an even number of bytes."""
+    if block_bytes <= 0 or block_bytes % (2 * block_size):
+        raise ValueError(
+            f"a block of {block_size} tokens has {block_bytes} bytes; must be a multiple of {2 * block_size}"
+        )
     return KvShape(
         num_layers=1,
         num_kv_heads=1,

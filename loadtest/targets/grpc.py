@@ -1,6 +1,6 @@
 """Our own gRPC API under load."""
 
-from common.errors import UnknownModel
+from common.errors import EngineFault, UnknownModel
 from kvrelay.client.async_client import AsyncClient, AsyncGenerationStream
 from kvrelay.client.records import (
     Accepted,
@@ -135,9 +135,10 @@ class _Answer:
                 on_chunk(num_tokens)
 
     def build(self) -> TargetAnswer:
-        """Return the answer. The client promises that a stream which ends without an error was complete."""
+        """Return the answer. Raises EngineFault when the server has left out a part of it."""
         accepted, plan, completed = self._accepted, self._plan, self._completed
-        assert accepted is not None and plan is not None and completed is not None
+        if accepted is None or plan is None or completed is None:
+            raise EngineFault("the server ended an answer well without having sent accepted, plan and completed")
         return TargetAnswer(
             text="".join(self._texts),
             token_ids=tuple(self._token_ids),

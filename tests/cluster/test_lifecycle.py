@@ -122,3 +122,15 @@ def test_default_run_dir_follows_the_environment(tmp_path: Path, monkeypatch: py
     monkeypatch.delenv("KVRELAY_RUN_DIR")
     monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "cache"))
     assert default_run_dir("blue") == tmp_path / "cache" / "run" / "blue"
+
+
+def test_up_beside_a_supervisor_that_has_just_started_says_so_and_kills_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.lifecycle.read_info", lambda _run_dir: None)
+    with sleeper() as (process, identity):
+        StateFile(tmp_path).write(make_state(supervisor=identity))
+
+        with pytest.raises(ClusterError, match=f"a supervisor \\({process.pid}\\) is alive"):
+            up(make_config(), config_path=tmp_path / "serving.yaml", run_dir=tmp_path, report=ignore)
+        assert process.poll() is None

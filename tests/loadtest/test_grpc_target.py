@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import Overloaded, Unreachable
+from common.errors import EngineFault, Overloaded, Unreachable
 from kvrelay.client.records import ChatMessage
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from loadtest.targets.interface import Target, TargetRequest, TargetSpec
@@ -131,3 +131,11 @@ async def test_describe_when_nobody_listens_is_unreachable() -> None:
     with pytest.raises(Unreachable):
         await target.describe()
     await target.aclose()
+
+
+async def test_answer_of_which_the_server_has_left_out_a_part_is_a_fault_and_no_crash() -> None:
+    fake = FakeInference()
+    fake.script = [accepted(), run(0, [5, 6, 7], last=True), completed()]
+    async with target_of(fake) as target:
+        with pytest.raises(EngineFault, match="without having sent accepted, plan and completed"):
+            await target.prepare(request([1, 2, 3]))(lambda _num_tokens: None)

@@ -2,8 +2,10 @@
 
 import pytest
 
+from common.clock import SystemClock
 from common.config import ServingConfig
-from worker.factory import load_executor_for, memory_share
+from engine.core import EngineCore
+from worker.factory import limits_for, load_executor_for, memory_share
 
 
 def make_config(*, prefill: dict[str, object] | None = None, decode: dict[str, object] | None = None) -> ServingConfig:
@@ -69,3 +71,11 @@ def test_load_executor_for_the_fake_engine_has_the_pages_of_the_configuration(
     executor, _ = load_executor_for(config, config.pools.decode)
 
     assert executor.kv.num_blocks == num_blocks
+
+
+def test_memory_for_no_page_at_all_is_refused_by_the_keys_that_set_it() -> None:
+    pool = {"kv_memory_gib": 1e-9}
+    config = ServingConfig.model_validate({"model": {"engine": "fake"}, "pools": {"decode": pool, "prefill": pool}})
+    executor, _tokenizer = load_executor_for(config, config.pools.decode)
+    with pytest.raises(ValueError, match="pool of 0 KV blocks: raise num_blocks or kv_memory_gib"):
+        EngineCore(executor, limits_for(config.pools.decode), SystemClock())
