@@ -126,7 +126,8 @@ class DecodeCall:
             first_block=leader.num_cached // leader.block_size,
         )
         runtime = self._runtime
-        return await runtime.puller.pull(plan, await runtime.peers.get(plan.peer, handoff.prefill_address))
+        async with runtime.peers.use(plan.peer, handoff.prefill_address) as channel:
+            return await runtime.puller.pull(plan, channel)
 
     async def _start(self, manifest: HandoffManifest) -> None:
         group, streams = self._group, self._streams

@@ -1,30 +1,64 @@
 """Channels to the workers that this one pulls from."""
 
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
 import grpc
 
 from common.ids import WorkerId
 from common.rpc import Connect
 
+MAX_IDLE = 64
+"""Channels that are kept though nobody uses them."""
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    address: str
+    channel: grpc.aio.Channel
+    num_users: int = 0
+
 
 class PeerChannels:
-    """One channel per peer, made when it is first needed. Event loop only. Close with `aclose`."""
+    """One channel per peer, made when it is first needed. Event loop only. Close with `aclose`.
 
-    def __init__(self, connect: Connect) -> None:
+    Workers come and go: of the channels that nobody uses, those used last are kept. One in use is closed only when its
+    peer has moved, and by `aclose`.
+    """
+
+    def __init__(self, connect: Connect, *, max_idle: int = MAX_IDLE) -> None:
         self._connect = connect
-        self._channels: dict[WorkerId, tuple[str, grpc.aio.Channel]] = {}
+        self._max_idle = max_idle
+        self._peers: OrderedDict[WorkerId, _Peer] = OrderedDict()
+        """The one used last is at the end."""
 
-    async def get(self, peer: WorkerId, address: str) -> grpc.aio.Channel:
-        """Return the channel to a peer. A restarted one has another address: calls to the old one are ended."""
-        known = self._channels.get(peer)
-        if known is not None and known[0] == address:
-            return known[1]
-        channel = self._connect(address)
-        self._channels[peer] = (address, channel)  # before the await: another call must find it
-        if known is not None:
-            await known[1].close(grace=1.0)
-        return channel
+    @asynccontextmanager
+    async def use(self, worker_id: WorkerId, address: str) -> AsyncIterator[grpc.aio.Channel]:
+        """Yield the channel to a peer. A restarted one has another address: calls to the old one are ended."""
+        peer = known = self._peers.get(worker_id)
+        if peer is None or peer.address != address:
+            peer = self._peers[worker_id] = _Peer(address, self._connect(address))
+        peer.num_users += 1  # before the awaits: nobody else may close it
+        try:
+            if known is not None and known is not peer:
+                await known.channel.close(grace=1.0)
+            yield peer.channel
+        finally:
+            peer.num_users -= 1
+            if self._peers.get(worker_id) is peer:
+                self._peers.move_to_end(worker_id)
+            await self._close_idle()
 
     async def aclose(self) -> None:
         """Close every channel."""
-        for _address, channel in self._channels.values():
-            await channel.close()
+        peers, self._peers = self._peers, OrderedDict()
+        for peer in peers.values():
+            await peer.channel.close()
+
+    async def _close_idle(self) -> None:
+        idle = [worker_id for worker_id, peer in self._peers.items() if not peer.num_users]
+        closing = [self._peers.pop(worker_id) for worker_id in idle[: max(0, len(idle) - self._max_idle)]]
+        for peer in closing:
+            await peer.channel.close()

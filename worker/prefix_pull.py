@@ -212,7 +212,8 @@ class PrefixPuller:
             block_table=landing.block_ids(),  # reserved: nothing but this pull changes it
             first_block=landing.num_cached,
         )
-        pulled = await self._puller.pull(plan, await self._peers.get(plan.peer, source.address))
+        async with self._peers.use(plan.peer, source.address) as channel:
+            pulled = await self._puller.pull(plan, channel)
         if not pulled.num_blocks:
             return PullOutcome.EVICTED
         num_blocks = pulled.manifest.num_blocks
