@@ -27,7 +27,7 @@ from cluster.starter import Failed, Up
 from cluster.state import StateFile
 from common.config import ServingConfig, load_config
 from common.log import setup_logging
-from common.service_actor import send_output_to
+from common.output_log import send_output_to
 
 logger = logging.getLogger(__name__)
 

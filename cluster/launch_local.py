@@ -11,6 +11,7 @@ from pathlib import Path
 from cluster.launcher import RunningProcess, StartFailed, log_path, log_tail
 from cluster.plan import ProcessRole, ProcessSpec
 from cluster.resolved_config import write_own_config
+from common.output_log import LOG_PATH_ENV, open_log
 from common.process import PARENT_PID_ENV, ProcessIdentity, Ready, parse_ready
 
 _MODULES = {
@@ -62,15 +63,14 @@ class LocalLauncher:
     async def start(self, spec: ProcessSpec) -> RunningProcess:
         """Start a subprocess, its stderr appended to its log, and wait for its ready line."""
         path = log_path(self._run_dir, spec.name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as log:
+        with open_log(path) as log:
             offset = log.tell()
             process = await asyncio.create_subprocess_exec(
                 *self._command(spec),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, **spec.env, PARENT_PID_ENV: str(os.getpid())},
+                env={**os.environ, **spec.env, PARENT_PID_ENV: str(os.getpid()), LOG_PATH_ENV: str(path)},
                 start_new_session=True,  # a terminal's Ctrl-C is for the supervisor, which stops them in order
             )
         try:

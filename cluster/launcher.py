@@ -65,7 +65,9 @@ def log_tail(path: Path, *, offset: int = 0, num_lines: int = 15) -> str:
     """Return the last lines that were written to a log after byte `offset`; empty when there is no log."""
     try:
         with path.open("rb") as file:
-            file.seek(max(offset, path.stat().st_size - 64 * 1024))
+            num_bytes = path.stat().st_size
+            begin = offset if offset <= num_bytes else 0  # it is a new file
+            file.seek(max(begin, num_bytes - 64 * 1024))
             text = file.read().decode(errors="replace")
     except OSError:
         return ""

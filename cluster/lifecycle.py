@@ -21,6 +21,7 @@ from cluster.state import ClusterState, StateFile
 from common.config import RouterConfig, ServingConfig
 from common.errors import KvrelayError
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, cache_dir, resolve_model
+from common.output_log import LOG_PATH_ENV, open_log
 from common.ports import dial_address, free_ports, is_port_free
 from common.process import ProcessIdentity
 
@@ -101,7 +102,7 @@ def up(config: ServingConfig, *, config_path: Path, run_dir: Path, report: Repor
     _clean_up(StateFile(run_dir), report)
     config = _with_ports(with_model(config, report), config_path)
     run_dir.mkdir(parents=True, exist_ok=True)
-    for old_log in (run_dir / "logs").glob("*.log"):
+    for old_log in (run_dir / "logs").glob("*.log*"):
         old_log.unlink()
     for old_config in run_dir.glob("serving-*.yaml"):
         old_config.unlink()
@@ -239,15 +240,15 @@ def _definite_port(router: RouterConfig, key: str, *, taken: Collection[int], co
 
 def _start_supervisor(config_path: Path, run_dir: Path, report: Report) -> ClusterInfo:
     path = log_path(run_dir, "supervisor")
-    path.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-P", "-m", "cluster.owner", "--attached"]
-    with path.open("ab") as log:
+    with open_log(path) as log:
         offset = log.tell()
         process = subprocess.Popen(
             [*command, "--config", str(config_path), "--run-dir", str(run_dir)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
+            env={**os.environ, LOG_PATH_ENV: str(path)},
             text=True,
             start_new_session=True,
         )

@@ -6,6 +6,8 @@ import sys
 import time
 from typing import Any
 
+from common.output_log import watch_output
+
 _STANDARD = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
@@ -35,9 +37,10 @@ class JsonFormatter(logging.Formatter):
 
 
 def setup_logging(process_name: str, level: str = "INFO") -> None:
-    """Send the root logger to stderr as JSON lines. Call once per process."""
+    """Send the root logger to stderr as JSON lines, and keep the log small that stderr leads to. Once per process."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process_name))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
+    watch_output()

@@ -6,7 +6,6 @@ actor. A restarted actor runs `__init__` again and so serves again without being
 
 import asyncio
 import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Protocol
 
 from common.config import ServingConfig
 from common.log import setup_logging
+from common.output_log import send_output_to
 from common.process import ProcessIdentity, Ready
 
 
@@ -90,13 +90,3 @@ class ServiceActor(ABC):
         await asyncio.wait([self._service])
         if not self._service.cancelled() and self._service.exception() is None:
             await self._service.result().stop(grace_s)
-
-
-def send_output_to(path: Path) -> None:
-    """Append what this process writes to its standard streams to `path`, C libraries included."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)

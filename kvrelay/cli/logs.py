@@ -1,6 +1,7 @@
 """`kvrelay logs`: the JSON lines of every process, readable."""
 
 import json
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
+from common.output_log import old_log
 from kvrelay.cli.errors import CliError
 from kvrelay.cli.options import DEFAULT_CONFIG, ConfigOption
 from kvrelay.cli.target import run_dir_of
@@ -54,25 +56,54 @@ def logs(
 
 
 class LogFile:
-    """One process's log, read from its end on."""
+    """One process's log, read from its end on, and over its rotations."""
 
     def __init__(self, path: Path) -> None:
         self.process = path.stem
+        self._path = path
         self._stream: TextIO = path.open(encoding="utf-8", errors="replace")
         self._partial = ""
+        self._was_replaced = False
 
     def last_lines(self, num_lines: int) -> Sequence[str]:
         """Return the last complete lines that are there now."""
-        return deque(self.new_lines(), maxlen=num_lines)
+        lines = deque(self.new_lines(), maxlen=num_lines)
+        if len(lines) < num_lines:  # it may have begun a moment ago
+            before = _lines_of(old_log(self._path, 1))
+            lines.extendleft(reversed(before[max(0, len(before) - (num_lines - len(lines))) :]))
+        return lines
 
     def new_lines(self) -> list[str]:
         """Return the complete lines written since the last call."""
         *lines, self._partial = (self._partial + self._stream.read()).split("\n")
+        if not self._is_replaced():
+            self._was_replaced = False
+        elif not self._was_replaced:
+            self._was_replaced = True  # its process may still write a line to the old file: look once more
+        else:
+            self._stream.close()
+            self._stream = self._path.open(encoding="utf-8", errors="replace")
+            self._was_replaced = False
+            *more, self._partial = (self._partial + self._stream.read()).split("\n")
+            lines += more
         return lines
+
+    def _is_replaced(self) -> bool:
+        try:
+            return not os.path.samestat(self._path.stat(), os.fstat(self._stream.fileno()))
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         """Close the file."""
         self._stream.close()
+
+
+def _lines_of(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
 
 
 def _by_time(files: Sequence[LogFile], num_lines: int) -> list[tuple[str, str]]:

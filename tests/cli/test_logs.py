@@ -74,3 +74,39 @@ def test_logs_follow_shows_whole_new_lines_until_interrupted(
     result = run("logs", "router", "--follow", "--lines", "0")
     assert result.exit_code == 0
     assert [shown.split()[-1] for shown in result.stdout.splitlines()] == ["later", "last"]
+
+
+def test_logs_follow_goes_on_over_rotations_without_losing_a_line(
+    run: Run, log_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = log_dir / "router-0.log"
+    writing = log.open("a")
+    turns = iter(range(12))
+
+    def write_next(seconds: float) -> None:
+        nonlocal writing
+        turn = next(turns, None)
+        if turn is None:
+            writing.close()
+            raise KeyboardInterrupt
+        if turn in (3, 7):
+            log.replace(log.with_name(f"router-0.log.{turn}"))
+        if turn in (4, 8):
+            log.touch()
+        if turn in (5, 9):
+            writing.close()
+            writing = log.open("a")
+        writing.write(line(f"line-{turn}"))
+        writing.flush()
+
+    monkeypatch.setattr("kvrelay.cli.logs.sleep", write_next)
+    result = run("logs", "router", "--follow", "--lines", "0")
+    shown = [text.split()[-1] for text in result.stdout.splitlines()]
+    assert shown == [f"line-{turn}" for turn in range(12)]
+
+
+def test_logs_show_lines_from_before_a_rotation(run: Run, log_dir: Path) -> None:
+    (log_dir / "router-0.log").rename(log_dir / "router-0.log.1")
+    (log_dir / "router-0.log").write_text(line("new"))
+    shown = run("logs", "router", "--lines", "3").stdout.splitlines()
+    assert [text.split()[3] for text in shown if text.startswith("03")] == ["two", "new"]
