@@ -21,7 +21,7 @@ from cluster.joined_ray import CONTROLLER, pinned_to, remove_workers, this_host
 from cluster.launcher import log_path
 from cluster.owner import supervise
 from cluster.private_ray import NAMESPACE
-from cluster.resolved_config import FILE_NAME
+from cluster.resolved_config import FILE_NAME, make_run_dir
 from cluster.run_lock import RunDirTaken, lock_run_dir
 from cluster.starter import Failed, Up
 from cluster.state import StateFile
@@ -65,7 +65,8 @@ class ControllerActor:
     def __init__(self, params: ControllerParams) -> None:
         os.environ.update(params.environment)
         path = log_path(params.run_dir, "supervisor")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_run_dir(params.run_dir)
+        path.parent.mkdir(exist_ok=True)
         send_output_to(path)
         setup_logging("supervisor")
         self._stopping = asyncio.Event()

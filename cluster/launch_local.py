@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cluster.launcher import RunningProcess, StartFailed, log_path, log_tail
 from cluster.plan import ProcessRole, ProcessSpec
-from cluster.resolved_config import write_own_config
+from cluster.resolved_config import config_file_of
 from common.output_log import LOG_PATH_ENV, open_log
 from common.process import PARENT_PID_ENV, ProcessIdentity, Ready, parse_ready
 
@@ -34,8 +34,7 @@ def service_command(config_path: Path) -> Command:
         where = ["--host", spec.host or "127.0.0.1", "--port", str(spec.port)]
         # -P: a folder of the user's called `router` must not shadow the package.
         module = [sys.executable, "-P", "-m", _MODULES[spec.role]]
-        path = config_path if spec.config is None else write_own_config(config_path.parent, spec.config)
-        return [*module, "--config", str(path), *who, *where, "--die-with-parent"]
+        return [*module, "--config", str(config_file_of(spec, config_path)), *who, *where, "--die-with-parent"]
 
     return command
 

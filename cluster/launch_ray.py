@@ -115,8 +115,7 @@ class RayLauncher:
 
     def _create(self, spec: ProcessSpec) -> Any:
         config = spec.config or self._config
-        if spec.role is ProcessRole.ROUTER:
-            config = config.for_router(spec.index)
+        config = config.for_router(spec.index) if spec.role is ProcessRole.ROUTER else config.for_worker()
         params = ServiceParams(
             name=spec.name,
             config=config,

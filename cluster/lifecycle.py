@@ -15,7 +15,7 @@ import psutil
 
 from cluster import joined
 from cluster.launcher import log_path, log_tail
-from cluster.resolved_config import FILE_NAME, write_config
+from cluster.resolved_config import FILE_NAME, make_run_dir, write_config
 from cluster.starter import DETACH, Failed, Progress, Up, parse_event
 from cluster.state import ClusterState, StateFile
 from common.config import RouterConfig, ServingConfig
@@ -101,7 +101,7 @@ def up(config: ServingConfig, *, config_path: Path, run_dir: Path, report: Repor
         return _start_supervisor(resolved_path, run_dir, report)
     _clean_up(StateFile(run_dir), report)
     config = _with_ports(with_model(config, report), config_path)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_run_dir(run_dir)
     for old_log in (run_dir / "logs").glob("*.log*"):
         old_log.unlink()
     for old_config in run_dir.glob("serving-*.yaml"):

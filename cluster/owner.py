@@ -22,7 +22,7 @@ from cluster.control import serving_control
 from cluster.launcher import StartFailed, log_path
 from cluster.plan import PlanError, ProcessSpec
 from cluster.planning import make_planning
-from cluster.resolved_config import write_config
+from cluster.resolved_config import make_run_dir, write_config
 from cluster.rollout import Rollouts, Surroundings
 from cluster.run_lock import RunDirTaken, lock_run_dir
 from cluster.scaling import Scaler
@@ -101,7 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--attached", action="store_true", help="stop when stdin closes before the cluster is ready")
     options = parser.parse_args(arguments)
     setup_logging("supervisor")
-    log_path(options.run_dir, "supervisor").parent.mkdir(parents=True, exist_ok=True)
+    make_run_dir(options.run_dir)
+    log_path(options.run_dir, "supervisor").parent.mkdir(exist_ok=True)
     starter = Starter.attached() if options.attached else Starter.absent()
     try:
         return asyncio.run(_own_or_join(options.config, options.run_dir, starter))

@@ -93,6 +93,7 @@ def make_plan(config: ServingConfig, host: HostResources | None) -> tuple[Proces
         for idx in range(pool.count):
             env = _thread_env(_num_threads(pool, host, num_workers=num_workers))
             env |= _memory_env(pool, host, num_workers=num_workers)
+            env |= dict.fromkeys(config.secret_variables, "")  # these are for routers
             if devices is not None and pool.num_gpus:
                 env["CUDA_VISIBLE_DEVICES"] = devices.take(pool.num_gpus, key=f"pools.{role}.num_gpus")
             specs.append(

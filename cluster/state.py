@@ -89,6 +89,8 @@ class StateFile:
         """Replace the file. Raises OSError."""
         entry = {"format": _FORMAT, **asdict(state)}
         scratch = self._path.with_suffix(".tmp")
+        scratch.unlink(missing_ok=True)
+        scratch.touch(mode=0o600)
         scratch.write_text(json.dumps(entry, indent=1) + "\n", encoding="utf-8")
         os.replace(scratch, self._path)  # noqa: PTH105 - the atomic one, by its usual name
 

@@ -122,6 +122,10 @@ class TransferConfig(_Section):
     """A handoff without a puller is dropped after this long; the net under crashes."""
 
 
+ENV_PREFIX = "env:"
+"""Before the name of an environment variable, in the place of a secret."""
+
+
 class RouterConfig(_Section):
     """The front door."""
 
@@ -276,6 +280,17 @@ class ServingConfig(_Section):
     def for_router(self, index: int) -> "ServingConfig":
         """Return what the router of that number runs with."""
         return self.model_copy(update={"router": self.router.replica(index)})
+
+    def for_worker(self) -> "ServingConfig":
+        """Return what workers run with: without tenants, their keys, and what salts are made of."""
+        router = self.router.model_copy(update={"auth": "none", "salt_secret": None})
+        return self.model_copy(update={"router": router, "tenants": ()})
+
+    @property
+    def secret_variables(self) -> frozenset[str]:
+        """Names of the environment variables that hold secrets of the routers."""
+        values = (self.router.salt_secret or "", *(key for tenant in self.tenants for key in tenant.api_keys))
+        return frozenset(value.removeprefix(ENV_PREFIX) for value in values if value.startswith(ENV_PREFIX))
 
     @model_validator(mode="after")
     def _identities(self) -> "ServingConfig":

@@ -17,14 +17,13 @@ import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 
-from common.config import ConfigError, ServingConfig, TenantConfig
+from common.config import ENV_PREFIX, ConfigError, ServingConfig, TenantConfig
 from common.errors import Unauthenticated
 from router.tenants import ANYBODY, Tenant
 
 logger = logging.getLogger(__name__)
 
 MIN_KEY_CHARS = 16
-_ENV = "env:"
 _SCHEME = "bearer "
 
 
@@ -106,9 +105,9 @@ def _keys(config: TenantConfig, where: str) -> Sequence[bytes]:
 
 def _resolve(value: str, where: str) -> str:
     """Return the value, or what the environment variable that it names holds."""
-    if not value.startswith(_ENV):
+    if not value.startswith(ENV_PREFIX):
         return value
-    name = value.removeprefix(_ENV)
+    name = value.removeprefix(ENV_PREFIX)
     if not os.environ.get(name):
         raise ConfigError(f"{where}: the environment variable {name} is not set")
     return os.environ[name]

@@ -133,7 +133,7 @@ def worker_main(add_services: AddServices) -> None:
     args.worker_id = args.worker_id or f"{args.role}-0"
     setup_logging(args.worker_id)
     try:
-        config = load_config(args.config)
+        config = load_config(args.config).for_worker()
     except ConfigError as error:
         parser.exit(2, f"{error}\n")
     try:

@@ -3,7 +3,9 @@
 import asyncio
 import os
 import signal
+import stat
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -12,6 +14,8 @@ import pytest
 from cluster.launch_local import LocalLauncher, service_command
 from cluster.launcher import StartFailed, log_path
 from cluster.plan import ProcessRole
+from cluster.resolved_config import make_run_dir, write_config
+from common.config import ServingConfig, load_config, parse_config
 from common.process import process_birth
 from tests.cluster.support import fake_command, make_spec
 
@@ -80,12 +84,43 @@ async def test_stop_of_a_process_that_ignores_sigterm_kills_it(tmp_path: Path) -
     assert process_birth(process.ready.pid) is None
 
 
-def test_service_command_names_the_worker_and_asks_it_to_die_with_us() -> None:
-    command = service_command(Path("/run/serving.yaml"))
+def test_service_command_names_the_worker_and_asks_it_to_die_with_us(tmp_path: Path) -> None:
+    path = tmp_path / "serving.yaml"
+    write_config(path, ServingConfig())
+    command = service_command(path)
 
     worker = " ".join(command(make_spec("prefill-0", ProcessRole.PREFILL)))
     router = " ".join(command(make_spec("router-1", ProcessRole.ROUTER)))
 
     where = "--host 127.0.0.1 --port 0 --die-with-parent"
-    assert worker.endswith(f"-m pool_worker --config /run/serving.yaml --role prefill --worker-id prefill-0 {where}")
-    assert router.endswith(f"-m router --config /run/serving.yaml --index 1 {where}")
+    (own,) = tmp_path.glob("serving-*.yaml")
+    assert worker.endswith(f"-m pool_worker --config {own} --role prefill --worker-id prefill-0 {where}")
+    assert router.endswith(f"-m router --config {path} --index 1 {where}")
+
+
+@pytest.mark.parametrize("has_own", [True, False])
+def test_worker_is_given_no_key_and_no_secret_of_the_routers(tmp_path: Path, has_own: bool) -> None:
+    path = tmp_path / "run" / "serving.yaml"
+    config = parse_config(
+        {
+            "model": {"engine": "fake"},
+            "router": {"auth": "api_key", "salt_secret": "the salt of this cluster"},
+            "tenants": [{"name": "a", "api_keys": ["key-of-tenant-a-0001", "env:KEY_OF_A"]}],
+        },
+        source="test",
+    )
+    make_run_dir(path.parent)
+    write_config(path, config)
+    spec = replace(make_spec("decode-0"), config=config if has_own else None)
+
+    command = list(service_command(path)(spec))
+
+    own = Path(command[command.index("--config") + 1])
+    assert own != path
+    told = load_config(own)
+    assert (told.tenants, told.router.salt_secret) == ((), None)
+    assert (told.model, told.pools) == (config.model, config.pools)
+    assert not any(secret in own.read_text() for secret in ("key-of", "KEY_OF", "the salt"))
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (path, own, path.parent)] == [0o600, 0o600, 0o700]
+    router = service_command(path)(replace(make_spec("router-0", ProcessRole.ROUTER), config=spec.config))
+    assert load_config(Path(router[list(router).index("--config") + 1])) == config

@@ -119,3 +119,16 @@ def test_gpus_left_to_ray_are_reserved_and_not_dealt() -> None:
 
     assert prefill.num_gpus == 1
     assert "CUDA_VISIBLE_DEVICES" not in prefill.env
+
+
+def test_variables_with_secrets_of_the_routers_are_empty_for_workers() -> None:
+    tenant = {"name": "a", "api_keys": ["env:KEY_OF_A", "key-of-tenant-a-0001"]}
+    config = ServingConfig.model_validate(
+        {"router": {"auth": "api_key", "salt_secret": "env:CLUSTER_SALT"}, "tenants": [tenant]}
+    )
+
+    router, *workers = make_plan(config, make_host())
+
+    for worker in workers:
+        assert (worker.env["KEY_OF_A"], worker.env["CLUSTER_SALT"]) == ("", "")
+    assert not {"KEY_OF_A", "CLUSTER_SALT"} & router.env.keys()
