@@ -90,10 +90,20 @@ def read_hosts(path: Path) -> Hosts:
         ) from error
 
 
-async def check_hosts(hosts: Hosts, run: Run) -> list[Finding]:
-    """Ask every host, all at once, and return findings about each and about what they have in common."""
+Which = Callable[[str], str | None]
+"""Finds a program of this machine, as `shutil.which` does."""
+
+
+async def check_hosts(hosts: Hosts, run: Run, *, which: Which = shutil.which) -> list[Finding]:
+    """Ask every host, all at once, and return findings about each and about what they have in common.
+
+    Without ssh on this machine no host is asked.
+    """
+    here = list(_here(which))
+    if which("ssh") is None:
+        return here
     told = await asyncio.gather(*(_ask(address, hosts, run) for address in (hosts.head, *hosts.workers)))
-    return [*_here(), *(finding for each in told for finding in each.findings), *_differences(told)]
+    return [*here, *(finding for each in told for finding in each.findings), *_differences(told)]
 
 
 async def run_command(command: Sequence[str]) -> tuple[int, str, str]:
@@ -114,10 +124,13 @@ async def run_command(command: Sequence[str]) -> tuple[int, str, str]:
     return process.returncode or 0, stdout.decode(errors="replace"), stderr.decode(errors="replace")
 
 
-def _here() -> Iterator[Finding]:
-    missing = [tool for tool in ("ssh", "rsync") if shutil.which(tool) is None]
+def _here(which: Which) -> Iterator[Finding]:
+    missing = [tool for tool in ("ssh", "rsync") if which(tool) is None]
     if missing:
-        yield failure("this machine", f"lacks {' and '.join(missing)}", "install them: `ray up` works by ssh and rsync")
+        advice = "`ray up` works by ssh and rsync: install what is missing"
+        if "ssh" in missing:
+            advice += "; no host was asked"
+        yield failure("this machine", f"lacks {' and '.join(missing)}", advice)
 
 
 async def _ask(address: str, hosts: Hosts, run: Run) -> _Told:

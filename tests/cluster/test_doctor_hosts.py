@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.doctor.finding import Finding, Verdict
-from cluster.doctor.hosts import Hosts, check_hosts, read_hosts
+from cluster.doctor.hosts import Hosts, check_hosts, read_hosts, run_command
 from common.config import ConfigError
 
 _REPO = Path(__file__).parents[2]
@@ -20,6 +20,10 @@ def answer(*lines: str, ray: str = "2.60.0", clock_s: float = 0.0, own: Sequence
     return "\n".join((f"clock {time.time() + clock_s}", *lines, *versions, "findings", json.dumps(list(own))))
 
 
+def has_everything(tool: str) -> str | None:
+    return f"/usr/bin/{tool}"
+
+
 async def asked(sick: tuple[int, str, str] | str) -> dict[str, Finding]:
     """Return what is wrong with three hosts, the last of which answers as told."""
 
@@ -29,7 +33,8 @@ async def asked(sick: tuple[int, str, str] | str) -> dict[str, Finding]:
             return 0, answer(), ""
         return (0, sick, "") if isinstance(sick, str) else sick
 
-    return {each.subject: each for each in await check_hosts(HOSTS, run) if each.verdict is not Verdict.OK}
+    found = await check_hosts(HOSTS, run, which=has_everything)
+    return {each.subject: each for each in found if each.verdict is not Verdict.OK}
 
 
 async def test_hosts_that_are_alike_have_only_good_findings() -> None:
@@ -41,6 +46,26 @@ async def test_host_without_ssh_is_a_failure_with_sshs_own_reason() -> None:
 
     assert found.keys() == {"192.0.2.12"}
     assert "Permission denied" in found["192.0.2.12"].detail
+
+
+async def test_machine_without_ssh_is_told_so_and_no_host_is_accused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+
+    found = await check_hosts(HOSTS, run_command)
+
+    assert [(each.subject, each.verdict) for each in found] == [("this machine", Verdict.FAILURE)]
+    assert "lacks ssh and rsync" in found[0].detail
+    assert "no host was asked" in found[0].advice
+
+
+async def test_machine_without_rsync_is_told_so_and_hosts_are_asked() -> None:
+    async def run(_command: Sequence[str]) -> tuple[int, str, str]:
+        return 0, answer(), ""
+
+    found = await check_hosts(HOSTS, run, which=lambda tool: None if tool == "rsync" else has_everything(tool))
+
+    assert [each.subject for each in found if each.verdict is not Verdict.OK] == ["this machine"]
+    assert {HOSTS.head, *HOSTS.workers} <= {each.subject for each in found}
 
 
 async def test_host_with_another_ray_is_named() -> None:

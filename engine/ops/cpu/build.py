@@ -39,8 +39,8 @@ def build_kernels(folder: Path | None = None) -> Path | NotBuilt:
     """
     try:
         compiler = _compiler()
-        if compiler is None:
-            return NotBuilt(reason="no C++ compiler (c++, g++ or clang++, or $CXX) is installed")
+        if isinstance(compiler, NotBuilt):
+            return compiler
         library = (folder or cache_dir() / "kernels") / f"kvrelay-{_key(compiler)}.so"
         if not library.exists():  # it appears whole: who finds it needs neither lock nor a writable folder
             _compile_once(compiler, library)
@@ -52,12 +52,15 @@ def build_kernels(folder: Path | None = None) -> Path | NotBuilt:
     return library
 
 
-def _compiler() -> list[str] | None:
+def _compiler() -> list[str] | NotBuilt:
     chosen = os.environ.get("CXX")
-    if chosen is not None:
-        return shlex.split(chosen) or None  # CXX="" switches the kernels off
-    found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-    return [found] if found else None
+    if chosen is None:
+        found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+        return [found] if found else NotBuilt(reason="no C++ compiler (c++, g++ or clang++, or $CXX) is installed")
+    command = shlex.split(chosen)
+    if not command:
+        return NotBuilt(reason="no C++ compiler is wanted: $CXX is empty")
+    return command if shutil.which(command[0]) else NotBuilt(reason=f"$CXX names {command[0]}, which is not installed")
 
 
 def _key(compiler: list[str]) -> str:

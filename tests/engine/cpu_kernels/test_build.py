@@ -40,7 +40,16 @@ def test_build_when_there_is_no_compiler_gives_the_reason(monkeypatch: pytest.Mo
 
 def test_build_when_switched_off_gives_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", "")
-    assert isinstance(build_kernels(tmp_path), NotBuilt)
+    built = build_kernels(tmp_path)
+    assert isinstance(built, NotBuilt)
+    assert "$CXX is empty" in built.reason
+
+
+def test_build_when_the_chosen_compiler_is_missing_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/c++ -O1")
+    built = build_kernels(tmp_path)
+    assert isinstance(built, NotBuilt)
+    assert built.reason == "$CXX names /nowhere/c++, which is not installed"
 
 
 def test_build_when_the_compiler_fails_gives_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
