@@ -9,6 +9,9 @@ BIN := $(VENV)/bin
 # The locks were resolved for 3.11.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+# The tests that call programs of the host or compile; their skips are printed.
+BARE_TESTS := tests/cli tests/cluster tests/engine/cpu_kernels tests/engine/cuda/test_graphs.py tests/hosts \
+  tests/benchmarks/test_peer_venv.py tests/e2e/test_bundle.py
 STEP := printf '==> %s\n'
 # One line per package instead of pip's four; whatever else pip says, errors above all, stays.
 BRIEF := 2>&1 | sed -u -E -e 's/^Collecting ([^ ]+).*/    \1/' -e 's/^(Installing collected packages).*/    installing/' \
@@ -26,6 +29,10 @@ demo: $(VENV)/.runtime ## Start a cluster, send it a handful of prompts, show wh
 .PHONY: test
 test: $(VENV)/.dev model ## Run the whole test suite (CPU, no running service)
 	@tools/test
+
+.PHONY: test-bare
+test-bare: $(VENV)/.dev ## Run the tests that use programs of the host, without compilers, ssh, rsync, git ...
+	@tools/bare-path tools/test $(BARE_TESTS)
 
 .PHONY: check
 check: $(VENV)/.dev ## Lint, types, import rules, protos, generated code
