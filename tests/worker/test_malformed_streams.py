@@ -1,0 +1,27 @@
+"""Messages of a stream that are no valid protobuf: refused as the caller's fault, and nothing is left behind."""
+
+from typing import Any
+
+import grpc
+import pytest
+
+from common.errors import InvalidRequest, from_rpc_error
+from tests.worker.cluster import error_of, running_pair
+
+TIMEOUT_S = 60.0
+
+
+@pytest.mark.parametrize(
+    "method", ["/kvrelay.v1.DecodeService/DecodeMany", "/kvrelay.v1.KvTransferService/FetchBlocks"]
+)
+@pytest.mark.parametrize("raw", [b"\xff\xff\xff", b"\x0a\x04\x0a\x02\xff\xfe"], ids=["garbage", "invalid UTF-8"])
+async def test_malformed_message_on_a_stream_is_the_callers_fault(method: str, raw: bytes) -> None:
+    async with running_pair() as pair:
+        channel: Any = grpc.aio.insecure_channel(pair.decode.address)
+        async with channel:
+            call = channel.stream_stream(method)(timeout=TIMEOUT_S)
+            await call.write(raw)
+            error = from_rpc_error(await error_of(call))
+        assert isinstance(error, InvalidRequest), error
+        assert error.field == "message"
+        await pair.until_empty()
