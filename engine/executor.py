@@ -106,7 +106,7 @@ class KvStore(Protocol):
         ...
 
     def map_peer(self, region: memoryview, num_blocks: int) -> "PeerPages":
-        """Interpret another process's region (same shape) as pages."""
+        """Interpret another process's region (same shape) as pages. Raises LayoutMismatch when its size is wrong."""
         ...
 
 
@@ -114,7 +114,7 @@ class PeerPages(Protocol):
     """Pages of another process, mapped read-only."""
 
     def read_blocks(self, block_ids: Seq[int]) -> memoryview:
-        """Return a copy of the blocks' bytes."""
+        """Return a copy of the blocks' bytes. Raises LayoutMismatch for a bad id."""
         ...
 
 

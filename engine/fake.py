@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from common.errors import LayoutMismatch
 from common.fake_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE
 from common.ids import BlockId
 from common.sampling import SamplingParams
@@ -63,7 +64,8 @@ class FakeKvStore:
 
     def write_blocks(self, block_ids: Seq[BlockId], data: memoryview) -> None:
         """Fill blocks from bytes."""
-        self._pages[list(block_ids)] = np.frombuffer(data, dtype="<u8").reshape(len(block_ids), -1)
+        values = np.frombuffer(data, dtype="<u8")
+        self._pages[list(block_ids)] = values.reshape(len(block_ids), self.shape.block_size)
 
     def copy_block(self, source: BlockId, target: BlockId) -> None:
         """Copy one block, behind the steps launched so far."""
@@ -74,7 +76,9 @@ class FakeKvStore:
         self.queue.append(copy)
 
     def map_peer(self, region: memoryview, num_blocks: int) -> "FakePeerPages":
-        """Interpret another process's region as pages."""
+        """Interpret another process's region as pages. Raises LayoutMismatch when its size is wrong."""
+        if region.nbytes != num_blocks * self.shape.block_bytes + NONCE_BYTES:
+            raise LayoutMismatch(f"{num_blocks} blocks do not take {region.nbytes} bytes")
         return FakePeerPages(self._view(region, num_blocks))
 
     def write_token(self, block_table: Seq[int], position: int, value: int) -> None:
@@ -99,7 +103,9 @@ class FakePeerPages:
         self._pages = pages
 
     def read_blocks(self, block_ids: Seq[int]) -> memoryview:
-        """Return a copy of the blocks' bytes."""
+        """Return a copy of the blocks' bytes. Raises LayoutMismatch for a bad id."""
+        if bad := [block_id for block_id in block_ids if not 0 <= block_id < len(self._pages)]:
+            raise LayoutMismatch(f"there is no block {bad[0]} among {len(self._pages)}")
         return memoryview(self._pages[list(block_ids)].tobytes())
 
 

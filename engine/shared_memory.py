@@ -34,11 +34,11 @@ def allocate_region(num_bytes: int) -> tuple[mmap.mmap, SharedRegion | None]:
 def map_peer_region(*, pid: int, fd: int, size_bytes: int, nonce: bytes) -> mmap.mmap:
     """Return another process's region, read-only. Raises OSError when it is not there or is another one."""
     path = f"/proc/{pid}/fd/{fd}"
-    peer_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    peer_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a named pipe would wait for a writer
     try:
         actual = os.fstat(peer_fd).st_size
-        if actual != size_bytes:
-            raise OSError(f"{path} has {actual} bytes, not {size_bytes}")
+        if actual != size_bytes or size_bytes <= NONCE_BYTES:
+            raise OSError(f"{path} has {actual} bytes, not {size_bytes}, or no room for pages")
         memory = mmap.mmap(peer_fd, size_bytes, prot=mmap.PROT_READ)
     finally:
         os.close(peer_fd)

@@ -154,7 +154,10 @@ class _HostPeer:
         size = self._store.shape.block_bytes
         if len(sealed.checksums) != len(sealed.block_ids):
             raise KvIncomplete(f"{len(sealed.block_ids)} blocks came with {len(sealed.checksums)} checksums")
-        data = self._pages.read_blocks(sealed.block_ids)
+        try:
+            data = self._pages.read_blocks(sealed.block_ids)
+        except TransferError as error:
+            raise KvIncomplete(f"the sealed blocks cannot be read: {error}") from error
         for i, checksum in enumerate(sealed.checksums):
             if xxhash.xxh3_64_intdigest(data[i * size : (i + 1) * size]) != checksum:
                 raise KvIncomplete(f"block {sealed.first_block + i} has a wrong checksum")

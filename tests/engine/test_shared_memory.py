@@ -2,6 +2,7 @@
 
 import gc
 import os
+from pathlib import Path
 
 import pytest
 
@@ -29,3 +30,15 @@ def test_region_dropped_by_its_owner_closes_its_descriptor_and_lives_on_in_a_map
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(region.fd)
     assert peer[:5] == b"hello"
+
+
+def test_descriptor_of_a_named_pipe_or_an_empty_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # to open it waits for somebody to write to it
+    pipe, empty = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK), os.memfd_create("empty")
+    try:
+        for fd in (pipe, empty):
+            with pytest.raises(OSError, match="/proc/"):
+                map_peer_region(pid=os.getpid(), fd=fd, size_bytes=0, nonce=b"x" * NONCE_BYTES)
+    finally:
+        os.close(pipe)
+        os.close(empty)

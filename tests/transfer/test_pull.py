@@ -1,6 +1,7 @@
 """The puller against a peer that lies, breaks off or is somebody else: it never reports a transfer as complete."""
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -136,6 +137,26 @@ def plan() -> PullPlan:
         block_table=(BlockId(5), BlockId(2)),
         first_block=0,
     )
+
+
+async def test_pull_of_shared_pages_that_are_not_there_raises_kv_incomplete() -> None:
+    source = FakeKvStore(num_blocks=4, block_size=4)
+    region = source.shared_region
+    assert region is not None
+    memory = {"pid": os.getpid(), "fd": region.fd, "size_bytes": region.size_bytes, "nonce": region.nonce}
+
+    def opened(num_blocks: int) -> pb.FetchBlocksResponse:
+        shared = pb.SharedMemory(num_blocks=num_blocks, **memory)
+        return pb.FetchBlocksResponse(
+            opened=pb.FetchOpened(transport=worker_pb2.KV_TRANSPORT_SHM, shared_memory=shared)
+        )
+
+    bad_page = pb.FetchBlocksResponse(sealed=pb.SealedBlocks(block_ids=[0, 4], checksums=[1, 2]))
+    no_page = pb.FetchBlocksResponse(sealed=pb.SealedBlocks())
+    for script in ([opened(5)], [opened(4), bad_page, manifest()], [opened(4), no_page, manifest()]):
+        async with pulling(Peer(script)) as (puller, _store, channel):
+            with pytest.raises(KvIncomplete):
+                await puller.pull(plan(), channel)
 
 
 HASHES = BlockHashes(b"a" * 16 + b"b" * 16 + b"c" * 16)
