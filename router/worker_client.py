@@ -1,5 +1,6 @@
 """A worker's services over one channel."""
 
+import asyncio
 import enum
 from collections.abc import Callable
 from types import TracebackType
@@ -7,8 +8,8 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 import grpc
 
-from common.errors import from_rpc_error
-from common.rpc import Connect, client_channel
+from common.errors import WorkerLost, from_rpc_error
+from common.rpc import Connect, client_channel, is_cancelled
 from kvrelay.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -81,6 +82,18 @@ class OwnStream(Generic[_Response]):
         self._call.cancel()
 
 
+async def _answer(call: "grpc.aio.UnaryUnaryCall[Any, _Response]") -> _Response:
+    """Return a call's response. Raises KvrelayError, WorkerLost when the channel is closed meanwhile."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    except asyncio.CancelledError:
+        if is_cancelled():
+            raise
+        raise WorkerLost("the worker has left the membership") from None
+
+
 class WorkerClient:
     """Stubs of one worker process. Made once per address and reused; the channel connects again by itself."""
 
@@ -94,18 +107,12 @@ class WorkerClient:
 
     async def describe(self, *, timeout_s: float) -> worker_pb2.DescribeWorkerResponse:
         """Return the worker's facts. Raises KvrelayError."""
-        try:
-            return await self._worker.DescribeWorker(worker_pb2.DescribeWorkerRequest(), timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+        return await _answer(self._worker.DescribeWorker(worker_pb2.DescribeWorkerRequest(), timeout=timeout_s))
 
     async def status(self, *, timeout_s: float) -> worker_pb2.WorkerStatus:
         """Return the worker's own report. Raises KvrelayError."""
-        try:
-            response = await self._worker.GetWorkerStatus(worker_pb2.GetWorkerStatusRequest(), timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-        return response.status
+        request = worker_pb2.GetWorkerStatusRequest()
+        return (await _answer(self._worker.GetWorkerStatus(request, timeout=timeout_s))).status
 
     def watch(self) -> Incoming[worker_pb2.WatchWorkerResponse]:
         """Subscribe to events and load; no deadline, because it lasts as long as the worker."""

@@ -93,6 +93,7 @@ class Gates:
 
     def close(self, name: str) -> None:
         self._closed[name] = asyncio.Event()
+        self._reached.pop(name, None)
 
     def open(self, name: str) -> None:
         self._closed[name].set()
@@ -278,6 +279,7 @@ class _Servicer(
     async def GetWorkerStatus(
         self, request: worker_pb2.GetWorkerStatusRequest, context: Context
     ) -> worker_pb2.GetWorkerStatusResponse:
+        await self._worker.gates.reach("status")
         status = worker_pb2.WorkerStatus(load=self._worker.report, epoch=self._worker.epoch)
         return worker_pb2.GetWorkerStatusResponse(status=status)
 

@@ -111,6 +111,18 @@ async def test_removed_worker_gets_no_new_requests_but_ends_what_it_has() -> Non
         await new.die()
 
 
+async def test_status_is_told_although_a_worker_leaves_the_membership_while_it_is_asked() -> None:
+    stays, goes = FakeWorker("d0", DECODE), FakeWorker("d1", DECODE)
+    async with running_cluster(stays, goes) as cluster:
+        goes.gates.close("status")
+        asking = asyncio.create_task(cluster.status())
+        await goes.gates.reached("status")
+        await cluster.set_workers(stays)
+        views = {view.worker_id: view for view in (await asking).workers}
+    assert views["d0"].HasField("status")
+    assert not views["d1"].HasField("status")
+
+
 async def test_status_shows_every_worker_and_its_own_report() -> None:
     prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
     decode.set_load(num_running=3)
