@@ -14,6 +14,10 @@ from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import worker_pb2
 
 
+MAX_BLOCK_SIZE = 4096
+"""Tokens of a block that are believed: larger than any KV page, and hashed in a millisecond."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
     """A worker as the controller names it."""
@@ -106,6 +110,8 @@ def find_mismatch(
         return f"role is {_role_name(facts)}, wanted {_role_name(endpoint)}"
     if min(facts.block_size, facts.num_blocks, facts.vocab_size, facts.max_model_len) < 1:
         return "block_size, num_blocks, vocab_size and max_model_len must be positive"
+    if facts.block_size > MAX_BLOCK_SIZE:
+        return f"block_size is {facts.block_size}; at most {MAX_BLOCK_SIZE} is believed"
     if facts.hash_probe != hash_probe(hash_root(model_fingerprint=facts.fingerprint), facts.block_size):
         return "hash_probe differs: worker and router hash blocks differently; start both from one version of kvrelay"
     if probes is not None and (why := find_text_mismatch(facts.text_probes, probes)) is not None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from common.block_hash import hash_blocks
-from common.ids import WorkerId
-from router.facts import Endpoint
+from common.ids import WorkerId, mint_epoch
+from router.facts import Endpoint, WorkerFacts, find_mismatch
 from router.fake_codec import ByteCodec
 from tests.router.fakes import (
     BLOCK_SIZE,
@@ -109,6 +109,27 @@ async def test_removed_worker_gets_no_new_requests_but_ends_what_it_has() -> Non
         assert len((await generating).token_ids()) == 6
         assert (len(old.requests), len(new.requests)) == (1, 1)
         await new.die()
+
+
+def test_worker_with_absurd_blocks_is_refused_before_its_hashes_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    probed: list[int] = []
+    monkeypatch.setattr("router.facts.hash_probe", lambda _root, block_size: probed.append(block_size))
+    endpoint = Endpoint(worker_id=WorkerId("d0"), role=DECODE, address="127.0.0.1:1")
+    facts = WorkerFacts(
+        worker_id=endpoint.worker_id,
+        epoch=mint_epoch(),
+        role=DECODE,
+        model_name="fake",
+        fingerprint="fake-model",
+        block_size=2**32 - 1,
+        num_blocks=64,
+        vocab_size=256,
+        max_model_len=200,
+        hash_probe=b"",
+    )
+    why = find_mismatch(facts, endpoint=endpoint, reference=None, probes=None)
+    assert why == "block_size is 4294967295; at most 4096 is believed"
+    assert not probed
 
 
 async def test_status_is_told_although_a_worker_leaves_the_membership_while_it_is_asked() -> None:
