@@ -42,7 +42,9 @@ class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):
         if handler.request_streaming:
             raising = _raising(handler.request_deserializer)
             if handler.response_streaming:
-                return grpc.stream_stream_rpc_method_handler(handler.stream_stream, raising, handler.response_serializer)
+                return grpc.stream_stream_rpc_method_handler(
+                    handler.stream_stream, raising, handler.response_serializer
+                )
             return grpc.stream_unary_rpc_method_handler(handler.stream_unary, raising, handler.response_serializer)
         deserialize = _tolerant(handler.request_deserializer)
         if handler.response_streaming:

@@ -46,10 +46,15 @@ def _from_proto(message: pb.PrefixChain, earlier: Sequence[PrefixChain], field: 
         raise InvalidRequest(
             f"{num_bytes} bytes are no hashes of {HASH_BYTES} bytes each", field=f"{field}.block_hashes"
         )
-    num_blocks, values = num_bytes // HASH_BYTES, tuple(message.values)
-    is_falling = all(a >= b for a, b in pairwise(values))
-    if len(values) != num_blocks or not is_falling or not all(math.isfinite(value) for value in values):
-        raise InvalidRequest(f"must be {num_blocks} finite numbers that never rise", field=f"{field}.values")
+    num_blocks = num_bytes // HASH_BYTES
+    if num_blocks > MAX_BLOCKS:
+        raise InvalidRequest(f"more than {MAX_BLOCKS} blocks", field="chains")
+    bad_values = InvalidRequest(f"must be {num_blocks} finite numbers that never rise", field=f"{field}.values")
+    if len(message.values) != num_blocks:  # before they are walked through
+        raise bad_values
+    values = tuple(message.values)
+    if not all(map(math.isfinite, values)) or not all(a >= b for a, b in pairwise(values)):
+        raise bad_values
     if message.num_reused_blocks > num_blocks:
         raise InvalidRequest(f"more than {num_blocks}", field=f"{field}.num_reused_blocks")
     trunk = message.trunk - 1 if message.trunk else None

@@ -7,6 +7,7 @@ under a hash is what the hash names, and nobody can have it publish one prompt's
 from common.block_hash import ROOT_BYTES, hash_blocks
 from common.errors import InvalidRequest, PromptTooLong
 from common.ids import HashRoot, RequestId
+from common.sampling import MAX_N
 from common.wire import sampling_from_proto, unpack_tokens
 from engine.executor import Executor
 from engine.sequence import EngineRequest, Retention
@@ -25,6 +26,11 @@ def engine_request(spec: sequence_pb2.SequenceSpec, executor: Executor) -> Engin
         raise PromptTooLong(f"prompt has {num_known} tokens; this model takes {max_model_len - 1}", field="prompt")
     sampling = sampling_from_proto(spec.sampling, default_max_tokens=1, default_seed=0)
     sampling.validate(vocab_size=vocab_size)
+    if spec.first_sample_index + sampling.n > MAX_N:
+        raise InvalidRequest(
+            f"samples {spec.first_sample_index} to {spec.first_sample_index + sampling.n - 1}; there are {MAX_N} at most",
+            field="sequence.first_sample_index",
+        )
     if output and sampling.n != 1:
         raise InvalidRequest("only one sample at a time can be taken over", field="sequence.output_tokens")
     if len(output) >= sampling.max_tokens:
