@@ -12,6 +12,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # The tests that call programs of the host or compile; their skips are printed.
 BARE_TESTS := tests/cli tests/cluster tests/engine/cpu_kernels tests/engine/cuda/test_graphs.py tests/hosts \
   tests/benchmarks/test_peer_venv.py tests/e2e/test_bundle.py
+FUZZ_TARGETS ?= all
+FUZZ_SECONDS ?= 600
 STEP := printf '==> %s\n'
 # One line per package instead of pip's four; whatever else pip says, errors above all, stays.
 BRIEF := 2>&1 | sed -u -E -e 's/^Collecting ([^ ]+).*/    \1/' -e 's/^(Installing collected packages).*/    installing/' \

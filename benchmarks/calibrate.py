@@ -25,7 +25,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.clusters import running_cluster
+from benchmarks.clusters import running_doors
+from cluster.lifecycle import ClusterInfo
+from cluster.trust import reach_of
 from common.config import RouterConfig, ServingConfig
 from common.timing import LinkModel, TimingModel
 from common.tokens import TokenArray
@@ -79,8 +81,8 @@ def main() -> None:
     args = parser.parse_args()
     console = Console()
     trace = read_trace(args.trace).first(args.requests).shrunk(args.shrink)
-    with running_cluster(launcher="local", console=console) as (address, config):
-        rounds, workers, trace = asyncio.run(_measure(address, trace, args.load, args.rounds, console))
+    with running_doors(launcher="local", console=console) as (info, config):
+        rounds, workers, trace = asyncio.run(_measure(info, trace, args.load, args.rounds, console))
     simulated = _simulate(trace, workers, config)
     comparisons = _compare(rounds, simulated)
     console.print(_table(comparisons))
@@ -103,13 +105,14 @@ def main() -> None:
 
 
 async def _measure(
-    address: str, trace: Trace, load: float, num_rounds: int, console: Console
+    info: ClusterInfo, trace: Trace, load: float, num_rounds: int, console: Console
 ) -> tuple[list[list[Times]], dict[str, WorkerFacts], Trace]:
     """Return the rounds' times, the workers at the end, and the trace at the speed that was chosen."""
-    async with AsyncClient(address, timeout_s=300) as client:
+    connect = reach_of(info.run_dir).worker
+    async with AsyncClient(info.address, timeout_s=300, tls=info.tls) as client:
         addresses = {view.role: view.address for view in (await client.status()).workers}
         await _replay(client, trace.first(30).faster(0.5), number=0)
-        before = await ask_worker(addresses["prefill"])
+        before = await ask_worker(addresses["prefill"], connect)
         speed = load * trace.duration_s / sum(_prefill_s(before.timing, request) for request in trace.requests)
         trace = trace.faster(speed)
         console.print(f"speed {speed:.2f}: {len(trace.requests)} requests in {trace.duration_s:.0f} s")
@@ -117,7 +120,7 @@ async def _measure(
         for number in range(1, num_rounds + 1):
             rounds.append(await _replay(client, trace, number=number))
             console.print(f"round {number}: median TTFT {_median(t.ttft_s for t in rounds[-1]) * 1000:.0f} ms")
-        return rounds, {role: await ask_worker(at) for role, at in addresses.items()}, trace
+        return rounds, {role: await ask_worker(at, connect) for role, at in addresses.items()}, trace
 
 
 def _prefill_s(timing: TimingModel, request: TraceRequest) -> float:

@@ -30,22 +30,25 @@ def running_doors(
     pools: dict[str, dict[str, Any]] | None = None,
     router: dict[str, Any] | None = None,
     tenants: list[dict[str, Any]] | None = None,
+    **sections: dict[str, Any],
 ) -> Iterator[tuple[ClusterInfo, ServingConfig]]:
     """Run a cluster on free ports; yields where it listens, and its configuration, stops everything at the end.
 
-    1P+1D of the default model; `pools` (by name), `router` and `tenants` add to serving.yaml.
+    1P+1D of the default model; `pools` (by name), `router`, `tenants` and further
+    `sections` add to serving.yaml.
     """
     with tempfile.TemporaryDirectory() as folder:
         config_path = Path(folder) / "serving.yaml"
         pool = {"kv_memory_gib": 0.5}
         named = pools or {}
-        raw = {
+        raw: dict[str, Any] = {
             "name": "benchmark",
             "launcher": launcher,
             "model": model or {},
             "pools": {name: pool | named.get(name, {}) for name in ("prefill", "decode")},
             "router": {"port": 0, **(router or {})},
             "tenants": tenants or [],
+            **sections,
         }
         config_path.write_text(yaml.safe_dump(raw), encoding="utf-8")
         config = load_config(config_path)

@@ -21,7 +21,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -59,6 +59,8 @@ class Target:
     kill: Callable[[], None]
     is_router: bool
     """Whether the first router is what is killed."""
+    tls: bool | str | None = None
+    """How clients connect, as `kvrelay.client.tls.Tls`."""
 
 
 async def _ask(client: AsyncClient, number: int, num_tokens: int, begun: asyncio.Event) -> Stream:
@@ -83,9 +85,12 @@ async def _ask(client: AsyncClient, number: int, num_tokens: int, begun: asyncio
     return stream
 
 
-async def _pass(addresses: Sequence[str], num_tokens: int, all_begun: Callable[[], None]) -> list[Stream]:
+async def _pass(target: Target, num_tokens: int, all_begun: Callable[[], None]) -> list[Stream]:
     """Send all streams, in turn through each router; calls `all_begun` when each has its first tokens."""
-    clients = [AsyncClient([*addresses[at:], *addresses[:at]], timeout_s=600) for at in range(len(addresses))]
+    addresses = target.addresses
+    clients = [
+        AsyncClient([*addresses[at:], *addresses[:at]], timeout_s=600, tls=target.tls) for at in range(len(addresses))
+    ]
     begun = [asyncio.Event() for _ in range(NUM_STREAMS)]
     asking = [
         asyncio.create_task(_ask(clients[number % len(clients)], number, num_tokens, begun[number]))
@@ -101,24 +106,25 @@ async def _pass(addresses: Sequence[str], num_tokens: int, all_begun: Callable[[
             await client.aclose()
 
 
-async def _until_back(address: str, killed_s: float) -> float:
-    """Return the seconds from the kill until a router answers a request."""
-    async with AsyncClient(address, timeout_s=_BACK_TIMEOUT_S, max_attempts=1000) as client:
+async def _until_back(target: Target, killed_s: float) -> float:
+    """Return the seconds from the kill until the first router answers a request."""
+    address = target.addresses[0]
+    async with AsyncClient(address, timeout_s=_BACK_TIMEOUT_S, max_attempts=1000, tls=target.tls) as client:
         await client.generate("Are you back?", max_tokens=1)
     return time.perf_counter() - killed_s
 
 
 async def measure(target: Target, num_tokens: int) -> tuple[list[Stream], list[Stream], float | None]:
     """Return the undisturbed streams, the disturbed ones, and after how long the killed router served again."""
-    calm = await _pass(target.addresses, num_tokens, lambda: None)
+    calm = await _pass(target, num_tokens, lambda: None)
     back: list[asyncio.Task[float]] = []
 
     def kill() -> None:
         target.kill()
         if target.is_router:
-            back.append(asyncio.create_task(_until_back(target.addresses[0], time.perf_counter())))
+            back.append(asyncio.create_task(_until_back(target, time.perf_counter())))
 
-    hurt = await _pass(target.addresses, num_tokens, kill)
+    hurt = await _pass(target, num_tokens, kill)
     return calm, hurt, await back[0] if back else None
 
 
@@ -165,7 +171,8 @@ def _target(args: argparse.Namespace, console: Console) -> Iterator[Target]:
         assert state is not None, "a cluster that runs has a state"
         router = next(process for process in state.processes if process.name == "router-0").identity
         assert router is not None, "the first router runs on this host"
-        yield Target(addresses=info.addresses, kill=partial(os.kill, router.pid, signal.SIGKILL), is_router=True)
+        kill = partial(os.kill, router.pid, signal.SIGKILL)
+        yield Target(addresses=info.addresses, kill=kill, is_router=True, tls=info.tls)
 
 
 def main() -> None:

@@ -22,7 +22,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.clusters import running_cluster
+from benchmarks.clusters import running_doors
+from cluster.lifecycle import ClusterInfo
 from kvrelay.client import AsyncClient, AsyncGenerationStream, Generation, WorkerStatus
 
 NUM_STREAMS = 8
@@ -103,9 +104,9 @@ async def _run(client: AsyncClient, run: str, killed: str) -> tuple[list[Generat
     )
 
 
-async def _measure(address: str, rounds: int, console: Console) -> list[Outcome]:
+async def _measure(info: ClusterInfo, rounds: int, console: Console) -> list[Outcome]:
     outcomes: list[Outcome] = []
-    async with AsyncClient(address, timeout_s=300) as client:
+    async with AsyncClient(info.address, timeout_s=300, tls=info.tls) as client:
         await client.chat("Warm up.", max_tokens=8)
         for round_idx in range(rounds):
             for killed in ("decode", "prefill"):
@@ -148,8 +149,8 @@ def main() -> None:
     args = parser.parse_args()
     console = Console(width=140)
     model, router = {"dtype": "float32"}, {"local_prefill_max_tokens": 32}
-    with running_cluster(launcher=args.launcher, model=model, router=router, console=console) as (address, _config):
-        outcomes = asyncio.run(_measure(address, args.rounds, console))
+    with running_doors(launcher=args.launcher, model=model, router=router, console=console) as (info, _config):
+        outcomes = asyncio.run(_measure(info, args.rounds, console))
     _report(outcomes, console)
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n", encoding="utf-8")

@@ -84,7 +84,7 @@ async def _disturbed(
         while not is_over.is_set():
             await _ask(client, next(numbers), answers)
 
-    async with AsyncClient(info.address, timeout_s=600) as client, asyncio.TaskGroup() as group:
+    async with AsyncClient(info.address, timeout_s=600, tls=info.tls) as client, asyncio.TaskGroup() as group:
         for _ in range(NUM_STREAMS):
             group.create_task(place(client))
         for number in range(num_times):
@@ -111,7 +111,7 @@ async def _undisturbed(info: ClusterInfo, numbers: Sequence[int]) -> Answers:
         for number in left:
             await _ask(client, number, answers)
 
-    async with AsyncClient(info.address, timeout_s=600) as client, asyncio.TaskGroup() as group:
+    async with AsyncClient(info.address, timeout_s=600, tls=info.tls) as client, asyncio.TaskGroup() as group:
         for _ in range(NUM_STREAMS):
             group.create_task(place(client))
     return answers

@@ -26,7 +26,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.clusters import running_cluster
+from benchmarks.clusters import running_doors
+from cluster.lifecycle import ClusterInfo
 from common.sampling import SamplingParams
 from kvrelay.client import AsyncClient, Token
 from worker.inprocess import LocalEngine
@@ -82,11 +83,11 @@ def _local_round(engine: LocalEngine, prompts: list[list[int]]) -> tuple[float, 
     return _summary(stamps, started_s)
 
 
-async def _measure(args: argparse.Namespace, console: Console, address: str, engine: LocalEngine) -> list[Sample]:
+async def _measure(args: argparse.Namespace, console: Console, info: ClusterInfo, engine: LocalEngine) -> list[Sample]:
     rng = random.Random(args.seed)
     cores = os.cpu_count() or 1
     samples: list[Sample] = []
-    async with AsyncClient(address, timeout_s=600) as client:
+    async with AsyncClient(info.address, timeout_s=600, tls=info.tls) as client:
         for round_idx in range(args.rounds + 1):
             for concurrency in CONCURRENCIES:
                 for arm in ("cluster", "in-process, 1 thread", f"in-process, {cores} threads"):
@@ -145,8 +146,8 @@ def main() -> None:
     args = parser.parse_args()
     console = Console(width=120)
     router = {"local_prefill_max_tokens": 32}  # what is measured is the handoff
-    with running_cluster(launcher=args.launcher, router=router, console=console) as (address, config):
-        samples = asyncio.run(_measure(args, console, address, LocalEngine.load(config)))
+    with running_doors(launcher=args.launcher, router=router, console=console) as (info, config):
+        samples = asyncio.run(_measure(args, console, info, LocalEngine.load(config)))
     _report(samples, console)
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(sample) for sample in samples], indent=1) + "\n", encoding="utf-8")

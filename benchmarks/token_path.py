@@ -21,12 +21,8 @@ router sees a checkpoint every 64 tokens.
 import argparse
 import asyncio
 import json
-import os
 import statistics
-import sys
-import tempfile
-from collections.abc import AsyncIterator, Generator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,21 +30,13 @@ import aiohttp
 import grpc
 import psutil
 import uvloop
-import yaml
 
-from benchmarks.token_worker import TEXT, WORKER_ID
-from common.ports import free_port
-from common.process import PARENT_PID_ENV, Ready, parse_ready
-from common.rpc import client_channel, until_ready
-from kvrelay.v1 import (
-    decode_pb2,
-    decode_pb2_grpc,
-    inference_pb2,
-    inference_pb2_grpc,
-    router_admin_pb2,
-    router_admin_pb2_grpc,
-    worker_pb2,
-)
+from benchmarks.token_router import client_of, http_session_of, running_token_router, running_token_worker
+from benchmarks.token_worker import TEXT
+from benchmarks.trust import HOST, PLAIN
+from common.rpc import Connect
+from common.trust.authority import Authority
+from kvrelay.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 NUM_STREAMS = 64
 ITL_MS = 5.0
@@ -69,12 +57,13 @@ class Window:
 
 
 class Streams:
-    """The client: reads all streams and counts."""
+    """The client: reads all streams of a gRPC door and counts."""
 
-    def __init__(self, stub: "inference_pb2_grpc.InferenceServiceAsyncStub | None", *, direct: bool) -> None:
-        self._stub = stub
+    def __init__(self, address: str, connect: Connect, *, direct: bool) -> None:
+        self._address = address
+        self._connect = connect
         self._is_direct = direct
-        self._workers: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[str, grpc.aio.Channel] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.num_tokens = 0
         self.num_messages = 0
@@ -92,29 +81,33 @@ class Streams:
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
-        for channel in self._workers.values():
+        for channel in self._channels.values():
             await channel.close()
 
     async def _read(self, seed: int) -> None:
-        assert self._stub is not None
+        stub = inference_pb2_grpc.InferenceServiceStub(self._channel(self._address))
         request = inference_pb2.GenerateRequest(
             token_ids=inference_pb2.TokenIds(ids=[seed, 1, 2, 3]), direct=self._is_direct
         )
         request.sampling.max_tokens = 1_000_000
         counting = self._count()
         next(counting)
-        async for message in self._stub.Generate(request):
+        async for message in stub.Generate(request):
             if message.HasField("tokens"):
                 counting.send(len(message.tokens.tokens))
             elif message.HasField("direct"):
                 await self._read_direct(message.direct, counting)
 
     async def _read_direct(self, grant: inference_pb2.DirectGrant, counting: Generator[None, int, None]) -> None:
-        channel = self._workers.setdefault(grant.address, client_channel(grant.address))
-        stub = decode_pb2_grpc.DirectServiceStub(channel)
+        stub = decode_pb2_grpc.DirectServiceStub(self._channel(grant.address))
         request = decode_pb2.StreamTokensRequest(capability=grant.capability)
         async for message in stub.StreamTokens(request):
             counting.send(len(message.tokens.tokens))
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            self._channels[address] = self._connect(address)
+        return self._channels[address]
 
     def _count(self) -> Generator[None, int, None]:
         """Count the messages of one stream; each is sent its number of tokens."""
@@ -130,15 +123,14 @@ class HttpStreams(Streams):
     """The same at the OpenAI door."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        super().__init__(None, direct=False)
+        super().__init__(url, _no_channel, direct=False)
         self._session = session
-        self._url = url
 
     async def _read(self, seed: int) -> None:
         body = {"prompt": [seed, 1, 2, 3], "max_tokens": 1_000_000, "stream": True}
         counting = self._count()
         next(counting)
-        async with self._session.post(self._url, json=body) as response:
+        async with self._session.post(self._address, json=body) as response:
             rest = b""
             async for received in response.content.iter_any():
                 *events, rest = (rest + received).split(b"\n\n")
@@ -164,48 +156,25 @@ async def measure(router_pid: int, streams: Streams, seconds: float) -> Window:
     )
 
 
-@asynccontextmanager
-async def process(*command: str) -> AsyncIterator[Ready]:
-    """Run a python module until the block is left; yields what its ready line says."""
-    environment = {**os.environ, PARENT_PID_ENV: str(os.getpid())}
-    started = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        *command,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env=environment,
-    )
-    try:
-        assert started.stdout is not None
-        ready = parse_ready((await started.stdout.readline()).decode())
-        if ready is None:
-            raise RuntimeError(f"{command[0]} did not start")
-        yield ready
-    finally:
-        started.kill()
-        await started.wait()
-
-
 async def run_floor(*, itl_ms: float, repeats: int, seconds: float) -> list[Window]:
     """Let the client read the same messages straight from a bare gRPC server: what no router can do without."""
-    async with process("benchmarks.token_worker", "--itl-ms", str(itl_ms)) as worker:
-        return await _measure_streams(worker.address, worker.pid, repeats=repeats, seconds=seconds)
+    authority = Authority.new(PLAIN)
+    async with running_token_worker(authority, itl_ms=itl_ms) as (worker, door):
+        streams = Streams(door, client_of(authority), direct=False)
+        return await _windows(streams, worker.pid, repeats=repeats, seconds=seconds)
 
 
-async def _measure_streams(
-    address: str, pid: int, *, repeats: int, seconds: float, direct: bool = False
-) -> list[Window]:
-    async with client_channel(address) as channel:
-        streams = Streams(inference_pb2_grpc.InferenceServiceStub(channel), direct=direct)
-        return await _windows(streams, pid, repeats=repeats, seconds=seconds)
-
-
-async def _measure_http(port: int, pid: int, *, repeats: int, seconds: float) -> list[Window]:
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
-        streams = HttpStreams(session, f"http://127.0.0.1:{port}/v1/completions")
-        return await _windows(streams, pid, repeats=repeats, seconds=seconds)
+async def run_case(*, arm: str, itl_ms: float, repeats: int, seconds: float) -> list[Window]:
+    """Run one arm of one case in fresh processes."""
+    authority = Authority.new(PLAIN)
+    decode_streams = "per_request" if arm == "per_request" else "shared"
+    async with running_token_router(authority, itl_ms=itl_ms, decode_streams=decode_streams) as router:
+        if arm != "http":
+            streams = Streams(router.address, client_of(authority), direct=arm == "direct")
+            return await _windows(streams, router.router_pid, repeats=repeats, seconds=seconds)
+        async with http_session_of(authority) as session:
+            http_streams = HttpStreams(session, f"http://{HOST}:{router.http_port}/v1/completions")
+            return await _windows(http_streams, router.router_pid, repeats=repeats, seconds=seconds)
 
 
 async def _windows(streams: Streams, pid: int, *, repeats: int, seconds: float) -> list[Window]:
@@ -216,40 +185,8 @@ async def _windows(streams: Streams, pid: int, *, repeats: int, seconds: float) 
     return windows
 
 
-async def run_case(*, arm: str, itl_ms: float, repeats: int, seconds: float) -> list[Window]:
-    """Run one arm of one case in fresh processes."""
-    streams = "per_request" if arm == "per_request" else "shared"
-    http_port = free_port("127.0.0.1") if arm == "http" else None
-    config = {
-        "model": {"engine": "fake"},
-        "router": {
-            "port": 0,
-            "http_port": http_port,
-            "metrics_port": None,
-            "decode_streams": streams,
-            "max_queued": 1024,
-        },
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "serving.yaml"
-        path.write_text(yaml.safe_dump(config), encoding="utf-8")
-        async with (
-            process("benchmarks.token_worker", "--itl-ms", str(itl_ms)) as worker,
-            process("router", "--config", str(path), "--die-with-parent") as router,
-        ):
-            channel = client_channel(router.address)
-            assert await until_ready(channel, timeout_s=10)
-            admin = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
-            endpoint = router_admin_pb2.WorkerEndpoint(
-                worker_id=WORKER_ID, role=worker_pb2.WORKER_ROLE_DECODE, address=worker.address
-            )
-            await admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=[endpoint]))
-            await channel.close()
-            if http_port is not None:
-                return await _measure_http(http_port, router.pid, repeats=repeats, seconds=seconds)
-            return await _measure_streams(
-                router.address, router.pid, repeats=repeats, seconds=seconds, direct=arm == "direct"
-            )
+def _no_channel(address: str) -> grpc.aio.Channel:
+    raise AssertionError(f"{address} is no gRPC door")
 
 
 def summary(windows: Sequence[Window]) -> str:

@@ -1,7 +1,8 @@
 """A decode worker that computes nothing: every call gets one token a step, at a given pace or as fast as it is read.
 
-`python -m benchmarks.token_worker --itl-ms 5` prints a ready line (common.process). What it costs is not the router's:
-it exists so that a router can be loaded without an engine on the same two cores.
+`python -m benchmarks.token_worker --itl-ms 5` gets its certificate on stdin and prints a ready line (common.process).
+What it costs is not the router's: it exists so that a router can be loaded without an engine on the same two cores.
+Routers reach it at its control, as a real worker; clients at its direct door, whose port it tells routers.
 """
 
 import argparse
@@ -16,10 +17,15 @@ from typing import Any
 import grpc
 import uvloop
 
+from benchmarks.trust import HOST, enrol_child
 from common.block_hash import hash_probe, hash_root
+from common.config import TlsConfig
 from common.ids import mint_epoch
 from common.process import Ready, die_with_parent, ready_line
-from common.rpc import start_server
+from common.rpc_server import start_server
+from common.trust.access import Audience
+from common.trust.doors import door_of
+from common.trust.guard import Guard
 from decode_worker.direct import DirectAnswer, DirectTable
 from kvrelay.v1 import (
     decode_pb2,
@@ -57,6 +63,8 @@ class TokenWorker(
     """Serves routers, and bare streams to clients: what gRPC alone costs who sends the tokens."""
 
     def __init__(self, itl_s: float) -> None:
+        self.direct_port = 0
+        """Known once it serves."""
         self._itl_s = itl_s
         self._epoch = mint_epoch()
         self._directs = DirectTable()
@@ -78,6 +86,7 @@ class TokenWorker(
             tokenizer_probe=ByteCodec.probes.tokenizer,
             template_probe=ByteCodec.probes.template,
             hash_probe=hash_probe(hash_root(model_fingerprint=FINGERPRINT), BLOCK_SIZE),
+            direct_port=self.direct_port,
         )
 
     async def WatchWorker(  # type: ignore[override]  # noqa: D102
@@ -197,17 +206,25 @@ def _tokens_up_to(max_tokens: int) -> Iterator[sampling_pb2.SampleToken]:
 
 
 async def _serve(itl_s: float) -> None:
+    credentials = await enrol_child()
     worker = TokenWorker(itl_s)  # type: ignore[abstract]  # it has no other calls than those that are measured
 
-    def add(server: grpc.aio.Server) -> list[str]:
+    def add_control(server: grpc.aio.Server) -> list[str]:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(worker, server)
+        return []
+
+    def add_direct(server: grpc.aio.Server) -> list[str]:
         decode_pb2_grpc.add_DirectServiceServicer_to_server(worker, server)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(worker, server)
         return []
 
-    server = await start_server(add, host="127.0.0.1", port=0)
-    ready = Ready(address=f"127.0.0.1:{server.port}", metrics_port=0, pid=os.getpid())
+    door = Guard(credentials, Audience.CLIENTS, door=door_of(TlsConfig(), credentials))
+    direct = await start_server(add_direct, host=HOST, port=0, guard=door)
+    worker.direct_port = direct.port
+    control = await start_server(add_control, host=HOST, port=0, guard=Guard(credentials, Audience.INSIDERS))
+    address = f"{HOST}:{control.port}"
+    ready = Ready(address=address, admin_address=address, metrics_port=0, pid=os.getpid())
     sys.stdout.write(ready_line(ready) + "\n")
     sys.stdout.flush()
     await asyncio.Event().wait()

@@ -11,7 +11,7 @@ from enum import StrEnum
 from pydantic import BaseModel
 
 from cluster.plan import ProcessRole
-from common.config import PlannerConfig, ServingConfig
+from common.config import PlannerConfig, ServingConfig, TlsConfig
 
 
 class Need(StrEnum):
@@ -73,6 +73,7 @@ NEEDS: Mapping[str, Need] = {
     "router.http_port": Need.RESTART,
     "router.max_http_connections": Need.ROUTERS,
     "router.metrics_port": Need.RESTART,
+    "router.admin_port": Need.RESTART,
     "router.policy": Need.ROUTERS,
     "router.local_prefill_max_tokens": Need.ROUTERS,
     "router.max_prefill_wait_s": Need.ROUTERS,
@@ -88,6 +89,7 @@ NEEDS: Mapping[str, Need] = {
     "router.max_message_mib": Need.ROUTERS,
     "router.token_cache_mib": Need.ROUTERS,
     "router.index_memory_mib": Need.ROUTERS,
+    **{f"tls.{key}": Need.RESTART for key in TlsConfig.model_fields},
     "slo.ttft_s": Need.ROUTERS,
     "slo.ttft_tokens": Need.ROUTERS,
     "slo.itl_s": Need.ROUTERS,

@@ -173,6 +173,7 @@ async def serving_control(
     controller_pb2_grpc.add_ControllerServiceServicer_to_server(service, server)
     server.add_insecure_port(f"unix:{path}")
     await server.start()
+    path.chmod(0o600)
     try:
         yield
     finally:

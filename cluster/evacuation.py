@@ -19,9 +19,12 @@ import grpc
 
 from cluster.plan import ProcessRole
 from common.errors import InvalidRequest
+from common.ids import Epoch, WorkerId
+from common.ports import with_port
 from common.prefix_chains import ChainSelection, PrefixChain
 from common.prefix_wire import chains_from_proto, chains_to_proto
-from common.rpc import Connect, client_channel
+from common.trust.reach import Reach
+from common.trust.tickets import ANY_CACHED, PullRight
 from kvrelay.v1 import prefix_pb2, prefix_pb2_grpc, sequence_pb2, worker_pb2, worker_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -105,8 +108,10 @@ def share_out(chains: Sequence[PrefixChain], rooms: Sequence[Room], *, max_block
 class Evacuation:
     """Moves prefixes between workers. Event loop only; nothing raises but cancellation."""
 
-    def __init__(self, connect: Connect = client_channel) -> None:
-        self._connect = connect
+    def __init__(self, reach: Reach) -> None:
+        """`reach` is the controller's."""
+        self._connect = reach.worker
+        self._issue = reach.issue
 
     async def evacuate(self, leaving: Peer, staying: Sequence[Peer], *, grace_s: float) -> Moved:
         """Move a worker's hottest prefixes to those that stay, within a share of its grace."""
@@ -169,7 +174,8 @@ class Evacuation:
         async with self._channel(peer) as channel:
             stub = prefix_pb2_grpc.PrefixServiceStub(channel)
             listed = await stub.ListHotPrefixes(prefix_pb2.ListHotPrefixesRequest(max_blocks=max_blocks))
-        source = sequence_pb2.KvSource(worker_id=peer.worker_id, address=peer.address, epoch=listed.epoch)
+        address = with_port(peer.address, listed.kv_port)
+        source = sequence_pb2.KvSource(worker_id=peer.worker_id, address=address, epoch=listed.epoch)
         return chains_from_proto(listed.chains), source, max(1, listed.block_bytes)
 
     async def _pull(
@@ -179,6 +185,15 @@ class Evacuation:
         time_left_s = deadline_s - asyncio.get_running_loop().time() - min(_ANSWER_S, WARMING_S / 10)
         if not chains or time_left_s <= 0:
             return Moved()
+        right = PullRight(
+            puller=WorkerId(taker.worker_id),
+            source=WorkerId(source.worker_id),
+            epoch=Epoch(source.epoch),
+            subject=ANY_CACHED,
+        )
+        source = sequence_pb2.KvSource(
+            worker_id=source.worker_id, address=source.address, epoch=source.epoch, ticket=self._issue(right)
+        )
         request = prefix_pb2.PullPrefixesRequest(
             source=source, chains=chains_to_proto(chains), time_limit_s=time_left_s, max_bytes=_MAX_BYTES
         )

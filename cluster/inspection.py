@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from common.rpc import client_channel
+from common.rpc import Connect
 from common.timing import TimingModel
 from common.timing_wire import timing_from_proto
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
@@ -24,9 +24,9 @@ class Look:
     timing: TimingModel
 
 
-async def look_at(address: str) -> Look | None:
+async def look_at(address: str, connect: Connect) -> Look | None:
     """Ask the worker at host:port; None when it does not answer, or not with anything that makes sense."""
-    async with client_channel(address) as channel:
+    async with connect(address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:
             told = await stub.GetWorkerStatus(worker_pb2.GetWorkerStatusRequest(), timeout=_TIMEOUT_S)

@@ -6,20 +6,27 @@ the death and waits for the successor. An actor that is there already, left by a
 
 import asyncio
 import contextlib
+import logging
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
-from cluster.launcher import RunningProcess, StartFailed, log_path, log_tail
+from cluster.launcher import RunningProcess, StartFailed, identity_role, log_path, log_tail
 from cluster.liveness import process_gone, service_gone
 from cluster.plan import ProcessRole, ProcessSpec
 from common.config import ServingConfig
 from common.process import ProcessIdentity, Ready
 from common.service_actor import ServiceActor, ServiceParams
+from common.trust.authority import Authority
+from common.trust.channels import connect_to
+from common.trust.credentials import Credentials, sleep_until
+from common.trust.identity import Role
 from pool_worker.actor import WorkerActor
 from router.actor import RouterActor
 
@@ -28,7 +35,14 @@ _ACTORS: dict[ProcessRole, type[ServiceActor]] = {
     ProcessRole.PREFILL: WorkerActor,
     ProcessRole.DECODE: WorkerActor,
 }
+logger = logging.getLogger(__name__)
+
 _RETRY_S = 0.05
+_RENEW_RETRY_S = 60.0
+_RENEW_RETRY_SHARE = 1 / 8
+"""Of the time between two renewals: the pause after one that failed, where that is shorter."""
+_MAX_ENROLMENTS = 10
+"""Of a process that dies again and again between its request and the answer."""
 _STOP_MARGIN_S = 2.0
 _KILL_TIMEOUT_S = 5.0
 
@@ -69,7 +83,13 @@ class RayHome(Protocol):
 class RayLauncher:
     """A Launcher of Ray actors. One event loop only."""
 
-    def __init__(self, config: ServingConfig, *, run_dir: Path, home: RayHome) -> None:
+    def __init__(
+        self, config: ServingConfig, *, run_dir: Path, home: RayHome, authority: Authority, credentials: Credentials
+    ) -> None:
+        """`authority` signs the actors' certificates; `credentials` are the controller's."""
+        self._authority = authority
+        self._credentials = credentials
+        self._renewing: set[asyncio.Task[None]] = set()
         self._config = config
         self._run_dir = run_dir
         self._home = home
@@ -99,8 +119,9 @@ class RayLauncher:
         try:
             if actor is None:
                 actor = self._actors[spec.name] = self._create(spec)
-            ready, identity = await _serving(actor)
-        except (RayTaskError, RayActorError) as error:
+            enrol = partial(enrol_actor, actor, self._authority, role=identity_role(spec.role), name=spec.name)
+            ready, identity = await _serving(actor, enrol)
+        except (RayTaskError, RayActorError, ValueError) as error:
             # Either the service's own exception, in a process that is now useless, or its process died.
             self._discard(spec.name)
             reason = error.cause if isinstance(error, RayTaskError) else error
@@ -111,7 +132,23 @@ class RayLauncher:
         self._home.served(spec.name)
         # Of another host it cannot be alive here: an identity holds when its host was booted.
         here = identity if identity.is_alive() else None
-        return _ActorProcess(actor, ready, here, kill=lambda: self._discard(spec.name))
+        renewing = asyncio.get_running_loop().create_task(self._keep_renewed(enrol, spec.name))
+        self._renewing.add(renewing)
+        renewing.add_done_callback(self._renewing.discard)
+        gone = partial(service_gone, ready.admin_address, connect_to(identity_role(spec.role), self._credentials))
+        return _ActorProcess(actor, ready, here, gone=gone, renewing=renewing, kill=lambda: self._discard(spec.name))
+
+    async def _keep_renewed(self, enrol: Callable[[], Awaitable[None]], name: str) -> None:
+        """Give an actor a new certificate at two thirds of each one's life, until cancelled."""
+        pause_s = self._authority.renewal_interval_s
+        while True:
+            await sleep_until(time.time() + pause_s)
+            try:
+                await enrol()
+                pause_s = self._authority.renewal_interval_s
+            except (RayError, ValueError) as error:
+                logger.error("certificate of %s not renewed: %s", name, error)
+                pause_s = min(_RENEW_RETRY_S, _RENEW_RETRY_SHARE * self._authority.renewal_interval_s)
 
     def _create(self, spec: ProcessSpec) -> Any:
         config = spec.config or self._config
@@ -150,19 +187,34 @@ class RayLauncher:
 class _ActorProcess:
     """A RunningProcess: one life of an actor."""
 
-    def __init__(self, actor: Any, ready: Ready, identity: ProcessIdentity | None, *, kill: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        actor: Any,
+        ready: Ready,
+        identity: ProcessIdentity | None,
+        *,
+        gone: Callable[[], Awaitable[str]],
+        renewing: "asyncio.Task[None]",
+        kill: Callable[[], None],
+    ) -> None:
+        self._gone = gone
+        self._renewing = renewing
         self.ready = ready
         self.identity = identity
         self._actor = actor
         self._kill = kill
 
     async def exited(self) -> str:
-        if self.identity is None:
-            return await service_gone(self.ready.address)
-        await process_gone(self.identity)
-        return f"process {self.ready.pid} died"
+        try:
+            if self.identity is None:
+                return await self._gone()
+            await process_gone(self.identity)
+            return f"process {self.ready.pid} died"
+        finally:
+            self._renewing.cancel()
 
     async def stop(self, grace_s: float) -> None:
+        self._renewing.cancel()
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(grace_s + _STOP_MARGIN_S):
                 await self._actor.stop.remote(grace_s)
@@ -175,10 +227,23 @@ class _ActorProcess:
                 self.identity.signal(signal.SIGKILL)
 
 
-async def _serving(actor: Any) -> tuple[Ready, ProcessIdentity]:
-    """Wait for an actor to serve, or for its successor to. Raises RayTaskError, or RayActorError when there is none."""
+async def enrol_actor(actor: Any, authority: Authority, *, role: Role, name: str) -> None:
+    """Give an actor a certificate, in whichever life it takes one. Raises RayError, ValueError when it takes none."""
+    for _ in range(_MAX_ENROLMENTS):
+        request = await actor.request_certificate.remote()
+        if await actor.accept_certificate.remote(authority.enrol(request, role=role, name=name)):
+            return
+    raise ValueError(f"cannot enrol {name}: it took none of {_MAX_ENROLMENTS} certificates")
+
+
+async def _serving(actor: Any, enrol: Callable[[], Awaitable[None]]) -> tuple[Ready, ProcessIdentity]:
+    """Enrol an actor and wait for it to serve, or for its successor to.
+
+    Raises RayTaskError, or RayActorError when there is none; ValueError when it takes no certificate.
+    """
     while True:
         try:
+            await enrol()
             ready: Ready = await actor.ready.remote()
             identity: ProcessIdentity = await actor.identity.remote()
         except ActorUnavailableError:

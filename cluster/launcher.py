@@ -3,12 +3,18 @@
 from pathlib import Path
 from typing import Protocol
 
-from cluster.plan import ProcessSpec
+from cluster.plan import ProcessRole, ProcessSpec
 from common.process import ProcessIdentity, Ready
+from common.trust.identity import Role
 
 
 class StartFailed(Exception):
     """A process, or what runs processes, did not come up; the message says why, with the end of its log."""
+
+
+def identity_role(role: ProcessRole) -> Role:
+    """Return as what a process of the plan is known to others."""
+    return Role.ROUTER if role is ProcessRole.ROUTER else Role.WORKER
 
 
 class RunningProcess(Protocol):

@@ -49,6 +49,8 @@ class ClusterInfo:
     pid: int
     """The supervisor."""
     run_dir: Path
+    tls: bool | str
+    """How clients on this host connect to its doors, as `kvrelay.client.tls.Tls`."""
 
     @property
     def address(self) -> str:
@@ -73,11 +75,13 @@ def read_info(run_dir: Path) -> ClusterInfo | None:
     state = StateFile(run_dir).read()
     if state is None or not state.supervisor.is_alive():
         return None
-    return _info(state.addresses, state.http_addresses, state.supervisor.pid, run_dir)
-
-
-def _info(addresses: tuple[str, ...], http_addresses: tuple[str, ...], pid: int, run_dir: Path) -> ClusterInfo:
-    return ClusterInfo(addresses=addresses, http_addresses=http_addresses, pid=pid, run_dir=run_dir)
+    return ClusterInfo(
+        addresses=state.addresses,
+        http_addresses=state.http_addresses,
+        pid=state.supervisor.pid,
+        run_dir=run_dir,
+        tls=state.tls,
+    )
 
 
 def up(config: ServingConfig, *, config_path: Path, run_dir: Path, report: Report) -> ClusterInfo:
@@ -283,8 +287,14 @@ def _follow(events: Iterable[str], run_dir: Path, report: Report) -> ClusterInfo
         match parse_event(line):
             case Progress(text=text):
                 report(text)
-            case Up(addresses=addresses, http_addresses=http_addresses, pid=pid):
-                return _info(addresses, http_addresses, pid, run_dir)
+            case Up() as up:
+                return ClusterInfo(
+                    addresses=up.addresses,
+                    http_addresses=up.http_addresses,
+                    pid=up.pid,
+                    run_dir=run_dir,
+                    tls=up.tls,
+                )
             case Failed(reason=reason):
                 raise ClusterError(reason)
     return None

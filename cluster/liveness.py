@@ -7,7 +7,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.process import ProcessIdentity
-from common.rpc import client_channel
+from common.rpc import Connect
 
 _PERIOD_S = 0.5
 _PROBE_TIMEOUT_S = 2.0
@@ -37,12 +37,12 @@ async def process_gone(identity: ProcessIdentity) -> None:
         os.close(fd)
 
 
-async def service_gone(address: str) -> str:
+async def service_gone(address: str, connect: Connect) -> str:
     """Return why, when a service on another host is lost: twice refused, or silent ten times in a row.
 
     A busy service answers late; only many silences say that its host is gone.
     """
-    channel = client_channel(address)
+    channel = connect(address)
     stub = health_pb2_grpc.HealthStub(channel)
     num_refused = num_silent = 0
     try:

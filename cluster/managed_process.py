@@ -19,6 +19,7 @@ from cluster.worker_role import set_role
 from common.clock import Clock
 from common.errors import KvrelayError, WorkerLost
 from common.process import ProcessIdentity
+from common.rpc import Connect
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +39,17 @@ class ManagedProcess:
     """One process of the plan. Event loop only."""
 
     def __init__(
-        self, spec: ProcessSpec, *, launcher: Launcher, clock: Clock, changed: Callable[["ManagedProcess"], None]
+        self,
+        spec: ProcessSpec,
+        *,
+        launcher: Launcher,
+        connect: Connect,
+        clock: Clock,
+        changed: Callable[["ManagedProcess"], None],
     ) -> None:
+        """`connect` makes channels to workers."""
         self.spec = spec
+        self._connect = connect
         self._launcher = launcher
         self._clock = clock
         self._changed = changed
@@ -58,6 +67,11 @@ class ManagedProcess:
     def address(self) -> str | None:
         """host:port while it serves."""
         return self._running.ready.address if self._running is not None else None
+
+    @property
+    def admin_address(self) -> str | None:
+        """host:port where the controller calls it, while it serves."""
+        return self._running.ready.admin_address if self._running is not None else None
 
     @property
     def num_lives(self) -> int:
@@ -95,10 +109,10 @@ class ManagedProcess:
         if running is None:
             raise WorkerLost(f"{self.spec.name} is away")
         try:
-            await set_role(running.ready.address, role, grace_s=grace_s)
+            await set_role(running.ready.address, role, self._connect, grace_s=grace_s)
         except KvrelayError:
             try:
-                await set_role(running.ready.address, self.spec.role, grace_s=0)
+                await set_role(running.ready.address, self.spec.role, self._connect, grace_s=0)
             except KvrelayError:
                 await running.stop(0)
             raise
@@ -159,7 +173,7 @@ class ManagedProcess:
             self.spec = replace(self.spec, role=ProcessRole(running.ready.role))
             return None
         try:
-            await set_role(running.ready.address, self.spec.role, grace_s=_NEW_GRACE_S)
+            await set_role(running.ready.address, self.spec.role, self._connect, grace_s=_NEW_GRACE_S)
         except KvrelayError as error:
             await running.stop(0)
             return f"it does not become a {self.spec.role} worker: {error}"

@@ -12,7 +12,7 @@ from typing import NoReturn
 import grpc
 
 from common.clock import Clock
-from common.rpc import client_channel
+from common.rpc import Connect
 from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -28,9 +28,10 @@ Membership = Callable[[], Sequence[router_admin_pb2.WorkerEndpoint]]
 class MembershipPusher:
     """Repeats RouterAdminService.SetWorkers to one router. Event loop only."""
 
-    def __init__(self, membership: Membership, *, clock: Clock, pushed: Callable[[], None]) -> None:
+    def __init__(self, membership: Membership, connect: Connect, *, clock: Clock, pushed: Callable[[], None]) -> None:
         """`pushed` is called after every attempt, whatever came of it."""
         self._membership = membership
+        self._connect = connect
         self._clock = clock
         self._pushed = pushed
         self._address: str | None = None
@@ -62,6 +63,11 @@ class MembershipPusher:
         """Have the router refuse new requests from now on, until another one is in its place."""
         self._is_going = True
         self._changed.set()
+
+    @property
+    def address(self) -> str | None:
+        """Where the router is administered; None while it is down."""
+        return self._address
 
     @property
     def is_idle(self) -> bool:
@@ -105,7 +111,7 @@ class MembershipPusher:
                 if self._address is None:
                     await self._changed.wait()
                     continue
-                channel = channel or client_channel(self._address)
+                channel = channel or self._connect(self._address)
                 is_content = await self._push(channel)
                 # Not wait_for: before Python 3.12 it swallows a cancellation that meets the event.
                 with contextlib.suppress(TimeoutError):

@@ -14,7 +14,7 @@ from common.config import ServingConfig
 from common.demand import Demand
 from common.demand_wire import demand_from_proto, merge_demands
 from common.ids import WorkerId
-from common.rpc import client_channel
+from common.rpc import Connect
 from common.timing_wire import timing_from_proto
 from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc
 from planner.observation import Observation, ObservedWorker, Pool, WorkerPhase
@@ -40,13 +40,15 @@ Ask = Callable[[float], Awaitable[RouterReports | None]]
 class RouterQuestions:
     """Asks every router. Event loop only."""
 
-    def __init__(self, addresses: Callable[[], Sequence[str]]) -> None:
+    def __init__(self, addresses: Callable[[], Sequence[str]], connect: Connect) -> None:
+        """`addresses`: where the routers are administered."""
         self._addresses = addresses
+        self._connect = connect
 
     async def ask(self, window_s: float) -> RouterReports | None:
         """See Ask. Half of the routers know half of the load: with one missing nobody knows all of it."""
         addresses = self._addresses()
-        answers = await asyncio.gather(*(_ask_one(address, window_s) for address in addresses))
+        answers = await asyncio.gather(*(_ask_one(self._connect, address, window_s) for address in addresses))
         reports = [answer for answer in answers if answer is not None]
         if not reports or len(reports) < len(addresses):
             return None
@@ -59,8 +61,8 @@ class RouterQuestions:
         return RouterReports(demand=merge_demands(demands), conditions=conditions)
 
 
-async def _ask_one(address: str, window_s: float) -> router_admin_pb2.GetDemandResponse | None:
-    async with client_channel(address) as channel:
+async def _ask_one(connect: Connect, address: str, window_s: float) -> router_admin_pb2.GetDemandResponse | None:
+    async with connect(address) as channel:
         stub = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
         try:
             return await stub.GetDemand(router_admin_pb2.GetDemandRequest(window_s=window_s), timeout=_TIMEOUT_S)

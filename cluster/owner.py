@@ -19,6 +19,7 @@ from pathlib import Path
 
 from cluster import adoption, ray_settings
 from cluster.control import serving_control
+from cluster.inspection import look_at
 from cluster.launcher import StartFailed, log_path
 from cluster.plan import PlanError, ProcessSpec
 from cluster.planning import make_planning
@@ -28,11 +29,13 @@ from cluster.run_lock import RunDirTaken, lock_run_dir
 from cluster.scaling import Scaler
 from cluster.starter import Audience, Starter
 from cluster.state import StateFile
-from cluster.supervisor import Supervisor
+from cluster.supervisor import Ground, Supervisor
+from cluster.trust import Trust
 from cluster.wiring import NO_RAY, choose_launcher
 from common.config import ServingConfig, load_config
 from common.log import setup_logging
 from common.signals import set_on_signals
+from common.trust.doors import scrape_tls
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +47,8 @@ async def supervise(
     state_file = StateFile(run_dir)
     last = state_file.read()
     try:
-        plan_for, launcher = choose_launcher(config, config_path=config_path, run_dir=run_dir)
+        trust = _open_trust(config, run_dir)
+        plan_for, launcher = choose_launcher(config, trust, config_path=config_path, run_dir=run_dir)
         specs: Sequence[ProcessSpec] = plan_for(config)
         try:
             audience.report(f"opening launcher: {config.launcher}")
@@ -55,16 +59,23 @@ async def supervise(
                 audience.report(f"{', '.join(sorted(found))} are there already")
             audience.report(f"starting {', '.join(spec.name for spec in specs if spec.name not in found)}")
             supervisor = Supervisor(
-                config, specs=specs, launcher=launcher, state_file=state_file, report=audience.report
+                config,
+                specs=specs,
+                ground=Ground(launcher=launcher, trust=trust, state_file=state_file),
+                report=audience.report,
             )
             if adoption.serves_already(found, last):
                 supervisor.adopt()
             scaler = Scaler(config, supervisor, plan_for)
-            planning = make_planning(scaler, supervisor)
-            surroundings = Surroundings(keep=partial(write_config, config_path), check=planning.guard.check)
+            planning = make_planning(scaler, supervisor, scrape_tls=scrape_tls(trust.credentials))
+            surroundings = Surroundings(
+                keep=partial(write_config, config_path),
+                check=planning.guard.check,
+                look=partial(look_at, connect=trust.reach.worker),
+            )
             rollouts = Rollouts(scaler, supervisor, surroundings)
             serving = serving_control(scaler, rollouts, planning, run_dir, stop=stopping.set)
-            async with serving, planning.running(stopping):
+            async with trust.renewing(), serving, planning.running(stopping):
                 await supervisor.run(stopping, on_ready=lambda: audience.ready(supervisor.up))
         finally:
             await launcher.close()
@@ -74,6 +85,14 @@ async def supervise(
         audience.failed(str(error))
         return 1
     return 0
+
+
+def _open_trust(config: ServingConfig, run_dir: Path) -> Trust:
+    """Return the authority of the run folder's cluster. Raises StartFailed."""
+    try:
+        return Trust.open(config, run_dir, is_spread=bool(ray_settings.of_joined_cluster(config.launcher)))
+    except (OSError, ValueError) as error:
+        raise StartFailed(f"cannot make the cluster's certificates in {run_dir}: {error}") from error
 
 
 async def _own_or_join(config_path: Path, run_dir: Path, starter: Starter) -> int:

@@ -15,7 +15,8 @@ from cluster.plan_report import PlanGauges
 from cluster.scaling import Scaler, Workforce
 from common.clock import SystemClock
 from common.config import ServingConfig
-from common.metrics_server import MetricsServer
+from common.metrics_server import MetricsServer, ScrapeTls
+from common.trust.reach import Reach
 from planner.slo_planner import SloPlanner
 
 logger = logging.getLogger(__name__)
@@ -25,8 +26,12 @@ class Cluster(Workforce, Protocol):
     """The supervisor."""
 
     @property
-    def addresses(self) -> Sequence[str]:
-        """host:port of each router."""
+    def admin_addresses(self) -> Sequence[str]:
+        """host:port where each router is administered."""
+
+    @property
+    def reach(self) -> Reach:
+        """How it calls its processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +42,7 @@ class Planning:
     guard: LoadGuard
     gauges: PlanGauges
     config: ServingConfig
+    scrape_tls: ScrapeTls | None = None
 
     @asynccontextmanager
     async def running(self, stopping: asyncio.Event) -> AsyncIterator[None]:
@@ -47,7 +53,7 @@ class Planning:
                 yield
             return
         try:
-            server = MetricsServer(self.gauges.registry, host=host, port=port)
+            server = MetricsServer(self.gauges.registry, host=host, port=port, tls=self.scrape_tls)
         except OSError as error:
             raise StartFailed(f"planner.metrics_port: cannot listen on {host}:{port}: {error.strerror}") from error
         logger.info("planner's metrics", extra={"port": server.port})
@@ -58,13 +64,15 @@ class Planning:
             await asyncio.to_thread(server.close)
 
 
-def make_planning(scaler: Scaler, cluster: Cluster) -> Planning:
+def make_planning(scaler: Scaler, cluster: Cluster, *, scrape_tls: ScrapeTls | None = None) -> Planning:
     """Return the planner of a cluster, at rest."""
-    ask, clock, gauges = RouterQuestions(lambda: cluster.addresses).ask, SystemClock(), PlanGauges()
+    ask = RouterQuestions(lambda: cluster.admin_addresses, cluster.reach.router).ask
+    clock, gauges = SystemClock(), PlanGauges()
     planner = SloPlanner(planner_settings(scaler.config))
     return Planning(
         autopilot=Autopilot(scaler, cluster, planner=planner, ask=ask, clock=clock, gauges=gauges),
         guard=LoadGuard(scaler, cluster, ask=ask, clock=clock),
         gauges=gauges,
         config=scaler.config,
+        scrape_tls=scrape_tls,
     )

@@ -33,7 +33,6 @@ from cluster.changes import (
     needs_routers,
     roles_to_renew,
 )
-from cluster.inspection import look_at
 from cluster.plan import ProcessRole, ProcessSpec
 from cluster.scaling import POOLS, Report, Scaler, Workforce
 from common.config import ServingConfig
@@ -66,7 +65,7 @@ class Surroundings:
     """Write the configuration down where processes find it that start from now on."""
     check: Callable[[Mapping[ProcessRole, int]], Awaitable[None]]
     """Raise InvalidRequest for pool sizes that would not carry the present load."""
-    look: Inspect = look_at
+    look: Inspect
     """Ask the worker at an address."""
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 

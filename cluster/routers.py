@@ -16,6 +16,7 @@ from cluster.plan import ProcessSpec
 from common.clock import Clock
 from common.config import RouterConfig
 from common.ports import dial_address
+from common.rpc import Connect
 from kvrelay.v1 import router_admin_pb2
 
 MembershipOf = Callable[[str], Sequence[router_admin_pb2.WorkerEndpoint]]
@@ -26,13 +27,21 @@ class Routers:
     """All routers. Event loop only."""
 
     def __init__(
-        self, config: RouterConfig, specs: Sequence[ProcessSpec], membership_of: MembershipOf, *, clock: Clock
+        self,
+        config: RouterConfig,
+        specs: Sequence[ProcessSpec],
+        membership_of: MembershipOf,
+        connect: Connect,
+        *,
+        clock: Clock,
     ) -> None:
-        """`specs` are the routers' own."""
+        """`specs` are the routers' own; `connect` makes channels to where they are administered."""
         self._config = config
         self._pushed = asyncio.Event()
         self._pushers = {
-            spec.name: MembershipPusher(partial(membership_of, spec.name), clock=clock, pushed=self._pushed.set)
+            spec.name: MembershipPusher(
+                partial(membership_of, spec.name), connect, clock=clock, pushed=self._pushed.set
+            )
             for spec in specs
         }
         self._addresses = {spec.name: dial_address(spec.host, spec.port) if spec.host else "" for spec in specs}
@@ -49,6 +58,11 @@ class Routers:
         return tuple(address for address in self._addresses.values() if address)
 
     @property
+    def admin_addresses(self) -> tuple[str, ...]:
+        """host:port where each router that runs is administered."""
+        return tuple(pusher.address for pusher in self._pushers.values() if pusher.address is not None)
+
+    @property
     def http_addresses(self) -> tuple[str, ...]:
         """The same of their HTTP doors; empty without any."""
         return tuple(
@@ -57,12 +71,11 @@ class Routers:
             if address and self._config.http_port is not None
         )
 
-    def router_changed(self, name: str, address: str | None) -> None:
-        """Note where a router listens now; None: it is down."""
+    def router_changed(self, name: str, address: str | None, admin_address: str | None) -> None:
+        """Note where a router serves clients now, and where it is administered; None: it is down."""
         if address is not None:
-            host, _, port = address.rpartition(":")
-            address = self._addresses[name] = dial_address(host, int(port))
-        self._pushers[name].router_changed(address)
+            self._addresses[name] = _dialled(address)
+        self._pushers[name].router_changed(None if admin_address is None else _dialled(admin_address))
         self._pushed.set()
 
     def worker_changed(self) -> None:
@@ -124,3 +137,8 @@ class Routers:
         while among and (not (serving := self._serving(among)) or not all(map(holds, serving))):
             self._pushed.clear()
             await self._pushed.wait()
+
+
+def _dialled(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    return dial_address(host, int(port))

@@ -34,6 +34,8 @@ class Up:
     """Of their HTTP doors; empty without any."""
     pid: int
     """The supervisor."""
+    tls: bool | str
+    """How clients on this host connect to its doors, as `kvrelay.client.tls.Tls`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,7 @@ def parse_event(line: str) -> Progress | Up | Failed | None:
                 return Progress(text=entry["text"])
             case "ready":
                 addresses, http_addresses = tuple(entry["addresses"]), tuple(entry["http_addresses"])
-                return Up(addresses=addresses, http_addresses=http_addresses, pid=entry["pid"])
+                return Up(addresses=addresses, http_addresses=http_addresses, pid=entry["pid"], tls=entry["tls"])
             case "failed":
                 return Failed(reason=entry["reason"])
     except (ValueError, TypeError, KeyError):

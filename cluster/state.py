@@ -14,7 +14,7 @@ from typing import Any
 
 from common.process import ProcessIdentity
 
-_FORMAT = 3
+_FORMAT = 4
 
 
 class ClusterPhase(StrEnum):
@@ -66,6 +66,8 @@ class ClusterState:
     http_addresses: tuple[str, ...]
     """The same of their HTTP doors; empty without any."""
     processes: tuple[ProcessState, ...]
+    tls: bool | str
+    """How clients on this host connect to its doors, as `kvrelay.client.tls.Tls`."""
     helpers: tuple[ProcessIdentity, ...]
     """Every other process below the supervisor, such as Ray's daemons."""
     ray_environment: Mapping[str, str]
@@ -110,6 +112,7 @@ def _decode(entry: Mapping[str, Any]) -> ClusterState:
         addresses=tuple(entry["addresses"]),
         http_addresses=tuple(entry["http_addresses"]),
         processes=tuple(_decode_process(item) for item in entry["processes"]),
+        tls=entry["tls"],
         helpers=tuple(ProcessIdentity(**item) for item in entry["helpers"]),
         ray_environment=dict(entry["ray_environment"]),
     )

@@ -27,6 +27,7 @@ from cluster.routers import Routers
 from cluster.scaling import POOLS
 from cluster.starter import Up
 from cluster.state import ClusterPhase, ClusterState, StateFile
+from cluster.trust import Trust
 from cluster.worker_names import home_first
 from common.clock import SystemClock
 from common.config import ServingConfig
@@ -54,6 +55,15 @@ class StopGrace:
     """Workers do so after 5 s."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ground:
+    """What a cluster stands on."""
+
+    launcher: Launcher
+    trust: Trust
+    state_file: StateFile
+
+
 class Supervisor:
     """Runs one cluster. Event loop of the main thread only."""
 
@@ -62,14 +72,15 @@ class Supervisor:
         config: ServingConfig,
         *,
         specs: Sequence[ProcessSpec],
-        launcher: Launcher,
-        state_file: StateFile,
+        ground: Ground,
         report: Callable[[str], None],
         grace: StopGrace | None = None,
     ) -> None:
         self._config = config
-        self._launcher = launcher
-        self._state_file = state_file
+        launcher, reach = ground.launcher, ground.trust.reach
+        self.reach = reach
+        """How it calls its processes."""
+        self._state_file = ground.state_file
         self._report = report
         self._grace = grace or StopGrace()
         self._phase = ClusterPhase.STARTING
@@ -79,15 +90,17 @@ class Supervisor:
         clock = SystemClock()
         routers = [spec for spec in specs if spec.role is ProcessRole.ROUTER]
         self._generations = Generations(config)
-        self._routers = Routers(config.router, routers, self._members_of, clock=clock)
-        self._new_process = partial(ManagedProcess, launcher=launcher, clock=clock, changed=self._process_changed)
+        self._routers = Routers(config.router, routers, self._members_of, reach.router, clock=clock)
+        self._new_process = partial(
+            ManagedProcess, launcher=launcher, connect=reach.worker, clock=clock, changed=self._process_changed
+        )
         self._processes = [self._new_process(spec) for spec in specs]
         self._draining: set[str] = set()
         self._gone: set[str] = set()
         """On their way out: no members any more."""
         self._warming: set[str] = set()
         """On their way in: no members yet."""
-        self._evacuation = Evacuation()
+        self._evacuation = Evacuation(reach)
         self._farewells = Farewells(
             self._routers, self._evacuation, pools=config.pools, serving=self._serving, staying=self._peers
         )
@@ -97,6 +110,7 @@ class Supervisor:
         """What keeps workers running that came later; ends only when one did not start."""
         self._all_served = asyncio.Event()
         self._adopts = False
+        self._door_tls = ground.trust.door_tls
         self._is_stopping = False
         """Nothing is started any more, whatever change of the pools is under way."""
 
@@ -106,6 +120,11 @@ class Supervisor:
         return self._routers.addresses
 
     @property
+    def admin_addresses(self) -> tuple[str, ...]:
+        """host:port where each router that runs is administered."""
+        return self._routers.admin_addresses
+
+    @property
     def http_addresses(self) -> tuple[str, ...]:
         """The same of their HTTP doors; empty without any."""
         return self._routers.http_addresses
@@ -113,7 +132,9 @@ class Supervisor:
     @property
     def up(self) -> Up:
         """Where it serves, or will."""
-        return Up(addresses=self.addresses, http_addresses=self.http_addresses, pid=self._identity.pid)
+        return Up(
+            addresses=self.addresses, http_addresses=self.http_addresses, pid=self._identity.pid, tls=self._door_tls
+        )
 
     def adopt(self) -> None:
         """Take every process for one that an earlier supervisor has left: no failure to start it ends the cluster.
@@ -299,7 +320,7 @@ class Supervisor:
 
     def _process_changed(self, process: ManagedProcess) -> None:
         if process.spec.role is ProcessRole.ROUTER:
-            self._routers.router_changed(process.spec.name, process.address)
+            self._routers.router_changed(process.spec.name, process.address, process.admin_address)
         else:
             self._routers.worker_changed()
         if self._phase is ClusterPhase.STARTING and process.address is not None:
@@ -373,6 +394,7 @@ class Supervisor:
             supervisor=self._identity,
             addresses=self.addresses,
             http_addresses=self.http_addresses,
+            tls=self._door_tls,
             processes=processes,
             helpers=tuple(each for each in below if each is not None and each not in known),
             ray_environment=ray_settings.of_joined_cluster(self._config.launcher),

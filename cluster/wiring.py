@@ -10,6 +10,7 @@ from cluster import ray_settings
 from cluster.launch_local import LocalLauncher, service_command
 from cluster.launcher import Launcher, StartFailed
 from cluster.plan import HostResources, ProcessSpec, make_plan
+from cluster.trust import Trust
 from common.config import ServingConfig
 from engine.memory import measure_host
 
@@ -18,17 +19,20 @@ PlanFor = Callable[[ServingConfig], tuple[ProcessSpec, ...]]
 """Returns the processes of a configuration, or of the same one with other pool sizes. Raises PlanError."""
 
 
-def choose_launcher(config: ServingConfig, *, config_path: Path, run_dir: Path) -> tuple[PlanFor, Launcher]:
+def choose_launcher(
+    config: ServingConfig, trust: Trust, *, config_path: Path, run_dir: Path
+) -> tuple[PlanFor, Launcher]:
     """Return what plans, and what carries plans out. Raises StartFailed when Ray is wanted and not there."""
     if config.launcher == "ray":
-        return _ray(config, run_dir)
+        return _ray(config, trust, run_dir)
     pools = config.pools
     gpus = _visible_gpus() if pools.prefill.num_gpus or pools.decode.num_gpus else None
     host = _this_host(gpus)
-    return partial(make_plan, host=host), LocalLauncher(command=service_command(config_path), run_dir=run_dir)
+    command = service_command(config_path)
+    return partial(make_plan, host=host), LocalLauncher(command=command, run_dir=run_dir, authority=trust.authority)
 
 
-def _ray(config: ServingConfig, run_dir: Path) -> tuple[PlanFor, Launcher]:
+def _ray(config: ServingConfig, trust: Trust, run_dir: Path) -> tuple[PlanFor, Launcher]:
     is_joined = bool(ray_settings.of_joined_cluster(config.launcher))
     if not is_joined:
         ray_settings.prepare_to_start()
@@ -41,7 +45,8 @@ def _ray(config: ServingConfig, run_dir: Path) -> tuple[PlanFor, Launcher]:
     # Ray deals out the GPUs itself, and in a Ray cluster of its own it also chooses the hosts.
     host = None if is_joined else _this_host(None)
     home: RayHome = JoinedRay(config.name) if is_joined else PrivateRay()
-    return partial(make_plan, host=host), RayLauncher(config, run_dir=run_dir, home=home)
+    launcher = RayLauncher(config, run_dir=run_dir, home=home, authority=trust.authority, credentials=trust.credentials)
+    return partial(make_plan, host=host), launcher
 
 
 def _this_host(gpus: list[str] | None) -> HostResources:

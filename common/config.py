@@ -8,13 +8,23 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from common.ports import MAX_PORT
+from common.ports import MAX_PORT, is_loopback
+from common.trust.identity import INTERNAL_SUFFIX
 
 Port = Annotated[int, Field(ge=0, le=MAX_PORT)]
-ROUTER_PORTS = ("port", "http_port", "metrics_port")
+ROUTER_PORTS = ("port", "http_port", "metrics_port", "admin_port")
+DnsName = Annotated[str, Field(pattern=r"^(\*\.)?[A-Za-z0-9_:.-]{1,253}$")]
+"""Or an address."""
+_MAX_TLS_NAME_CHARS = 1400
+"""With those of a host itself they have to fit into a certificate (`authority.MAX_NAME_BYTES`)."""
 TransportName = Literal["cuda_ipc", "shm", "grpc"]
+
+
+def _on_or_off(value: object) -> object:
+    """Return the words that YAML takes for booleans as words."""
+    return ("on" if value else "off") if isinstance(value, bool) else value
 
 
 class ConfigError(Exception):
@@ -112,6 +122,40 @@ class PoolsConfig(_Section):
         return None
 
 
+class TlsConfig(_Section):
+    """Encryption of the cluster's connections; docs/security.md."""
+
+    mode: Annotated[Literal["auto", "on", "off", "files"], BeforeValidator(_on_or_off)] = "auto"
+    """auto: TLS, with certificates that the cluster issues, as soon as any address is reachable from another host; on:
+    always; off: never, which needs `insecure` where other hosts reach an address; files: like on, but doors show the
+    certificate of `certificate` and `key`."""
+    insecure: bool = False
+    """With off: serve other hosts without TLS all the same; prompts, answers and API keys can be read on the way."""
+    certificate: Path | None = None
+    """With files: certificate chain of the doors in PEM, on every host; read again when it changes."""
+    key: Path | None = None
+    """With files: its private key."""
+    names: Annotated[tuple[DnsName, ...], Field(max_length=32)] = ()
+    """Further DNS names and addresses of the routers' doors for the certificates that the cluster issues, such as that
+    of a load balancer."""
+    lifetime_s: Annotated[float, Field(ge=5, le=30 * 86_400)] = 86_400.0
+    """Of the processes' certificates; they are renewed at two thirds of it."""
+
+    @model_validator(mode="after")
+    def _files(self) -> "TlsConfig":
+        is_named = self.certificate is not None and self.key is not None
+        if (self.mode == "files") is not is_named or (self.certificate is None) is not (self.key is None):
+            raise ValueError("certificate and key go with mode: files, and both are needed then")
+        if self.insecure and self.mode != "off":
+            raise ValueError("insecure goes with mode: off")
+        for name in self.names:
+            if name.lower().rstrip(".").endswith(INTERNAL_SUFFIX):
+                raise ValueError(f"names: {name} is a name of processes inside the cluster; leave it out")
+        if (num_chars := sum(map(len, self.names))) > _MAX_TLS_NAME_CHARS:
+            raise ValueError(f"names: {num_chars} characters together; at most {_MAX_TLS_NAME_CHARS} fit a certificate")
+        return self
+
+
 class TransferConfig(_Section):
     """How KV moves."""
 
@@ -139,6 +183,8 @@ class RouterConfig(_Section):
     """Connections of the HTTP door; null: as many as open files allow. Beyond it those go that are silent longest."""
     metrics_port: Port | None = 0
     """Prometheus port; 0 picks a free one, null turns it off."""
+    admin_port: Port = 0
+    """Where the controller calls this router, and nobody else may; 0 picks a free one."""
     policy: Literal[
         "predictive",
         "random",
@@ -212,6 +258,8 @@ class TenantConfig(_Section):
     """Prompt and output, cached tokens included."""
     max_priority: Annotated[int, Field(ge=0, le=1000)] = 0
     """Largest priority that its requests may claim; larger claims get this."""
+    operator: bool = False
+    """Its keys may ask for the status of the whole cluster."""
     share_cache: bool = False
     """Share cached prefixes with the other tenants that say so; otherwise with nobody."""
 
@@ -228,7 +276,7 @@ class SloConfig(_Section):
 class PlannerConfig(_Section):
     """Pools that follow their load."""
 
-    mode: Literal["off", "advise", "act"] = "off"
+    mode: Annotated[Literal["off", "advise", "act"], BeforeValidator(_on_or_off)] = "off"
     """advise: plans are made and told (`kvrelay plan`), nothing is changed; act: they are carried out."""
     interval_s: Annotated[float, Field(ge=0.1, le=3600)] = 10.0
     """From plan to plan."""
@@ -273,6 +321,7 @@ class ServingConfig(_Section):
     pools: PoolsConfig = PoolsConfig()
     transfer: TransferConfig = TransferConfig()
     router: RouterConfig = RouterConfig()
+    tls: TlsConfig = TlsConfig()
     slo: SloConfig = SloConfig()
     planner: PlannerConfig = PlannerConfig()
     tenants: Annotated[tuple[TenantConfig, ...], Field(max_length=1024)] = ()
@@ -306,6 +355,15 @@ class ServingConfig(_Section):
         for tenant in self.tenants:
             if self.router.auth == "api_key" and not (tenant.api_keys or tenant.api_key_sha256):
                 raise ValueError(f"tenants: {tenant.name} has neither api_keys nor api_key_sha256")
+        return self
+
+    @model_validator(mode="after")
+    def _plain_text(self) -> "ServingConfig":
+        if self.tls.mode == "off" and not self.tls.insecure and not is_loopback(self.router.host):
+            raise ValueError(
+                f"tls.mode: off, but other hosts reach router.host: {self.router.host}; take it out for TLS,"
+                " or set tls.insecure: true if everybody on the network may read along"
+            )
         return self
 
     @model_validator(mode="after")

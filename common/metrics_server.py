@@ -2,9 +2,11 @@
 
 import logging
 import socket
+import ssl
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
@@ -19,13 +21,23 @@ _POLL_S = 0.1  # how late `close` may be noticed
 _SILENCE_S = 10.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScrapeTls:
+    """How scrapes are encrypted, and whose are answered."""
+
+    context: ssl.SSLContext
+    check: Callable[[ssl.SSLSocket], None]
+    """Raises for a client that may not."""
+
+
 class MetricsServer:
     """Serves one registry until `close`."""
 
-    def __init__(self, registry: CollectorRegistry, *, host: str, port: int) -> None:
-        """Start serving; port 0 picks a free one. Raises OSError when the port is taken."""
+    def __init__(self, registry: CollectorRegistry, *, host: str, port: int, tls: ScrapeTls | None = None) -> None:
+        """Start serving, by TLS where `tls` says how; port 0 picks a free one. Raises OSError for a taken port."""
         app = make_wsgi_app(registry)
         self._server = make_server(host, port, app, _BoundedServer, handler_class=_QuietHandler)
+        self._server.tls = tls
         self.port = int(self._server.server_port)
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": _POLL_S}, name="metrics", daemon=True
@@ -45,8 +57,9 @@ class _BoundedServer(ThreadingWSGIServer):
     request_queue_size = 128
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._open: dict[socket.socket, None] = {}
-        """The oldest first."""
+        self.tls: ScrapeTls | None = None
+        self._open: dict[socket.socket, socket.socket] = {}
+        """Accepted sockets, the oldest first, with what is read and written: themselves, or TLS over them."""
         self._lock = threading.Lock()
         self._room = threading.Semaphore(MAX_CONNECTIONS)
         super().__init__(*args, **kwargs)
@@ -55,18 +68,30 @@ class _BoundedServer(ThreadingWSGIServer):
         """Serve a connection on a thread; breaks the oldest one when there is no room."""
         with self._lock:
             if len(self._open) >= MAX_CONNECTIONS:
-                _break([next(iter(self._open))])
+                _break([next(iter(self._open.values()))])
         self._room.acquire()
         with self._lock:
-            self._open[request] = None
+            self._open[request] = request
         super().process_request(request, client_address)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Serve one connection, on its thread."""
+        if self.tls is not None:
+            request.settimeout(_SILENCE_S)
+            encrypted = self.tls.context.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+            with self._lock:
+                self._open[request] = encrypted
+            encrypted.do_handshake()
+            self.tls.check(encrypted)
+            request = encrypted
+        super().finish_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         """End a connection."""
         with self._lock:
             is_served = request in self._open
-            self._open.pop(request, None)
-        super().shutdown_request(request)
+            connection = self._open.pop(request, request)
+        super().shutdown_request(connection)
         if is_served:
             self._room.release()
 
@@ -74,7 +99,7 @@ class _BoundedServer(ThreadingWSGIServer):
         """Stop listening, and end what is open."""
         super().server_close()
         with self._lock:
-            _break(self._open)
+            _break(self._open.values())
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log a connection that broke or fell silent; nobody else hears of it."""

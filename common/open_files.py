@@ -17,9 +17,13 @@ def claim_open_files() -> int:
     return hard
 
 
-def connections_per_door(open_files: int) -> int:
-    """Return how many clients each of a process's two doors may hold, of that many open files.
+_NUM_LISTENERS = 3
+"""Of a router: two doors and its administration; of a worker: control, KV plane, direct door."""
+
+
+def connections_per_listener(open_files: int) -> int:
+    """Return how many connections each of a process's listeners may hold, of that many open files.
 
     A quarter, and at least 64, is for what the process opens itself: calls to workers, files, pipes, metrics.
     """
-    return max(1, (open_files - max(_MIN_RESERVED, open_files // 4)) // 2)
+    return max(1, (open_files - max(_MIN_RESERVED, open_files // 4)) // _NUM_LISTENERS)

@@ -1,14 +1,22 @@
 """Ports and addresses of this machine."""
 
 import errno
+import ipaddress
+import re
 import socket
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
+import psutil
+
 _Listening = TypeVar("_Listening")
 
 MAX_PORT = 65535
+MAX_OWN_NAMES = 32
 _MAX_TRIES = 100
+_MAX_NAME_CHARS = 253
+_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]*[A-Za-z0-9_])?"
+_DNS_NAME = re.compile(rf"(?:\*\.)?{_LABEL}(?:\.{_LABEL})*\.?")
 _WILDCARDS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -17,6 +25,60 @@ def dial_address(host: str, port: int) -> str:
     bare = host.strip("[]")
     bare = _WILDCARDS.get(bare, bare)
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+
+
+def with_port(address: str, port: int) -> str:
+    """Return host:port of another port of the same host."""
+    return f"{address.rpartition(':')[0]}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this host reach what listens on `host`, or what is dialled by it."""
+    bare = host.strip("[]")
+    if bare == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(bare).is_loopback
+    except ValueError:
+        return False
+
+
+def is_address(text: str) -> bool:
+    """Whether a text is an IP address, perhaps in brackets."""
+    try:
+        ipaddress.ip_address(text.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def is_dns_name(text: str) -> bool:
+    """Whether a text is a DNS name as certificates have it: ASCII labels, perhaps behind a wildcard, and nothing else.
+
+    TLS libraries take a name with a zero byte for what stands before it, so whoever certifies names asks this first.
+    """
+    return len(text) <= _MAX_NAME_CHARS and _DNS_NAME.fullmatch(text) is not None
+
+
+def names_of(host: str) -> list[str]:
+    """Return the addresses and names by which what listens on `host` may be reached, for its certificate.
+
+    At most `MAX_OWN_NAMES`; link-local ones, of which a host of containers may have hundreds, are left out.
+    """
+    bare = host.strip("[]")
+    if bare in _WILDCARDS:
+        named = [name for name in ("localhost", socket.gethostname()) if is_dns_name(name)]
+        return list(dict.fromkeys([*named, *_own_addresses()]))[:MAX_OWN_NAMES]
+    return ["localhost", "127.0.0.1"] if bare in ("127.0.0.1", "localhost") else [bare]
+
+
+def _own_addresses() -> list[str]:
+    """Return this host's addresses, but for those that are good on one link only; loopback first."""
+    own = (each for of_interface in psutil.net_if_addrs().values() for each in of_interface)
+    texts = {each.address.partition("%")[0] for each in own if each.family in (socket.AF_INET, socket.AF_INET6)}
+    found = [address for address in map(ipaddress.ip_address, texts) if not address.is_link_local]
+    found.sort(key=lambda address: (not address.is_loopback, address.version, int(address)))
+    return [str(address) for address in found]
 
 
 def free_port(host: str) -> int:

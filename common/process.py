@@ -91,10 +91,12 @@ class Ready:
     """What a service tells when it serves."""
 
     address: str
-    """host:port"""
+    """host:port of a router's door, or of a worker's control."""
     metrics_port: int
     """0: no metrics."""
     pid: int
+    admin_address: str
+    """host:port where the controller calls it."""
     role: str = ""
     """Of a worker, at this moment: "prefill" or "decode". It may have changed since it was started."""
 
@@ -108,12 +110,21 @@ def parse_ready(line: str) -> Ready | None:
     """Return what a ready line says, or None for any other line. Unknown keys are ignored."""
     try:
         entry: Any = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(entry, dict) or entry.get("event") != "ready":
         return None
     address, metrics_port, pid = entry.get("address"), entry.get("metrics_port") or 0, entry.get("pid")
+    admin_address = entry.get("admin_address")
     if not (isinstance(address, str) and isinstance(metrics_port, int) and isinstance(pid, int)):
         return None
+    if not isinstance(admin_address, str):
+        return None
     role = entry.get("role")
-    return Ready(address=address, metrics_port=metrics_port, pid=pid, role=role if isinstance(role, str) else "")
+    return Ready(
+        address=address,
+        admin_address=admin_address,
+        metrics_port=metrics_port,
+        pid=pid,
+        role=role if isinstance(role, str) else "",
+    )

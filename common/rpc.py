@@ -1,28 +1,20 @@
-"""gRPC plumbing that every process shares: channels, servers with health and reflection, deadlines, error mapping."""
+"""gRPC plumbing that every process shares: channels, deadlines, error mapping. Servers: rpc_server.py."""
 
 import asyncio
-import errno
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from common.errors import EngineFault, KvrelayError, to_status
-from common.malformed import MalformedRequestInterceptor
-from common.open_files import claim_open_files, connections_per_door
-from common.ports import is_port_free, listen_on_first
 
 logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
-_KEEPALIVE = [
+KEEPALIVE = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -33,7 +25,7 @@ _KEEPALIVE = [
 def channel_options(*, max_message_mib: int = 64) -> list[tuple[str, int]]:
     """Return the options of every client channel. Reconnects within a second: processes come back fast."""
     return [
-        *_KEEPALIVE,
+        *KEEPALIVE,
         ("grpc.max_receive_message_length", max_message_mib * _MIB),
         ("grpc.max_send_message_length", max_message_mib * _MIB),
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -42,74 +34,15 @@ def channel_options(*, max_message_mib: int = 64) -> list[tuple[str, int]]:
     ]
 
 
-def client_channel(address: str, *, max_message_mib: int = 64) -> grpc.aio.Channel:
-    """Return a lazy channel. One per peer, made once and reused."""
-    return grpc.aio.insecure_channel(address, options=channel_options(max_message_mib=max_message_mib))
+def client_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
+    """Return a lazy channel to a door, TLS when there are credentials. One per peer, made once and reused."""
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=channel_options())
+    return grpc.aio.secure_channel(address, credentials, options=channel_options())
 
 
 Connect = Callable[[str], grpc.aio.Channel]
 """Makes a lazy channel to host:port. Taken from outside, so that a simulated network can take the real one's place."""
-
-
-@dataclass(slots=True)
-class Server:
-    """A started gRPC server."""
-
-    grpc_server: grpc.aio.Server
-    port: int
-    health: health.aio.HealthServicer
-
-    async def stop(self, grace_s: float) -> None:
-        """Report NOT_SERVING, let running calls end for `grace_s` seconds, then cancel them."""
-        await self.health.enter_graceful_shutdown()
-        await self.grpc_server.stop(grace_s)
-
-
-async def start_server(
-    add_services: Callable[[grpc.aio.Server], Sequence[str]],
-    *,
-    host: str,
-    port: int | Sequence[int],
-    max_message_mib: int = 64,
-) -> Server:
-    """Start a server with health checking and reflection on the first free one of some ports; 0 is always free.
-
-    `add_services` registers the servicers and returns their full names. Raises OSError when all are taken.
-    """
-    options = [
-        *_KEEPALIVE,
-        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-        # A client that says nothing is closed; with more of them than fit, new ones are.
-        ("grpc.server_handshake_timeout_ms", 10_000),
-        ("grpc.max_connection_idle_ms", 300_000),
-        ("grpc.max_concurrent_streams", 4096),
-        ("grpc.max_allowed_incoming_connections", connections_per_door(claim_open_files())),
-        ("grpc.max_receive_message_length", max_message_mib * _MIB),
-        ("grpc.max_send_message_length", 64 * _MIB),
-        ("grpc.so_reuseport", 0),
-    ]
-    server = grpc.aio.server(options=options, interceptors=[MalformedRequestInterceptor()])
-    names = [*add_services(server), health.SERVICE_NAME, reflection.SERVICE_NAME]
-    health_servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    reflection.enable_server_reflection(names, server)
-    bound = listen_on_first((port,) if isinstance(port, int) else port, partial(_bind, server, host))
-    await server.start()
-    for name in ("", *names):
-        await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-    return Server(grpc_server=server, port=bound, health=health_servicer)
-
-
-def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
-    if port and not is_port_free(host, port):  # gRPC would also log it, as an error
-        raise OSError(errno.EADDRINUSE, f"cannot listen on {host}:{port}: the port is taken")
-    try:
-        bound: int = server.add_insecure_port(f"{host}:{port}")
-    except RuntimeError as error:
-        raise OSError(f"cannot listen on {host}:{port}: {error}") from error
-    if bound == 0:
-        raise OSError(errno.EADDRINUSE, f"cannot listen on {host}:{port}: the port is taken")
-    return bound
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: KvrelayError) -> NoReturn:

@@ -1,7 +1,7 @@
 """The shell in which a service runs as an actor: the same service, started by another process's supervisor.
 
 No Ray in here: the class is a plain one whose coroutines run on one event loop, and whoever launches it makes it an
-actor. A restarted actor runs `__init__` again and so serves again without being told.
+actor. A restarted actor runs `__init__` again and serves again once the controller has given it a certificate.
 """
 
 import asyncio
@@ -15,7 +15,11 @@ from typing import Protocol
 from common.config import ServingConfig
 from common.log import setup_logging
 from common.output_log import send_output_to
+from common.ports import names_of
 from common.process import ProcessIdentity, Ready
+from common.trust.credentials import Credentials
+from common.trust.enrolment import Enrolment, EnrolmentRequest
+from common.trust.identity import Role
 
 
 class RunningService(Protocol):
@@ -24,6 +28,11 @@ class RunningService(Protocol):
     @property
     def address(self) -> str:
         """Where it serves, host:port."""
+        ...
+
+    @property
+    def admin_address(self) -> str:
+        """Where the controller calls it, host:port."""
         ...
 
     @property
@@ -59,23 +68,58 @@ class ServiceParams:
 
 
 class ServiceActor(ABC):
-    """One service; starts at construction, on the running event loop."""
+    """One service; starts on the running event loop once it has been given a certificate."""
 
     def __init__(self, params: ServiceParams) -> None:
         os.environ.update(params.env)
         if params.log_path is not None and params.log_path.parent.is_dir():
             send_output_to(params.log_path)
         setup_logging(params.name)
-        self._service = asyncio.get_running_loop().create_task(self.start_service(params))
+        self._host = params.host or self.node_address()
+        # Those of the configuration are the routers' alone: who has them is what clients give their keys to.
+        self._names = params.config.tls.names if params.role == Role.ROUTER else ()
+        self._credentials = Credentials()
+        self._is_enrolled = asyncio.Event()
+        self._service = asyncio.get_running_loop().create_task(self._start(params))
 
     @abstractmethod
-    async def start_service(self, params: ServiceParams) -> RunningService:
+    def node_address(self) -> str:
+        """Return the address by which other hosts reach this one."""
+
+    @abstractmethod
+    async def start_service(self, params: ServiceParams, credentials: Credentials, host: str) -> RunningService:
         """Start the service. Imports it here: its libraries read the environment when they are loaded."""
+
+    async def _start(self, params: ServiceParams) -> RunningService:
+        await self._is_enrolled.wait()
+        return await self.start_service(params, self._credentials, self._host)
+
+    async def request_certificate(self) -> EnrolmentRequest:
+        """Return a request for a certificate; `accept_certificate` has to follow."""
+        return self._credentials.request([*names_of(self._host), *self._names])
+
+    async def accept_certificate(self, enrolment: Enrolment) -> bool:
+        """Take a certificate: the first one lets the service start, later ones take the place of the one before.
+
+        Returns False for one that this life has not asked for, or not last.
+        """
+        try:
+            self._credentials.accept(enrolment)
+        except ValueError:
+            return False
+        self._is_enrolled.set()
+        return True
 
     async def ready(self) -> Ready:
         """Return where it serves, once it does. Raises what the start raised."""
         service = await asyncio.shield(self._service)
-        return Ready(address=service.address, metrics_port=service.metrics_port, pid=os.getpid(), role=service.role)
+        return Ready(
+            address=service.address,
+            admin_address=service.admin_address,
+            metrics_port=service.metrics_port,
+            pid=os.getpid(),
+            role=service.role,
+        )
 
     async def identity(self) -> ProcessIdentity:
         """Return which process this is."""

@@ -124,6 +124,7 @@ class DecodeCall:
             ),
             block_table=leader.block_ids(),
             first_block=leader.num_cached // leader.block_size,
+            ticket=handoff.ticket,
         )
         runtime = self._runtime
         async with runtime.peers.use(plan.peer, handoff.prefill_address) as channel:

@@ -1,18 +1,20 @@
-"""Puts the decode side of a worker on a server."""
-
-import grpc
+"""The decode side of a worker, as services on its listeners."""
 
 from decode_worker.direct import DirectTable
 from decode_worker.service import DecodeService, DirectService
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc
 from worker.runtime import WorkerRuntime
+from worker.serving import Plane, PlaneService
 
 
-def add_services(server: grpc.aio.Server, runtime: WorkerRuntime) -> list[str]:
-    """Register the services of the decode pool and return their full names."""
+def decode_services(runtime: WorkerRuntime) -> list[PlaneService]:
+    """Return the services of the decode pool on a runtime."""
     directs = DirectTable()
     service = DecodeService(runtime, directs)
     runtime.on_drain.append(service.drain)
-    decode_pb2_grpc.add_DecodeServiceServicer_to_server(service, server)
-    decode_pb2_grpc.add_DirectServiceServicer_to_server(DirectService(directs), server)
-    return [decode_pb2.DESCRIPTOR.services_by_name[name].full_name for name in ("DecodeService", "DirectService")]
+    add = decode_pb2_grpc.add_DecodeServiceServicer_to_server
+    add_direct = decode_pb2_grpc.add_DirectServiceServicer_to_server
+    return [
+        PlaneService.of(Plane.CONTROL, decode_pb2, add, service),
+        PlaneService.of(Plane.DIRECT, decode_pb2, add_direct, DirectService(directs)),
+    ]

@@ -2,9 +2,11 @@
 
 The region is an anonymous memory file (memfd): it has no name in any file system and is gone with the last process that
 holds it, kill -9 included. Another process of the same user opens it as /proc/<pid>/fd/<fd>, and compares the random
-bytes at its end with those it was told over gRPC: proof that it opened the right one.
+bytes at its end with those it was told over gRPC: proof that it opened the right one. The file is sealed: it keeps its
+size, since reading a mapping whose file has shrunk kills the reader.
 """
 
+import fcntl
 import functools
 import mmap
 import os
@@ -22,8 +24,9 @@ def allocate_region(num_bytes: int) -> tuple[mmap.mmap, SharedRegion | None]:
     size_bytes = num_bytes + NONCE_BYTES
     if not hasattr(os, "memfd_create"):
         return mmap.mmap(-1, size_bytes), None
-    fd = os.memfd_create("kvrelay-kv", os.MFD_CLOEXEC)
+    fd = os.memfd_create("kvrelay-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     memory = mmap.mmap(fd, size_bytes)
     weakref.finalize(memory, os.close, fd)  # peers find the region by this descriptor for as long as it is used here
     nonce = secrets.token_bytes(NONCE_BYTES)
@@ -36,9 +39,11 @@ def map_peer_region(*, pid: int, fd: int, size_bytes: int, nonce: bytes) -> mmap
     path = f"/proc/{pid}/fd/{fd}"
     peer_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a named pipe would wait for a writer
     try:
+        if size_bytes <= NONCE_BYTES or not fcntl.fcntl(peer_fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise OSError(f"{path} is no memory that keeps its size, or has no room for pages")
         actual = os.fstat(peer_fd).st_size
-        if actual != size_bytes or size_bytes <= NONCE_BYTES:
-            raise OSError(f"{path} has {actual} bytes, not {size_bytes}, or no room for pages")
+        if actual != size_bytes:
+            raise OSError(f"{path} has {actual} bytes, not {size_bytes}")
         memory = mmap.mmap(peer_fd, size_bytes, prot=mmap.PROT_READ)
     finally:
         os.close(peer_fd)

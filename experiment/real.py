@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cluster.lifecycle import ClusterError, ClusterInfo
 from cluster.running import running_cluster
+from cluster.trust import operator_proof, reach_of
 from common.errors import KvrelayError
 from experiment.arms import ArmPlan
 from experiment.measured import to_point
@@ -69,7 +70,7 @@ class RealBench:
         folder = self._store.arm_folder(plan.arm.name)
         try:
             with running_cluster(plan.serving, config_path=self._path, run_dir=folder, report=self._report) as info:
-                target = TargetSpec(url=info.address)
+                target = TargetSpec(url=info.address, tls=info.tls)
                 self._warm_up(plan.arm, target)
                 yield partial(self._measure, plan.arm, target)
                 self._keep_timing(info, folder)
@@ -110,14 +111,14 @@ class RealBench:
     def _keep_timing(self, info: ClusterInfo, folder: Path) -> None:
         """Write down how fast the workers are, for simulations of them."""
         try:
-            facts = asyncio.run(_ask_workers(info.address))
+            facts = asyncio.run(_ask_workers(info))
         except KvrelayError as error:
             self._report(f"the workers' timing is not known: {error}")
             return
         write_timing(folder / TIMING_FILE, best_known(facts), kv_bytes_per_token=facts[0].kv_bytes_per_token)
 
 
-async def _ask_workers(address: str) -> list[WorkerFacts]:
-    async with AsyncClient(address) as client:
+async def _ask_workers(info: ClusterInfo) -> list[WorkerFacts]:
+    async with AsyncClient(info.address, tls=info.tls, api_key=operator_proof(info.run_dir)) as client:
         addresses = [view.address for view in (await client.status()).workers]
-    return [await ask_worker(each) for each in addresses]
+    return [await ask_worker(each, reach_of(info.run_dir).worker) for each in addresses]

@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.errors import EngineFault
+import grpc
+
+from common.errors import EngineFault, from_rpc_error
+from common.rpc import Connect
 from common.timing import GUESSED_LINK, TimingModel
 from common.timing_wire import timing_from_proto
-from router.worker_client import WorkerClient
+from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 
-_DESCRIBE_TIMEOUT_S = 10.0
+_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,21 +29,19 @@ class WorkerFacts:
         return self.block_bytes // self.block_size
 
 
-async def ask_worker(address: str) -> WorkerFacts:
-    """Return what the worker at HOST:PORT says of itself now. Raises KvrelayError."""
-    worker = WorkerClient(address)
-    try:
-        facts = await worker.describe(timeout_s=_DESCRIBE_TIMEOUT_S)
-        with worker.watch() as updates:
-            update = await updates.receive()
-    finally:
-        await worker.close()
-    if update is None or not update.HasField("timing"):
-        raise EngineFault(
-            f"worker {address} tells no timing in its first update: start it from this version of kvrelay"
-        )
+async def ask_worker(address: str, connect: Connect) -> WorkerFacts:
+    """Return what the worker whose control is at HOST:PORT says of itself now. Raises KvrelayError."""
+    async with connect(address) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        try:
+            facts = await stub.DescribeWorker(worker_pb2.DescribeWorkerRequest(), timeout=_TIMEOUT_S)
+            told = await stub.GetWorkerStatus(worker_pb2.GetWorkerStatusRequest(), timeout=_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+    if not told.HasField("timing"):
+        raise EngineFault(f"worker {address} tells no timing: start it from this version of kvrelay")
     return WorkerFacts(
-        timing=timing_from_proto(update.timing),
+        timing=timing_from_proto(told.timing),
         num_blocks=facts.num_blocks,
         block_size=facts.layout.block_size,
         block_bytes=facts.layout.block_bytes,

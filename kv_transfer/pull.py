@@ -40,6 +40,8 @@ class PullPlan:
     """Our own pages, one for each block that is wanted."""
     first_block: int
     """Blocks before this one are here already."""
+    ticket: str
+    """The right to pull it."""
 
 
 @dataclass(slots=True)
@@ -129,6 +131,7 @@ class KvPuller:
             ],
             host_id=host_id(),
             device_uuid=self._peer_memory.device_uuid,
+            ticket=plan.ticket,
         )
         plan.wanted.ask(opened)
         return opened
@@ -149,11 +152,13 @@ class KvPuller:
                 match message.WhichOneof("message"):
                     case "opened" if transport == worker_pb2.KV_TRANSPORT_UNSPECIFIED:
                         transport = message.opened.transport
+                        if transport not in self._peer_memory.offers(plan.peer, plan.epoch):
+                            raise KvIncomplete(f"{plan.peer} sends by transport {transport}, which was not offered")
                         memory = self._peer_memory.mapped(plan.peer, plan.epoch, message.opened)
                         peer = await mapped.enter_async_context(memory)
                     case "sealed" if peer is not None:
                         await self._to_end(self._copy_sealed, plan, progress, message.sealed, peer)
-                    case "chunk":
+                    case "chunk" if transport == worker_pb2.KV_TRANSPORT_GRPC:
                         await self._to_end(self._store_chunk, plan, progress, message.chunk)
                     case "manifest":
                         manifest = plan.wanted.verify(message.manifest, progress.missing)

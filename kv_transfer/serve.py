@@ -18,13 +18,14 @@ import xxhash
 
 from common.block_hash import HASH_BYTES, BlockHashes
 from common.errors import HandoffGone, InvalidRequest, LayoutMismatch, Overloaded, StaleEpoch
-from common.ids import BlockId, Epoch, HandoffId
+from common.ids import BlockId, Epoch, HandoffId, WorkerId
 from common.rpc import error_boundary
 from engine.core import EngineCore
-from engine.executor import KvStore
+from engine.executor import KvShape, KvStore
 from engine.shared_memory import host_id
 from engine.thread import EngineDriver
 from kv_transfer.handoff import Handoff, HandoffManifest, HandoffTable
+from kv_transfer.rights import CheckPull
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2
 
@@ -37,6 +38,7 @@ _READ_BYTES = 4 << 20  # gathered per executor hop: large enough to amortise it,
 class ServeSettings:
     """How this worker serves."""
 
+    worker_id: WorkerId
     epoch: Callable[[], Epoch]
     """Of the worker at this moment."""
     pid: int
@@ -44,6 +46,7 @@ class ServeSettings:
     """Allowed worker_pb2.KvTransport numbers."""
     chunk_bytes: int
     lease_ttl_s: float
+    check_pull: CheckPull
 
 
 class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
@@ -66,6 +69,11 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         self._track = track
         self._on_bytes = on_bytes
 
+    async def DescribePages(  # noqa: D102
+        self, request: pb.DescribePagesRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.DescribePagesResponse:
+        return pb.DescribePagesResponse(worker_id=self._settings.worker_id, layout=layout_to_proto(self._store.shape))
+
     # Handlers write by `context.write`: the cleanup of an async generator would wait for its finalizer.
     async def FetchBlocks(  # type: ignore[override]  # noqa: D102
         self, request_iterator: AsyncIterator[pb.FetchBlocksRequest], context: grpc.aio.ServicerContext[Any, Any]
@@ -76,6 +84,7 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
                 if opened is None or opened.WhichOneof("message") != "open":
                     raise InvalidRequest("the first message must be open", field="message")
                 self._check(opened.open)
+                self._settings.check_pull(self._settings.worker_id, opened.open)
                 handoff = await self._attach(opened.open)
                 try:
                     await self._stream(handoff, opened.open, context)
@@ -254,6 +263,19 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
             raise HandoffGone("the puller did not acknowledge the manifest") from None
         if message is None or message.WhichOneof("message") != "ack":
             raise HandoffGone("the puller left without an acknowledgement")
+
+
+def layout_to_proto(shape: KvShape) -> worker_pb2.KvLayout:
+    """Return the message for the shape of a block."""
+    return worker_pb2.KvLayout(
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        block_size=shape.block_size,
+        block_bytes=shape.block_bytes,
+        dtype=shape.dtype,
+        fingerprint=shape.fingerprint,
+    )
 
 
 async def _next(request_iterator: AsyncIterator[pb.FetchBlocksRequest]) -> pb.FetchBlocksRequest | None:

@@ -3,24 +3,29 @@
 Which of them is called is the routers' choice; the runtime's role says which they are to choose.
 """
 
-import grpc
-
 from common.config import ServingConfig
-from decode_worker.server import add_services as add_decode_services
+from common.trust.credentials import Credentials
+from decode_worker.server import decode_services
 from kvrelay.v1 import worker_pb2
-from prefill_worker.server import add_services as add_prefill_services
+from prefill_worker.server import prefill_services
 from worker.runtime import WorkerRuntime
-from worker.shell import RunningWorker, start_worker
+from worker.serving import PlaneService, RunningWorker, start_worker
 
 
-def add_services(server: grpc.aio.Server, runtime: WorkerRuntime) -> list[str]:
-    """Register the services of both pools and return their full names."""
-    return [*add_prefill_services(server, runtime), *add_decode_services(server, runtime)]
+def pool_services(runtime: WorkerRuntime) -> list[PlaneService]:
+    """Return the services of both pools on a runtime."""
+    return [*prefill_services(runtime), *decode_services(runtime)]
 
 
 async def start_pool_worker(
-    config: ServingConfig, *, role: worker_pb2.WorkerRole.ValueType, worker_id: str, host: str, port: int
+    config: ServingConfig,
+    credentials: Credentials,
+    *,
+    role: worker_pb2.WorkerRole.ValueType,
+    host: str,
+    port: int,
 ) -> RunningWorker:
-    """Load the model and serve. Raises OSError when the port is taken."""
-    runtime = await WorkerRuntime.load_from(config, role=role, worker_id=worker_id)
-    return await start_worker(runtime, add_services, host=host, port=port)
+    """Load the model and serve, as who the credentials say. Raises OSError when the port is taken."""
+    worker_id = credentials.identity.name
+    runtime = await WorkerRuntime.load_from(config, role=role, worker_id=worker_id, credentials=credentials)
+    return await start_worker(runtime, pool_services, credentials, host=host, port=port)

@@ -1,4 +1,7 @@
-"""`python -m router`: the router as a plain process. One ready line on stdout, logs on stderr, SIGTERM drains it."""
+"""`python -m router`: the router as a plain process.
+
+Its certificate comes on stdin (common/trust/pipe.py); one ready line on stdout, logs on stderr, SIGTERM drains it.
+"""
 
 import argparse
 import asyncio
@@ -6,12 +9,16 @@ import gc
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from common.config import ConfigError, ServingConfig, load_config
 from common.log import setup_logging
 from common.model_files import ModelNotFound, resolve_model
+from common.ports import names_of
 from common.process import Ready, die_with_parent, ready_line
+from common.trust.credentials import Credentials
+from common.trust.pipe import EnrolmentPipe, NotEnrolled
 from router.server import start_router
 
 STOP_GRACE_S = 10.0
@@ -48,6 +55,8 @@ def main() -> None:
         run(_serve(config, model_dir, host, port))
     except ConfigError as error:
         parser.exit(2, f"{args.config}:{error}\n")
+    except NotEnrolled as error:
+        parser.exit(2, f"{error}\n")
 
 
 def _model_dir(config: ServingConfig) -> Path | None:
@@ -60,15 +69,27 @@ async def _serve(config: ServingConfig, model_dir: Path | None, host: str, port:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    credentials = Credentials()
+    pipe = EnrolmentPipe(credentials, lambda: [*names_of(host), *config.tls.names])
+    await pipe.open()
+    renewing = asyncio.create_task(pipe.keep_renewed(), name="renew certificate")
     # What was loaded stays, and need not be looked at again; what requests leave behind may wait a little.
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
-    router = await start_router(config, model_dir=model_dir, host=host, port=port)
-    ready = Ready(address=router.address, metrics_port=router.metrics_port, pid=os.getpid())
+    router = await start_router(config, credentials, model_dir=model_dir, host=host, port=port)
+    ready = Ready(
+        address=router.address,
+        admin_address=router.admin_address,
+        metrics_port=router.metrics_port,
+        pid=os.getpid(),
+    )
     sys.stdout.write(ready_line(ready) + "\n")
     sys.stdout.flush()
     await stop.wait()
     await router.stop(STOP_GRACE_S)
+    renewing.cancel()
+    with suppress(asyncio.CancelledError):
+        await renewing
 
 
 if __name__ == "__main__":

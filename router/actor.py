@@ -6,12 +6,17 @@ import ray
 
 from common.model_files import resolve_model
 from common.service_actor import RunningService, ServiceActor, ServiceParams
+from common.trust.credentials import Credentials
 
 
 class RouterActor(ServiceActor):
     """Runs `start_router`."""
 
-    async def start_service(self, params: ServiceParams) -> RunningService:
+    def node_address(self) -> str:
+        """Return the address by which other hosts reach this one."""
+        return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+    async def start_service(self, params: ServiceParams, credentials: Credentials, host: str) -> RunningService:
         """Start the router. Raises ModelNotFound when the tokenizer's files are not on this host."""
         from router.server import start_router
 
@@ -19,5 +24,4 @@ class RouterActor(ServiceActor):
         model_dir = None
         if model.engine != "fake":
             model_dir = await asyncio.to_thread(resolve_model, model.id, local_files_only=model.local_files_only)
-        host = params.host or ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        return await start_router(params.config, model_dir=model_dir, host=host, port=params.port)
+        return await start_router(params.config, credentials, model_dir=model_dir, host=host, port=params.port)

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 from common.errors import EngineFault, KvrelayError
-from common.ids import HandoffId, mint_handoff_id
+from common.ids import Epoch, HandoffId, WorkerId, mint_handoff_id
 from common.lifecycle import LifeCycle, State
 from common.structured import TaskCensus
 from common.token_batches import runs_of
+from common.trust.tickets import IssueTicket, PullRight, of_blocks, of_handoff
 from kvrelay.v1 import decode_pb2, inference_pb2, prefill_pb2, sequence_pb2
 from router.booking import Booking
 from router.direct import direct_access
@@ -70,6 +71,8 @@ class Attempt:
     """Hears that the decode worker holds the blocks of all known tokens."""
     must_move: Callable[[], bool]
     """Whether the decode worker is about to go: the attempt then ends behind the next token."""
+    issue: IssueTicket
+    tenant: str
     _access: decode_pb2.DirectAccess | None = None
     """Set: the client gets the decode worker's tokens from there."""
     num_gaps_before: int = 0
@@ -92,9 +95,9 @@ class Attempt:
         handoff_id = mint_handoff_id()
         request = decode_pb2.DecodeRequest(
             sequence=self.record.sequence(self.samples, _retention(self.booking.plan, Keeper.DECODE)),
-            handoff=None if prefill is None else _handoff(prefill, handoff_id),
+            handoff=None if prefill is None else self._handoff(prefill, handoff_id),
             epoch=decode.epoch,
-            source=self.booking.source if prefill is None else None,
+            source=self._source(decode) if prefill is None else None,
             direct=self._access,
         )
         with decode.member.client.decode(request, timeout_s=self._time_left_s()) as answer:
@@ -118,9 +121,54 @@ class Attempt:
         chosen = plan_to_proto(self.booking.plan, attempt=self.number)
         self.record.outbox.put(inference_pb2.GenerateResponse(plan=chosen))
         if self._access is not None:
-            address, capability = decode.member.endpoint.address, self._access.capability
+            address, capability = decode.member.direct_address, self._access.capability
             grant = inference_pb2.DirectGrant(address=address, capability=capability, attempt=self.number)
             self.record.outbox.put(inference_pb2.GenerateResponse(direct=grant))
+
+    def _handoff(self, prefill: Hold, handoff_id: HandoffId) -> decode_pb2.Handoff:
+        """Return where the decode worker pulls the prompt's KV from, and its right to."""
+        source = prefill.member.endpoint.worker_id
+        right = PullRight(
+            puller=self.booking.decode.member.endpoint.worker_id,
+            source=source,
+            epoch=prefill.epoch,
+            subject=of_handoff(handoff_id),
+            tenant=self.tenant,
+        )
+        return decode_pb2.Handoff(
+            handoff_id=handoff_id,
+            prefill_worker_id=source,
+            prefill_address=prefill.member.kv_address,
+            prefill_epoch=prefill.epoch,
+            ticket=self.issue(right),
+        )
+
+    def _source(self, computes: Hold) -> sequence_pb2.KvSource | None:
+        """Return where the worker that computes the prompt pulls leading blocks from, and its right to; None: nowhere.
+
+        The ticket is for exactly the blocks that are asked for, so the last token's, which is computed, is left out.
+        """
+        source = self.booking.source
+        if source is None:
+            return None
+        record = self.record
+        output = record.output_of(self.samples)
+        num_tokens = len(record.job.prompt_token_ids) + len(output)
+        num_blocks = min(source.num_blocks, (num_tokens - 1) // record.job.model.block_size)
+        right = PullRight(
+            puller=computes.member.endpoint.worker_id,
+            source=WorkerId(source.worker_id),
+            epoch=Epoch(source.epoch),
+            subject=of_blocks(record.job.hashes(output)[:num_blocks].packed),
+            tenant=self.tenant,
+        )
+        return sequence_pb2.KvSource(
+            worker_id=source.worker_id,
+            address=source.address,
+            epoch=source.epoch,
+            num_blocks=num_blocks,
+            ticket=self.issue(right),
+        )
 
     # Remote plan.
 
@@ -143,7 +191,7 @@ class Attempt:
             sequence=self.record.sequence(self.samples, _retention(self.booking.plan, Keeper.PREFILL)),
             handoff_id=handoff_id,
             epoch=prefill.epoch,
-            source=self.booking.source,
+            source=self._source(prefill),
         )
         with prefill.member.client.prefill(request, timeout_s=self._time_left_s()) as answer:
             while (response := await _receive(answer, prefill)) is not None:
@@ -271,16 +319,6 @@ class Attempt:
 
     def _time_left_s(self) -> float:
         return max(self.record.deadline_s - asyncio.get_running_loop().time(), 0.001)
-
-
-def _handoff(prefill: Hold, handoff_id: HandoffId) -> decode_pb2.Handoff:
-    endpoint = prefill.member.endpoint
-    return decode_pb2.Handoff(
-        handoff_id=handoff_id,
-        prefill_worker_id=endpoint.worker_id,
-        prefill_address=endpoint.address,
-        prefill_epoch=prefill.epoch,
-    )
 
 
 def _retention(plan: Plan, side: Keeper) -> "sequence_pb2.Retention.ValueType":

@@ -16,53 +16,89 @@ import logging
 import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 from common.config import ENV_PREFIX, ConfigError, ServingConfig, TenantConfig
-from common.errors import Unauthenticated
+from common.errors import AccessDenied, Unauthenticated
+from common.trust.credentials import Credentials
+from common.trust.identity import Role
+from common.trust.proofs import OPERATOR_AUDIENCE
 from router.tenants import ANYBODY, Tenant
 
 logger = logging.getLogger(__name__)
 
 MIN_KEY_CHARS = 16
 _SCHEME = "bearer "
+_JWT_DOTS = 2
 
 
 class Doorkeeper:
     """Knows every tenant."""
 
-    def __init__(self, *, anybody: Tenant | None, tenants: Mapping[bytes, Tenant]) -> None:
-        """`anybody` is who calls when nobody has to say; else `tenants` are looked up by the SHA-256 of their keys."""
+    def __init__(
+        self, *, anybody: Tenant | None, tenants: Mapping[bytes, Tenant], credentials: Credentials | None = None
+    ) -> None:
+        """`anybody` is who calls when nobody has to say; else `tenants` are looked up by the SHA-256 of their keys.
+
+        `credentials` know operators of this cluster by their proofs.
+        """
+        self._credentials = credentials
         self._anybody = anybody
         self._pepper = secrets.token_bytes(32)
         self._tenants = {self._digest(key): (key, tenant) for key, tenant in tenants.items()}
 
     def identify(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Tenant:
         """Return the tenant that a call's metadata names. Raises Unauthenticated, which never repeats the key."""
-        if self._anybody is not None:
-            return self._anybody
-        given = next((value for name, value in metadata or () if name == "authorization"), None)
-        if given is None:
-            raise Unauthenticated(
-                "no API key: send the metadatum or header `authorization: Bearer <key>`", field="authorization"
-            )
-        text = given if isinstance(given, str) else given.decode(errors="replace")
-        if not text.lower().startswith(_SCHEME):
-            raise Unauthenticated("the credentials are not of the form `Bearer <key>`", field="authorization")
-        key = hashlib.sha256(text[len(_SCHEME) :].strip().encode()).digest()
+        return self._anybody if self._anybody is not None else self._tenant_of(_bearer(metadata))
+
+    def _tenant_of(self, token: str) -> Tenant:
+        key = hashlib.sha256(token.encode()).digest()
         known, tenant = self._tenants.get(self._digest(key), (b"", None))
         if tenant is None or not hmac.compare_digest(known, key):
             raise Unauthenticated("the API key is unknown here", field="authorization")
         return tenant
 
+    def check_operator(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
+        """Return when a call comes from an operator, by its API key or by a proof. Raises KvrelayError."""
+        if self._anybody is not None:
+            return
+        token = _bearer(metadata)
+        if self._credentials is not None and token.count(".") == _JWT_DOTS:
+            with suppress(Unauthenticated):  # a key may have dots, too
+                identity = self._credentials.held.verifier.identify(token, audience=OPERATOR_AUDIENCE)
+                if identity.role is Role.OPERATOR:
+                    return
+        tenant = self._tenant_of(token)
+        if not tenant.is_operator:
+            raise AccessDenied(
+                f"cannot show the cluster: tenant {tenant.name} is no operator;"
+                " set `operator: true` for it, or ask on the host where the cluster's run folder is"
+            )
+
     def _digest(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, key=self._pepper, digest_size=16).digest()
 
 
-def make_doorkeeper(config: ServingConfig) -> Doorkeeper:
+def _bearer(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """Return what a call shows. Raises Unauthenticated."""
+    given = next((value for name, value in metadata or () if name == "authorization"), None)
+    if given is None:
+        raise Unauthenticated(
+            "no API key: send the metadatum or header `authorization: Bearer <key>`", field="authorization"
+        )
+    text = given if isinstance(given, str) else given.decode(errors="replace")
+    if not text.lower().startswith(_SCHEME):
+        raise Unauthenticated("the credentials are not of the form `Bearer <key>`", field="authorization")
+    return text[len(_SCHEME) :].strip()
+
+
+def make_doorkeeper(config: ServingConfig, credentials: Credentials | None = None) -> Doorkeeper:
     """Return who knows the tenants of serving.yaml. Raises ConfigError for keys that cannot be used."""
     if config.router.auth == "none":
         limits = next(iter(config.tenants), None)
-        return Doorkeeper(anybody=ANYBODY if limits is None else _tenant(limits, cache_salt=""), tenants={})
+        anybody = ANYBODY if limits is None else replace(_tenant(limits, cache_salt=""), is_operator=True)
+        return Doorkeeper(anybody=anybody, tenants={})
     secret = _resolve(config.router.salt_secret or "", "router.salt_secret")
     tenants: dict[bytes, Tenant] = {}
     for position, tenant_config in enumerate(config.tenants):
@@ -72,24 +108,19 @@ def make_doorkeeper(config: ServingConfig) -> Doorkeeper:
             if key in tenants:
                 raise ConfigError(f"tenants.{position}: a key of {tenant.name} is also one of {tenants[key].name}")
             tenants[key] = tenant
-    return Doorkeeper(anybody=None, tenants=tenants)
+    return Doorkeeper(anybody=None, tenants=tenants, credentials=credentials)
 
 
-def make_block_key(config: ServingConfig) -> bytes:
-    """Return the key of the block hashes: from `router.salt_secret`, else drawn. Raises ConfigError for a lacking one.
+def make_block_key(config: ServingConfig, issued: bytes) -> bytes:
+    """Return what block hashes are keyed with: from `router.salt_secret`, else what the cluster's authority has issued.
 
-    A drawn key is another one in each router and after each start.
+    Raises ConfigError for a secret that is missing where the configuration says it is.
     """
     secret = _resolve(config.router.salt_secret or "", "router.salt_secret")
-    if secret:
-        key = hashlib.sha256(secret.encode()).digest()
-        return hashlib.blake2b(key=key, person=b"kvrelay-block", digest_size=32).digest()
-    if config.router.count > 1:
-        logger.warning(
-            "router.salt_secret is not set: each router draws a block key of its own, and cannot use prefixes that"
-            " came by another one; set the same secret for all"
-        )
-    return secrets.token_bytes(32)
+    if not secret:
+        return issued
+    key = hashlib.sha256(secret.encode()).digest()
+    return hashlib.blake2b(key=key, person=b"kvrelay-block", digest_size=32).digest()
 
 
 def _keys(config: TenantConfig, where: str) -> Sequence[bytes]:
@@ -127,5 +158,6 @@ def _tenant(config: TenantConfig, *, cache_salt: str) -> Tenant:
         requests_per_min=config.requests_per_min,
         tokens_per_min=config.tokens_per_min,
         max_priority=config.max_priority,
+        is_operator=config.operator,
         cache_salt=cache_salt,
     )

@@ -13,7 +13,6 @@ from common.parity import NO_PROBES, TextProbes, find_text_mismatch
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import worker_pb2
 
-
 MAX_BLOCK_SIZE = 4096
 """Tokens of a block that are believed: larger than any KV page, and hashed in a millisecond."""
 
@@ -47,6 +46,10 @@ class WorkerFacts:
     """What its tokenizer and chat template make of fixed texts."""
     block_bytes: int = 0
     """KV bytes of one block."""
+    kv_port: int = 0
+    """Where other workers pull from it, at its host."""
+    direct_port: int = 0
+    """Where clients stream their tokens, at its host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +90,8 @@ def facts_from_proto(described: worker_pb2.DescribeWorkerResponse) -> WorkerFact
         hash_probe=described.hash_probe,
         text_probes=TextProbes(tokenizer=described.tokenizer_probe, template=described.template_probe),
         block_bytes=described.layout.block_bytes,
+        kv_port=described.kv_port,
+        direct_port=described.direct_port,
     )
 
 

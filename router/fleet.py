@@ -15,8 +15,8 @@ from common.errors import WorkerLost
 from common.ids import WorkerId
 from common.kv_events import KvEvents, decode_events
 from common.parity import TextProbes
-from common.rpc import Connect, client_channel
 from common.timing_wire import timing_from_proto
+from common.trust.reach import Reach
 from kvrelay.v1 import sequence_pb2, worker_pb2
 from router.booking import Booking
 from router.facts import Endpoint, ModelFacts, WorkerFacts, check_report, find_mismatch, summarize
@@ -40,13 +40,15 @@ class Fleet:
         *,
         index: PrefixIndex,
         clock: Clock,
-        connect: Connect = client_channel,
+        reach: Reach,
         streams: Streams = Streams.SHARED,
         probes: TextProbes | None = None,
     ) -> None:
-        """`probes`: what the router makes of the fixed texts; None where no text is served."""
+        """`reach` is the router's; `probes`: what the router makes of the fixed texts; None where no text is served."""
         self._index = index
-        self._connect = connect
+        self._connect = reach.worker
+        self.issue = reach.issue
+        """Signs the tickets by which workers pull from each other."""
         self._streams = streams
         self._probes = probes
         self._clock = clock
@@ -311,7 +313,7 @@ class Fleet:
             return None
         return sequence_pb2.KvSource(
             worker_id=pull.source,
-            address=member.endpoint.address,
+            address=member.kv_address,
             epoch=member.facts.epoch,
             num_blocks=pull.num_blocks,
         )

@@ -103,6 +103,23 @@ class FrontDoor:
         """Return whom a call's metadata or headers name. Raises Unauthenticated."""
         return self._doorkeeper.identify(metadata)
 
+    def screen(self, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
+        """Return when a call of a gRPC method may be read: a known caller makes it. Raises KvrelayError."""
+        try:
+            if method.endswith("/GetClusterStatus"):
+                self.check_operator(metadata)
+            else:
+                self.identify(metadata)
+        except KvrelayError:
+            if method.endswith("/Generate"):
+                with self.account(self.new_life(), time_left_s=lambda: None):
+                    raise
+            raise
+
+    def check_operator(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
+        """Return when a call's metadata name an operator. Raises Unauthenticated, AccessDenied."""
+        self._doorkeeper.check_operator(metadata)
+
     @asynccontextmanager
     async def serving(self, request: pb.GenerateRequest, caller: Caller) -> AsyncIterator[Served]:
         """Serve a request beside the block, which takes its messages; leaving the block early cancels it.

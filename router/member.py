@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from common.ids import Epoch, RequestId
+from common.ports import with_port
 from common.timing import GUESSED_TIMING, TimingModel
 from kvrelay.v1 import worker_pb2
 from router.facts import Endpoint, WorkerFacts
@@ -107,6 +108,16 @@ class Member:
     """Sums over `holds`, kept so that a load costs only what is not reported."""
     _load: WorkerLoad | None = None
     """As of the last change."""
+
+    @property
+    def kv_address(self) -> str:
+        """host:port where other workers pull from it."""
+        return with_port(self.endpoint.address, 0 if self.facts is None else self.facts.kv_port)
+
+    @property
+    def direct_address(self) -> str:
+        """host:port where clients stream their tokens."""
+        return with_port(self.endpoint.address, 0 if self.facts is None else self.facts.direct_port)
 
     @property
     def is_accepted(self) -> bool:

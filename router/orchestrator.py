@@ -283,6 +283,8 @@ class Orchestrator:
                     on_started=partial(self._admission.correct_cached, leg.ticket),
                     on_transferred=partial(self._chooser.expect, booking.plan.decode, hashes),
                     must_move=partial(self._fleet.is_leaving, booking.decode.member),
+                    issue=self._fleet.issue,
+                    tenant=leg.ticket.account.tenant.name,
                 )
                 try:
                     with self._chooser.expecting(booking, hashes):

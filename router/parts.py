@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from common.clock import Clock
 from common.config import RouterConfig
 from common.parity import TextProbes
-from common.rpc import Connect, client_channel
+from common.trust.reach import Reach
 from router.admission.line import Admission
 from router.alarms import Alarms
 from router.fleet import Fleet
@@ -48,19 +48,19 @@ def build_router(
     config: RouterConfig,
     *,
     clock: Clock,
-    connect: Connect = client_channel,
+    reach: Reach,
     policy: Policy | None = None,
     seed: int = 0,
     probes: TextProbes | None = None,
 ) -> RouterParts:
-    """Return a router that knows no workers yet.
+    """Return a router that knows no workers yet. `reach` is how it calls them.
 
     Without a policy it has the one that the configuration names, whose random choices follow from the seed.
     Workers have to make of text what `probes` says; None where no text is served.
     """
     index = PrefixIndex(max_blocks=(config.index_memory_mib << 20) // BYTES_PER_BLOCK)
     metrics = RouterMetrics()
-    fleet = Fleet(index=index, clock=clock, connect=connect, streams=Streams(config.decode_streams), probes=probes)
+    fleet = Fleet(index=index, clock=clock, reach=reach, streams=Streams(config.decode_streams), probes=probes)
     if policy is None:
         settings = PolicySettings(
             local_prefill_max_tokens=_local_limit(config),
@@ -77,7 +77,12 @@ def build_router(
         metrics=TenantMetrics(metrics.registry),
     )
     orchestrator = Orchestrator(
-        fleet=fleet, admission=admission, chooser=chooser, metrics=metrics, clock=clock, config=config
+        fleet=fleet,
+        admission=admission,
+        chooser=chooser,
+        metrics=metrics,
+        clock=clock,
+        config=config,
     )
     alarms = Alarms(
         members=lambda: fleet.members_by_id,

@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,12 @@ import grpc
 from common.clock import Clock, SystemClock
 from common.config import RouterConfig, ServingConfig
 from common.metrics_server import MetricsServer
-from common.rpc import Server, start_server
+from common.rpc_server import Server, start_server
+from common.trust.access import Audience
+from common.trust.credentials import Credentials
+from common.trust.doors import DoorCertificates, door_of, scrape_tls
+from common.trust.guard import Guard
+from common.trust.reach import Reach
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc
 from router.admission.terms import Terms
 from router.codec import Codec
@@ -43,10 +48,13 @@ class RunningRouter:
     """A router that serves."""
 
     address: str
-    """host:port."""
+    """host:port of the gRPC door."""
+    admin_address: str
+    """host:port where the controller calls it."""
     fleet: Fleet
     recordings: TrafficRecordings
     server: Server
+    admin_server: Server
     http: "HttpServer | None"
     metrics_server: MetricsServer | None
     watches: "tuple[asyncio.Task[None], ...]"
@@ -82,6 +90,7 @@ class RunningRouter:
             await asyncio.sleep(self.leave_s)
         doors = (self.server,) if self.http is None else (self.server, self.http)
         await asyncio.gather(*(door.stop(grace_s) for door in doors))
+        await self.admin_server.stop(0)
         await self.fleet.aclose()
         for watch in self.watches:
             watch.cancel()
@@ -92,11 +101,9 @@ class RunningRouter:
 
 
 async def start_router(
-    config: ServingConfig, *, model_dir: Path | None, host: str, port: int, block_key: bytes | None = None
+    config: ServingConfig, credentials: Credentials, *, model_dir: Path | None, host: str, port: int
 ) -> RunningRouter:
     """Start a router; port 0 picks a free one. `model_dir` holds the tokenizer; only the fake engine needs none.
-
-    `block_key` is as in `serve_router`.
 
     Raises OSError when a port is taken, ValueError without a folder for a real model, ConfigError for API keys
     that cannot be used.
@@ -104,56 +111,77 @@ async def start_router(
     if model_dir is None and config.model.engine != "fake":
         raise ValueError("a real model needs its folder, for the tokenizer")
     codec = await _load_codec(model_dir, config.router)
-    return await serve_router(config, codec=codec, host=host, port=port, block_key=block_key)
+    return await serve_router(config, credentials, codec=codec, host=host, port=port)
 
 
 async def serve_router(
     serving: ServingConfig,
+    credentials: Credentials,
     *,
     codec: Codec,
     host: str,
     port: int,
     clock: Clock | None = None,
-    block_key: bytes | None = None,
 ) -> RunningRouter:
-    """Start a router with a given codec and clock. Raises OSError when a port is taken, ConfigError for bad keys.
-
-    `block_key`, at most 64 bytes, keys the block hashes: routers with different keys share no cached prefix. None: it
-    follows from `router.salt_secret` (`make_block_key`).
-    """
+    """Start a router with a given codec and clock. Raises OSError when a port is taken, ConfigError for bad keys."""
     config = serving.router
     clock = SystemClock() if clock is None else clock
     slo = Slo(ttft_s=serving.slo.ttft_s, ttft_tokens=serving.slo.ttft_tokens, itl_s=serving.slo.itl_s)
-    parts = build_router(config, clock=clock, seed=secrets.randbits(64), probes=codec.probes)
+    parts = build_router(
+        config,
+        clock=clock,
+        reach=Reach.of(credentials),
+        seed=secrets.randbits(64),
+        probes=codec.probes,
+    )
     parts.orchestrator.demand.judge_by(slo)
     metrics, fleet = parts.metrics, parts.fleet
     merging = MergeWindow()
     door = FrontDoor(
         parts,
         RequestReader(codec, default_max_tokens=config.default_max_tokens),
-        doorkeeper=make_doorkeeper(serving),
+        doorkeeper=make_doorkeeper(serving, credentials),
         default_terms=Terms(
             ttft_slo_s=serving.slo.ttft_s, ttft_tokens=serving.slo.ttft_tokens, itl_slo_s=serving.slo.itl_s
         ),
         merging=merging,
-        block_key=make_block_key(serving) if block_key is None else block_key,
+        block_key=make_block_key(serving, bytes.fromhex(credentials.held.enrolment.block_key)),
     )
     async with AsyncExitStack() as undoing:
         metrics_server = http = None
         if config.metrics_port is not None:
-            metrics_server = MetricsServer(metrics.registry, host=host, port=config.metrics_port)
+            metrics_server = MetricsServer(
+                metrics.registry, host=host, port=config.metrics_port, tls=scrape_tls(credentials)
+            )
             undoing.callback(metrics_server.close)
+        certificates = door_of(serving.tls, credentials)
         if config.http_port is not None:
-            http = await _start_http(door, host=host, port=config.http_port)
+            http = await _start_http(door, certificates, host=host, port=config.http_port)
             undoing.push_async_callback(http.stop, 0)
-        add_services = _services(door, http_port=0 if http is None else http.port)
-        server = await start_server(add_services, host=host, port=port, max_message_mib=config.max_message_mib)
+        admin_server = await start_server(
+            partial(_add_admin, door), host=host, port=config.admin_port, guard=Guard(credentials, Audience.INSIDERS)
+        )
+        undoing.push_async_callback(admin_server.stop, 0)
+        server = await start_server(
+            partial(
+                _add_inference,
+                InferenceService(
+                    door, http_port=0 if http is None else http.port, is_encrypted=credentials.is_encrypted
+                ),
+            ),
+            host=host,
+            port=port,
+            guard=Guard(credentials, Audience.CLIENTS, door=certificates, screen=door.screen),
+            max_message_bytes=config.max_message_mib << 20,
+        )
         undoing.pop_all()
     router = RunningRouter(
         address=f"{host}:{server.port}",
+        admin_address=f"{host}:{admin_server.port}",
         fleet=fleet,
         recordings=parts.orchestrator.recordings,
         server=server,
+        admin_server=admin_server,
         http=http,
         metrics_server=metrics_server,
         door=door,
@@ -168,24 +196,22 @@ async def serve_router(
     return router
 
 
-def _services(door: FrontDoor, *, http_port: int) -> Callable[[grpc.aio.Server], list[str]]:
-    """Return what adds the gRPC services to a server."""
-
-    def add_services(server: grpc.aio.Server) -> list[str]:
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(door, http_port=http_port), server)
-        router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(RouterAdminService(door), server)
-        return [
-            inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
-            router_admin_pb2.DESCRIPTOR.services_by_name["RouterAdminService"].full_name,
-        ]
-
-    return add_services
+def _add_inference(service: InferenceService, server: grpc.aio.Server) -> list[str]:
+    """Add what clients meet to a server and return its name."""
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
+    return [inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name]
 
 
-async def _start_http(door: FrontDoor, *, host: str, port: int) -> "HttpServer":
+def _add_admin(door: FrontDoor, server: grpc.aio.Server) -> list[str]:
+    """Add what the controller meets to a server and return its name."""
+    router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(RouterAdminService(door), server)
+    return [router_admin_pb2.DESCRIPTOR.services_by_name["RouterAdminService"].full_name]
+
+
+async def _start_http(door: FrontDoor, certificates: DoorCertificates | None, *, host: str, port: int) -> "HttpServer":
     from router.http.server import start_http_server  # who wants no HTTP needs none of its libraries
 
-    return await start_http_server(door, host=host, port=port)
+    return await start_http_server(door, certificates, host=host, port=port)
 
 
 async def _load_codec(model_dir: Path | None, config: RouterConfig) -> Codec:

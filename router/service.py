@@ -25,6 +25,9 @@ from router.tenants import Tenant
 
 STATUS_TIMEOUT_S = 1.0
 MAX_WORKERS = 4096
+_MAX_ID_CHARS = 128
+_MAX_ADDRESS_CHARS = 300
+"""The longest DNS name and a port are shorter."""
 DEFAULT_EXPLAINED = 20
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -33,8 +36,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Serves clients."""
 
-    def __init__(self, door: FrontDoor, *, http_port: int = 0) -> None:
-        """`http_port` is where the other door is, for the status; 0: there is none."""
+    def __init__(self, door: FrontDoor, *, http_port: int = 0, is_encrypted: bool = False) -> None:
+        """For the status: where the other door is, 0 if there is none, and whether both are TLS."""
+        self._is_encrypted = is_encrypted
         self._door = door
         self._parts = door.parts
         self._reader = door.reader
@@ -71,21 +75,24 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             return pb.TokenizeResponse(token_ids=tokens, pieces=pieces)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: D102
-        model = self._parts.fleet.model
-        if model is None:
-            return pb.ListModelsResponse()
-        info = pb.ModelInfo(
-            name=model.name,
-            max_model_len=model.max_model_len,
-            vocab_size=model.vocab_size,
-            fingerprint=model.fingerprint,
-        )
-        return pb.ListModelsResponse(models=[info])
+        async with error_boundary(context, "ListModels"):
+            self._identify(context)
+            model = self._parts.fleet.model
+            if model is None:
+                return pb.ListModelsResponse()
+            info = pb.ModelInfo(
+                name=model.name,
+                max_model_len=model.max_model_len,
+                vocab_size=model.vocab_size,
+                fingerprint=model.fingerprint,
+            )
+            return pb.ListModelsResponse(models=[info])
 
     async def GetClusterStatus(  # noqa: D102
         self, request: pb.GetClusterStatusRequest, context: Context
     ) -> pb.GetClusterStatusResponse:
         async with error_boundary(context, "GetClusterStatus"):
+            self._door.check_operator(context.invocation_metadata())
             timeout_s = time_left_s(context, at_most_s=STATUS_TIMEOUT_S)
             views = await asyncio.gather(*(_view(member, timeout_s) for member in self._parts.fleet.members))
             return pb.GetClusterStatusResponse(router=self._router_status(), workers=views)
@@ -127,6 +134,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             num_moves=totals.num_moves,
             num_refused=self._parts.admission.num_refused,
             http_port=self._http_port,
+            is_encrypted=self._is_encrypted,
             alarms=self._parts.alarms.texts,
         )
 
@@ -185,6 +193,12 @@ def _endpoints(workers: Sequence[router_admin_pb2.WorkerEndpoint]) -> list[Endpo
     for position, worker in enumerate(workers):
         field = f"workers[{position}]"
         worker_id = WorkerId(worker.worker_id)
+        if len(worker_id) > _MAX_ID_CHARS:
+            raise InvalidRequest(
+                f"has {len(worker_id)} characters, not 1 to {_MAX_ID_CHARS}", field=f"{field}.worker_id"
+            )
+        if len(worker.address) > _MAX_ADDRESS_CHARS:
+            raise InvalidRequest(f"has {len(worker.address)} characters", field=f"{field}.address")
         if not worker_id or worker_id in endpoints:
             raise InvalidRequest(f"worker_id {worker_id!r} is empty or comes twice", field=f"{field}.worker_id")
         if worker.role not in ROLE_NAMES:

@@ -19,9 +19,11 @@ class Tenant:
     """Prompt and output together, cached ones included."""
     max_priority: int = 0
     """A request that claims more gets this."""
+    is_operator: bool = False
+    """Whether it may ask for the status of the whole cluster."""
     cache_salt: str = ""
     """Part of every block hash: equal exactly for tenants that share cached KV."""
 
 
-ANYBODY = Tenant(name="default")
+ANYBODY = Tenant(name="default", is_operator=True)
 """Everybody, where nobody has to say who they are."""

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import grpc
 
 from common.errors import WorkerLost, from_rpc_error
-from common.rpc import Connect, client_channel, is_cancelled
+from common.rpc import Connect, is_cancelled
 from kvrelay.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -97,7 +97,7 @@ async def _answer(call: "grpc.aio.UnaryUnaryCall[Any, _Response]") -> _Response:
 class WorkerClient:
     """Stubs of one worker process. Made once per address and reused; the channel connects again by itself."""
 
-    def __init__(self, address: str, connect: Connect = client_channel, *, streams: Streams = Streams.SHARED) -> None:
+    def __init__(self, address: str, connect: Connect, *, streams: Streams = Streams.SHARED) -> None:
         self._channel = connect(address)
         self._worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self._prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)

@@ -35,7 +35,7 @@ from simulator.questions import Question, QuestionBook
 from simulator.records import NetworkShape
 from simulator.timing import FittedTimes
 from simulator.token_log import TokenLog
-from simulator.worker import Pace, SimWorker, Surroundings, endpoints
+from simulator.worker import Pace, SimWorker, Surroundings, endpoints, simulated_reach
 
 BLOCK_SIZE = 8
 _NUM_BLOCKS = 96
@@ -123,7 +123,9 @@ class _Walk:
         self._is_down = [False] * len(self._workers)
         self._routers = [
             build_router(
-                _config().router, clock=VirtualClock(loop), connect=self._network.connect_from(f"router-{number}:1")
+                _config().router,
+                clock=VirtualClock(loop),
+                reach=simulated_reach(self._network.connect_from(f"router-{number}:1")),
             )
             for number in range(settings.num_routers)
         ]

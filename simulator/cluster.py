@@ -41,7 +41,7 @@ from simulator.records import (
 )
 from simulator.sampler import Sampler
 from simulator.token_log import TokenLog
-from simulator.worker import Pace, SimWorker, Surroundings
+from simulator.worker import Pace, SimWorker, Surroundings, simulated_reach
 
 _WARM_UP_S = 10.0
 """Before the first arrival: routers get to know the workers. Taken off every reported time."""
@@ -182,7 +182,7 @@ class SimCluster:
         router = build_router(
             self.settings.router,
             clock=VirtualClock(self._loop),
-            connect=self.network.connect_from(f"router-{number}:1"),
+            reach=simulated_reach(self.network.connect_from(f"router-{number}:1")),
         )
         router.chooser.choose = _timed(router.chooser.choose, self.choice_s)  # type: ignore[method-assign, assignment]
         return router

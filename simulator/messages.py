@@ -38,6 +38,7 @@ class CallTerms:
     target: str
     method: str
     deadline_s: float | None
+    metadata: tuple[tuple[str, Any], ...] = ()
 
 
 class Inbox:

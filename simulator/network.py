@@ -198,13 +198,13 @@ class SimChannel(grpc.aio.Channel):
 
     def unary_unary(self, method: str, *_codecs: object, **_options: object) -> Any:
         """Return a function that makes a call with one request and one response, to be awaited."""
-        return lambda request, *, timeout=None: self._call(method, timeout, request)
+        return lambda request, *, timeout=None, metadata=None: self._call(method, timeout, metadata, request)
 
     unary_stream = unary_unary  # called alike; the call is read differently
 
     def stream_stream(self, method: str, *_codecs: object, **_options: object) -> Any:
         """Return a function that makes a call whose requests are written one by one."""
-        return lambda *, timeout=None: self._call(method, timeout, None)
+        return lambda *, timeout=None, metadata=None: self._call(method, timeout, metadata, None)
 
     def stream_unary(self, method: str, *_codecs: object, **_options: object) -> Any:
         """Raise: no service of ours has such a method."""
@@ -230,11 +230,17 @@ class SimChannel(grpc.aio.Channel):
     async def __aexit__(self, *_error: object) -> None:
         await self.close()
 
-    def _call(self, method: str, timeout_s: float | None, request: object) -> ClientCall:
+    def _call(self, method: str, timeout_s: float | None, metadata: Any, request: object) -> ClientCall:
         if self._is_closed:
             raise grpc.aio.UsageError("Channel is closed.")
         deadline_s = None if timeout_s is None else self._network.loop.time() + timeout_s
-        terms = CallTerms(source=self._source, target=self._target, method=method, deadline_s=deadline_s)
+        terms = CallTerms(
+            source=self._source,
+            target=self._target,
+            method=method,
+            deadline_s=deadline_s,
+            metadata=tuple(metadata or ()),
+        )
         call = ClientCall(self._network, terms, on_over=self._forget)
         self._calls[call] = None
         self._network.open(call, request)

@@ -72,8 +72,8 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._status = Status(self._status.code, self._status.details, tuple(trailing_metadata))
 
     def invocation_metadata(self) -> Any:
-        """Return none."""
-        return ()
+        """Return what the client has sent with the call."""
+        return self._call.terms.metadata
 
     def set_code(self, code: grpc.StatusCode) -> None:
         """Set the code of the status."""

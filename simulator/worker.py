@@ -10,22 +10,24 @@ import grpc
 from common.config import ServingConfig
 from common.fake_tokenizer import byte_tokenizer
 from common.ids import WorkerId
+from common.rpc import Connect
 from common.timing import TimingModel
+from common.trust.reach import Reach
 from engine.core import EngineCore
 from engine.events import StepReport, StepSample
 from engine.executor import Executor
 from engine.thread import EngineDriver
-from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from kvrelay.v1 import kv_transfer_pb2, worker_pb2
 from planner.observation import Pool
-from pool_worker.server import add_services
+from pool_worker.server import pool_services
 from router.facts import Endpoint
 from simulator.engine import SimEngine
 from simulator.loop import VirtualClock, VirtualLoop
 from simulator.network import SimNetwork, SimServer
 from simulator.timing import StepTimes
 from simulator.token_log import TokenLog
-from worker.runtime import Outside, WorkerRuntime
-from worker.service import WorkerService
+from worker.runtime import Outside, ServedPorts, WorkerRuntime
+from worker.serving import common_services
 from worker.timing import WorkerTiming
 
 ROLES = {Pool.PREFILL: worker_pb2.WORKER_ROLE_PREFILL, Pool.DECODE: worker_pb2.WORKER_ROLE_DECODE}
@@ -85,13 +87,9 @@ class SimWorker:
             worker_id=endpoint.worker_id,
             executor=executor,
             tokenizer=byte_tokenizer(),
-            outside=Outside(
-                clock=VirtualClock(surroundings.loop),
-                connect=surroundings.network.connect_from(endpoint.address),
-                drive=self._drive,
-            ),
+            outside=self._outside(),
         )
-
+        self.runtime.ports = ServedPorts(kv=_PORT, direct=_PORT)
         if pace.timing is not None:
             self.runtime.timing = _GivenTiming(pace.timing)
 
@@ -106,10 +104,11 @@ class SimWorker:
         """Serve."""
         runtime, server = self.runtime, SimServer()
         grpc_server = cast("grpc.aio.Server", server)
-        service = WorkerService(runtime, update_gap_s=self._surroundings.report_interval_s)
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, grpc_server)
-        kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(runtime.transfer_service(), grpc_server)
-        add_services(grpc_server, runtime)
+        for service in (
+            *common_services(runtime, update_gap_s=self._surroundings.report_interval_s),
+            *pool_services(runtime),
+        ):
+            service.add(grpc_server)
         runtime.start()
         self._surroundings.network.listen(self.endpoint.address, server)
 
@@ -130,11 +129,29 @@ class SimWorker:
         self.runtime.hub.close()
         await self.runtime.aclose()
 
+    def _outside(self) -> Outside:
+        around = self._surroundings
+        return Outside(
+            clock=VirtualClock(around.loop),
+            connect=around.network.connect_from(self.endpoint.address),
+            drive=self._drive,
+            check_pull=allow_any,
+        )
+
     def _drive(
         self, core: EngineCore, on_report: Callable[[StepReport], None], _on_fault: Callable[[Exception], None]
     ) -> EngineDriver:
         around = self._surroundings
         return SimEngine(core, on_report, loop=around.loop, times=self._times, log=around.log)
+
+
+def allow_any(_source: WorkerId, _opened: kv_transfer_pb2.OpenFetch) -> None:
+    """Allow every pull: the simulated network has no strangers."""
+
+
+def simulated_reach(connect: Connect) -> Reach:
+    """Return the reach of whoever makes channels by `connect`; its tickets are blank, since nobody looks at them."""
+    return Reach(worker=connect, router=connect, issue=lambda _right: "")
 
 
 def pool_endpoint(pool: Pool, number: int) -> Endpoint:

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from common.metrics_server import MetricsServer
+from common.metrics_server import MetricsServer, ScrapeTls
 from common.ports import listen_on_first
 from common.wire_names import ROLE_NAMES, TRANSPORT_NAMES
 from worker.prefix_pull import PullOutcome
@@ -67,9 +67,9 @@ class RuntimeCollector(Collector):
         yield pulls
 
 
-def serve_metrics(runtime: WorkerRuntime, host: str) -> MetricsServer:
+def serve_metrics(runtime: WorkerRuntime, host: str, tls: ScrapeTls | None) -> MetricsServer:
     """Serve a runtime's metrics on a free port of its pool's. Raises OSError when all are taken."""
     registry = CollectorRegistry()
     registry.register(RuntimeCollector(runtime))
     ports = runtime.pool_config.port_range
-    return listen_on_first(ports, lambda port: MetricsServer(registry, host=host, port=port))
+    return listen_on_first(ports, lambda port: MetricsServer(registry, host=host, port=port, tls=tls))

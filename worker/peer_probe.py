@@ -12,8 +12,8 @@ import grpc
 
 from common.errors import InvalidRequest, Overloaded
 from common.rpc import Connect
+from kvrelay.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
 from kvrelay.v1 import worker_pb2 as pb
-from kvrelay.v1 import worker_pb2_grpc
 
 BOUND_S = 2.0
 MAX_PROBES = 4
@@ -30,7 +30,7 @@ class PeerProbe:
         self._bound_s = bound_s
         self._num_running = 0
 
-    async def reach(self, request: pb.ProbePeerRequest, ours: pb.DescribeWorkerResponse) -> pb.ProbePeerResponse:
+    async def reach(self, request: pb.ProbePeerRequest, ours: pb.KvLayout) -> pb.ProbePeerResponse:
         """Return whether the named worker answers at that address with blocks like ours, within the bound.
 
         Raises InvalidRequest for what is no address, Overloaded when `MAX_PROBES` run.
@@ -54,17 +54,17 @@ class PeerProbe:
             self._num_running -= 1
         return pb.ProbePeerResponse(reached=True, round_trip_s=round_trip_s)
 
-    async def _describe(self, address: str) -> pb.DescribeWorkerResponse | None:
+    async def _describe(self, address: str) -> kv_transfer_pb2.DescribePagesResponse | None:
         channel = self._connect(f"dns:///{address}")  # the scheme, so that no address can name another one
         try:
             with suppress(grpc.aio.AioRpcError):
-                return await worker_pb2_grpc.WorkerServiceStub(channel).DescribeWorker(
-                    pb.DescribeWorkerRequest(), timeout=self._bound_s
+                return await kv_transfer_pb2_grpc.KvTransferServiceStub(channel).DescribePages(
+                    kv_transfer_pb2.DescribePagesRequest(), timeout=self._bound_s
                 )
             return None
         finally:
             await channel.close()
 
 
-def _is_peer(described: pb.DescribeWorkerResponse, worker_id: str, ours: pb.DescribeWorkerResponse) -> bool:
-    return described.worker_id == worker_id and described.layout == ours.layout
+def _is_peer(described: kv_transfer_pb2.DescribePagesResponse, worker_id: str, ours: pb.KvLayout) -> bool:
+    return described.worker_id == worker_id and described.layout == ours

@@ -211,6 +211,7 @@ class PrefixPuller:
             wanted=WantedBlocks(hashes=landing.hashes, block_size=self._block_size),
             block_table=landing.block_ids(),  # reserved: nothing but this pull changes it
             first_block=landing.num_cached,
+            ticket=source.ticket,
         )
         async with self._peers.use(plan.peer, source.address) as channel:
             pulled = await self._puller.pull(plan, channel)

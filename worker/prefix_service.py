@@ -37,6 +37,7 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):
                 chains=chains_to_proto(chains),
                 block_bytes=self._runtime.executor.kv.shape.block_bytes,
                 epoch=self._runtime.epoch,
+                kv_port=self._runtime.ports.kv,
             )
 
     async def PullPrefixes(  # noqa: D102

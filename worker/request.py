@@ -27,10 +27,8 @@ def engine_request(spec: sequence_pb2.SequenceSpec, executor: Executor) -> Engin
     sampling = sampling_from_proto(spec.sampling, default_max_tokens=1, default_seed=0)
     sampling.validate(vocab_size=vocab_size)
     if spec.first_sample_index + sampling.n > MAX_N:
-        raise InvalidRequest(
-            f"samples {spec.first_sample_index} to {spec.first_sample_index + sampling.n - 1}; there are {MAX_N} at most",
-            field="sequence.first_sample_index",
-        )
+        first = spec.first_sample_index
+        raise InvalidRequest(f"{sampling.n} from {first} on; at most {MAX_N}", field="sequence.first_sample_index")
     if output and sampling.n != 1:
         raise InvalidRequest("only one sample at a time can be taken over", field="sequence.output_tokens")
     if len(output) >= sampling.max_tokens:

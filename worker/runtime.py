@@ -18,7 +18,10 @@ from common.fake_template import LineTemplate
 from common.ids import Epoch, WorkerId, mint_epoch
 from common.kv_events import KvEvents
 from common.parity import Template, TextProbes, text_probes
-from common.rpc import Connect, client_channel
+from common.rpc import Connect
+from common.trust.channels import connect_to
+from common.trust.credentials import Credentials
+from common.trust.identity import Role
 from common.wire_names import ROLE_NAMES, TRANSPORT_NUMBERS
 from engine.core import EngineCore
 from engine.events import Load, StepReport
@@ -26,6 +29,7 @@ from engine.executor import Executor
 from engine.thread import DriverFactory, EngineDriver, EngineThread
 from kv_transfer.handoff import HandoffTable
 from kv_transfer.pull import KvPuller
+from kv_transfer.rights import CheckPull, check_by
 from kv_transfer.serve import KvTransferService, ServeSettings
 from kvrelay.v1 import worker_pb2
 from worker.factory import limits_for, load_executor_for, load_template_for
@@ -56,9 +60,28 @@ class Outside:
     """Channels to other workers."""
     drive: DriverFactory
     """Runs the engine's core."""
+    check_pull: CheckPull
+    """Whether another worker may pull what it asks for."""
+
+    @classmethod
+    def real(cls, credentials: Credentials) -> "Outside":
+        """Return the real one, for a worker with these credentials."""
+        return cls(
+            clock=SystemClock(),
+            connect=connect_to(Role.WORKER, credentials),
+            drive=EngineThread,
+            check_pull=check_by(credentials),
+        )
 
 
-REAL = Outside(clock=SystemClock(), connect=client_channel, drive=EngineThread)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedPorts:
+    """Where a worker listens besides the port of its control."""
+
+    kv: int = 0
+    direct: int = 0
+    metrics: int = 0
+    """0: off."""
 
 
 class WorkerRuntime:
@@ -83,6 +106,10 @@ class WorkerRuntime:
         self.chat_template: Template | None = LineTemplate()
         """How the model's conversations are written; the fake engine's until it is told."""
         self.clock = clock = outside.clock
+        self.connect = outside.connect
+        self.ports = ServedPorts()
+        """Known once it serves."""
+        self._check_pull = outside.check_pull
         self.counters = Counters()
         self.bytes_sent: Counter[int] = Counter()
         self.bytes_received: Counter[int] = Counter()
@@ -122,7 +149,12 @@ class WorkerRuntime:
 
     @classmethod
     async def load_from(
-        cls, config: ServingConfig, *, role: worker_pb2.WorkerRole.ValueType, worker_id: str
+        cls,
+        config: ServingConfig,
+        *,
+        role: worker_pb2.WorkerRole.ValueType,
+        worker_id: str,
+        credentials: Credentials,
     ) -> "WorkerRuntime":
         """Load the model off the event loop and return a runtime that is not started yet."""
         pool = pool_of(config, role)
@@ -135,7 +167,7 @@ class WorkerRuntime:
             worker_id=WorkerId(worker_id),
             executor=executor,
             tokenizer=tokenizer,
-            outside=REAL,
+            outside=Outside.real(credentials),
         )
         runtime.chat_template = chat_template
         return runtime
@@ -266,6 +298,8 @@ class WorkerRuntime:
             engine=self.engine,
             store=self.executor.kv,
             settings=ServeSettings(
+                worker_id=self.worker_id,
+                check_pull=self._check_pull,
                 epoch=lambda: self.epoch,
                 pid=os.getpid(),
                 transports=self.transports,

@@ -10,11 +10,12 @@ import grpc
 from common.block_hash import hash_probe, hash_root
 from common.errors import InvalidRequest
 from common.kv_events import KvEvents, encode_events
-from common.rpc import client_channel, error_boundary
+from common.rpc import error_boundary
 from common.timing_wire import timing_to_proto
 from common.version import installed_version
 from common.wire_names import ROLE_NAMES
 from engine.events import Load
+from kv_transfer.serve import layout_to_proto
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from worker.peer_probe import PeerProbe
@@ -34,8 +35,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """`update_gap_s`: the least time between two updates of one watcher."""
         self._runtime = runtime
         self._update_gap_s = update_gap_s
-        self._probe = PeerProbe(client_channel)
-        self.metrics_port = 0
+        self._probe = PeerProbe(runtime.connect)
 
     async def DescribeWorker(  # noqa: D102
         self, request: pb.DescribeWorkerRequest, context: Context
@@ -49,21 +49,15 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             worker_id=runtime.worker_id,
             epoch=runtime.epoch,
             role=runtime.role,
-            layout=pb.KvLayout(
-                num_layers=shape.num_layers,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
-                block_size=shape.block_size,
-                block_bytes=shape.block_bytes,
-                dtype=shape.dtype,
-                fingerprint=shape.fingerprint,
-            ),
+            layout=layout_to_proto(shape),
             num_blocks=executor.kv.num_blocks,
             max_model_len=executor.max_model_len,
             vocab_size=executor.vocab_size,
             model_name=executor.model_name,
             hash_probe=hash_probe(hash_root(model_fingerprint=shape.fingerprint), shape.block_size),
-            metrics_port=self.metrics_port,
+            metrics_port=runtime.ports.metrics,
+            kv_port=runtime.ports.kv,
+            direct_port=runtime.ports.direct,
             pid=os.getpid(),
             eos_token_ids=sorted(executor.eos_token_ids),
             tokenizer_probe=runtime.probes.tokenizer,
@@ -136,7 +130,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     async def ProbePeer(self, request: pb.ProbePeerRequest, context: Context) -> pb.ProbePeerResponse:  # noqa: D102
         async with error_boundary(context, "ProbePeer"):
-            return await self._probe.reach(request, self._describe())
+            return await self._probe.reach(request, layout_to_proto(self._runtime.executor.kv.shape))
 
 
 def load_to_proto(load: Load, *, backlog_s: float) -> pb.LoadReport:

@@ -12,19 +12,25 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 import psutil
 import yaml
 
 from benchmarks.peers.group import REPOSITORY
 from benchmarks.peers.venv import PeerPackages, VenvFailed, ensure_venv
 from benchmarks.router.clients import Load, Measured, run_grpc, run_http
+from benchmarks.token_router import client_of
+from benchmarks.trust import HOST, PLAIN, first_line
 from common.process import parse_ready
+from common.rpc import Connect, client_channel
+from common.trust.authority import Authority, AuthoritySettings
+from common.trust.credentials import Credentials
+from common.trust.identity import Role
+from common.trust.reach import Reach
 from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc, worker_pb2
 
 SGLANG_ROUTER = PeerPackages(name="sglang-router-0.3.2", steps=(("install", "sglang-router==0.3.2"),))
@@ -46,11 +52,13 @@ class RequestArm:
     is_grpc: bool
     router: subprocess.Popen[bytes]
     mock: subprocess.Popen[bytes]
+    connect: Connect
+    """Makes a client's channel to a gRPC door."""
 
     def run(self, load: Load) -> Measured:
         """Run one round."""
         if self.is_grpc:
-            return asyncio.run(run_grpc(self.address, load))
+            return asyncio.run(run_grpc(self.connect, self.address, load))
         return asyncio.run(run_http(int(self.address.rpartition(":")[2]), load))
 
     def cpu_s(self) -> tuple[float, float]:
@@ -85,39 +93,45 @@ def _process(command: Sequence[str], **options: Any) -> Iterator[subprocess.Pope
                 pipe.close()
 
 
-@contextmanager
-def _mocks(module: str, *arguments: int) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
+def _mocks(module: str, *arguments: int) -> "AbstractContextManager[subprocess.Popen[bytes]]":
     command = [sys.executable, "-m", f"benchmarks.router.{module}", *map(str, arguments)]
-    with _process(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        yield process, [int(port) for port in process.stdout.readline().split()]
+    return _process(command, stdout=subprocess.PIPE)
 
 
 @contextmanager
-def kvrelay_arm() -> Iterator[RequestArm]:
-    """Run our router with two prefill and two decode workers."""
-    with tempfile.TemporaryDirectory() as folder, _mocks("mock_grpc", NUM_WORKERS) as (mock, ports):
+def kvrelay_arm(settings: AuthoritySettings = PLAIN) -> Iterator[RequestArm]:
+    """Run our router with two prefill and two decode workers, of a cluster with these settings."""
+    authority = Authority.new(settings)
+    with tempfile.TemporaryDirectory() as folder, _mocks("mock_grpc", NUM_WORKERS) as mock:
+        ports = first_line(mock, authority, role=Role.WORKER, name="mocks").split()
         config = Path(folder) / "serving.yaml"
         section = {"port": 0, "metrics_port": None, "max_message_mib": 16}
         config.write_text(yaml.safe_dump({"model": {"engine": "fake"}, "router": section}), encoding="utf-8")
         log = (Path(folder) / "router.log").open("wb")
         command = [sys.executable, "-m", "router", "--config", str(config)]
         with log, _process(command, stdout=subprocess.PIPE, stderr=log) as router:
-            assert router.stdout is not None
-            ready = parse_ready(router.stdout.readline().decode())
+            ready = parse_ready(first_line(router, authority, role=Role.ROUTER, name="router-0"))
             if ready is None:
                 raise ArmMissing(f"the router did not start: {Path(log.name).read_text(encoding='utf-8')[-500:]}")
-            asyncio.run(_join(ready.address, ports))
-            yield RequestArm(name="kvrelay", address=ready.address, is_grpc=True, router=router, mock=mock)
+            asyncio.run(_join(ready.admin_address, ports, authority))
+            yield RequestArm(
+                name="kvrelay",
+                address=ready.address,
+                is_grpc=True,
+                router=router,
+                mock=mock,
+                connect=client_of(authority),
+            )
 
 
-async def _join(address: str, ports: Sequence[int]) -> None:
+async def _join(address: str, ports: Sequence[str], authority: Authority) -> None:
+    reach = Reach.of(Credentials.of(authority, Role.CONTROLLER, "controller"))
     roles = (worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE)
     workers = [
-        router_admin_pb2.WorkerEndpoint(worker_id=f"w{number}", role=roles[number % 2], address=f"127.0.0.1:{port}")
+        router_admin_pb2.WorkerEndpoint(worker_id=f"w{number}", role=roles[number % 2], address=f"{HOST}:{port}")
         for number, port in enumerate(ports)
     ]
-    async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(START_TIMEOUT_S):
+    async with reach.router(address) as channel, asyncio.timeout(START_TIMEOUT_S):
         admin = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
         request = router_admin_pb2.SetWorkersRequest(workers=workers)
         while (await admin.SetWorkers(request)).num_ready < len(workers):  # noqa: ASYNC110 - nobody would set an event
@@ -162,16 +176,20 @@ def _compile_shim(folder: Path) -> Path:
 
 @contextmanager
 def _http_arm(name: str, command: Sequence[str], num_chunks: int, environment: dict[str, str]) -> Iterator[RequestArm]:
-    with tempfile.TemporaryDirectory() as folder, _mocks("mock_http", NUM_WORKERS, num_chunks) as (mock, ports):
+    with tempfile.TemporaryDirectory() as folder, _mocks("mock_http", NUM_WORKERS, num_chunks) as mock:
+        assert mock.stdout is not None
+        ports = mock.stdout.readline().decode().split()
         port, metrics_port = _free_port(), _free_port()
-        urls = [f"http://127.0.0.1:{worker_port}" for worker_port in ports]
+        urls = [f"http://{HOST}:{worker_port}" for worker_port in ports]
         options = ["--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware", "--worker-urls", *urls]
         options += ["--prometheus-port", str(metrics_port), "--log-level", "error"]
         log_path = Path(folder) / "router.log"
         env = {**os.environ, **environment}
         with log_path.open("wb") as log, _process([*command, *options], stdout=log, stderr=log, env=env) as router:
             _wait_for_answer(port, router, log_path)
-            yield RequestArm(name=name, address=f"127.0.0.1:{port}", is_grpc=False, router=router, mock=mock)
+            yield RequestArm(
+                name=name, address=f"127.0.0.1:{port}", is_grpc=False, router=router, mock=mock, connect=client_channel
+            )
 
 
 def _free_port() -> int:

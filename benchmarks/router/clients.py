@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from common.rpc import Connect, until_ready
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 
 
@@ -49,17 +50,14 @@ async def _drive(num_requests: int, connections: Sequence[Ask]) -> Measured:
     return Measured(wall_s=time.perf_counter() - started_s, first_chunk_s=tuple(first_chunk_s))
 
 
-async def run_grpc(address: str, load: Load) -> Measured:
-    """Run a round against kvrelay."""
+async def run_grpc(connect: Connect, address: str, load: Load, *, begin: Callable[[], None] = lambda: None) -> Measured:
+    """Run a round against kvrelay; `begin` is called once all connections are there."""
     sampling = sampling_pb2.SamplingParams(max_tokens=load.num_chunks, temperature=0.0)
     requests = [
         inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=prompt), sampling=sampling)
         for prompt in load.prompts
     ]
-    channels = [
-        grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
-        for _ in range(load.num_connections)
-    ]
+    channels = [connect(address) for _ in range(load.num_connections)]
 
     def connection(channel: grpc.aio.Channel) -> Ask:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
@@ -76,6 +74,8 @@ async def run_grpc(address: str, load: Load) -> Measured:
         return ask
 
     try:
+        assert all(await asyncio.gather(*(until_ready(channel, timeout_s=10) for channel in channels))), address
+        begin()
         return await _drive(len(requests), [connection(channel) for channel in channels])
     finally:
         for channel in channels:

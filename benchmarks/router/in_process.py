@@ -13,6 +13,7 @@ from functools import partial
 import psutil
 
 from benchmarks.router.stats import Figures, quantile, times_us
+from benchmarks.trust import PLAIN
 from common.block_hash import BlockHashes, hash_blocks, hash_probe, hash_root
 from common.clock import SystemClock
 from common.config import RouterConfig
@@ -20,6 +21,10 @@ from common.errors import Refused
 from common.ids import Epoch, RequestId, WorkerId
 from common.kv_events import KvEvents, decode_events, encode_events
 from common.tokens import TokenArray, as_tokens
+from common.trust.authority import Authority
+from common.trust.credentials import Credentials
+from common.trust.identity import Role
+from common.trust.reach import Reach
 from kvrelay.v1 import worker_pb2
 from router.facts import Endpoint, WorkerFacts
 from router.index import PrefixIndex
@@ -168,7 +173,8 @@ async def _decide(
 ) -> tuple[list[float], list[float]]:
     # Nothing is awaited before the end, so the links to the workers, which do not exist, never begin to run.
     config = RouterConfig.model_validate({"policy": policy})
-    router = build_router(config, clock=SystemClock(), seed=1)
+    reach = Reach.of(Credentials.of(Authority.new(PLAIN), Role.ROUTER, "router-0"))
+    router = build_router(config, clock=SystemClock(), reach=reach, seed=1)
     workers = _join(router, num_workers)
     num_blocks = num_tokens // BLOCK_SIZE
     prompts = prompts_on(router.index, workers, rng, num_blocks=num_blocks)

@@ -1,8 +1,9 @@
 """kvrelay mock workers: the workers' gRPC services without engines; a prompt is done at once, then come the tokens.
 
-    python -m benchmarks.router.mock_grpc NUM_WORKERS      prints the ports, then serves until its input ends
+    python -m benchmarks.router.mock_grpc NUM_WORKERS      prints the ports, then serves until it is killed
 
-Even workers prefill, odd ones decode. No KV moves: a decode worker says at once that its blocks have come.
+Its certificate, one for all of them, comes on stdin (`benchmarks.trust`). Even workers prefill, odd ones decode. No KV
+moves: a decode worker says at once that its blocks have come.
 """
 
 import asyncio
@@ -13,9 +14,13 @@ from typing import Any
 import grpc
 import uvloop
 
+from benchmarks.trust import HOST, enrol_child
 from common.block_hash import hash_probe, hash_root
 from common.kv_events import KvEvents, encode_events
-from common.rpc import Server, start_server
+from common.process import die_with_parent
+from common.rpc_server import Server, start_server
+from common.trust.access import Audience
+from common.trust.guard import Guard
 from kvrelay.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -120,6 +125,7 @@ class MockWorker(
 
 
 async def _serve(num_workers: int) -> None:
+    credentials = await enrol_child()
     servers: list[Server] = []  # a server that nobody holds stops
     for number in range(num_workers):
         worker = MockWorker(number)  # type: ignore[abstract]
@@ -130,10 +136,12 @@ async def _serve(num_workers: int) -> None:
             decode_pb2_grpc.add_DecodeServiceServicer_to_server(worker, server)
             return []
 
-        servers.append(await start_server(add, host="127.0.0.1", port=0))
+        guard = Guard(credentials, Audience.INSIDERS)
+        servers.append(await start_server(add, host=HOST, port=0, guard=guard))
     print(*(server.port for server in servers), flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
+    die_with_parent()
     uvloop.run(_serve(int(sys.argv[1])))

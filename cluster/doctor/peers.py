@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import grpc
 
 from cluster.doctor.finding import Finding, failure, ok, warning
-from common.rpc import client_channel
+from common.rpc import Connect
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 
@@ -26,8 +26,8 @@ class Reached:
     layout: pb.KvLayout
 
 
-async def check_peers(asked: Sequence[Reached], addresses: Mapping[str, str]) -> list[Finding]:
-    """Have every worker of `asked` try all of `addresses`, by worker id, and return findings about who reaches whom."""
+async def check_peers(asked: Sequence[Reached], addresses: Mapping[str, str], connect: Connect) -> list[Finding]:
+    """Have every worker of `asked` try all of `addresses`, where by worker id KV is served; return who reaches whom."""
     layouts = {each.worker_id: each.layout for each in asked}
 
     def is_target(source: Reached, name: str) -> bool:
@@ -35,7 +35,7 @@ async def check_peers(asked: Sequence[Reached], addresses: Mapping[str, str]) ->
         return name != source.worker_id and layouts.get(name, source.layout) == source.layout
 
     told = await asyncio.gather(
-        *(_try(each, {name: at for name, at in addresses.items() if is_target(each, name)}) for each in asked)
+        *(_try(each, connect, {name: at for name, at in addresses.items() if is_target(each, name)}) for each in asked)
     )
     cut_off: dict[str, list[str]] = {}
     unasked, num_tried = [], 0
@@ -75,9 +75,9 @@ def _named(names: Sequence[str]) -> str:
     return ", ".join(names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-async def _try(source: Reached, targets: Mapping[str, str]) -> dict[str, bool | None]:
+async def _try(source: Reached, connect: Connect, targets: Mapping[str, str]) -> dict[str, bool | None]:
     """Return for each target whether the source reaches it; None where the source could not tell."""
-    channel = client_channel(source.address)
+    channel = connect(source.address)
     stub = worker_pb2_grpc.WorkerServiceStub(channel)
     places = asyncio.Semaphore(_AT_A_TIME)
 

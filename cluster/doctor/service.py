@@ -3,16 +3,21 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
 
+from cluster.doctor.certificates import check_certificates
 from cluster.doctor.finding import Finding, failure, ok, warning
 from cluster.doctor.peers import Reached, check_peers
 from common.config import ServingConfig
 from common.errors import KvrelayError, Unreachable
-from common.rpc import client_channel
+from common.ports import with_port
+from common.rpc import Connect
+from common.trust.channels import connect_to
+from common.trust.credentials import Credentials
+from common.trust.identity import Role
 from common.version import installed_version
 from kvrelay.client import AsyncClient, ClusterStatus, WorkerView
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
@@ -33,10 +38,17 @@ class _Peer:
     """Its clock less ours, less half the round trip."""
 
 
-async def check_service(address: str, config: ServingConfig | None, *, api_key: str | None = None) -> list[Finding]:
-    """Return findings about the cluster behind a router. Without a configuration pools' sizes are not compared."""
+async def check_service(
+    make_client: Callable[..., AsyncClient], config: ServingConfig | None, *, operator: Credentials | None
+) -> list[Finding]:
+    """Return findings about the cluster behind a client's router. Without a configuration pools are not compared.
+
+    `operator` is who asks workers; without one they are not asked.
+    """
+    address = ""
     try:
-        async with AsyncClient(address, timeout_s=_TIMEOUT_S, api_key=api_key) as client:
+        async with make_client(timeout_s=_TIMEOUT_S) as client:
+            address, routers = client.address, client.addresses
             started_s = time.monotonic()
             status = await client.status()
             answered = ok("router", f"{address} answers in {_ms(time.monotonic() - started_s)}")
@@ -48,14 +60,27 @@ async def check_service(address: str, config: ServingConfig | None, *, api_key: 
     advice = "requests are routed worse than they could be: docs/operations.md, “Alarms of the router”"
     alarms = [warning("routing", alarm, advice) for alarm in status.router.alarms]
     pools = [] if config is None else _pools(status, config)
-    peers = await asyncio.gather(*(_ask(view) for view in status.workers))
+    if operator is None:
+        advice = "ask on the host of `kvrelay up`, as its user, or copy its run folder's tls/operator.json here"
+        return [answered, *alarms, *pools, warning("workers", "were not asked: they answer operators only", advice)]
+    doors = {f"the router at {each}": each for each in routers}
+    workers = {view.worker_id: view.address for view in status.workers}
+    certificates = await check_certificates(doors | workers, operator)
+    connect = connect_to(Role.WORKER, operator)
+    peers = await asyncio.gather(*(_ask(view, connect) for view in status.workers))
     reached = [
         Reached(worker_id=peer.view.worker_id, address=peer.view.address, layout=peer.described.layout)
         for peer in peers
         if peer.described is not None
     ]
-    between = await check_peers(reached, {view.worker_id: view.address for view in status.workers})
-    return [answered, *alarms, *pools, *(_worker(peer) for peer in peers), *_agreement(peers), *between]
+    targets = {
+        peer.view.worker_id: with_port(peer.view.address, peer.described.kv_port)
+        for peer in peers
+        if peer.described is not None
+    }
+    between = await check_peers(reached, targets, connect)
+    asked = [*(_worker(peer) for peer in peers), *_agreement(peers), *between]
+    return [answered, *alarms, *pools, *certificates, *asked]
 
 
 def _pools(status: ClusterStatus, config: ServingConfig) -> list[Finding]:
@@ -72,11 +97,11 @@ def _pools(status: ClusterStatus, config: ServingConfig) -> list[Finding]:
     return findings
 
 
-async def _ask(view: WorkerView) -> _Peer:
+async def _ask(view: WorkerView, connect: Connect) -> _Peer:
     """Ask a worker who it is, from this host."""
     started_s = time.monotonic()
     described, error, skew_s = None, "", 0.0
-    channel = client_channel(view.address)
+    channel = connect(view.address)
     try:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         described = await stub.DescribeWorker(worker_pb2.DescribeWorkerRequest(), timeout=_TIMEOUT_S)

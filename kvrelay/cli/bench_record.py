@@ -9,8 +9,8 @@ import typer
 from common.signals import sigterm_interrupts, uninterrupted
 from kvrelay.cli.console import Progress, err
 from kvrelay.cli.errors import CliError
-from kvrelay.cli.options import DEFAULT_CONFIG, AddressOption, ApiKeyOption, ConfigOption
-from kvrelay.cli.target import find_address
+from kvrelay.cli.options import DEFAULT_CONFIG, AddressOption, ApiKeyOption, CaOption, ConfigOption
+from kvrelay.cli.target import find_cluster
 
 if TYPE_CHECKING:
     from kvrelay.client import TrafficStream
@@ -34,6 +34,7 @@ def record(
         int | None, typer.Option("--limit", "-n", min=1, help="Stop after so many requests.", show_default=False)
     ] = None,
     address: AddressOption = None,
+    ca: CaOption = None,
     api_key: ApiKeyOption = None,
     config_path: ConfigOption = DEFAULT_CONFIG,
 ) -> None:
@@ -52,7 +53,8 @@ def record(
     if path.suffix != ".jsonl":
         raise CliError(f"{path}: a recording is called .jsonl")
     trace = TrafficTrace()
-    with Client(find_address(address, config_path), api_key=api_key) as client:
+    cluster = find_cluster(address, ca, config_path)
+    with Client(cluster.address, **cluster.client_options(api_key)) as client:
         stream = client.record(duration_s=duration_s)
         with sigterm_interrupts(), suppress(KeyboardInterrupt):
             _read(stream, trace, limit)

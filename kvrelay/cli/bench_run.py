@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -55,14 +56,18 @@ from kvrelay.cli.bench_options import (
 from kvrelay.cli.bench_workload import Limits, Replay, Shape, workload_spec
 from kvrelay.cli.console import err
 from kvrelay.cli.errors import EXIT_INTERRUPTED, CliError
-from kvrelay.cli.options import DEFAULT_CONFIG, ApiKeyOption, ConfigOption
-from kvrelay.cli.target import find_address
+from kvrelay.cli.options import DEFAULT_CONFIG, ApiKeyOption, CaOption, ConfigOption
+from kvrelay.cli.target import find_cluster
+
+if TYPE_CHECKING:
+    from loadtest.targets.interface import TargetSpec
 
 
 def run(
     target: TargetOption = None,
     model: ModelOption = None,
     api_key: ApiKeyOption = None,
+    ca: CaOption = None,
     direct: DirectOption = False,
     config_path: ConfigOption = DEFAULT_CONFIG,
     workload: WorkloadOption = None,
@@ -118,7 +123,6 @@ def run(
     between its tokens within the objectives; refused and failed ones are not good.
     """  # noqa: D301 - \b marks a preformatted block
     from loadtest.spec import LoadSpec
-    from loadtest.targets.interface import TargetSpec
     from workload.build import build_workload
 
     labels = _labels(label or [])
@@ -145,7 +149,7 @@ def run(
     name = labels.pop("name", specification.name)
     spec = LoadSpec(
         name=name,
-        target=TargetSpec(url=target or find_address(None, config_path), api_key=api_key, model=model, direct=direct),
+        target=_target(target, ca, config_path, api_key=api_key, model=model, direct=direct),
         workload=build_workload(specification, load=load),
         specification=specification.model_dump(mode="json", exclude_none=True)
         | ({} if load is None else {"load": load}),
@@ -162,6 +166,16 @@ def run(
     show(measured, judgement, folder, Output(as_json=as_json, with_report=report))
     if was_interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _target(url: str | None, ca: Path | None, config_path: Path, **options: Any) -> "TargetSpec":
+    """Return the server that is named, else the running cluster."""
+    from loadtest.targets.interface import TargetSpec
+
+    if url is not None:
+        return TargetSpec(url=url, tls=None if ca is None else str(ca), **options)
+    cluster = find_cluster(None, ca, config_path)
+    return TargetSpec(url=cluster.address, tls=cluster.tls, **options)
 
 
 def _labels(texts: Sequence[str]) -> dict[str, str]:

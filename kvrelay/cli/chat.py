@@ -13,6 +13,7 @@ from kvrelay.cli.options import (
     DEFAULT_CONFIG,
     AddressOption,
     ApiKeyOption,
+    CaOption,
     ConfigOption,
     MaxNewTokensOption,
     ModelOption,
@@ -23,7 +24,7 @@ from kvrelay.cli.options import (
     sampling_options,
 )
 from kvrelay.cli.render import stats_lines
-from kvrelay.cli.target import find_address
+from kvrelay.cli.target import find_cluster
 from kvrelay.client import ChatMessage, Client, Generation, KvrelayError, SamplingOptions, Token
 
 _HELP = "/reset forgets the conversation · /exit or Ctrl-D leaves · Ctrl-C stops an answer"
@@ -38,6 +39,7 @@ def chat(
         bool, typer.Option("--show-stats", "-s", help="Tell what each answer cost, on stderr.")
     ] = False,
     address: AddressOption = None,
+    ca: CaOption = None,
     api_key: ApiKeyOption = None,
     config_path: ConfigOption = DEFAULT_CONFIG,
     max_new_tokens: MaxNewTokensOption = None,
@@ -58,7 +60,8 @@ def chat(
     sampling = sampling_options(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
-    with Client(find_address(address, config_path), api_key=api_key) as client:
+    cluster = find_cluster(address, ca, config_path)
+    with Client(cluster.address, **cluster.client_options(api_key)) as client:
         name = model or client.models()[0].name
         err.print(f"{name} at {client.address} · {_HELP}", soft_wrap=True)
         conversation = Conversation(client, sampling, model=model or "", system=system)

@@ -69,9 +69,11 @@ def _start(config: "ServingConfig", config_path: Path) -> "ClusterInfo":
 
 
 def _ready(info: "ClusterInfo") -> str:
-    urls = [f"http://{address}/v1" for address in info.http_addresses]
+    scheme = "https" if info.tls else "http"
+    urls = [f"{scheme}://{address}/v1" for address in info.http_addresses]
     openai = f" · OpenAI-compatible: {', '.join(urls)}" if urls else ""
-    return f"ready at {info.address}{openai}"
+    vouched = f" · TLS, known by {info.tls}" if isinstance(info.tls, str) else ""
+    return f"ready at {info.address}{openai}{vouched}"
 
 
 def _stop(run_dir: Path) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,8 +13,8 @@ from rich.text import Text
 
 from kvrelay.cli.console import err, print_wide
 from kvrelay.cli.errors import EXIT_FAILURE
-from kvrelay.cli.options import DEFAULT_CONFIG, AddressOption, ApiKeyOption, ConfigOption
-from kvrelay.cli.target import find_address, run_dir_of
+from kvrelay.cli.options import DEFAULT_CONFIG, AddressOption, ApiKeyOption, CaOption, ConfigOption
+from kvrelay.cli.target import find_cluster, run_dir_of
 
 if TYPE_CHECKING:
     from cluster.doctor.finding import Finding
@@ -25,6 +26,7 @@ def doctor(
     config_path: ConfigOption = DEFAULT_CONFIG,
     address: AddressOption = None,
     api_key: ApiKeyOption = None,
+    ca: CaOption = None,
     host_only: Annotated[bool, typer.Option("--host-only", help="Ask no cluster: only this host.")] = False,
     hosts: Annotated[
         Path | None,
@@ -43,7 +45,7 @@ def doctor(
 
     It looks only, and changes nothing.
     """  # noqa: D301 - \b marks a preformatted block
-    findings = _ask_hosts(hosts) if hosts else _collect(config_path, address, api_key, host_only=host_only)
+    findings = _ask_hosts(hosts) if hosts else _collect(config_path, address, ca, api_key, host_only=host_only)
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
@@ -60,11 +62,15 @@ def _ask_hosts(path: Path) -> "list[Finding]":
     return asyncio.run(check_hosts(read_hosts(path), run_command))
 
 
-def _collect(config_path: Path, address: str | None, api_key: str | None, *, host_only: bool) -> "list[Finding]":
+def _collect(
+    config_path: Path, address: str | None, ca: Path | None, api_key: str | None, *, host_only: bool
+) -> "list[Finding]":
     from cluster.doctor.host import check_host, this_host
     from cluster.doctor.service import check_service
     from cluster.lifecycle import read_info
+    from cluster.trust import operator_credentials
     from common.config import ServingConfig, load_config
+    from kvrelay.client import AsyncClient
 
     has_file = config_path.exists() or config_path != DEFAULT_CONFIG
     config = load_config(config_path) if has_file else ServingConfig()
@@ -76,7 +82,11 @@ def _collect(config_path: Path, address: str | None, api_key: str | None, *, hos
         err.print("no cluster runs here: only this host was checked (name a cluster with --address)")
         return findings
     compared = config if has_file and address is None else None
-    return findings + asyncio.run(check_service(find_address(address, config_path), compared, api_key=api_key))
+    cluster = find_cluster(address, ca, config_path)
+    # A cluster that was named by its address may have been started elsewhere; its workers tell operators only.
+    operator = operator_credentials(run_dir_of(config_path))
+    client = partial(AsyncClient, cluster.address, **cluster.client_options(api_key))
+    return findings + asyncio.run(check_service(client, compared, operator=operator))
 
 
 def _table(findings: "list[Finding]") -> Table:

@@ -9,10 +9,10 @@ import typer
 from rich.console import Group, RenderableType
 
 from kvrelay.cli.console import err, print_wide
-from kvrelay.cli.options import DEFAULT_CONFIG, AddressOption, ApiKeyOption, ConfigOption
+from kvrelay.cli.options import DEFAULT_CONFIG, AddressOption, ApiKeyOption, CaOption, ConfigOption
 from kvrelay.cli.render import plan_text, seconds
 from kvrelay.cli.split_table import SplitTable
-from kvrelay.cli.target import find_address
+from kvrelay.cli.target import find_cluster
 from kvrelay.client import Candidate, Client, Decision
 
 _TIMEOUT_S = 10.0
@@ -23,6 +23,7 @@ def explain(
         str | None, typer.Argument(metavar="[REQUEST_ID]", help="As `generate --show-stats` and the logs name it.")
     ] = None,
     address: AddressOption = None,
+    ca: CaOption = None,
     api_key: ApiKeyOption = None,
     config_path: ConfigOption = DEFAULT_CONFIG,
     last: Annotated[int, typer.Option("--last", "-n", metavar="N", min=1, help="At most so many decisions.")] = 3,
@@ -35,7 +36,8 @@ def explain(
     kvrelay explain req-…            those on one request
     kvrelay explain --last 100 --json | jq '.[].outcome'
     """  # noqa: D301 - \b marks a preformatted block
-    with Client(find_address(address, config_path), timeout_s=_TIMEOUT_S, api_key=api_key) as client:
+    cluster = find_cluster(address, ca, config_path)
+    with Client(cluster.address, **cluster.client_options(api_key), timeout_s=_TIMEOUT_S) as client:
         decisions = client.explain(request_id, limit=last)
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(decision) for decision in decisions], indent=2))

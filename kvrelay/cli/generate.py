@@ -13,6 +13,7 @@ from kvrelay.cli.options import (
     DEFAULT_CONFIG,
     AddressOption,
     ApiKeyOption,
+    CaOption,
     ConfigOption,
     MaxNewTokensOption,
     ModelOption,
@@ -24,7 +25,7 @@ from kvrelay.cli.options import (
     sampling_options,
 )
 from kvrelay.cli.render import stats_lines
-from kvrelay.cli.target import find_address
+from kvrelay.cli.target import find_cluster
 from kvrelay.client import ChatMessage, Client, Prompt, SamplingOptions, Token
 
 _IN_PROCESS = "In-process"
@@ -58,6 +59,7 @@ def generate(
         bool, typer.Option("--show-stats", "-s", help="Tell what the answer cost, on stderr.")
     ] = False,
     address: AddressOption = None,
+    ca: CaOption = None,
     api_key: ApiKeyOption = None,
     config_path: ConfigOption = DEFAULT_CONFIG,
     timeout_s: TimeoutOption = None,
@@ -101,7 +103,8 @@ def generate(
     else:
         if device or dtype or local_files_only:
             raise typer.BadParameter("--device, --dtype and --local-files-only need --in-process")
-        with Client(find_address(address, config_path), timeout_s=timeout_s, api_key=api_key) as client:
+        cluster = find_cluster(address, ca, config_path)
+        with Client(cluster.address, **cluster.client_options(api_key), timeout_s=timeout_s) as client:
             stats = _run_on_cluster(client, source, sampling, model=model or "")
     if show_stats:
         for line in stats:

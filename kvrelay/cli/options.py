@@ -37,6 +37,16 @@ AddressOption = Annotated[
         show_default=False,
     ),
 ]
+CaOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--ca",
+        metavar="FILE",
+        envvar="KVRELAY_CA",
+        help="Connect by TLS, to routers that these certificates vouch for; default: the run folder's, where it is.",
+        show_default=False,
+    ),
+]
 ApiKeyOption = Annotated[
     str | None,
     typer.Option(

@@ -105,9 +105,10 @@ def _summary_cells(row: SummaryRow) -> list[str]:
     ]
 
 
-def openai_url(address: str, http_port: int) -> str:
+def openai_url(address: str, router: RouterStatus) -> str:
     """Return what OpenAI's clients take as their base URL."""
-    return f"http://{address.rpartition(':')[0]}:{http_port}/v1"
+    scheme = "https" if router.is_encrypted else "http"
+    return f"{scheme}://{address.rpartition(':')[0]}:{router.http_port}/v1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +133,7 @@ def status_view(routers: Sequence[AskedRouter]) -> RenderableType:
 
 
 def _router_lines(router: RouterStatus, *, address: str) -> list[RenderableType]:
-    http = f" · {openai_url(address, router.http_port)}" if router.http_port else ""
+    http = f" · {openai_url(address, router)}" if router.http_port else ""
     lines = (
         f"router {address}{http} · policy {router.policy} · {router.num_index_blocks} blocks in the prefix index\n"
         f"requests: {router.num_queued} queued, {router.num_active} active · {router.num_completed} completed,"

@@ -12,9 +12,9 @@ from rich.console import RenderableType
 from rich.live import Live
 
 from kvrelay.cli.console import out, print_wide
-from kvrelay.cli.options import DEFAULT_CONFIG, AddressOption, ConfigOption
+from kvrelay.cli.options import DEFAULT_CONFIG, AddressOption, ApiKeyOption, CaOption, ConfigOption
 from kvrelay.cli.render import AskedRouter, status_view
-from kvrelay.cli.target import find_address
+from kvrelay.cli.target import find_cluster
 from kvrelay.client import Client, KvrelayError
 from kvrelay.client.failover import RouterList
 
@@ -23,6 +23,8 @@ _TIMEOUT_S = 10.0
 
 def status(
     address: AddressOption = None,
+    api_key: ApiKeyOption = None,
+    ca: CaOption = None,
     config_path: ConfigOption = DEFAULT_CONFIG,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep it on the screen until Ctrl-C.")] = False,
     interval_s: Annotated[float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="With --watch.")] = 1.0,
@@ -38,8 +40,10 @@ def status(
     if watch and as_json:
         raise typer.BadParameter("--watch and --json exclude each other")
     with ExitStack() as stack:
-        addresses = RouterList(find_address(address, config_path), max_attempts=1).addresses
-        clients = [stack.enter_context(Client(each, timeout_s=_TIMEOUT_S)) for each in addresses]
+        cluster = find_cluster(address, ca, config_path)
+        addresses = RouterList(cluster.address, max_attempts=1).addresses
+        options = {"timeout_s": _TIMEOUT_S, **cluster.client_options(api_key)}
+        clients = [stack.enter_context(Client(each, **options)) for each in addresses]
         if watch:
             _watch(clients, interval_s)
         elif as_json:

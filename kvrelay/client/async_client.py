@@ -32,6 +32,7 @@ from kvrelay.client.records import (
 from kvrelay.client.requests import SamplingOptions, as_conversation, credentials, generate_request, tokenize_request
 from kvrelay.client.status import ClusterStatus
 from kvrelay.client.sync_client import DEFAULT_ADDRESS
+from kvrelay.client.tls import Tls, channel_credentials
 from kvrelay.client.traffic import AsyncTrafficStream
 from kvrelay.v1 import decode_pb2_grpc, inference_pb2, inference_pb2_grpc
 
@@ -141,6 +142,7 @@ class AsyncClient:
     router is called once, several are called six times each within seconds. `timeout_s` is the deadline of every call
     that does not name its own; None waits as long as the cluster does. A stream's deadline covers all of it. `api_key`
     tells a cluster that asks for one who is calling. Raises InvalidRequest.
+    `tls` says how to connect (kvrelay/client/tls.py); None: as the environment says.
     `direct` streams tokens straight from the decode workers, which must be reachable from here; nothing else changes.
     """
 
@@ -152,7 +154,9 @@ class AsyncClient:
         api_key: str | None = None,
         direct: bool = False,
         max_attempts: int | None = None,
+        tls: Tls = None,
     ) -> None:
+        self._tls = channel_credentials(tls)
         self._routers = RouterList(addresses, max_attempts=max_attempts)
         self._timeout_s = timeout_s
         self._metadata = credentials(api_key)
@@ -307,7 +311,7 @@ class AsyncClient:
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:  # not in __init__: a channel belongs to the loop that runs when it is made
-            self._channels[address] = client_channel(address)
+            self._channels[address] = client_channel(address, self._tls)
         return self._channels[address]
 
     def _deadline_s(self, timeout_s: float | None) -> float | None:

@@ -47,11 +47,23 @@ def error_from_rpc(error: grpc.RpcError, *, address: str) -> KvrelayError:
     """Return the typed error of a failed call to the front door at `address`."""
     known = from_rpc_error(error, unavailable=Unreachable)
     if isinstance(known, Unreachable):
-        return Unreachable(f"no kvrelay cluster answers at {address}: {known.message}")
+        return Unreachable(f"no kvrelay cluster answers at {address}: {known.message}{_tls_hint(known.message)}")
     if "larger than max" in known.message and known.retry_after_s is None:
         # gRPC itself refuses a message over the server's limit, as RESOURCE_EXHAUSTED; trying again cannot help
         return InvalidRequest(f"the request is too large: {known.message}")
     return known
+
+
+_TLS_HINTS = {
+    "WRONG_VERSION_NUMBER": "it does not use TLS; connect without",
+    "CERTIFICATE_VERIFY_FAILED": "the given certificates do not vouch for it, or not for this address",
+    "Hostname Verification": "its certificate is for other names: use one of those, or add this one to tls.names",
+    "Socket closed": "if it uses TLS, name the certificates that vouch for it: --ca, KVRELAY_CA or tls=",
+}
+
+
+def _tls_hint(message: str) -> str:
+    return next((f" ({hint})" for sign, hint in _TLS_HINTS.items() if sign in message), "")
 
 
 def events_from_proto(message: inference_pb2.GenerateResponse) -> Iterator[Event]:

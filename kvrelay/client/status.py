@@ -28,6 +28,8 @@ class RouterStatus:
     """Answers that went on elsewhere because their worker was about to go."""
     http_port: int = 0
     """Of the OpenAI-compatible door, on the router's own host; 0: there is none."""
+    is_encrypted: bool = False
+    """Whether its doors are TLS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from kvrelay.client.failover import Attempts, RouterList, countdown
 from kvrelay.client.records import ChatTurn, Event, Generation, ModelInfo, Prompt, ServiceTerms, Tokenization
 from kvrelay.client.requests import SamplingOptions, as_conversation, credentials, generate_request, tokenize_request
 from kvrelay.client.status import ClusterStatus
+from kvrelay.client.tls import Tls, channel_credentials
 from kvrelay.client.traffic import TrafficStream
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
 
@@ -120,7 +121,8 @@ class Client:
     and an answer that had begun goes on there. `max_attempts` bounds the calls that may fail in a row; by default one
     router is called once, several are called six times each within seconds. `timeout_s` is the deadline of every call
     that does not name its own; None waits as long as the cluster does. A stream's deadline covers all of it. `api_key`
-    tells a cluster that asks for one who is calling. Raises InvalidRequest.
+    tells a cluster that asks for one who is calling. `tls` says how to connect (kvrelay/client/tls.py); None: as the
+    environment says. Raises InvalidRequest.
     """
 
     def __init__(
@@ -130,13 +132,12 @@ class Client:
         timeout_s: float | None = None,
         api_key: str | None = None,
         max_attempts: int | None = None,
+        tls: Tls = None,
     ) -> None:
         self._routers = RouterList(addresses, max_attempts=max_attempts)
         self._timeout_s = timeout_s
         self._metadata = credentials(api_key)
-        self._channels = {
-            address: grpc.insecure_channel(address, options=channel_options()) for address in self.addresses
-        }
+        self._channels = {address: _channel(address, channel_credentials(tls)) for address in self.addresses}
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -278,3 +279,9 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _channel(address: str, tls: grpc.ChannelCredentials | None) -> grpc.Channel:
+    if tls is None:
+        return grpc.insecure_channel(address, options=channel_options())
+    return grpc.secure_channel(address, tls, options=channel_options())

@@ -198,14 +198,17 @@ class Handoff(_message.Message):
     PREFILL_WORKER_ID_FIELD_NUMBER: _builtins.int
     PREFILL_ADDRESS_FIELD_NUMBER: _builtins.int
     PREFILL_EPOCH_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
     """The right to fetch."""
     prefill_worker_id: _builtins.str
     """The prefill worker."""
     prefill_address: _builtins.str
-    """Its address."""
+    """host:port where it serves its KV."""
     prefill_epoch: _builtins.int
     """Its epoch."""
+    ticket: _builtins.str
+    """The right of this worker to pull: signed by the router (common/trust/tickets.py)."""
     def __init__(
         self,
         *,
@@ -213,10 +216,11 @@ class Handoff(_message.Message):
         prefill_worker_id: _builtins.str = ...,
         prefill_address: _builtins.str = ...,
         prefill_epoch: _builtins.int = ...,
+        ticket: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "prefill_address", b"prefill_address", "prefill_epoch", b"prefill_epoch", "prefill_worker_id", b"prefill_worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "prefill_address", b"prefill_address", "prefill_epoch", b"prefill_epoch", "prefill_worker_id", b"prefill_worker_id", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -798,6 +798,7 @@ class RouterStatus(_message.Message):
     NUM_REFUSED_FIELD_NUMBER: _builtins.int
     HTTP_PORT_FIELD_NUMBER: _builtins.int
     NUM_MOVES_FIELD_NUMBER: _builtins.int
+    IS_ENCRYPTED_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Routing policy."""
     num_queued: _builtins.int
@@ -824,6 +825,8 @@ class RouterStatus(_message.Message):
     """Port of the OpenAI-compatible HTTP door, on the router's own host; 0: there is none."""
     num_moves: _builtins.int
     """Answers that went on elsewhere because their worker was about to go."""
+    is_encrypted: _builtins.bool
+    """Its doors are TLS."""
     @_builtins.property
     def alarms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What is wrong with the routing itself, in words; empty: nothing. See docs/operations.md."""
@@ -845,10 +848,11 @@ class RouterStatus(_message.Message):
         num_refused: _builtins.int = ...,
         http_port: _builtins.int = ...,
         num_moves: _builtins.int = ...,
+        is_encrypted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alarms", b"alarms", "http_port", b"http_port", "num_active", b"num_active", "num_bookings", b"num_bookings", "num_cancelled", b"num_cancelled", "num_completed", b"num_completed", "num_failed", b"num_failed", "num_index_blocks", b"num_index_blocks", "num_moves", b"num_moves", "num_queued", b"num_queued", "num_refused", b"num_refused", "num_replans", b"num_replans", "num_request_tasks", b"num_request_tasks", "policy", b"policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alarms", b"alarms", "http_port", b"http_port", "is_encrypted", b"is_encrypted", "num_active", b"num_active", "num_bookings", b"num_bookings", "num_cancelled", b"num_cancelled", "num_completed", b"num_completed", "num_failed", b"num_failed", "num_index_blocks", b"num_index_blocks", "num_moves", b"num_moves", "num_queued", b"num_queued", "num_refused", b"num_refused", "num_replans", b"num_replans", "num_request_tasks", b"num_request_tasks", "policy", b"policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

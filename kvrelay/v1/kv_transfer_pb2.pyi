@@ -20,6 +20,51 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class DescribePagesRequest(_message.Message):
+    """Nothing to say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribePagesRequest: _TypeAlias = DescribePagesRequest  # noqa: Y015
+
+@_typing.final
+class DescribePagesResponse(_message.Message):
+    """Whose pages these are."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker's name."""
+    @_builtins.property
+    def layout(self) -> _worker_pb2.KvLayout:
+        """Shape of its blocks."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        layout: _worker_pb2.KvLayout | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribePagesResponse: _TypeAlias = DescribePagesResponse  # noqa: Y015
+
+@_typing.final
 class OpenFetch(_message.Message):
     """First message of a puller."""
 
@@ -33,6 +78,7 @@ class OpenFetch(_message.Message):
     HOST_ID_FIELD_NUMBER: _builtins.int
     DEVICE_UUID_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
     """The handoff. Empty: blocks of the cache are wanted, those named by block_hashes."""
     epoch: _builtins.int
@@ -47,8 +93,10 @@ class OpenFetch(_message.Message):
     """Card that holds the puller's pages, empty when they are in host memory; CUDA IPC needs an equal one."""
     block_hashes: _builtins.bytes
     """Without a handoff: chained hashes of consecutive blocks, 16 bytes each. The leading ones that are cached are pinned
-    and sent; the manifest says how many those are. Whoever knows a hash knows the tokens and the tenant's salt.
+    and sent; the manifest says how many those are.
     """
+    ticket: _builtins.str
+    """The puller's right to what it asks for, as its own caller gave it."""
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_worker_pb2.KvTransport.ValueType]:
         """Transports that the puller can use, best first."""
@@ -64,10 +112,11 @@ class OpenFetch(_message.Message):
         host_id: _builtins.str = ...,
         device_uuid: _builtins.str = ...,
         block_hashes: _builtins.bytes = ...,
+        ticket: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "device_uuid", b"device_uuid", "epoch", b"epoch", "first_block", b"first_block", "handoff_id", b"handoff_id", "host_id", b"host_id", "layout_fingerprint", b"layout_fingerprint", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "device_uuid", b"device_uuid", "epoch", b"epoch", "first_block", b"first_block", "handoff_id", b"handoff_id", "host_id", b"host_id", "layout_fingerprint", b"layout_fingerprint", "ticket", b"ticket", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

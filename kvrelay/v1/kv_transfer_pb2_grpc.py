@@ -35,6 +35,11 @@ class KvTransferServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.DescribePages = channel.unary_unary(
+                '/kvrelay.v1.KvTransferService/DescribePages',
+                request_serializer=kvrelay_dot_v1_dot_kv__transfer__pb2.DescribePagesRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_kv__transfer__pb2.DescribePagesResponse.FromString,
+                _registered_method=True)
         self.FetchBlocks = channel.stream_stream(
                 '/kvrelay.v1.KvTransferService/FetchBlocks',
                 request_serializer=kvrelay_dot_v1_dot_kv__transfer__pb2.FetchBlocksRequest.SerializeToString,
@@ -45,6 +50,13 @@ class KvTransferServiceStub(object):
 class KvTransferServiceServicer(object):
     """Serves KV blocks to pullers. Both worker kinds offer it.
     """
+
+    def DescribePages(self, request, context):
+        """Whose pages these are, and of which shape. For a worker that tries whether it reaches another one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def FetchBlocks(self, request_iterator, context):
         """Streams the blocks of a handoff as they seal. The puller's last message acknowledges the
@@ -57,6 +69,11 @@ class KvTransferServiceServicer(object):
 
 def add_KvTransferServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'DescribePages': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribePages,
+                    request_deserializer=kvrelay_dot_v1_dot_kv__transfer__pb2.DescribePagesRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_kv__transfer__pb2.DescribePagesResponse.SerializeToString,
+            ),
             'FetchBlocks': grpc.stream_stream_rpc_method_handler(
                     servicer.FetchBlocks,
                     request_deserializer=kvrelay_dot_v1_dot_kv__transfer__pb2.FetchBlocksRequest.FromString,
@@ -73,6 +90,33 @@ def add_KvTransferServiceServicer_to_server(servicer, server):
 class KvTransferService(object):
     """Serves KV blocks to pullers. Both worker kinds offer it.
     """
+
+    @staticmethod
+    def DescribePages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.KvTransferService/DescribePages',
+            kvrelay_dot_v1_dot_kv__transfer__pb2.DescribePagesRequest.SerializeToString,
+            kvrelay_dot_v1_dot_kv__transfer__pb2.DescribePagesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def FetchBlocks(request_iterator,

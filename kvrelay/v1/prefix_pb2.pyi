@@ -90,10 +90,13 @@ class ListHotPrefixesResponse(_message.Message):
     CHAINS_FIELD_NUMBER: _builtins.int
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    KV_PORT_FIELD_NUMBER: _builtins.int
     block_bytes: _builtins.int
     """Bytes of one block."""
     epoch: _builtins.int
     """The life of the worker whose blocks these are."""
+    kv_port: _builtins.int
+    """Port at the worker's host where they are pulled."""
     @_builtins.property
     def chains(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixChain]:
         """What is worth most first; every block once."""
@@ -104,10 +107,11 @@ class ListHotPrefixesResponse(_message.Message):
         chains: _abc.Iterable[Global___PrefixChain] | None = ...,
         block_bytes: _builtins.int = ...,
         epoch: _builtins.int = ...,
+        kv_port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "chains", b"chains", "epoch", b"epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "chains", b"chains", "epoch", b"epoch", "kv_port", b"kv_port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

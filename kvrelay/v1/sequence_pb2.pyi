@@ -98,14 +98,19 @@ class KvSource(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The worker."""
     address: _builtins.str
-    """Its address."""
+    """host:port where it serves its KV."""
     epoch: _builtins.int
     """Its epoch."""
     num_blocks: _builtins.int
     """Leading blocks that it is believed to hold; what it does not hold is computed."""
+    ticket: _builtins.str
+    """The right to pull them: signed by the router or the controller, for these blocks and this puller
+    (common/trust/tickets.py).
+    """
     def __init__(
         self,
         *,
@@ -113,10 +118,11 @@ class KvSource(_message.Message):
         address: _builtins.str = ...,
         epoch: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
+        ticket: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "num_blocks", b"num_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "num_blocks", b"num_blocks", "ticket", b"ticket", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

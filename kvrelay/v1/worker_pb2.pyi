@@ -276,6 +276,8 @@ class DescribeWorkerResponse(_message.Message):
     TEMPLATE_PROBE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     UNIX_TIME_S_FIELD_NUMBER: _builtins.int
+    KV_PORT_FIELD_NUMBER: _builtins.int
+    DIRECT_PORT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name, stable over restarts."""
     epoch: _builtins.int
@@ -304,6 +306,10 @@ class DescribeWorkerResponse(_message.Message):
     """Version of kvrelay that it runs."""
     unix_time_s: _builtins.float
     """Its host's clock, seconds since 1970: for comparing clocks, nothing else."""
+    kv_port: _builtins.int
+    """Port at the same host where other workers pull its KV."""
+    direct_port: _builtins.int
+    """Port at the same host where clients stream their tokens (direct mode)."""
     @_builtins.property
     def layout(self) -> Global___KvLayout:
         """Shape of its blocks."""
@@ -331,10 +337,12 @@ class DescribeWorkerResponse(_message.Message):
         template_probe: _builtins.bytes = ...,
         version: _builtins.str = ...,
         unix_time_s: _builtins.float = ...,
+        kv_port: _builtins.int = ...,
+        direct_port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "hash_probe", b"hash_probe", "layout", b"layout", "max_model_len", b"max_model_len", "metrics_port", b"metrics_port", "model_name", b"model_name", "num_blocks", b"num_blocks", "pid", b"pid", "role", b"role", "template_probe", b"template_probe", "tokenizer_probe", b"tokenizer_probe", "unix_time_s", b"unix_time_s", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["direct_port", b"direct_port", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "hash_probe", b"hash_probe", "kv_port", b"kv_port", "layout", b"layout", "max_model_len", b"max_model_len", "metrics_port", b"metrics_port", "model_name", b"model_name", "num_blocks", b"num_blocks", "pid", b"pid", "role", b"role", "template_probe", b"template_probe", "tokenizer_probe", b"tokenizer_probe", "unix_time_s", b"unix_time_s", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -625,7 +633,7 @@ class ProbePeerRequest(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
     address: _builtins.str
-    """host:port of the other worker."""
+    """host:port where the other worker serves its KV."""
     worker_id: _builtins.str
     """Its name: another one there counts as not reached."""
     def __init__(

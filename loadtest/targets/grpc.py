@@ -1,6 +1,8 @@
 """Our own gRPC API under load."""
 
-from common.errors import EngineFault, UnknownModel
+from contextlib import suppress
+
+from common.errors import AccessDenied, EngineFault, UnknownModel
 from kvrelay.client.async_client import AsyncClient, AsyncGenerationStream
 from kvrelay.client.records import (
     Accepted,
@@ -29,7 +31,7 @@ class GrpcTarget:
 
     def __init__(self, spec: TargetSpec, address: str) -> None:
         self.spec = spec
-        self._client = AsyncClient(address, api_key=spec.api_key, direct=spec.direct)
+        self._client = AsyncClient(address, api_key=spec.api_key, direct=spec.direct, tls=spec.tls)
         self._model = spec.model or ""
 
     @property
@@ -45,8 +47,9 @@ class GrpcTarget:
             raise UnknownModel(f"{self.name} serves no model")
         model = next((one for one in models if one.name == self._model), models[0])
         num_workers: dict[str, int] = {}
-        for worker in (await self._client.status(timeout_s=_UNARY_TIMEOUT_S)).workers:
-            num_workers[worker.role] = num_workers.get(worker.role, 0) + 1
+        with suppress(AccessDenied):  # a tenant learns nothing of the cluster
+            for worker in (await self._client.status(timeout_s=_UNARY_TIMEOUT_S)).workers:
+                num_workers[worker.role] = num_workers.get(worker.role, 0) + 1
         return TargetInfo(
             system="kvrelay",
             model=model.name,

@@ -29,6 +29,8 @@ class TargetSpec:
     api_key: str | None = None
     model: str | None = None
     """None: the first one that is served."""
+    tls: bool | str | None = None
+    """How to connect, as `kvrelay.client.tls.Tls`: a file with certificates, or a word."""
     direct: bool = False
     """gRPC: tokens come straight from the decode workers."""
     features: tuple[Feature, ...] | None = None

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import aiohttp
 
 from common.errors import DeadlineExceeded, InvalidRequest, KvrelayError, UnknownModel, Unreachable
 from kvrelay.client.records import ChatMessage
+from kvrelay.client.tls import resolve
 from loadtest.records import PoolSample
 from loadtest.targets.completion import CompletionReader
 from loadtest.targets.exposition import pool_sample
@@ -184,13 +186,19 @@ class OpenAiTarget:
     def _connections(self) -> aiohttp.ClientSession:
         if self._session is None:  # not in __init__: it belongs to the loop that runs when it is made
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=_ssl(self.spec)),
                 timeout=aiohttp.ClientTimeout(total=None),
                 headers=self._headers,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 trust_env=False,
             )
         return self._session
+
+
+def _ssl(spec: TargetSpec) -> ssl.SSLContext | bool:
+    """Return what vouches for the server of an https URL: a file, or the well-known authorities. Raises OSError."""
+    tls = resolve(spec.tls)
+    return True if isinstance(tls, bool) else ssl.create_default_context(cafile=tls)
 
 
 def _message(turn: object) -> dict[str, str]:

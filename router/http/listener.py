@@ -6,6 +6,7 @@ A server that accepts whatever comes, and looks afterwards, uses up the process'
 import asyncio
 import logging
 import socket
+import ssl
 from collections.abc import Callable
 
 from router.http.connections import Connections
@@ -13,6 +14,8 @@ from router.http.protocol import DoorProtocol
 
 logger = logging.getLogger(__name__)
 
+_HANDSHAKE_S = 10.0
+"""For a client to agree on TLS."""
 _ACCEPTS_PER_TURN = 64
 _PAUSE_S = 1.0
 """After the system refused another open file."""
@@ -22,9 +25,14 @@ class Listener:
     """A listening socket of its own. Event loop only."""
 
     def __init__(
-        self, listening: socket.socket, connections: Connections, make_protocol: Callable[[], DoorProtocol]
+        self,
+        listening: socket.socket,
+        connections: Connections,
+        make_protocol: Callable[[], DoorProtocol],
+        tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
-        """Start accepting."""
+        """Start accepting; connections are TLS where there is a context, which is asked for with each."""
+        self._tls = tls
         self._socket = listening
         self._connections = connections
         self._make_protocol = make_protocol
@@ -88,7 +96,10 @@ class Listener:
 
     async def _connect(self, accepted: socket.socket, protocol: DoorProtocol) -> None:
         """Make a connection of an accepted socket."""
-        await self._loop.connect_accepted_socket(lambda: protocol, accepted)
+        timeout_s = None if self._tls is None else _HANDSHAKE_S
+        await self._loop.connect_accepted_socket(
+            lambda: protocol, accepted, ssl=self._tls and self._tls(), ssl_handshake_timeout=timeout_s
+        )
 
     def _end(self, handshake: "asyncio.Task[None]", protocol: DoorProtocol) -> None:
         self._handshakes.discard(handshake)

@@ -9,7 +9,8 @@ from contextlib import contextmanager, suppress
 import uvicorn
 
 from common.config import ConfigError
-from common.open_files import claim_open_files, connections_per_door
+from common.open_files import claim_open_files, connections_per_listener
+from common.trust.doors import DoorCertificates, DoorContext
 from router.front_door import FrontDoor
 from router.http.app import HttpApp
 from router.http.connections import Connections, Patience
@@ -56,7 +57,14 @@ class _Uvicorn(uvicorn.Server):
 class HttpServer:
     """A started HTTP server. Event loop only."""
 
-    def __init__(self, app: HttpApp, server: _Uvicorn, listener: Listener, *, port: int) -> None:
+    def __init__(
+        self,
+        app: HttpApp,
+        server: _Uvicorn,
+        listener: Listener,
+        *,
+        port: int,
+    ) -> None:
         self.port = port
         self._app = app
         self._server = server
@@ -71,8 +79,12 @@ class HttpServer:
         await self._serving
 
 
-async def start_http_server(door: FrontDoor, *, host: str, port: int) -> HttpServer:
-    """Start serving; port 0 picks a free one. Raises OSError when the port is taken, ConfigError for too large limits.
+async def start_http_server(
+    door: FrontDoor, certificates: DoorCertificates | None, *, host: str, port: int
+) -> HttpServer:
+    """Start serving, by TLS where there are certificates; port 0 picks a free one.
+
+    Raises OSError when the port is taken, ConfigError for too large limits.
 
     uvicorn serves the connections that `Listener` makes; it listens nowhere itself.
     """
@@ -98,15 +110,17 @@ async def start_http_server(door: FrontDoor, *, host: str, port: int) -> HttpSer
     def make_protocol() -> DoorProtocol:
         return DoorProtocol(config, server.server_state, connections=connections, patience=patience)
 
+    tls = None if certificates is None else DoorContext(certificates).newest
     listening = _listen(host, port)
     bound = int(listening.getsockname()[1])
-    return HttpServer(app, server, Listener(listening, connections, make_protocol), port=bound)
+    listener = Listener(listening, connections, make_protocol, tls)
+    return HttpServer(app, server, listener, port=bound)
 
 
 def _most_connections(wanted: int | None) -> int:
     """Return how many connections the door may hold, as configured or as many as fit. Raises ConfigError."""
     open_files = claim_open_files()
-    most = connections_per_door(open_files)
+    most = connections_per_listener(open_files)
     if wanted is not None and wanted > most:
         raise ConfigError(
             f"router.max_http_connections: {wanted} do not fit: this process may open {open_files} files, of which each"

@@ -94,7 +94,9 @@ class FakeLifecycle(ModuleType):
 
     def _info(self, run_dir: Path) -> Any:
         pid = 2**22 + 1  # above the largest one
-        return SimpleNamespace(address=self.address, http_addresses=("127.0.0.1:2",), pid=pid, run_dir=run_dir)
+        return SimpleNamespace(
+            address=self.address, http_addresses=("127.0.0.1:2",), pid=pid, run_dir=run_dir, tls=False
+        )
 
 
 @pytest.fixture(autouse=True)

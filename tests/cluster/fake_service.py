@@ -21,7 +21,7 @@ def main() -> int:
     if mode == "--ignore-sigterm":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if mode != "--never-ready":
-        ready = {"event": "ready", "address": address, "metrics_port": 0, "pid": os.getpid()}
+        ready = {"event": "ready", "address": address, "admin_address": address, "metrics_port": 0, "pid": os.getpid()}
         sys.stdout.write(f"not the ready line\n{json.dumps(ready)}\n")
         sys.stdout.flush()
     if mode != "--die-after-ready":

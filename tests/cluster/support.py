@@ -11,8 +11,9 @@ import grpc
 from cluster.launch_local import Command
 from cluster.plan import ProcessRole, ProcessSpec
 from common.config import ServingConfig
-from common.rpc import start_server
+from common.rpc_server import start_server
 from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc
+from tests.trust import router_guard
 
 FAKE_SERVICE = Path(__file__).with_name("fake_service.py")
 
@@ -87,7 +88,7 @@ async def recording_router() -> AsyncIterator[tuple[RecordingRouter, int]]:
         router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(router, server)
         return [router_admin_pb2.DESCRIPTOR.services_by_name["RouterAdminService"].full_name]
 
-    server = await start_server(add, host="127.0.0.1", port=0)
+    server = await start_server(add, host="127.0.0.1", port=0, guard=router_guard())
     try:
         yield router, server.port
     finally:

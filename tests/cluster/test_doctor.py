@@ -4,8 +4,9 @@ import dataclasses
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,14 @@ from cluster.doctor.host import HostFacts, check_host
 from cluster.doctor.service import check_service
 from common.config import ServingConfig, parse_config
 from common.model_files import CACHE_ENV, RANDOM_PREFIX, resolve_model
+from common.rpc_server import start_server
+from common.trust.access import Audience
+from common.trust.guard import Guard
+from common.trust.identity import Role
 from common.version import installed_version
+from kvrelay.client import AsyncClient
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tests.trust import credentials_of, worker_guard
 
 GIB = 1 << 30
 ADD_ROUTER = inference_pb2_grpc.add_InferenceServiceServicer_to_server
@@ -155,14 +162,23 @@ class Router(inference_pb2_grpc.InferenceServiceServicer):
 
 @asynccontextmanager
 async def serving(add: Any, servicer: Any) -> AsyncIterator[str]:
-    server = grpc.aio.server()
-    add(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
+    def add_service(server: grpc.aio.Server) -> list[str]:
+        add(servicer, server)
+        return []
+
+    is_worker = isinstance(servicer, Worker)
+    guard = worker_guard() if is_worker else Guard(credentials_of(Role.ROUTER, "router-0"), Audience.CLIENTS)
+    server = await start_server(add_service, host="127.0.0.1", port=0, guard=guard)
     try:
-        yield f"127.0.0.1:{port}"
+        yield f"127.0.0.1:{server.port}"
     finally:
-        await server.stop(None)
+        await server.grpc_server.stop(None)
+
+
+def asked(address: str) -> Coroutine[Any, Any, list[Finding]]:
+    """Return the check of the service behind a router, as an operator makes it."""
+    operator = credentials_of(Role.OPERATOR, "operator")
+    return check_service(partial(AsyncClient, address), config(), operator=operator)
 
 
 async def checked(
@@ -182,7 +198,7 @@ async def checked(
             Router({"prefill-0": prefill, "decode-0": decode}),  # type: ignore[abstract]
         ) as address,
     ):
-        return bad(await check_service(address, config()))
+        return bad(await asked(address))
 
 
 async def test_healthy_cluster_has_only_good_findings() -> None:
@@ -219,7 +235,7 @@ async def test_closed_port_of_a_worker_is_a_failure_that_names_the_port() -> Non
         port = closed.getsockname()[1]
     router = Router({"decode-0": f"127.0.0.1:{port}"})  # type: ignore[abstract]
     async with serving(ADD_ROUTER, router) as address:
-        found = bad(await check_service(address, config()))
+        found = bad(await asked(address))
 
     assert found["decode-0"].verdict is Verdict.FAILURE
     assert f"open port {port}" in found["decode-0"].advice
@@ -230,7 +246,7 @@ async def test_absent_router_is_one_failure() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
 
-    (finding,) = await check_service(f"127.0.0.1:{port}", config())
+    (finding,) = await asked(f"127.0.0.1:{port}")
     assert "kvrelay up" in finding.advice
 
 

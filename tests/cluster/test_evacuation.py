@@ -11,8 +11,9 @@ from common.block_hash import BlockHashes
 from common.ids import BlockHash
 from common.prefix_chains import ChainSelection, PrefixChain, whole_chain
 from tests.builders import BLOCK_SIZE, make_request
+from tests.trust import CONTROLLER
 from tests.worker.cluster import running_pool, until_empty
-from worker.shell import RunningWorker
+from worker.serving import RunningWorker
 
 NAMES = ("prefill-0", "prefill-1", "prefill-2", "decode-0")
 GRACE_S = 120.0
@@ -98,7 +99,7 @@ async def test_prefixes_of_a_worker_that_goes_are_found_on_those_that_stay() -> 
         for number in range(4):
             await pool.pair("prefill-0", "decode-0").generate(make_request(chat(number), max_tokens=1))
         await until_empty(leaving)
-        moved = await Evacuation().evacuate(peer(leaving), [peer(each) for each in staying], grace_s=GRACE_S)
+        moved = await Evacuation(CONTROLLER).evacuate(peer(leaving), [peer(each) for each in staying], grace_s=GRACE_S)
         await pool.until_empty()
         held = {
             each.runtime.worker_id: await each.runtime.engine.call(lambda core: set(core.pool.snapshot().stored))
@@ -120,7 +121,7 @@ async def test_peer_that_does_not_answer_holds_nothing_up_and_others_take_over()
         await pool.pair("prefill-0", "decode-0").generate(make_request(chat(1), max_tokens=1))
         await until_empty(leaving)
         dead = Peer(worker_id="prefill-9", address="127.0.0.1:1", role=ProcessRole.PREFILL)
-        moved = await Evacuation().evacuate(peer(leaving), [dead, peer(staying)], grace_s=GRACE_S)
+        moved = await Evacuation(CONTROLLER).evacuate(peer(leaving), [dead, peer(staying)], grace_s=GRACE_S)
 
         assert moved == Moved(num_blocks=10)
 
@@ -128,8 +129,10 @@ async def test_peer_that_does_not_answer_holds_nothing_up_and_others_take_over()
 async def test_worker_that_is_gone_is_evacuated_without_an_error() -> None:
     async with running_pool({"prefill-1": {}}) as pool:
         gone = Peer(worker_id="prefill-0", address="127.0.0.1:1", role=ProcessRole.PREFILL)
-        assert await Evacuation().evacuate(gone, [peer(pool.workers["prefill-1"])], grace_s=GRACE_S) == Moved()
-        assert await Evacuation().evacuate(peer(pool.workers["prefill-1"]), [], grace_s=GRACE_S) == Moved()
+        assert (
+            await Evacuation(CONTROLLER).evacuate(gone, [peer(pool.workers["prefill-1"])], grace_s=GRACE_S) == Moved()
+        )
+        assert await Evacuation(CONTROLLER).evacuate(peer(pool.workers["prefill-1"]), [], grace_s=GRACE_S) == Moved()
 
 
 async def test_new_worker_begins_with_the_hottest_prefixes_of_its_pool() -> None:
@@ -137,7 +140,7 @@ async def test_new_worker_begins_with_the_hottest_prefixes_of_its_pool() -> None
         newcomer, *peers = (pool.workers[name] for name in NAMES)
         for name, number in (("prefill-1", 1), ("prefill-2", 2)):
             await pool.pair(name, "decode-0").generate(make_request(chat(number), max_tokens=1))
-        moved = await Evacuation().warm(peer(newcomer), [peer(each) for each in peers])
+        moved = await Evacuation(CONTROLLER).warm(peer(newcomer), [peer(each) for each in peers])
         answers = [
             await pool.pair("prefill-0", "decode-0").generate(make_request([*chat(number), 9, 9], max_tokens=1))
             for number in (1, 2)

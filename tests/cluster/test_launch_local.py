@@ -18,11 +18,12 @@ from cluster.resolved_config import make_run_dir, write_config
 from common.config import ServingConfig, load_config, parse_config
 from common.process import process_birth
 from tests.cluster.support import fake_command, make_spec
+from tests.trust import AUTHORITY
 
 
 def make_launcher(run_dir: Path, **modes: Sequence[str]) -> LocalLauncher:
     by_name = {name.replace("_", "-"): mode for name, mode in modes.items()}
-    return LocalLauncher(command=fake_command(modes=by_name), run_dir=run_dir)
+    return LocalLauncher(command=fake_command(modes=by_name), run_dir=run_dir, authority=AUTHORITY)
 
 
 async def test_start_returns_what_the_ready_line_says(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import typer
 import yaml
 
-from common.config import parse_config
+from common.config import ROUTER_PORTS, parse_config
 from kvrelay.cli.main import app
 from tests.hosts.ports import documented_ports
 
@@ -59,7 +59,7 @@ def test_serving_yaml_of_the_document_is_valid_and_has_the_documented_ports() ->
     config, ports = parse_config(yaml.safe_load(block), source="docs/operations.md"), documented_ports()
 
     assert config.pools.prefill.port_range == config.pools.decode.port_range == ports["`pools.*.ports`"]
-    for key in ("port", "http_port", "metrics_port"):
+    for key in ROUTER_PORTS:
         assert getattr(config.router, key) == ports[f"`router.{key}`"].start
 
 

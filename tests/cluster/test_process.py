@@ -81,7 +81,7 @@ def test_die_with_parent_when_the_parent_was_gone_before_dies_at_once() -> None:
 
 
 def test_ready_line_parses_back() -> None:
-    ready = Ready(address="127.0.0.1:5", metrics_port=7, pid=9)
+    ready = Ready(address="127.0.0.1:5", admin_address="127.0.0.1:6", metrics_port=7, pid=9)
 
     assert parse_ready(ready_line(ready)) == ready
 
@@ -96,7 +96,8 @@ def test_ready_line_parses_back() -> None:
         '{"event": "progress"}',
         '{"event": "ready"}',
         '{"event": "ready", "address": "a:1", "metrics_port": 0}',
-        '{"event": "ready", "address": 5, "metrics_port": 0, "pid": 1}',
+        '{"event": "ready", "address": "a:1", "metrics_port": 0, "pid": 1}',
+        '{"event": "ready", "address": 5, "admin_address": "a:2", "metrics_port": 0, "pid": 1}',
     ],
 )
 def test_parse_ready_of_anything_else_is_none(line: str) -> None:
@@ -104,6 +105,6 @@ def test_parse_ready_of_anything_else_is_none(line: str) -> None:
 
 
 def test_parse_ready_ignores_unknown_keys() -> None:
-    line = '{"event": "ready", "address": "a:1", "metrics_port": 0, "pid": 1, "epoch": 5}'
+    line = '{"event": "ready", "address": "a:1", "admin_address": "a:2", "metrics_port": 0, "pid": 1, "epoch": 5}'
 
-    assert parse_ready(line) == Ready(address="a:1", metrics_port=0, pid=1)
+    assert parse_ready(line) == Ready(address="a:1", admin_address="a:2", metrics_port=0, pid=1)

@@ -12,6 +12,7 @@ from common.config import RouterConfig
 from common.ports import free_ports, is_port_free
 from kvrelay.v1 import router_admin_pb2, worker_pb2
 from tests.cluster.support import RecordingRouter, recording_router
+from tests.trust import CONTROLLER
 
 _TIMEOUT_S = 60.0
 _SILENT_S = 10.0
@@ -26,10 +27,11 @@ class Pair:
     ports: tuple[int, int]
 
     def up(self, index: int) -> None:
-        self.routers.router_changed(f"router-{index}", f"0.0.0.0:{self.ports[index]}")
+        address = f"0.0.0.0:{self.ports[index]}"
+        self.routers.router_changed(f"router-{index}", address, address)
 
     def down(self, index: int) -> None:
-        self.routers.router_changed(f"router-{index}", None)
+        self.routers.router_changed(f"router-{index}", None, None)
 
 
 def membership(router: str) -> list[router_admin_pb2.WorkerEndpoint]:
@@ -48,7 +50,7 @@ async def pair() -> AsyncIterator[Pair]:
             ProcessSpec(name=f"router-{idx}", role=ProcessRole.ROUTER, host="0.0.0.0", port=7000 + idx)
             for idx in range(2)
         ]
-        routers = Routers(RouterConfig(count=2, http_port=8000), specs, membership, clock=clock)
+        routers = Routers(RouterConfig(count=2, http_port=8000), specs, membership, CONTROLLER.router, clock=clock)
         running = asyncio.create_task(routers.run())
         both = Pair(routers=routers, clock=clock, fakes=(first, second), ports=(first_port, second_port))
         both.up(0)
@@ -136,7 +138,7 @@ async def test_router_that_is_down_holds_up_nobody_and_learns_everything_when_it
 async def test_router_that_does_not_answer_any_more_is_not_waited_for() -> None:
     async with pair() as both:
         await both.routers.until_ready(2, among=BOTH)
-        both.routers.router_changed("router-1", "127.0.0.1:1")
+        both.routers.router_changed("router-1", "127.0.0.1:1", "127.0.0.1:1")
         waiting = asyncio.create_task(both.routers.until_ready(2, among=BOTH))
         await asyncio.sleep(0)
         assert not waiting.done()

@@ -21,6 +21,7 @@ def make_state(*, supervisor: ProcessIdentity, members: tuple[ProcessIdentity, .
         supervisor=supervisor,
         addresses=("127.0.0.1:50051",),
         http_addresses=("127.0.0.1:8000",),
+        tls="/run/tls/ca.pem",
         processes=tuple(
             ProcessState(
                 name=f"decode-{idx}",
@@ -75,8 +76,8 @@ def test_lock_held_by_another_process_is_refused_and_ends_with_it(tmp_path: Path
     [
         ('{"event": "progress", "text": "t"}\n', Progress(text="t")),
         (
-            '{"event": "ready", "addresses": ["a:1", "b:1"], "http_addresses": ["a:2"], "pid": 3}',
-            Up(addresses=("a:1", "b:1"), http_addresses=("a:2",), pid=3),
+            '{"event": "ready", "addresses": ["a:1", "b:1"], "http_addresses": ["a:2"], "pid": 3, "tls": false}',
+            Up(addresses=("a:1", "b:1"), http_addresses=("a:2",), pid=3, tls=False),
         ),
         ('{"event": "failed", "reason": "r"}', Failed(reason="r")),
         ('{"event": "else"}', None),

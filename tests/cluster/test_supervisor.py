@@ -15,9 +15,11 @@ from cluster.launcher import StartFailed
 from cluster.managed_process import restart_delay_s
 from cluster.plan import HostResources, ProcessRole, make_plan
 from cluster.state import ClusterPhase, ClusterState, ProcessPhase, ProcessState, StateFile
-from cluster.supervisor import StopGrace, Supervisor
+from cluster.supervisor import Ground, StopGrace, Supervisor
+from cluster.trust import Trust
 from kvrelay.v1.worker_pb2 import WORKER_ROLE_DECODE, WORKER_ROLE_PREFILL
 from tests.cluster.support import RecordingRouter, fake_command, make_config, make_spec, recording_router
+from tests.trust import AUTHORITY
 
 _MEMBERS = [
     ("prefill-0", WORKER_ROLE_PREFILL, "prefill-0.invalid:1"),
@@ -56,8 +58,11 @@ async def make_cluster(run_dir: Path, **modes: Sequence[str]) -> AsyncIterator[C
         supervisor = Supervisor(
             config,
             specs=make_plan(config, HostResources(cores=2, gpus=None)),
-            launcher=LocalLauncher(command=command, run_dir=run_dir),
-            state_file=StateFile(run_dir),
+            ground=Ground(
+                launcher=LocalLauncher(command=command, run_dir=run_dir, authority=AUTHORITY),
+                trust=Trust(AUTHORITY, folder=run_dir, has_own_files=False),
+                state_file=StateFile(run_dir),
+            ),
             report=reports.append,
             grace=StopGrace(router_s=10, worker_s=0.5),
         )

@@ -11,10 +11,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cluster.launcher import StartFailed
 from cluster.plan import ProcessRole, ProcessSpec, make_plan
 from cluster.state import ClusterPhase, StateFile
-from cluster.supervisor import Supervisor
+from cluster.supervisor import Ground, Supervisor
+from cluster.trust import Trust
 from common.process import ProcessIdentity, Ready
-from common.rpc import client_channel
 from tests.cluster.support import RecordingRouter, make_config, recording_router
+from tests.trust import AUTHORITY, as_controller_of_router
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Left:
         if (answer := self.answers.pop(spec.name, None)) is not None:
             await answer
         address = self.router_address if spec.role is ProcessRole.ROUTER else f"{spec.name}.invalid:1"
-        return Running(Ready(address=address, metrics_port=0, pid=1))
+        return Running(Ready(address=address, admin_address=address, metrics_port=0, pid=1))
 
 
 @asynccontextmanager
@@ -64,7 +65,14 @@ async def taking_over(folder: Path, *awaited: str) -> AsyncIterator[tuple[Record
         loop, state_file, stopping = asyncio.get_running_loop(), StateFile(folder), asyncio.Event()
         launcher = Left(f"127.0.0.1:{port}", {name: loop.create_future() for name in awaited})
         supervisor = Supervisor(
-            config, specs=make_plan(config, None), launcher=launcher, state_file=state_file, report=lambda _: None
+            config,
+            specs=make_plan(config, None),
+            ground=Ground(
+                launcher=launcher,
+                trust=Trust(AUTHORITY, folder=folder, has_own_files=False),
+                state_file=state_file,
+            ),
+            report=lambda _: None,
         )
         supervisor.adopt()
         tasks.create_task(supervisor.run(stopping, on_ready=lambda: None))
@@ -76,7 +84,7 @@ async def taking_over(folder: Path, *awaited: str) -> AsyncIterator[tuple[Record
 
 async def ping(address: str) -> None:
     """Ask a server whether it is healthy, several times."""
-    async with client_channel(address) as channel:
+    async with as_controller_of_router(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         for _ in range(3):
             await stub.Check(health_pb2.HealthCheckRequest(), timeout=60)

@@ -16,8 +16,9 @@ from common.process import ProcessIdentity, Ready
 from kvrelay.v1 import worker_pb2
 from tests.builders import make_request
 from tests.cluster.support import make_spec
+from tests.trust import CONTROLLER
 from tests.worker.cluster import Pool, running_pool
-from worker.shell import RunningWorker
+from worker.serving import RunningWorker
 
 PREFILL, DECODE = ProcessRole.PREFILL, ProcessRole.DECODE
 
@@ -59,14 +60,20 @@ class OneWorker:
         return frozenset()
 
     async def start(self, spec: ProcessSpec) -> RunningProcess:
-        self.lives.append(Life(Ready(address=self.address, metrics_port=0, pid=1, role=self.worker.role)))
+        self.lives.append(
+            Life(Ready(address=self.address, admin_address=self.address, metrics_port=0, pid=1, role=self.worker.role))
+        )
         self.started.set()
         return self.lives[-1]
 
 
 def managed(launcher: OneWorker, role: ProcessRole) -> ManagedProcess:
     return ManagedProcess(
-        make_spec("prefill-0", role), launcher=launcher, clock=SystemClock(), changed=lambda _process: None
+        make_spec("prefill-0", role),
+        launcher=launcher,
+        connect=CONTROLLER.worker,
+        clock=SystemClock(),
+        changed=lambda _process: None,
     )
 
 

@@ -33,6 +33,11 @@ MISTAKES = {
     "{router: {auth: api_key}, tenants: [{name: a}, {name: a}]}": "tenants: a comes twice",
     "{tenants: [{name: default, api_key_sha256: [abc]}]}": "f.yaml:tenants.0.api_key_sha256.0: ",
     "router: {salt_secret: short}": "f.yaml:router.salt_secret: ",
+    "tls: {mode: files}": "f.yaml:tls: certificate and key go with mode: files",
+    "tls: {insecure: true}": "f.yaml:tls: insecure goes with mode: off",
+    "tls: {names: [no name]}": "f.yaml:tls.names.0: ",
+    "tls: {names: [worker.mine.kvrelay.internal]}": "f.yaml:tls: names: worker.mine.kvrelay.internal is a name of",
+    "{tls: {mode: off}, router: {host: 0.0.0.0}}": "tls.mode: off, but other hosts reach router.host: 0.0.0.0",
     "[1, 2]": "f.yaml: must be a mapping",
     "a: [": "f.yaml: not YAML",
 }
@@ -64,3 +69,12 @@ def test_load_config_of_the_shipped_file_and_of_an_empty_one_passes(tmp_path: Pa
     empty.write_text("", encoding="utf-8")
     assert load_config(empty).router.port == 50051
     assert load_config(Path(__file__).parents[2] / "serving.yaml").name == "kvrelay"
+
+
+def test_on_and_off_need_no_quotes_though_yaml_takes_them_for_booleans(tmp_path: Path) -> None:
+    path = tmp_path / "f.yaml"
+    path.write_text("{tls: {mode: on}, planner: {mode: off}}", encoding="utf-8")
+
+    config = load_config(path)
+
+    assert (config.tls.mode, config.planner.mode) == ("on", "off")

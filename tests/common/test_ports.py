@@ -1,11 +1,18 @@
 """Ports: the first free one of some."""
 
 import socket
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from common.ports import free_port, listen_on_first
-from common.rpc import start_server
+from common.ports import free_port, listen_on_first, names_of
+from common.rpc_server import start_server
+from common.trust.authority import MAX_NAMES
+from tests.trust import worker_guard
+
+_MOST_TLS_NAMES = 32
+"""Of tls.names."""
 
 
 def listen(port: int) -> socket.socket:
@@ -30,6 +37,21 @@ async def test_server_on_several_ports_takes_the_first_free_one_and_leaves_it() 
     with listen(0) as taken:
         ports = (int(taken.getsockname()[1]), free_port("127.0.0.1"))
         for _ in range(2):  # as a worker that is restarted
-            server = await start_server(lambda _server: [], host="127.0.0.1", port=ports)
+            server = await start_server(lambda _server: [], host="127.0.0.1", port=ports, guard=worker_guard())
             assert server.port == ports[1]
             await server.stop(0)
+
+
+def test_names_of_a_host_with_hundreds_of_virtual_interfaces_fit_into_a_certificate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    veths = [SimpleNamespace(family=socket.AF_INET6, address=f"fe80::{i:x}%veth{i}") for i in range(1, 300)]
+    bridges = [SimpleNamespace(family=socket.AF_INET, address=f"172.17.{i}.1") for i in range(100)]
+    own = SimpleNamespace(family=socket.AF_INET, address="10.0.0.7")
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": [own], "veth": veths, "br": bridges})
+
+    names = names_of("0.0.0.0")
+
+    assert "10.0.0.7" in names
+    assert not any(name.startswith("fe80") for name in names)
+    assert len(names) + _MOST_TLS_NAMES <= MAX_NAMES

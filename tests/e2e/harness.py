@@ -45,7 +45,7 @@ async def running_cluster(folder: Path, config: dict[str, Any]) -> AsyncIterator
     )
     started = {process.pid for process in psutil.Process(info.pid).children(recursive=True)} | {info.pid}
     try:
-        async with AsyncClient(info.address, timeout_s=120) as client:
+        async with AsyncClient(info.address, timeout_s=120, tls=info.tls) as client:
             yield client
     finally:
         await loop.run_in_executor(None, lambda: lifecycle.down(run_dir, report=log.append))

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from common.config import ServingConfig, parse_config
-from common.rpc import client_channel
+from common.trust.identity import Role
 from kvrelay.client import AsyncClient
 from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc, worker_pb2
-from pool_worker.server import add_services
 from router.fake_codec import ByteCodec
 from router.server import RunningRouter, serve_router
-from tests.worker.cluster import make_runtime
-from worker.shell import RunningWorker, start_worker
+from tests.trust import as_controller_of_router, credentials_of
+from tests.worker.cluster import make_runtime, serve_runtime
+from worker.serving import RunningWorker
 
 PREFILL, DECODE = worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE
 TIMEOUT_S = 60.0
@@ -35,7 +35,8 @@ class System:
 
     async def kill(self, worker_id: str) -> None:
         """Break every connection of a worker, as its death would."""
-        await self.workers[worker_id].server.grpc_server.stop(None)
+        for server in self.workers[worker_id].servers.values():
+            await server.grpc_server.stop(None)
 
     async def kill_router(self) -> None:
         """Break every connection of its clients, and so end what it runs at the workers: as its death would."""
@@ -72,7 +73,7 @@ async def running_system(
         for role, name, count in ((PREFILL, "p", num_prefill), (DECODE, "d", num_decode)):
             for i in range(count):
                 runtime = make_runtime(role, f"{name}{i}", transports=("grpc",), **dict(fake))
-                worker = workers[f"{name}{i}"] = await start_worker(runtime, add_services, host="127.0.0.1", port=0)
+                worker = workers[f"{name}{i}"] = await serve_runtime(runtime)
                 stack.push_async_callback(worker.stop, 0)
                 endpoints.append(
                     router_admin_pb2.WorkerEndpoint(worker_id=f"{name}{i}", role=role, address=worker.address)
@@ -95,8 +96,10 @@ async def _serving_router(
 ) -> "AsyncIterator[tuple[RunningRouter, router_admin_pb2_grpc.RouterAdminServiceAsyncStub]]":
     options = {"recovery_timeout_s": 5.0, "http_port": None, **(router or {})}
     config: ServingConfig = parse_config({"model": {"engine": "fake"}, "router": options}, source="test")
-    running = await serve_router(config, codec=ByteCodec(), host="127.0.0.1", port=0, block_key=b"of all routers")
-    channel = client_channel(running.address)
+    running = await serve_router(
+        config, credentials_of(Role.ROUTER, "router-0"), codec=ByteCodec(), host="127.0.0.1", port=0
+    )
+    channel = as_controller_of_router(running.admin_address)
     try:
         yield running, router_admin_pb2_grpc.RouterAdminServiceStub(channel)
     finally:

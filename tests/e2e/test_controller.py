@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from common.process import ProcessIdentity
 from kvrelay.client import AsyncClient, Generation
 from tests.cluster.ray_nodes import ray_nodes
 from tests.e2e.harness import FAKE_POOL, fake_config, until
+from tests.hosts.certificates import shown_by
 
 logger = logging.getLogger(__name__)
 pytestmark = pytest.mark.e2e
@@ -39,6 +41,9 @@ NODES = (
     {"num_cpus": 2, "labels": {"pool": "prefill"}},
     {"num_cpus": 4, "num_gpus": 4, "labels": {"pool": "decode"}},
 )
+_LIFETIME_S = 8.0
+_NUM_CERTIFICATES = 4
+"""Of a router that lives on: one, and those of two renewals and of the controller that takes over."""
 _ASK = "import json, ray; ray.init(namespace='kvrelay', log_to_driver=False); print('TOLD', json.dumps({}))"
 
 
@@ -53,6 +58,15 @@ def joined(ray_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> 
     for key, value in ray_environment.items():
         monkeypatch.setenv(key, value)
     return ray_environment
+
+
+def _begun() -> list[asyncio.Event]:
+    return [asyncio.Event() for _ in range(NUM_STREAMS)]
+
+
+def _ca(info: ClusterInfo) -> bytes:
+    """Return what clients know the doors by."""
+    return Path(str(info.tls)).read_bytes()
 
 
 def ask_ray(expression: str) -> Any:
@@ -70,10 +84,10 @@ def bring_up(folder: Path, **sections: Any) -> ClusterInfo:
 
 
 @asynccontextmanager
-async def running(folder: Path) -> AsyncIterator[tuple[AsyncClient, ClusterInfo]]:
-    info = await asyncio.to_thread(bring_up, folder)
+async def running(folder: Path, **sections: Any) -> AsyncIterator[tuple[AsyncClient, ClusterInfo]]:
+    info = await asyncio.to_thread(partial(bring_up, folder, **sections))
     try:
-        async with AsyncClient(info.address, timeout_s=120) as client:
+        async with AsyncClient(info.address, tls=info.tls, timeout_s=120) as client:
             yield client, info
     finally:
         await asyncio.to_thread(partial(lifecycle.down, folder / "run", report=lambda _: None))
@@ -117,11 +131,11 @@ async def test_controller_killed_under_load_adopts_everything_and_no_client_noti
 ) -> None:
     async with running(tmp_path) as (client, _):
         run_dir = tmp_path / "run"
-        expected = await answers(client, [asyncio.Event() for _ in range(NUM_STREAMS)], [])
+        expected = await answers(client, _begun(), [])
         assert len(await asyncio.to_thread(lambda: list(scale(run_dir, {"decode": 2}, grace_s=30)))) > 0
         before = await pids(client)
         assert set(before) == {"prefill-0", "decode-0", "decode-1"}
-        begun, gaps_s = [asyncio.Event() for _ in range(NUM_STREAMS)], list[float]()
+        begun, gaps_s = _begun(), list[float]()
         streaming = asyncio.create_task(answers(client, begun, gaps_s))
         for event in begun:
             await event.wait()
@@ -169,6 +183,30 @@ async def test_workers_of_a_lost_controller_are_taken_over_by_up_and_removed_by_
 
     assert removed[0] == "removed decode-0, prefill-0, router-0 from Ray"
     assert StateFile(tmp_path / "run").read() is None
+
+
+async def test_certificates_of_a_joined_cluster_outlive_its_processes_and_their_own_lifetime(tmp_path: Path) -> None:
+    """A worker and the controller die; clients keep their ca.pem, and hear of nothing."""
+    async with running(tmp_path, tls={"lifetime_s": _LIFETIME_S}) as (client, info):
+        ca = _ca(info)
+        expected = [each.text for each in await answers(client, _begun(), [])]
+        shown = {await asyncio.to_thread(shown_by, info.address)}
+        before = await pids(client)
+        os.kill(before["decode-0"], signal.SIGKILL)
+
+        async def is_back() -> bool:
+            return (await pids(client)).get("decode-0", before["decode-0"]) != before["decode-0"]
+
+        await until(is_back, timeout_s=60, what="Ray's new decode-0 has its certificate")
+        await kill_controller(tmp_path / "run")
+        while len(shown) < _NUM_CERTIFICATES:
+            async with AsyncClient(info.address, tls=info.tls, timeout_s=120) as newcomer:
+                assert [each.text for each in await answers(newcomer, _begun(), [])] == expected
+            shown.add(await asyncio.to_thread(shown_by, info.address))
+
+        assert _ca(info) == ca
+        assert [each.text for each in await answers(client, _begun(), [])] == expected
+        assert (await client.status()).router.num_failed == 0
 
 
 def test_up_when_a_worker_cannot_start_tells_why_and_leaves_no_actor(tmp_path: Path, joined: dict[str, str]) -> None:

@@ -8,6 +8,7 @@ from cluster.evacuation import Evacuation
 from kvrelay.client import AsyncClient
 from tests.cluster.test_evacuation import GRACE_S, peer
 from tests.e2e.in_process import TIMEOUT_S, System, running_system
+from tests.trust import CONTROLLER
 
 NUM_CHATS = 30
 SYSTEM_PROMPT = "You are the keeper of a lighthouse, and you answer in short sentences. "
@@ -48,7 +49,7 @@ async def test_hit_rate_barely_moves_when_a_worker_that_goes_was_evacuated(is_ev
             if is_evacuated:
                 leaving, *staying = (peer(system.workers[name]) for name in ("p0", "p1", "p2"))
                 num_known = num_cached(system)
-                moved = await Evacuation().evacuate(leaving, staying, grace_s=GRACE_S)
+                moved = await Evacuation(CONTROLLER).evacuate(leaving, staying, grace_s=GRACE_S)
                 assert moved.num_blocks > 0
                 async with asyncio.timeout(TIMEOUT_S):
                     while num_cached(system) < num_known + moved.num_blocks:

@@ -117,7 +117,7 @@ async def test_membership_that_does_not_know_takes_nothing_back_from_a_worker_th
 
 
 async def test_direct_stream_moves_too() -> None:
-    async with running_system(num_decode=2, **SHAPE) as system:
+    async with running_system(num_decode=2, **SHAPE | {"step_s": 0.01}) as system:
         (expected, *_) = await undisturbed(system)
         async with system.client(direct=True) as client:
             begun = asyncio.Event()

@@ -97,7 +97,8 @@ async def test_worker_told_to_end_leaves_what_its_chats_had_cached_to_the_others
 
             async def is_replaced(name: str = name) -> bool:
                 workers = {view.worker_id: view for view in (await client.status()).workers}
-                return process(tmp_path, name).num_restarts == 1 and workers[name].state == "ready"
+                is_ready = name in workers and workers[name].state == "ready"  # while it is away it is no member
+                return is_ready and process(tmp_path, name).num_restarts == 1
 
             await until(is_replaced, timeout_s=60, what=f"{name} is started again")
         after = await cached_share(client)

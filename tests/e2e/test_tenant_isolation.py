@@ -6,11 +6,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from common.config import parse_config
-from common.rpc import client_channel
+from common.trust.identity import Role
 from kvrelay.client import AsyncClient, Generation
-from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc, worker_pb2
+from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc, worker_pb2
 from router.fake_codec import ByteCodec
 from router.server import serve_router
+from tests.trust import as_controller_of_router, credentials_of
 from tests.worker.cluster import Pair, running_pair
 
 KEYS = {name: f"key-of-tenant-{name}-0001" for name in ("a", "b", "friend")}
@@ -25,8 +26,14 @@ async def running_router(pair: Pair, **tenants: dict[str, Any]) -> AsyncIterator
         "router": {"auth": "api_key", "salt_secret": "s" * 32, "local_prefill_max_tokens": 0, "metrics_port": None},
         "tenants": [{"name": name, "api_keys": [KEYS[name]], **fields} for name, fields in tenants.items()],
     }
-    router = await serve_router(parse_config(raw, source="test"), codec=ByteCodec(), host="127.0.0.1", port=0)
-    channel = client_channel(router.address)
+    router = await serve_router(
+        parse_config(raw, source="test"),
+        credentials_of(Role.ROUTER, "router-0"),
+        codec=ByteCodec(),
+        host="127.0.0.1",
+        port=0,
+    )
+    channel = as_controller_of_router(router.admin_address)
     workers = [
         router_admin_pb2.WorkerEndpoint(worker_id=worker.runtime.worker_id, role=role, address=worker.address)
         for role, worker in (
@@ -36,13 +43,9 @@ async def running_router(pair: Pair, **tenants: dict[str, Any]) -> AsyncIterator
     ]
     try:
         admin = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
-        inference = inference_pb2_grpc.InferenceServiceStub(channel)
         async with asyncio.timeout(60):
-            await admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=workers))
-            while True:
-                status = await inference.GetClusterStatus(inference_pb2.GetClusterStatusRequest())
-                if [view.state for view in status.workers] == ["ready", "ready"]:
-                    break
+            while (await admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=workers))).num_ready < 2:
+                pass
         yield router.address
     finally:
         await channel.close()

@@ -42,3 +42,23 @@ def test_descriptor_of_a_named_pipe_or_an_empty_file_is_refused_at_once(tmp_path
     finally:
         os.close(pipe)
         os.close(empty)
+
+
+def test_region_keeps_its_size_so_that_no_peer_can_kill_its_readers() -> None:
+    _memory, region = allocate_region(64)
+    assert region is not None
+    for size_bytes in (0, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(region.fd, size_bytes)
+
+
+def test_peer_that_names_a_pipe_or_memory_that_could_shrink_is_refused_at_once() -> None:
+    reading, writing = os.pipe()
+    os.close(writing)
+    unsealed = os.memfd_create("x", os.MFD_CLOEXEC)
+    os.ftruncate(unsealed, 64)
+    empty = os.memfd_create("x", os.MFD_CLOEXEC)
+    for fd, size_bytes in ((reading, 0), (unsealed, 64), (empty, 0)):
+        with pytest.raises(OSError):
+            map_peer_region(pid=os.getpid(), fd=fd, size_bytes=size_bytes, nonce=bytes(NONCE_BYTES))
+        os.close(fd)

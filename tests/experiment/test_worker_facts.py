@@ -3,8 +3,10 @@
 import pytest
 
 from common.errors import EngineFault
+from common.trust.identity import Role
 from experiment.worker_facts import ask_worker
 from tests.router.fakes import DECODE, FakeWorker
+from tests.trust import reach_as
 
 
 async def test_worker_that_tells_no_timing_is_a_fault_that_names_it() -> None:
@@ -12,6 +14,6 @@ async def test_worker_that_tells_no_timing_is_a_fault_that_names_it() -> None:
     await worker.start()
     try:
         with pytest.raises(EngineFault, match=f"{worker.address} tells no timing"):
-            await ask_worker(worker.address)
+            await ask_worker(worker.address, reach_as(Role.OPERATOR).worker)
     finally:
         await worker.die()

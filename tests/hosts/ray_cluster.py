@@ -15,12 +15,16 @@ from typing import Any
 
 import yaml
 
+from kvrelay.client import AsyncClient
 from tests.hosts.network import SUBNET, Host
 
 _REPO = Path(__file__).parents[2]
 _VENV = Path(sys.prefix)
 _NOT_SENT = (".git", ".venv*", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info")
 ROUTER_PORT = 50051
+WORKER_PORTS = "21000-21199"
+NAME = "hosts"
+_CA = f"~/.cache/kvrelay/run/{NAME}/tls/ca.pem"
 IDLE_TIMEOUT_S = 6.0
 """After which a typed host that nobody uses goes."""
 _NODES = "import json, ray; ray.init('auto', log_to_driver=False); print('NODES', json.dumps(ray.nodes()))"
@@ -51,6 +55,20 @@ class RayCluster:
     def address(self) -> str:
         """Of the router, from outside."""
         return f"{self.head.address}:{ROUTER_PORT}"
+
+    @property
+    def ca(self) -> Path:
+        """The client's copy of what the doors are known by; there once `fetch_ca` has run."""
+        return self._folder / "ca.pem"
+
+    def client(self, address: str = "", *, timeout_s: float = 120) -> AsyncClient:
+        """Return a client of the router at an address, else of the head's, for whoever has fetched `ca`."""
+        return AsyncClient(address or self.address, timeout_s=timeout_s, tls=self.ca)
+
+    def fetch_ca(self) -> None:
+        """Copy the certificate of the cluster's authority from the head, as a user would. It is there after `up`."""
+        command = f"until [ -s {_CA} ]; do sleep 0.2; done; cat {_CA}"  # `kvrelay up` is still at it
+        self.ca.write_text(self.head.run(command, timeout_s=120).stdout, encoding="ascii")
 
     def up(self) -> float:
         """Run `ray up` and return how long it took, seconds. Raises CalledProcessError."""

@@ -1,4 +1,4 @@
-"""`ray up` on four hosts: workers land in their pools, a power cut costs nobody an answer, hosts follow their pool.
+"""`ray up` on four hosts: workers land in their pools, strangers get nowhere, a power cut costs nobody an answer.
 
 `pytest tests/hosts -s` prints the log.
 """
@@ -7,7 +7,8 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from kvrelay.client import AsyncClient
 from tests.hosts.journal import Journal
 from tests.hosts.network import Host, hosts, why_not
 from tests.hosts.ports import documented_ports
-from tests.hosts.ray_cluster import RayCluster
+from tests.hosts.ray_cluster import NAME, ROUTER_PORT, WORKER_PORTS, RayCluster
 from tests.hosts.streams import describe, stream_all
+from tests.hosts.trust_steps import refuse_strangers_in_mid_stream, renew_certificates_in_mid_stream
 
 _REASON = why_not()
 pytestmark = [
@@ -35,9 +37,11 @@ POOL = {
     "block_size": 16,
     "max_step_tokens": 256,
     "max_running": 64,
-    "ports": "21000-21099",
+    "ports": WORKER_PORTS,
 }
 _WAIT_S = 120
+_LIFETIME_S = 12.0
+"""Of certificates, where they are to be renewed while somebody looks."""
 
 
 @pytest.fixture
@@ -50,20 +54,29 @@ def machines(tmp_path: Path) -> Iterator[dict[str, Host]]:
 class Site:
     """Four hosts with a cluster on them, and steps that the tests share; each tells the journal what it saw."""
 
-    def __init__(self, machines: dict[str, Host], file: str, folder: Path, *, num_decode: int) -> None:
+    def __init__(
+        self, machines: dict[str, Host], file: str, folder: Path, *, num_decode: int, tls: dict[str, Any]
+    ) -> None:
         self.machines = machines
         self.pools = {"prefill": [machines["prefill-a"].address]}
         self.pools["decode"] = [machines[name].address for name in ("decode-a", "decode-b")]
         self.cluster = RayCluster(
-            list(machines.values()), file=file, serving=_serving(num_decode), folder=folder, pools=self.pools
+            list(machines.values()), file=file, serving=_serving(num_decode, tls), folder=folder, pools=self.pools
         )
         self.journal = Journal(machines.values())
         self.journal.title(f"`ray up {file}`")
 
-    async def bring_up(self, client: AsyncClient, *, num_workers: int) -> None:
-        """`ray up`, until the router uses every worker, each on a host of its pool."""
+    @asynccontextmanager
+    async def up(self, *, num_workers: int) -> AsyncIterator[AsyncClient]:
+        """`ray up`, until the router uses every worker, each on a host of its pool; yields a client."""
         took_s = await asyncio.to_thread(self.cluster.up)
         self.journal.note(f"`ray up` came back after {took_s:.1f} s")
+        await asyncio.to_thread(self.cluster.fetch_ca)
+        async with self.cluster.client() as client:
+            await self._until_whole(client, num_workers=num_workers)
+            yield client
+
+    async def _until_whole(self, client: AsyncClient, *, num_workers: int) -> None:
         where = await workers_at(client, count=num_workers)
         assert all(address in self.pools[name.partition("-")[0]] for name, address in where.items()), where
         names = self.names_of(where)
@@ -107,12 +120,14 @@ class Site:
         return {worker: by_address[address] for worker, address in where.items()}
 
 
-async def test_fixed_hosts_serve_from_their_pools_and_survive_a_power_cut(
+async def test_fixed_hosts_serve_from_their_pools_refuse_strangers_and_survive_a_power_cut(
     machines: dict[str, Host], tmp_path: Path
 ) -> None:
-    site = Site(machines, "cluster.yaml", tmp_path, num_decode=2)
-    async with AsyncClient(site.cluster.address, timeout_s=_WAIT_S) as client:
-        await site.bring_up(client, num_workers=3)
+    site = Site(machines, "cluster.yaml", tmp_path, num_decode=2, tls={"lifetime_s": _LIFETIME_S})
+    of_workers = [host for host in machines.values() if host is not site.cluster.head]
+    async with site.up(num_workers=3) as client:
+        await refuse_strangers_in_mid_stream(site.cluster, of_workers, client, site.journal)
+        await renew_certificates_in_mid_stream(site.cluster, of_workers, client, site.journal)
         await site.cut_power_in_mid_stream(client)
     await site.take_down()
 
@@ -120,9 +135,8 @@ async def test_fixed_hosts_serve_from_their_pools_and_survive_a_power_cut(
 async def test_typed_hosts_follow_their_pool_and_the_doctor_names_what_is_sick(
     machines: dict[str, Host], tmp_path: Path
 ) -> None:
-    site = Site(machines, "deploy/on-premise.yaml", tmp_path, num_decode=1)
-    async with AsyncClient(site.cluster.address, timeout_s=_WAIT_S) as client:
-        await site.bring_up(client, num_workers=2)
+    site = Site(machines, "deploy/on-premise.yaml", tmp_path, num_decode=1, tls={})
+    async with site.up(num_workers=2) as client:
         spare = await host_comes_with_a_larger_pool(site)
         doctor_names_what_is_sick(site, machines[spare])
         await site.cut_power_in_mid_stream(client)
@@ -193,18 +207,20 @@ async def workers_at(client: AsyncClient, *, count: int) -> dict[str, str]:
             await asyncio.sleep(0.5)  # nobody tells when a cluster is complete
 
 
-def _serving(num_decode: int) -> dict[str, Any]:
+def _serving(num_decode: int, tls: dict[str, Any]) -> dict[str, Any]:
     return {
-        "name": "hosts",
+        "name": NAME,
         "launcher": "ray",
         "model": {"engine": "fake", "fake_step_ms": 20.0, "max_model_len": 4096},
         "pools": {"prefill": {"count": 1, **POOL}, "decode": {"count": num_decode, **POOL}},
         "router": {
             "host": "0.0.0.0",
-            "port": 50051,
+            "port": ROUTER_PORT,
             "http_port": 8000,
             "metrics_port": 9100,
+            "admin_port": 9200,
             "policy": "least_load",
             "local_prefill_max_tokens": 0,
         },
+        "tls": tls,
     }

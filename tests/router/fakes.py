@@ -18,9 +18,12 @@ from common.errors import KvrelayError, Overloaded, StaleEpoch, from_rpc_error, 
 from common.ids import BlockHash, HashRoot, mint_epoch
 from common.kv_events import KvEvents, encode_events
 from common.parity import TextProbes
-from common.rpc import Server, client_channel, error_boundary, start_server
+from common.rpc import client_channel, error_boundary
+from common.rpc_server import Server, start_server
 from common.token_batches import runs_of
 from common.tokens import tokens_from_bytes
+from common.trust.identity import Role
+from kvrelay.client.requests import credentials
 from kvrelay.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -37,12 +40,13 @@ from kvrelay.v1 import (
 )
 from router.fake_codec import ByteCodec
 from router.server import RunningRouter, serve_router
+from tests.trust import as_controller_of_router, credentials_of, operator_token, worker_guard
 
 PREFILL, DECODE = worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE
 BLOCK_SIZE = 4
 FINGERPRINT = "fake-model"
 VOCAB_SIZE = 256
-BLOCK_KEY = bytes(range(32))
+BLOCK_KEY = bytes.fromhex(credentials_of(Role.ROUTER, "router-0").held.enrolment.block_key)
 ROOT = hash_root(model_fingerprint=FINGERPRINT, key=BLOCK_KEY)
 TIMEOUT_S = 60.0
 
@@ -169,7 +173,7 @@ class FakeWorker:
             decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
             return []
 
-        self.server = await start_server(add, host="127.0.0.1", port=self.port)
+        self.server = await start_server(add, host="127.0.0.1", port=self.port, guard=worker_guard(self.worker_id))
         self.port = self.server.port
         return self
 
@@ -254,6 +258,8 @@ class _Servicer(
             hash_probe=shape.probe or hash_probe(root, shape.block_size),
             tokenizer_probe=shape.text.tokenizer,
             template_probe=shape.text.template,
+            kv_port=worker.port,
+            direct_port=worker.port,
         )
 
     async def WatchWorker(self, request: worker_pb2.WatchWorkerRequest, context: Context) -> None:  # type: ignore[override]
@@ -463,7 +469,8 @@ class TestCluster:
         return (await self.admin.SetWorkers(request)).num_ready
 
     async def status(self) -> inference_pb2.GetClusterStatusResponse:
-        return await self.inference.GetClusterStatus(inference_pb2.GetClusterStatusRequest())
+        request = inference_pb2.GetClusterStatusRequest()
+        return await self.inference.GetClusterStatus(request, metadata=credentials(operator_token()))
 
     async def until_state(self, worker_id: str, state: str) -> inference_pb2.WorkerView:
         """Wait until the router sees a worker in a state that begins with `state`."""
@@ -515,14 +522,16 @@ async def running_cluster(
     """Start workers and a router that uses them; all that are started are ready."""
     config = config_with() if config is None else config
     serving = ServingConfig(router=config) if isinstance(config, RouterConfig) else config
-    router = await serve_router(serving, codec=ByteCodec(), host="127.0.0.1", port=0, block_key=BLOCK_KEY)
-    channel = client_channel(router.address)
+    router = await serve_router(
+        serving, credentials_of(Role.ROUTER, "router-0"), codec=ByteCodec(), host="127.0.0.1", port=0
+    )
+    channel, admin_channel = client_channel(router.address), as_controller_of_router(router.admin_address)
     cluster = TestCluster(
         router=router,
         workers={worker.worker_id: worker for worker in workers},
         channel=channel,
         inference=inference_pb2_grpc.InferenceServiceStub(channel),
-        admin=router_admin_pb2_grpc.RouterAdminServiceStub(channel),
+        admin=router_admin_pb2_grpc.RouterAdminServiceStub(admin_channel),
     )
     try:
         for worker in workers:
@@ -533,6 +542,7 @@ async def running_cluster(
         yield cluster
     finally:
         await channel.close()
+        await admin_channel.close()
         await router.stop(0)
         for worker in workers:
             await worker.die()

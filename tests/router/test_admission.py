@@ -32,6 +32,7 @@ from router.placement.policies.registry import make_policy
 from router.placement.search import Search, Sought
 from router.tenant_metrics import MAX_LABELS, OTHERS, TenantMetrics
 from router.tenants import Tenant
+from tests.trust import ROUTER
 
 A, B = Tenant(name="a"), Tenant(name="b")
 WORKER = WorkerId("d0")
@@ -89,7 +90,7 @@ class Line:
 
     def __init__(self, *, num_pages: int = 8, max_queued: int = 100) -> None:
         self.clock = ManualClock(100.0)
-        self.fleet = Fleet(index=PrefixIndex(), clock=self.clock)
+        self.fleet = Fleet(index=PrefixIndex(), clock=self.clock, reach=ROUTER)
         self.chooser = PageChooser(self.fleet, self.clock, num_pages=num_pages)
         self.registry = CollectorRegistry()
         self.admission = Admission(

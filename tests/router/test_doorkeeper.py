@@ -1,15 +1,16 @@
 """Who is calling, and what is kept apart for them."""
 
 import hashlib
-import logging
 from typing import Any
 
 import pytest
 
 from common.config import ConfigError, ServingConfig, parse_config
 from common.errors import Unauthenticated
+from common.trust.identity import Role
 from router.doorkeeper import make_block_key, make_doorkeeper
 from router.tenants import Tenant
+from tests.trust import credentials_of
 
 KEY_A, KEY_B = "key-of-tenant-a-0001", "key-of-tenant-b-0001"
 SECRET = "a secret of sixteen characters or more"
@@ -60,6 +61,15 @@ def test_caller_that_does_not_show_a_known_key_is_refused_without_repeating_it(m
     assert KEY_A not in caught.value.message
 
 
+def test_operators_key_may_have_the_dots_of_a_proof() -> None:
+    key = "key.of.operators-0001"
+    config = serving({"name": "boss", "api_keys": [key], "operator": True})
+    keeper = make_doorkeeper(config, credentials_of(Role.ROUTER, "router-0"))
+    keeper.check_operator([("authorization", f"Bearer {key}")])
+    with pytest.raises(Unauthenticated, match="unknown"):
+        keeper.check_operator([("authorization", "Bearer a.b.c")])
+
+
 def test_without_authentication_everybody_is_default_with_its_limits_and_no_salt() -> None:
     config = parse_config({"tenants": [{"name": "default", "max_concurrent": 3}]}, source="test")
     tenant = make_doorkeeper(config).identify([("authorization", "Bearer whatever")])
@@ -80,23 +90,15 @@ def test_tenants_that_share_their_cache_have_one_salt_that_nobody_else_can_take(
     assert shared.isdisjoint({salt("shared"), salt("a"), ""})
 
 
-def test_block_key_is_one_for_all_routers_with_a_secret_and_drawn_without_one() -> None:
+def test_block_key_follows_from_the_secret_else_it_is_the_one_that_the_authority_has_issued() -> None:
     configs = [
         parse_config({"router": {"salt_secret": secret}}, source="test")
-        for secret in (SECRET, "another secret of enough characters", None, None)
+        for secret in (SECRET, "another secret of enough characters", None)
     ]
-    assert make_block_key(configs[0]) == make_block_key(configs[0].model_copy())
-    assert len({make_block_key(config) for config in configs}) == 4
-
-
-def test_routers_that_cannot_share_prefixes_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    several = {"router": {"count": 2}}
-    with caplog.at_level(logging.WARNING):
-        make_block_key(parse_config({}, source="test"))
-        make_block_key(parse_config({"router": {"count": 2, "salt_secret": SECRET}}, source="test"))
-        assert not caplog.records
-        make_block_key(parse_config(several, source="test"))
-    assert "each router draws a block key of its own" in caplog.text
+    issued = b"issued" * 5
+    assert make_block_key(configs[0], issued) == make_block_key(configs[0].model_copy(), b"another")
+    assert len({make_block_key(config, issued) for config in configs}) == 3
+    assert make_block_key(configs[2], issued) == issued
 
 
 @pytest.mark.parametrize(

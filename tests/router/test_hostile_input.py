@@ -151,10 +151,12 @@ async def test_tokenize_without_input_names_the_field(cluster: TestCluster) -> N
     [
         ({"worker_id": ""}, "workers[1].worker_id"),
         ({"worker_id": "d0"}, "workers[1].worker_id"),
+        ({"worker_id": "w" * 129}, "workers[1].worker_id"),
         ({"role": 0}, "workers[1].role"),
         ({"role": 77}, "workers[1].role"),
         ({"address": "nowhere"}, "workers[1].address"),
         ({"address": ":1"}, "workers[1].address"),
+        ({"address": "h" * 400 + ":1"}, "workers[1].address"),
     ],
 )
 async def test_set_workers_with_a_bad_entry_changes_nothing(

@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from common.config import parse_config
 from common.process import parse_ready
 from common.rpc import client_channel
+from common.trust.identity import Role
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2
 from router.alarms import AlarmKind
 from router.codec import Codec
@@ -28,6 +29,7 @@ from tests.router.fakes import (
     prompt_of,
     running_cluster,
 )
+from tests.trust import credentials_of, enrol_child
 
 FAKE = {"model": {"engine": "fake"}, "router": {"metrics_port": 0}}
 
@@ -42,8 +44,11 @@ async def scrape(port: int) -> dict[str, float]:
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
+MINE = credentials_of(Role.ROUTER, "router-0")
+
+
 async def test_start_router_with_the_fake_engine_serves_without_model_files() -> None:
-    router = await start_router(parse_config(FAKE, source="test"), model_dir=None, host="127.0.0.1", port=0)
+    router = await start_router(parse_config(FAKE, source="test"), MINE, model_dir=None, host="127.0.0.1", port=0)
     channel = client_channel(router.address)
     try:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
@@ -56,15 +61,15 @@ async def test_start_router_with_the_fake_engine_serves_without_model_files() ->
 
 async def test_start_router_of_a_real_model_without_its_folder_is_refused() -> None:
     with pytest.raises(ValueError, match="folder"):
-        await start_router(parse_config({}, source="test"), model_dir=None, host="127.0.0.1", port=0)
+        await start_router(parse_config({}, source="test"), MINE, model_dir=None, host="127.0.0.1", port=0)
 
 
 async def test_start_router_on_a_taken_port_raises_and_holds_nothing() -> None:
     config = parse_config(FAKE, source="test")
-    router = await start_router(config, model_dir=None, host="127.0.0.1", port=0)
+    router = await start_router(config, MINE, model_dir=None, host="127.0.0.1", port=0)
     try:
         with pytest.raises(OSError, match="cannot listen"):
-            await start_router(config, model_dir=None, host="127.0.0.1", port=int(router.address.split(":")[1]))
+            await start_router(config, MINE, model_dir=None, host="127.0.0.1", port=int(router.address.split(":")[1]))
     finally:
         await router.stop(0)
 
@@ -126,12 +131,14 @@ async def test_router_process_prints_one_ready_line_serves_and_stops_on_a_signal
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "router", "--config", str(config), "--port", "0", "--die-with-parent"),
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
     )
     try:
         assert process.stdout is not None
         async with asyncio.timeout(60):
+            await enrol_child(process, Role.ROUTER, "router-0")
             ready = parse_ready((await process.stdout.readline()).decode())
         assert ready is not None
         assert ready.pid == process.pid

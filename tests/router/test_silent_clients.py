@@ -10,9 +10,11 @@ from pathlib import Path
 
 from common.process import parse_ready
 from common.rpc import client_channel
+from common.trust.identity import Role
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
 from tests.router.fakes import TIMEOUT_S
 from tests.router.http.clients import fetch
+from tests.trust import enrol_child
 
 MAX_OPEN_FILES = 256
 NUM_SILENT = 300
@@ -31,6 +33,7 @@ async def small_router(folder: Path) -> AsyncIterator[str]:
     config.write_text("model: {engine: fake}\n")
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "router", "--config", str(config), "--port", "0", "--die-with-parent"),
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
         preexec_fn=limit_open_files,
@@ -38,6 +41,7 @@ async def small_router(folder: Path) -> AsyncIterator[str]:
     try:
         assert process.stdout is not None
         async with asyncio.timeout(RECOVERY_S):
+            await enrol_child(process, Role.ROUTER, "router-0")
             ready = parse_ready((await process.stdout.readline()).decode())
         assert ready is not None
         yield ready.address

@@ -9,6 +9,7 @@ from kvrelay.v1 import inference_pb2, sampling_pb2
 from router.facts import ModelFacts
 from router.fake_codec import ByteCodec
 from router.record import Job
+from router.tenants import ANYBODY
 from router.validation import RequestReader
 
 MODEL = ModelFacts(
@@ -28,7 +29,7 @@ async def read(num_tokens: int, prompt_logprobs: int) -> Job:
         sampling=sampling_pb2.SamplingParams(prompt_logprobs=prompt_logprobs, max_tokens=1),
     )
     reader = RequestReader(ByteCodec(), default_max_tokens=1)
-    return await reader.read(request, request_id=RequestId("req-1"), model=MODEL)
+    return await reader.read(request, request_id=RequestId("req-1"), model=MODEL, tenant=ANYBODY)
 
 
 async def test_log_probabilities_of_a_prompt_that_fit_in_no_message_are_refused_at_the_door() -> None:

@@ -16,12 +16,14 @@ from common.block_hash import BlockHashes
 from common.clock import SystemClock
 from common.errors import HandoffGone, KvIncomplete, WorkerLost
 from common.ids import BlockId, Epoch, HandoffId, WorkerId
-from common.rpc import abort, client_channel, start_server
+from common.rpc import abort
+from common.rpc_server import start_server
 from engine.fake import FakeKvStore
 from kv_transfer.pull import KvPuller, PullPlan
 from kv_transfer.wanted import WantedBlocks, WantedHandoff
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2
+from tests.trust import as_worker, worker_guard
 
 BLOCK = bytes(range(32))  # one block of the fake: 4 tokens of 8 bytes
 
@@ -86,6 +88,9 @@ class Peer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         self.acked = False
         self.offered: list[list[int]] = []
 
+    async def DescribePages(self, request: Any, context: Any) -> pb.DescribePagesResponse:
+        return pb.DescribePagesResponse()
+
     async def FetchBlocks(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
         opened = await anext(request_iterator)
         assert opened.WhichOneof("message") == "open"
@@ -105,16 +110,16 @@ async def pulling(peer: Peer) -> AsyncIterator[tuple[KvPuller, FakeKvStore, grpc
         kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(peer, server)
         return []
 
-    server = await start_server(add, host="127.0.0.1", port=0)
+    server = await start_server(add, host="127.0.0.1", port=0, guard=worker_guard("prefill-0"))
     store = FakeKvStore(num_blocks=8, block_size=4)
     puller = KvPuller(
         store=store,
-        transports=(worker_pb2.KV_TRANSPORT_SHM, worker_pb2.KV_TRANSPORT_GRPC),
+        transports=(worker_pb2.KV_TRANSPORT_CUDA_IPC, worker_pb2.KV_TRANSPORT_SHM, worker_pb2.KV_TRANSPORT_GRPC),
         clock=SystemClock(),
         on_bytes=lambda _transport, _count: None,
         on_pull=lambda *_timed: None,
     )
-    channel = client_channel(f"127.0.0.1:{server.port}")
+    channel = as_worker(f"127.0.0.1:{server.port}", "decode-0")
     try:
         yield puller, store, channel
     finally:
@@ -136,6 +141,7 @@ def plan() -> PullPlan:
         ),
         block_table=(BlockId(5), BlockId(2)),
         first_block=0,
+        ticket="",
     )
 
 
@@ -143,7 +149,12 @@ async def test_pull_of_shared_pages_that_are_not_there_raises_kv_incomplete() ->
     source = FakeKvStore(num_blocks=4, block_size=4)
     region = source.shared_region
     assert region is not None
-    memory = {"pid": os.getpid(), "fd": region.fd, "size_bytes": region.size_bytes, "nonce": region.nonce}
+    memory: dict[str, Any] = {
+        "pid": os.getpid(),
+        "fd": region.fd,
+        "size_bytes": region.size_bytes,
+        "nonce": region.nonce,
+    }
 
     def opened(num_blocks: int) -> pb.FetchBlocksResponse:
         shared = pb.SharedMemory(num_blocks=num_blocks, **memory)
@@ -170,6 +181,7 @@ def blocks_plan() -> PullPlan:
         wanted=WantedBlocks(hashes=HASHES, block_size=4),
         block_table=(BlockId(1), BlockId(5), BlockId(2)),
         first_block=1,
+        ticket="",
     )
 
 
@@ -304,7 +316,21 @@ async def test_pull_cancelled_twice_ends_only_after_the_write_into_its_pages(mon
 
 async def test_pull_from_nobody_raises_worker_lost() -> None:
     async with pulling(Peer(GOOD)) as (puller, _store, _channel):
-        nowhere = client_channel("127.0.0.1:1")
+        nowhere = as_worker("127.0.0.1:1", "decode-0")
         with pytest.raises(WorkerLost):
             await puller.pull(plan(), nowhere)
         await nowhere.close()
+
+
+@pytest.mark.parametrize("transport", [worker_pb2.KV_TRANSPORT_UNSPECIFIED, worker_pb2.KV_TRANSPORT_CUDA_IPC, 77])
+async def test_pull_by_a_transport_that_was_not_offered_fails_and_maps_nothing(transport: Any) -> None:
+    peer = Peer([pb.FetchBlocksResponse(opened=pb.FetchOpened(transport=transport)), *GOOD[1:]])
+    async with pulling(peer) as (puller, _store, channel):
+        with pytest.raises(KvIncomplete, match="not offered"):
+            await puller.pull(plan(), channel)
+
+
+async def test_pull_whose_peer_sends_blocks_before_it_says_how_fails() -> None:
+    async with pulling(Peer(GOOD[1:])) as (puller, _store, channel):
+        with pytest.raises(KvIncomplete, match="unexpected"):
+            await puller.pull(plan(), channel)

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from common.clock import SystemClock
-from common.ids import BlockId, Epoch, HandoffId
+from common.ids import BlockId, Epoch, HandoffId, WorkerId
 from engine.fake import FakeKvStore
 from engine.thread import EngineDriver
 from kv_transfer.handoff import FirstToken, HandoffManifest, HandoffTable
@@ -50,6 +50,8 @@ async def test_fetch_when_the_puller_stops_reading_aborts_the_handoff_after_the_
         engine=cast(EngineDriver, NoEngine()),
         store=store,
         settings=ServeSettings(
+            worker_id=WorkerId("prefill-0"),
+            check_pull=lambda _source, _opened: None,
             epoch=lambda: Epoch(1),
             pid=1,
             transports=(worker_pb2.KV_TRANSPORT_GRPC,),

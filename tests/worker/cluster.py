@@ -10,16 +10,18 @@ import grpc
 
 from common.config import parse_config
 from common.fake_tokenizer import byte_tokenizer
-from common.ids import WorkerId, mint_handoff_id
-from common.rpc import client_channel
+from common.ids import Epoch, HandoffId, WorkerId, mint_handoff_id
+from common.trust.identity import Role
+from common.trust.tickets import PullRight, of_blocks, of_handoff
 from common.wire import pack_tokens, sampling_to_proto
 from engine.fake import FakeExecutor
 from engine.sequence import EngineRequest
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, sequence_pb2, worker_pb2
-from pool_worker.server import add_services
+from pool_worker.server import pool_services
 from tests.builders import BLOCK_SIZE
-from worker.runtime import REAL, WorkerRuntime
-from worker.shell import RunningWorker, start_worker
+from tests.trust import ROUTER, as_router, credentials_of
+from worker.runtime import Outside, WorkerRuntime
+from worker.serving import RunningWorker, start_worker
 
 Source = sequence_pb2.KvSource | None
 
@@ -74,13 +76,25 @@ class Pair:
         return decode_pb2.Handoff(
             handoff_id=handoff_id,
             prefill_worker_id=self.prefill.runtime.worker_id,
-            prefill_address=self.prefill.address,
+            prefill_address=self.prefill.kv_address,
             prefill_epoch=self.prefill.runtime.epoch,
+            ticket=ROUTER.issue(
+                PullRight(
+                    puller=self.decode.runtime.worker_id,
+                    source=self.prefill.runtime.worker_id,
+                    epoch=self.prefill.runtime.epoch,
+                    subject=of_handoff(HandoffId(handoff_id)),
+                )
+            ),
         )
 
     def open_decode(self, request: EngineRequest, handoff_id: str | None, source: Source = None) -> Any:
         """Open a Decode call."""
-        message = decode_pb2.DecodeRequest(sequence=spec_of(request), epoch=self.decode.runtime.epoch, source=source)
+        message = decode_pb2.DecodeRequest(
+            sequence=spec_of(request),
+            epoch=self.decode.runtime.epoch,
+            source=allowed(source, request, self.decode),
+        )
         if handoff_id is not None:
             message.handoff.CopyFrom(self.handoff(handoff_id))
         return self.decode_stub.Decode(message)
@@ -89,7 +103,10 @@ class Pair:
         """Open a Prefill call."""
         return self.prefill_stub.Prefill(
             prefill_pb2.PrefillRequest(
-                sequence=spec_of(request), handoff_id=handoff_id, epoch=self.prefill.runtime.epoch, source=source
+                sequence=spec_of(request),
+                handoff_id=handoff_id,
+                epoch=self.prefill.runtime.epoch,
+                source=allowed(source, request, self.prefill),
             )
         )
 
@@ -128,6 +145,23 @@ class Pair:
             await until_empty(worker)
 
 
+def allowed(source: Source, request: EngineRequest, puller: RunningWorker) -> Source:
+    """Return a source with a router's ticket for what a request's worker will ask it for."""
+    if source is None:
+        return None
+    num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+    num_blocks = min(source.num_blocks, (num_tokens - 1) // BLOCK_SIZE)
+    right = PullRight(
+        puller=puller.runtime.worker_id,
+        source=WorkerId(source.worker_id),
+        epoch=Epoch(source.epoch),
+        subject=of_blocks(request.block_hashes[:num_blocks].packed),
+    )
+    with_ticket = sequence_pb2.KvSource(ticket=ROUTER.issue(right), num_blocks=num_blocks)
+    with_ticket.MergeFrom(sequence_pb2.KvSource(worker_id=source.worker_id, address=source.address, epoch=source.epoch))
+    return with_ticket
+
+
 async def until_empty(worker: RunningWorker) -> None:
     """Wait (bounded) until a worker holds nothing."""
     runtime = worker.runtime
@@ -139,7 +173,9 @@ async def until_empty(worker: RunningWorker) -> None:
                 return
 
 
-def make_runtime(role: Any, worker_id: str, *, transports: Sequence[str], **fake: Any) -> WorkerRuntime:
+def make_runtime(
+    role: Any, worker_id: str, *, transports: Sequence[str], outside: Outside | None = None, **fake: Any
+) -> WorkerRuntime:
     """Return a runtime over a fake engine."""
     pool = {
         "block_size": BLOCK_SIZE,
@@ -169,7 +205,7 @@ def make_runtime(role: Any, worker_id: str, *, transports: Sequence[str], **fake
         worker_id=WorkerId(worker_id),
         executor=executor,
         tokenizer=byte_tokenizer(),
-        outside=REAL,
+        outside=outside or Outside.real(credentials_of(Role.WORKER, worker_id)),
     )
 
 
@@ -219,14 +255,20 @@ async def running_pool(
             is_prefill = name.startswith("prefill")
             role = worker_pb2.WORKER_ROLE_PREFILL if is_prefill else worker_pb2.WORKER_ROLE_DECODE
             runtime = make_runtime(role, name, transports=transports, **fake)
-            worker = pool.workers[name] = await start_worker(runtime, add_services, host="127.0.0.1", port=0)
-            pool.channels[name] = client_channel(worker.address)
+            worker = pool.workers[name] = await serve_runtime(runtime)
+            pool.channels[name] = as_router(worker.address)
         yield pool
     finally:
         for channel in pool.channels.values():
             await channel.close()
         for worker in pool.workers.values():
             await worker.stop(0)
+
+
+async def serve_runtime(runtime: WorkerRuntime) -> RunningWorker:
+    """Serve a runtime on free ports."""
+    credentials = credentials_of(Role.WORKER, runtime.worker_id)
+    return await start_worker(runtime, pool_services, credentials, host="127.0.0.1", port=0)
 
 
 async def messages(call: Any) -> AsyncIterator[Any]:

@@ -9,7 +9,7 @@ from kvrelay.v1 import sequence_pb2
 from tests.builders import BLOCK_SIZE, make_request
 from tests.worker.cluster import Pool, running_pool
 from worker.prefix_pull import PullOutcome
-from worker.shell import RunningWorker
+from worker.serving import RunningWorker
 
 OTHERS: dict[str, dict[str, Any]] = {"prefill-0": {}, "prefill-1": {}, "decode-0": {}}
 PREFIX = [i * 7 % 251 for i in range(40)]
@@ -25,7 +25,7 @@ def where(worker: RunningWorker, num_blocks: int = PREFIX_BLOCKS, **changes: Any
     """Return the message that names a worker as a source."""
     fields: dict[str, Any] = {
         "worker_id": worker.runtime.worker_id,
-        "address": worker.address,
+        "address": worker.kv_address,
         "epoch": worker.runtime.epoch,
     }
     return sequence_pb2.KvSource(**(fields | {"num_blocks": num_blocks} | changes))

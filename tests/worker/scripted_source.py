@@ -9,12 +9,13 @@ import grpc
 import numpy as np
 import xxhash
 
-from common.rpc import Server, start_server
+from common.rpc_server import Server, start_server
 from engine.fake import token_kv
 from engine.sequence import EngineRequest
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import kv_transfer_pb2_grpc, sequence_pb2, worker_pb2
 from tests.builders import BLOCK_SIZE
+from tests.trust import worker_guard
 
 Script = Callable[["ScriptedSource", pb.OpenFetch, Any], Coroutine[Any, Any, None]]
 
@@ -79,13 +80,13 @@ class ScriptedSource(kv_transfer_pb2_grpc.KvTransferServiceServicer):
 @asynccontextmanager
 async def scripted_source(request: EngineRequest, script: Script) -> AsyncIterator[ScriptedSource]:
     """Serve a source for the duration of the block."""
-    source = ScriptedSource(request, script)
+    source = ScriptedSource(request, script)  # type: ignore[abstract]  # nobody asks whose pages these are
 
     def add(server: grpc.aio.Server) -> list[str]:
         kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(source, server)
         return []
 
-    source.server = await start_server(add, host="127.0.0.1", port=0)
+    source.server = await start_server(add, host="127.0.0.1", port=0, guard=worker_guard("scripted"))
     try:
         yield source
     finally:

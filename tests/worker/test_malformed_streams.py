@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import grpc
 import pytest
 
 from common.errors import InvalidRequest, from_rpc_error
+from tests.trust import as_router, as_worker
 from tests.worker.cluster import error_of, running_pair
 
 TIMEOUT_S = 60.0
@@ -17,7 +17,9 @@ TIMEOUT_S = 60.0
 @pytest.mark.parametrize("raw", [b"\xff\xff\xff", b"\x0a\x04\x0a\x02\xff\xfe"], ids=["garbage", "invalid UTF-8"])
 async def test_malformed_message_on_a_stream_is_the_callers_fault(method: str, raw: bytes) -> None:
     async with running_pair() as pair:
-        channel: Any = grpc.aio.insecure_channel(pair.decode.address)
+        is_pull = method.endswith("FetchBlocks")
+        decode = pair.decode
+        channel: Any = as_worker(decode.kv_address, "prefill-0") if is_pull else as_router(decode.address)
         async with channel:
             call = channel.stream_stream(method)(timeout=TIMEOUT_S)
             await call.write(raw)

@@ -10,37 +10,44 @@ import pytest
 
 from common.errors import InvalidRequest, Overloaded
 from common.ports import free_port
-from common.rpc import client_channel
+from common.rpc_server import start_server
+from common.trust.identity import Role
+from kvrelay.v1 import kv_transfer_pb2_grpc
 from kvrelay.v1 import worker_pb2 as pb
-from kvrelay.v1 import worker_pb2_grpc
+from kvrelay.v1.kv_transfer_pb2 import DescribePagesResponse
+from tests.trust import reach_as, worker_guard
 from worker.peer_probe import MAX_PROBES, PeerProbe
 
 BOUND_S = 0.3
-OURS = pb.DescribeWorkerResponse(worker_id="decode-0", layout=pb.KvLayout(fingerprint="a", block_size=16))
-PEER = pb.DescribeWorkerResponse(worker_id="prefill-0", layout=pb.KvLayout(fingerprint="a", block_size=16))
-STRANGER = pb.DescribeWorkerResponse(worker_id="prefill-0", layout=pb.KvLayout(fingerprint="b", block_size=16))
+CONNECT = reach_as(Role.WORKER, "decode-0").worker
+OURS = pb.KvLayout(fingerprint="a", block_size=16)
+PEER = DescribePagesResponse(worker_id="prefill-0", layout=OURS)
+STRANGER = DescribePagesResponse(worker_id="prefill-0", layout=pb.KvLayout(fingerprint="b", block_size=16))
 
 
-class Peer(worker_pb2_grpc.WorkerServiceServicer):
-    def __init__(self, described: pb.DescribeWorkerResponse, may_answer: asyncio.Event) -> None:
+class Peer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
+    def __init__(self, described: DescribePagesResponse, may_answer: asyncio.Event) -> None:
         self._described = described
         self._may_answer = may_answer
         self.asked = asyncio.Semaphore(0)
 
-    async def DescribeWorker(self, request: Any, context: Any) -> pb.DescribeWorkerResponse:
+    async def DescribePages(self, request: Any, context: Any) -> DescribePagesResponse:
         self.asked.release()
         await self._may_answer.wait()
         return self._described
 
 
 @asynccontextmanager
-async def serving(described: pb.DescribeWorkerResponse, may_answer: asyncio.Event) -> AsyncIterator[tuple[Peer, str]]:
-    server, peer = grpc.aio.server(), Peer(described, may_answer)  # type: ignore[abstract]
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(peer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield peer, f"127.0.0.1:{port}"
-    await server.stop(None)
+async def serving(described: DescribePagesResponse, may_answer: asyncio.Event) -> AsyncIterator[tuple[Peer, str]]:
+    peer = Peer(described, may_answer)  # type: ignore[abstract]
+
+    def add(server: grpc.aio.Server) -> list[str]:
+        kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(peer, server)
+        return []
+
+    server = await start_server(add, host="127.0.0.1", port=0, guard=worker_guard("prefill-0"))
+    yield peer, f"127.0.0.1:{server.port}"
+    await server.grpc_server.stop(None)
 
 
 def at_once() -> asyncio.Event:
@@ -55,7 +62,7 @@ def asking(address: str, worker_id: str = "prefill-0") -> pb.ProbePeerRequest:
 
 async def test_reach_of_a_worker_with_the_same_blocks_is_reached_with_its_time() -> None:
     async with serving(PEER, at_once()) as (_, address):
-        tried = await PeerProbe(client_channel, bound_s=60).reach(asking(address), OURS)
+        tried = await PeerProbe(CONNECT, bound_s=60).reach(asking(address), OURS)
 
     assert tried.reached
     assert 0 < tried.round_trip_s < 60
@@ -63,12 +70,12 @@ async def test_reach_of_a_worker_with_the_same_blocks_is_reached_with_its_time()
 
 @pytest.mark.parametrize(("described", "worker_id"), [(PEER, "prefill-1"), (STRANGER, "prefill-0")])
 async def test_reach_of_anything_else_is_not_reached_and_takes_the_whole_bound(
-    described: pb.DescribeWorkerResponse, worker_id: str
+    described: DescribePagesResponse, worker_id: str
 ) -> None:
     loop = asyncio.get_running_loop()
     async with serving(described, at_once()) as (_, address):
         started_s = loop.time()
-        tried = await PeerProbe(client_channel, bound_s=BOUND_S).reach(asking(address, worker_id), OURS)
+        tried = await PeerProbe(CONNECT, bound_s=BOUND_S).reach(asking(address, worker_id), OURS)
 
     assert tried == pb.ProbePeerResponse(reached=False)
     assert loop.time() - started_s >= 0.9 * BOUND_S
@@ -79,7 +86,7 @@ async def test_reach_where_nobody_listens_answers_like_where_another_one_does() 
     started_s = loop.time()
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
 
-    tried = await PeerProbe(client_channel, bound_s=BOUND_S).reach(asking(address), OURS)
+    tried = await PeerProbe(CONNECT, bound_s=BOUND_S).reach(asking(address), OURS)
 
     assert tried == pb.ProbePeerResponse(reached=False)
     assert loop.time() - started_s >= 0.9 * BOUND_S
@@ -88,14 +95,14 @@ async def test_reach_where_nobody_listens_answers_like_where_another_one_does() 
 @pytest.mark.parametrize("address", ["", "here", "unix:/run/a.sock", "http://a:80", "a:1/b", "[::1]", "a b:80"])
 async def test_reach_of_what_is_no_address_is_refused_by_field(address: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        await PeerProbe(client_channel).reach(asking(address), OURS)
+        await PeerProbe(CONNECT).reach(asking(address), OURS)
 
     assert caught.value.field == "address"
 
 
 async def test_reach_beyond_the_limit_is_refused_until_one_ends() -> None:
     may_answer = asyncio.Event()
-    probe = PeerProbe(client_channel, bound_s=60)
+    probe = PeerProbe(CONNECT, bound_s=60)
     async with serving(PEER, may_answer) as (peer, address):
         running = [asyncio.create_task(probe.reach(asking(address), OURS)) for _ in range(MAX_PROBES)]
         for _ in running:

@@ -13,6 +13,12 @@ from tests.worker.prefixes import OTHERS, PREFIX, PREFIX_BLOCKS, outcomes, promp
 from worker.prefix_pull import PullOutcome
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give pulls all the time that a busy machine needs; by default they are given up after a quarter of a second."""
+    monkeypatch.setattr("worker.prefix_pull.MIN_PULL_S", 60.0)
+
+
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
 async def test_prefix_pulled_by_another_prefill_worker_gives_the_same_answer(transport: str) -> None:
     async with warm_pool(transports=(transport,)) as pool:

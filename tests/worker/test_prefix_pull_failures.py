@@ -6,16 +6,17 @@ from typing import Any
 import pytest
 
 from common.errors import HandoffGone, InvalidRequest, from_rpc_error
-from common.ids import mint_handoff_id
-from common.rpc import client_channel
+from common.ids import WorkerId, mint_handoff_id
+from common.trust.tickets import PullRight, of_blocks
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2
 from tests.builders import expected_tokens, make_request
+from tests.trust import ROUTER, as_worker
 from tests.worker.cluster import error_of, messages, running_pool
 from tests.worker.prefixes import OTHERS, PREFIX_BLOCKS, outcomes, prompt, warm_pool, where
 from tests.worker.scripted_source import ScriptedSource, scripted_source
 from worker.prefix_pull import PullOutcome
-from worker.shell import RunningWorker
+from worker.serving import RunningWorker
 
 
 @pytest.mark.parametrize(
@@ -178,7 +179,7 @@ async def test_request_whose_sibling_gives_up_its_pull_pulls_by_itself(monkeypat
 async def test_lease_of_a_puller_that_says_nothing_more_ends_with_the_time_to_live() -> None:
     async with warm_pool(prefill_0={"lease_ttl_s": 0.1}) as pool:
         worker = pool.workers["prefill-0"]
-        channel = client_channel(worker.address)
+        channel = as_worker(worker.kv_address, "prefill-1")
         call = kv_transfer_pb2_grpc.KvTransferServiceStub(channel).FetchBlocks()
         await call.write(pb.FetchBlocksRequest(open=_open(worker, prompt(1).block_hashes.packed)))
         assert isinstance(from_rpc_error(await error_of(call)), HandoffGone)
@@ -190,7 +191,7 @@ async def test_lease_of_a_puller_that_says_nothing_more_ends_with_the_time_to_li
 async def test_fetch_of_malformed_hashes_is_refused_by_field(hashes: bytes) -> None:
     async with running_pool(OTHERS) as pool:
         worker = pool.workers["prefill-0"]
-        channel = client_channel(worker.address)
+        channel = as_worker(worker.kv_address, "prefill-1")
         call = kv_transfer_pb2_grpc.KvTransferServiceStub(channel).FetchBlocks()
         await call.write(pb.FetchBlocksRequest(open=_open(worker, hashes)))
         error = from_rpc_error(await error_of(call))
@@ -207,4 +208,12 @@ def _open(worker: RunningWorker, hashes: bytes) -> pb.OpenFetch:
         layout_fingerprint=runtime.executor.kv.shape.fingerprint,
         transports=[worker_pb2.KV_TRANSPORT_GRPC],
         block_hashes=hashes,
+        ticket=ROUTER.issue(
+            PullRight(
+                puller=WorkerId("prefill-1"),
+                source=runtime.worker_id,
+                epoch=runtime.epoch,
+                subject=of_blocks(hashes),
+            )
+        ),
     )

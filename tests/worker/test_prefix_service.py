@@ -8,19 +8,21 @@ import grpc
 import pytest
 
 from common.errors import InvalidRequest, KvrelayError, StaleEpoch, WorkerLost, from_rpc_error
-from common.rpc import client_channel
+from common.ids import Epoch, WorkerId
+from common.trust.tickets import ANY_CACHED, PullRight
 from kvrelay.v1 import prefix_pb2, prefix_pb2_grpc, sequence_pb2
 from tests.builders import BLOCK_SIZE, make_request
+from tests.trust import CONTROLLER, as_controller
 from tests.worker.cluster import Pool, running_pool, until_empty
 from tests.worker.prefixes import PREFIX, PREFIX_BLOCKS, prompt, warm_pool, where
-from worker.shell import RunningWorker
+from worker.serving import RunningWorker
 
 MIB = 1 << 20
 
 
 @asynccontextmanager
 async def prefixes_of(worker: RunningWorker) -> AsyncIterator[Any]:
-    channel = client_channel(worker.address)
+    channel = as_controller(worker.address)
     try:
         yield prefix_pb2_grpc.PrefixServiceStub(channel)
     finally:
@@ -40,6 +42,13 @@ async def pull(
     max_bytes: int = MIB,
     time_limit_s: float = 60.0,
 ) -> prefix_pb2.PullPrefixesResponse:
+    right = PullRight(
+        puller=worker.runtime.worker_id,
+        source=WorkerId(source.worker_id),
+        epoch=Epoch(source.epoch),
+        subject=ANY_CACHED,
+    )
+    source.ticket = CONTROLLER.issue(right)
     async with prefixes_of(worker) as stub:
         response: prefix_pb2.PullPrefixesResponse = await stub.PullPrefixes(
             prefix_pb2.PullPrefixesRequest(source=source, chains=chains, max_bytes=max_bytes, time_limit_s=time_limit_s)

@@ -14,6 +14,7 @@ from common.kv_events import KvEvents, decode_events
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import decode_pb2, prefill_pb2, worker_pb2, worker_pb2_grpc
 from tests.builders import expected_tokens, make_request
+from tests.trust import as_controller, as_router
 from tests.worker.cluster import Pool, error_of, running_pool, spec_of
 from tests.worker.prefixes import PREFIX_BLOCKS, outcomes, prompt, warm_pool, where
 from worker.metrics import RuntimeCollector
@@ -22,8 +23,14 @@ from worker.prefix_pull import PullOutcome
 PREFILL, DECODE = worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give pulls all the time that a busy machine needs; by default they are given up after a quarter of a second."""
+    monkeypatch.setattr("worker.prefix_pull.MIN_PULL_S", 60.0)
+
+
 def service(pool: Pool, name: str) -> Any:
-    return worker_pb2_grpc.WorkerServiceStub(pool.channels[name])
+    return worker_pb2_grpc.WorkerServiceStub(as_controller(pool.workers[name].address))
 
 
 async def set_role(pool: Pool, name: str, role: Any, *, epoch: int | None = None, grace_s: float = 0.0) -> int:
@@ -39,9 +46,10 @@ async def set_role(pool: Pool, name: str, role: Any, *, epoch: int | None = None
 
 @asynccontextmanager
 async def watched(pool: Pool, name: str) -> AsyncIterator[Any]:
-    call = service(pool, name).WatchWorker(worker_pb2.WatchWorkerRequest())
-    yield call
-    call.cancel()
+    async with as_router(pool.workers[name].address) as channel:
+        call: Any = worker_pb2_grpc.WorkerServiceStub(channel).WatchWorker(worker_pb2.WatchWorkerRequest())
+        yield call
+        call.cancel()
 
 
 async def test_flipped_worker_finds_its_prefix_and_serves_it_to_others() -> None:

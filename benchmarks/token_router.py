@@ -1,0 +1,108 @@
+"""A router as it is deployed, with one worker behind it that computes nothing, and how clients connect to the two."""
+
+import ssl
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import grpc
+import yaml
+
+from benchmarks.token_worker import WORKER_ID
+from benchmarks.trust import HOST, running_child
+from common.ports import free_port, with_port
+from common.process import Ready
+from common.rpc import Connect, client_channel
+from common.trust.authority import Authority
+from common.trust.credentials import Credentials
+from common.trust.identity import Role
+from common.trust.reach import Reach
+from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRouter:
+    """The router and its worker, both running."""
+
+    address: str
+    worker_address: str
+    """The worker's control."""
+    http_port: int
+    router_pid: int
+    worker_pid: int
+    worker_door: str
+    """host:port where the worker answers clients."""
+
+
+@asynccontextmanager
+async def running_token_worker(authority: Authority, *, itl_ms: float) -> AsyncIterator[tuple[Ready, str]]:
+    """Run the worker alone until the block is left; yields its ready line and its direct door."""
+    command = ("benchmarks.token_worker", "--itl-ms", str(itl_ms))
+    async with running_child(authority, *command, role=Role.WORKER, name=WORKER_ID) as worker:
+        async with controller(authority).worker(worker.address) as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            described = await stub.DescribeWorker(worker_pb2.DescribeWorkerRequest())
+        yield worker, with_port(worker.address, described.direct_port)
+
+
+@asynccontextmanager
+async def running_token_router(
+    authority: Authority, *, itl_ms: float, decode_streams: str = "shared"
+) -> AsyncIterator[TokenRouter]:
+    """Run both, connected, until the block is left."""
+    http_port = free_port(HOST)
+    config = {
+        "model": {"engine": "fake"},
+        "router": {
+            "port": 0,
+            "http_port": http_port,
+            "metrics_port": None,
+            "decode_streams": decode_streams,
+            "max_queued": 1024,
+        },
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "serving.yaml"
+        path.write_text(yaml.safe_dump(config), encoding="utf-8")
+        command = ("router", "--config", str(path), "--die-with-parent")
+        async with (
+            running_token_worker(authority, itl_ms=itl_ms) as (worker, worker_door),
+            running_child(authority, *command, role=Role.ROUTER, name="router-0") as router,
+        ):
+            async with controller(authority).router(router.admin_address) as channel:
+                admin = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
+                endpoint = router_admin_pb2.WorkerEndpoint(
+                    worker_id=WORKER_ID, role=worker_pb2.WORKER_ROLE_DECODE, address=worker.address
+                )
+                await admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=[endpoint]))
+            yield TokenRouter(
+                address=router.address,
+                worker_address=worker.address,
+                http_port=http_port,
+                router_pid=router.pid,
+                worker_pid=worker.pid,
+                worker_door=worker_door,
+            )
+
+
+def controller(authority: Authority) -> Reach:
+    """Return how the benchmark calls its processes, as their controller."""
+    return Reach.of(Credentials.of(authority, Role.CONTROLLER, "controller"))
+
+
+def client_of(authority: Authority) -> Connect:
+    """Return what makes a client's channels to doors."""
+    tls = grpc.ssl_channel_credentials(authority.ca_pem) if authority.settings.is_encrypted else None
+    return lambda address: client_channel(address, tls)
+
+
+def http_session_of(authority: Authority) -> aiohttp.ClientSession:
+    """Return an HTTP client without limits, to which these doors are known."""
+    tls: ssl.SSLContext | bool = True
+    if authority.settings.is_encrypted:
+        tls = ssl.create_default_context(cadata=authority.ca_pem.decode())
+    connector = aiohttp.TCPConnector(limit=0, ssl=tls)
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))

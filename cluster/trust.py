@@ -1,0 +1,137 @@
+"""A cluster's authority and the controller's own identity, kept in the run folder; and the operator's, for commands.
+
+`RUN_DIR/tls/`, for the owner's eyes only, holds
+
+- `ca.key`, the authority, which never leaves this folder, and `ca.pem`, its certificate, by which clients know doors;
+- `block.key`, what block hashes are keyed with;
+- `operator.json`, certificate and key for commands on this host, renewed while the cluster runs; the same in
+  `operator.pem` and `operator.key` for programs that take no JSON, such as Prometheus.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from common.config import ServingConfig
+from common.errors import Unauthenticated
+from common.ports import is_loopback
+from common.trust.authority import Authority, AuthoritySettings, write_private
+from common.trust.credentials import LOOK_S, Credentials
+from common.trust.identity import Role
+from common.trust.proofs import OPERATOR_AUDIENCE
+from common.trust.reach import Reach
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = "tls"
+_CA_FILE = "ca.pem"
+_OPERATOR_FILE = "operator.json"
+_OPERATOR_PROOF_S = 12 * 3600.0
+"""A load test shows one for as long as it runs; its certificate has to be valid, too."""
+
+
+class Trust:
+    """What the controller of a cluster stands on. Event loop only."""
+
+    def __init__(self, authority: Authority, *, folder: Path, has_own_files: bool) -> None:
+        """`has_own_files`: doors show the operator's certificate, which others than the authority vouch for."""
+        self.authority = authority
+        self.door_tls: bool | str = False
+        """How clients on this host connect to the doors, as `kvrelay.client.tls.Tls`."""
+        if authority.settings.is_encrypted:
+            self.door_tls = True if has_own_files else str(folder / _CA_FILE)
+        self.credentials = Credentials.of(authority, Role.CONTROLLER, "controller")
+        self._operator = Credentials.of(authority, Role.OPERATOR, "operator")
+        self._folder = folder
+        self._keep_operator()
+
+    @classmethod
+    def open(cls, config: ServingConfig, run_dir: Path, *, is_spread: bool) -> "Trust":
+        """Return the trust of a run folder's cluster. Raises OSError, ValueError for a folder that cannot be used.
+
+        `is_spread`: its processes may be on several hosts.
+        """
+        settings = AuthoritySettings(
+            cluster=config.name,
+            is_encrypted=is_encrypted(config, is_spread=is_spread),
+            allows_plain_text=config.tls.insecure,
+            lifetime_s=config.tls.lifetime_s,
+        )
+        folder = run_dir / _FOLDER
+        return cls(Authority.open(folder, settings), folder=folder, has_own_files=config.tls.mode == "files")
+
+    @property
+    def reach(self) -> Reach:
+        """How the controller calls its processes."""
+        return Reach.of(self.credentials)
+
+    @asynccontextmanager
+    async def renewing(self) -> AsyncIterator[None]:
+        """Keep the controller's and the operator's certificates fresh while the block runs."""
+        task = asyncio.create_task(self._renew(), name="renew certificates")
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def _renew(self) -> None:
+        is_kept = True
+        while True:
+            await (self.credentials.until_renewal() if is_kept else asyncio.sleep(LOOK_S))
+            try:
+                if self.credentials.renewal_due_s <= 0:
+                    self._renew_now()
+                self._keep_operator()
+                is_kept = True
+            except OSError as error:  # a full disk: commands and scrapes fail for want of them, the cluster runs
+                logger.error("certificates not written: %s", error)
+                is_kept = False
+
+    def _renew_now(self) -> None:
+        for credentials, role in ((self._operator, Role.OPERATOR), (self.credentials, Role.CONTROLLER)):
+            credentials.renew(partial(self.authority.enrol, role=role, name=credentials.identity.name))
+
+    def _keep_operator(self) -> None:
+        held = self._operator.held
+        write_private(self._folder / _OPERATOR_FILE, self._operator.to_json().encode())
+        # For programs that take no JSON, such as Prometheus.
+        write_private(self._folder / "operator.key", held.key_pem)
+        write_private(self._folder / "operator.pem", held.certificate_pem)
+
+
+def is_encrypted(config: ServingConfig, *, is_spread: bool) -> bool:
+    """Return whether a cluster's connections are TLS."""
+    leaves_host = is_spread or not is_loopback(config.router.host)
+    return config.tls.mode in ("on", "files") or (config.tls.mode == "auto" and leaves_host)
+
+
+def operator_credentials(run_dir: Path) -> Credentials | None:
+    """Return the operator's credentials of a run folder's cluster; None where there are none, or not for us."""
+    try:
+        return Credentials.from_json((run_dir / _FOLDER / _OPERATOR_FILE).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def reach_of(run_dir: Path) -> Reach:
+    """Return how an operator reaches the processes of a run folder's cluster. Raises Unauthenticated."""
+    credentials = operator_credentials(run_dir)
+    if credentials is None:
+        raise Unauthenticated(
+            f"cannot read the operator's certificate in {run_dir / _FOLDER}: ask on the host, and as the user, of the"
+            " cluster's `kvrelay up`"
+        )
+    return Reach.of(credentials)
+
+
+def operator_proof(run_dir: Path) -> str | None:
+    """Return what shows a router's door that an operator is calling; None where there is nothing to show."""
+    credentials = operator_credentials(run_dir)
+    if credentials is None:
+        return None
+    return credentials.held.signer.sign({}, audience=OPERATOR_AUDIENCE, lifetime_s=_OPERATOR_PROOF_S)

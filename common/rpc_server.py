@@ -1,0 +1,85 @@
+"""Guarded gRPC servers with health checking."""
+
+import errno
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from common.malformed import MalformedRequestInterceptor
+from common.open_files import claim_open_files, connections_per_listener
+from common.ports import is_port_free, listen_on_first
+from common.rpc import KEEPALIVE
+from common.trust.access import Audience
+from common.trust.guard import Guard
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""Of any message inside a cluster."""
+
+
+@dataclass(slots=True)
+class Server:
+    """A started gRPC server."""
+
+    grpc_server: grpc.aio.Server
+    port: int
+    health: health.aio.HealthServicer
+
+    async def stop(self, grace_s: float) -> None:
+        """Report NOT_SERVING, let running calls end for `grace_s` seconds, then cancel them."""
+        await self.health.enter_graceful_shutdown()
+        await self.grpc_server.stop(grace_s)
+
+
+async def start_server(
+    add_services: Callable[[grpc.aio.Server], Sequence[str]],
+    *,
+    host: str,
+    port: int | Sequence[int],
+    guard: Guard,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+) -> Server:
+    """Start a guarded server with health checking on the first free one of some ports; 0 is always free.
+
+    `add_services` registers the servicers and returns their full names; to clients they are told by reflection, too.
+    Raises OSError when all ports are taken, or the guard does not allow to listen there.
+    """
+    options = [
+        *KEEPALIVE,
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        # A client that says nothing is closed; with more of them than fit, new ones are.
+        ("grpc.server_handshake_timeout_ms", 10_000),
+        ("grpc.max_connection_idle_ms", 300_000),
+        ("grpc.max_concurrent_streams", 4096),
+        ("grpc.max_allowed_incoming_connections", connections_per_listener(claim_open_files())),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.so_reuseport", 0),
+    ]
+    server = grpc.aio.server(options=options, interceptors=[guard, MalformedRequestInterceptor()])
+    names = [*add_services(server), health.SERVICE_NAME]
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    if guard.audience is Audience.CLIENTS:
+        names.append(reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+    bound = listen_on_first((port,) if isinstance(port, int) else port, partial(_bind, server, guard, host))
+    await server.start()
+    for name in ("", *names):
+        await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    return Server(grpc_server=server, port=bound, health=health_servicer)
+
+
+def _bind(server: grpc.aio.Server, guard: Guard, host: str, port: int) -> int:
+    if port and not is_port_free(host, port):  # gRPC would also log it, as an error
+        raise OSError(errno.EADDRINUSE, f"cannot listen on {host}:{port}: the port is taken")
+    try:
+        bound = guard.listen(server, host, port)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error}") from error
+    if bound == 0:
+        raise OSError(errno.EADDRINUSE, f"cannot listen on {host}:{port}: the port is taken")
+    return bound

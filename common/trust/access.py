@@ -1,0 +1,93 @@
+"""Which role may call which method, on which listener. Whatever is not listed is denied.
+
+| listener | audience | services |
+|---|---|---|
+| door of a router | clients | InferenceService, health, reflection |
+| direct door of a worker | clients with a capability | DirectService, health |
+| administration of a router | the controller | RouterAdminService, health |
+| control of a worker | routers, controller, operators | WorkerService, Prefill-, Decode-, PrefixService, health |
+| KV plane of a worker | workers with a ticket | KvTransferService, health |
+| control socket of the controller | operators, by the permissions of the run folder | ControllerService |
+
+A door is open to anybody; what a call is allowed there is decided by its tenant (router/doorkeeper.py) or its
+capability (decode_worker/direct.py). Inside listeners know every caller by its certificate, or by a proof of it.
+"""
+
+from collections.abc import Mapping
+from enum import Enum, unique
+
+from common.trust.identity import Role
+
+_PACKAGE = "kvrelay.v1"
+_HEALTH = ("/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch")
+_REFLECTION = (
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+)
+
+
+def _methods(service: str, **roles: frozenset[Role]) -> dict[str, frozenset[Role]]:
+    return {f"/{_PACKAGE}.{service}/{method}": allowed for method, allowed in roles.items()}
+
+
+_ANYBODY = frozenset({Role.CLIENT})
+_ROUTERS = frozenset({Role.ROUTER})
+_WORKERS = frozenset({Role.WORKER})
+_CONTROLLER = frozenset({Role.CONTROLLER})
+_OPERATORS = frozenset({Role.OPERATOR})
+_INSIDERS = frozenset({Role.ROUTER, Role.WORKER, Role.CONTROLLER, Role.OPERATOR})
+
+METHODS: Mapping[str, frozenset[Role]] = {
+    # Every tenant: its own requests, decisions and traffic. GetClusterStatus: tenants that are operators only.
+    **_methods(
+        "InferenceService",
+        Generate=_ANYBODY,
+        Tokenize=_ANYBODY,
+        ListModels=_ANYBODY,
+        GetClusterStatus=_ANYBODY,
+        Explain=_ANYBODY,
+        RecordTraffic=_ANYBODY,
+    ),
+    **_methods("DirectService", StreamTokens=_ANYBODY),
+    **_methods("RouterAdminService", SetWorkers=_CONTROLLER, GetDemand=_CONTROLLER),
+    **_methods(
+        "WorkerService",
+        DescribeWorker=_ROUTERS | _CONTROLLER | _OPERATORS,
+        WatchWorker=_ROUTERS,
+        GetWorkerStatus=_ROUTERS | _CONTROLLER | _OPERATORS,
+        ProbePeer=_OPERATORS,
+        SetRole=_CONTROLLER,
+    ),
+    **_methods("PrefillService", Prefill=_ROUTERS),
+    **_methods("DecodeService", Decode=_ROUTERS, DecodeMany=_ROUTERS),
+    **_methods("PrefixService", ListHotPrefixes=_CONTROLLER, PullPrefixes=_CONTROLLER),
+    **_methods("KvTransferService", DescribePages=_WORKERS, FetchBlocks=_WORKERS),
+    **_methods(
+        "ControllerService",
+        Scale=_OPERATORS,
+        RestartWorkers=_OPERATORS,
+        Rollout=_OPERATORS,
+        Stop=_OPERATORS,
+        GetPlan=_OPERATORS,
+    ),
+}
+
+
+@unique
+class Audience(Enum):
+    """Whom a listener is for."""
+
+    CLIENTS = "clients"
+    """Anybody may connect; a server certificate at most."""
+    INSIDERS = "insiders"
+    """Processes of the cluster and its operators; each shows who it is."""
+
+
+def allowed_roles(method: str, audience: Audience) -> frozenset[Role]:
+    """Return the roles that may call a method, by its full name, on a listener for an audience; none when unknown."""
+    if method in _HEALTH:
+        return _ANYBODY if audience is Audience.CLIENTS else _INSIDERS
+    if method in _REFLECTION:
+        return _ANYBODY if audience is Audience.CLIENTS else frozenset()
+    roles = METHODS.get(method, frozenset())
+    return roles if (Role.CLIENT in roles) is (audience is Audience.CLIENTS) else frozenset()

@@ -1,0 +1,188 @@
+"""What a process holds to show who it is, and to know others: key, certificate, authority. Renewed while it runs.
+
+    ABSENT ──request()──▶ (the launcher has it signed) ──accept()──▶ HELD ──request(), accept()──▶ HELD …
+
+Servers take up a renewed certificate with the next handshake; channels of `InsideChannel` with the next call.
+Connections that exist stay as they are.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from common.trust.authority import RENEW_SHARE, Authority, private_pem
+from common.trust.enrolment import Enrolment, EnrolmentRequest
+from common.trust.identity import Identity, Role
+from common.trust.proofs import ProofVerifier, Signer
+
+LOOK_S = 60.0
+"""How often the clock is looked at: sleeping tasks do not notice that a host was suspended, certificates do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """One certificate and its key."""
+
+    enrolment: Enrolment
+    key_pem: bytes
+    signer: Signer
+    verifier: ProofVerifier
+    expires_unix_s: float
+
+    @property
+    def certificate_pem(self) -> bytes:
+        """The certificate."""
+        return self.enrolment.certificate_pem.encode()
+
+    @property
+    def ca_pem(self) -> bytes:
+        """The authority's certificate."""
+        return self.enrolment.ca_pem.encode()
+
+
+class Credentials:
+    """Who this process is. Any thread may read; one thread at a time may renew."""
+
+    def __init__(self) -> None:
+        self._key: ec.EllipticCurvePrivateKey | None = None
+        self._held: Held | None = None
+        self.generation = 0
+        """Grows with every certificate."""
+        self._accepted: list[Callable[[], None]] = []
+
+    @classmethod
+    def of(cls, authority: Authority, role: Role, name: str, hosts: Sequence[str] = ()) -> "Credentials":
+        """Return credentials that an authority in this process gives."""
+        credentials = cls()
+        credentials.renew(partial(authority.enrol, role=role, name=name), hosts)
+        return credentials
+
+    def renew(self, enrol: Callable[[EnrolmentRequest], Enrolment], hosts: Sequence[str] = ()) -> None:
+        """Ask for a new certificate and take it."""
+        self.accept(enrol(self.request(hosts)))
+
+    def request(self, hosts: Sequence[str]) -> EnrolmentRequest:
+        """Return a request for a certificate with a new key; `accept` has to follow."""
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        unsigned = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
+        signed = unsigned.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+        return EnrolmentRequest(csr_pem=signed.decode(), hosts=tuple(hosts))
+
+    def accept(self, enrolment: Enrolment) -> None:
+        """Take the answer to the last request. Raises ValueError for one that is not it.
+
+        Raises OSError, with the certificate taken, when somebody who was told could not make use of it.
+        """
+        certificate = x509.load_pem_x509_certificate(enrolment.certificate_pem.encode())
+        if self._key is None or certificate.public_key() != self._key.public_key():
+            raise ValueError("cannot enrol: the certificate is not for the key that was sent")
+        identity = Identity.parse(enrolment.identity_uri)
+        ca = x509.load_pem_x509_certificate(enrolment.ca_pem.encode())
+        self._held = Held(
+            enrolment=enrolment,
+            key_pem=private_pem(self._key),
+            signer=Signer(identity, self._key, certificate),
+            verifier=ProofVerifier(ca, cluster=identity.cluster),
+            expires_unix_s=certificate.not_valid_after_utc.timestamp(),
+        )
+        self._key = None
+        self.generation += 1
+        errors: list[OSError] = []
+        for told in self._accepted:  # each of them hears of it, whatever the others make of it
+            try:
+                told()
+            except OSError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def to_json(self) -> str:
+        """Return the credentials, private key included."""
+        held = self.held
+        return json.dumps({"enrolment": held.enrolment.to_json(), "key_pem": held.key_pem.decode()})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Credentials":
+        """Invert `to_json`. Raises ValueError."""
+        entry = json.loads(text)
+        try:
+            key = serialization.load_pem_private_key(str(entry["key_pem"]).encode(), password=None)
+            enrolment = Enrolment.from_json(str(entry["enrolment"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError("not credentials of a kvrelay cluster") from error
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise ValueError("not credentials of a kvrelay cluster")
+        credentials = cls()
+        credentials._key = key
+        credentials.accept(enrolment)
+        return credentials
+
+    def on_accept(self, told: Callable[[], None]) -> None:
+        """Call back behind every renewal."""
+        self._accepted.append(told)
+
+    @property
+    def held(self) -> Held:
+        """The newest certificate. Raises RuntimeError before there is one."""
+        if self._held is None:
+            raise RuntimeError("this process has not been enrolled: it is started by `kvrelay up`, not by hand")
+        return self._held
+
+    @property
+    def identity(self) -> Identity:
+        """Who this process is."""
+        return self.held.signer.identity
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether connections of this cluster are TLS."""
+        return self.held.enrolment.is_encrypted
+
+    @property
+    def renewal_due_s(self) -> float:
+        """Seconds until the certificate should be renewed; not below 0."""
+        held = self.held
+        return max(0.0, held.expires_unix_s - time.time() - (1 - RENEW_SHARE) * held.enrolment.lifetime_s)
+
+    async def until_renewal(self) -> None:
+        """Wait until the certificate should be renewed."""
+        await sleep_until(time.time() + self.renewal_due_s)
+
+    # TLS.
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Return what a client inside the cluster connects with."""
+        held = self.held
+        return grpc.ssl_channel_credentials(held.ca_pem, held.key_pem, held.certificate_pem)
+
+    def server_credentials(self, *, ask_for_certificate: bool) -> grpc.ServerCredentials:
+        """Return what a server listens with; every handshake takes the newest certificate."""
+        told = 0
+
+        def configuration() -> grpc.ServerCertificateConfiguration:
+            nonlocal told
+            told, held = self.generation, self.held
+            roots = held.ca_pem if ask_for_certificate else None
+            return grpc.ssl_server_certificate_configuration([(held.key_pem, held.certificate_pem)], roots)
+
+        def newest() -> Any:  # None, where nothing has changed, is missing from grpc's types
+            return configuration() if self.generation != told else None
+
+        return grpc.dynamic_ssl_server_credentials(
+            configuration(), newest, require_client_authentication=ask_for_certificate
+        )
+
+
+async def sleep_until(unix_s: float) -> None:
+    """Sleep until the wall clock shows that time, or a little longer; a host may be suspended meanwhile."""
+    while (left_s := unix_s - time.time()) > 0:  # noqa: ASYNC110 - nobody tells that a clock has moved
+        await asyncio.sleep(min(left_s, LOOK_S))

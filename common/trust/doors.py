@@ -1,0 +1,209 @@
+"""The certificate of a door, for gRPC and for HTTP: the one that the cluster issues, or the operator's own files.
+
+Both are taken up anew without a restart: a renewed or replaced certificate counts from the next handshake on.
+"""
+
+import asyncio
+import logging
+import os
+import ssl
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+
+from common.config import TlsConfig
+from common.errors import AccessDenied
+from common.metrics_server import ScrapeTls
+from common.trust.credentials import Credentials
+from common.trust.identity import Role
+from common.trust.proofs import identity_among
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 60.0
+
+
+class DoorCertificates(Protocol):
+    """What a door shows its clients."""
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Return what a gRPC server listens with."""
+        ...
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """Return what an HTTP server listens with; `refresh` keeps it true."""
+        ...
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Another one with every certificate."""
+        ...
+
+    def refresh(self, context: ssl.SSLContext) -> None:
+        """Give a context the newest certificate, for handshakes from now on. Raises OSError, ssl.SSLError."""
+        ...
+
+
+class DoorContext:
+    """What an HTTP server makes handshakes with: each takes the newest certificate. Event loop only."""
+
+    def __init__(self, door: DoorCertificates) -> None:
+        """Raises OSError, ssl.SSLError."""
+        self._door = door
+        self._version = self._tried = door.version
+        self._context = door.ssl_context()
+
+    def newest(self) -> ssl.SSLContext:
+        """Return the context; with what it had as long as a new certificate cannot be used."""
+        version = self._door.version
+        if version != self._version:
+            try:
+                # A new one: what cannot be loaded leaves a context without the key that it had.
+                self._context, self._version = self._door.ssl_context(), version
+            except OSError as error:  # such as files of which one has been replaced
+                if version != self._tried:
+                    logger.error("the new certificate of the HTTP door cannot be used: %s", error)
+            self._tried = version
+        return self._context
+
+
+class IssuedDoor:
+    """The process's own certificate."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Another one with every certificate."""
+        return (self._credentials.generation,)
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Return what a gRPC server listens with."""
+        return self._credentials.server_credentials(ask_for_certificate=False)
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """Return what an HTTP server listens with."""
+        context = _new_context()
+        self.refresh(context)
+        return context
+
+    def refresh(self, context: ssl.SSLContext) -> None:
+        """Give a context the newest certificate."""
+        show(context, self._credentials)
+
+
+class FileDoor:
+    """Files of the operator's."""
+
+    def __init__(self, certificate: Path, key: Path) -> None:
+        """`certificate` is the chain, leaf first. Raises OSError, ssl.SSLError for files that cannot be used."""
+        self._certificate = certificate
+        self._key = key
+        self.refresh(_new_context())
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Return what a gRPC server listens with; files that change are read at the next handshake."""
+        known = self.version
+
+        def configuration() -> grpc.ServerCertificateConfiguration:
+            return grpc.ssl_server_certificate_configuration([(self._key.read_bytes(), self._certificate.read_bytes())])
+
+        def newest() -> Any:  # None, where nothing has changed, is missing from grpc's types
+            nonlocal known
+            if (version := self.version) == known:
+                return None
+            try:
+                self.refresh(_new_context())  # half-written files must not replace good ones
+            except (OSError, ssl.SSLError):
+                return None
+            known = version
+            return configuration()
+
+        return grpc.dynamic_ssl_server_credentials(configuration(), newest, require_client_authentication=False)
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """Return what an HTTP server listens with."""
+        context = _new_context()
+        self.refresh(context)
+        return context
+
+    def refresh(self, context: ssl.SSLContext) -> None:
+        """Give a context what the files hold now; one that is in use loses nothing to files that do not fit."""
+        for each in (_new_context(), context):
+            each.load_cert_chain(self._certificate, self._key)
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """When the files were written."""
+        try:
+            return tuple(path.stat().st_mtime_ns for path in (self._certificate, self._key))
+        except OSError:
+            return ()
+
+
+def show(context: ssl.SSLContext, credentials: Credentials) -> None:
+    """Have a context show a process's newest certificate from now on. Raises OSError."""
+    held = credentials.held
+    # OpenSSL takes files only. mkstemp's are for the owner's eyes, and this one is gone once it is read.
+    fd, path = tempfile.mkstemp()
+    try:
+        os.write(fd, held.key_pem + held.certificate_pem)
+        context.load_cert_chain(path)
+    finally:
+        os.close(fd)
+        Path(path).unlink()
+
+
+def door_of(tls: TlsConfig, credentials: Credentials) -> DoorCertificates | None:
+    """Return what the doors of a process show; None without TLS. Raises OSError, ssl.SSLError for unusable files."""
+    if not credentials.is_encrypted:
+        return None
+    if tls.certificate is not None and tls.key is not None:
+        return FileDoor(tls.certificate, tls.key)
+    return IssuedDoor(credentials)
+
+
+def keep_fresh(credentials: Credentials, refresh: Callable[[], None]) -> None:
+    """Have `refresh` called behind every renewal; when it raises OSError, as ssl.SSLError is one, again in a minute.
+
+    What cannot be read or written now must not make the renewal itself fail. Renewals happen on an event loop.
+    """
+
+    def renewed() -> None:
+        try:
+            refresh()
+        except OSError as error:
+            logger.error("a listener keeps its old certificate", extra={"reason": str(error), "retry_s": _RETRY_S})
+            asyncio.get_running_loop().call_later(_RETRY_S, renewed)
+
+    credentials.on_accept(renewed)
+
+
+def scrape_tls(credentials: Credentials) -> ScrapeTls | None:
+    """Return how metrics are served: to operators by mutual TLS where the cluster is encrypted, else plain."""
+    if not credentials.is_encrypted:
+        return None
+    context, door = _new_context(), IssuedDoor(credentials)
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=credentials.held.ca_pem.decode())
+    door.refresh(context)
+    keep_fresh(credentials, lambda: door.refresh(context))
+
+    def check(connection: ssl.SSLSocket) -> None:
+        told: Any = connection.getpeercert()
+        names = [str(value) for kind, value in told.get("subjectAltName", ()) if kind == "URI"]
+        identity = identity_among(names, cluster=credentials.identity.cluster)
+        if identity.role is not Role.OPERATOR:
+            raise AccessDenied(f"metrics are for operators, not for a {identity.role}")
+
+    return ScrapeTls(context=context, check=check)
+
+
+def _new_context() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    return context

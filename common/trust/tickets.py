@@ -1,0 +1,85 @@
+"""Tickets: the right of one worker to pull certain KV from another one, for a while.
+
+A router signs one for each handoff, and for each pull of a prefix, of a request that it has placed; the controller for
+moving whole caches between workers. The serving worker checks who signed, who asks, and what is asked for. A worker can
+sign none, so that by itself it gets nothing from its peers.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.errors import AccessDenied, Unauthenticated
+from common.ids import Epoch, HandoffId, WorkerId
+from common.trust.identity import Identity, Role
+from common.trust.proofs import ProofVerifier, Signer
+
+_AUDIENCE = "kv"
+LIFETIME_S = 300.0
+"""From placement to the beginning of a pull; what has begun goes on."""
+_EVERYTHING = "*"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullRight:
+    """What a ticket allows."""
+
+    puller: WorkerId
+    source: WorkerId
+    epoch: Epoch
+    """The life of the source that is meant."""
+    subject: str
+    """What may be pulled: `of_handoff`, `of_blocks` or `ANY_CACHED`."""
+    tenant: str = ""
+    """For whom, in logs."""
+
+
+ANY_CACHED = _EVERYTHING
+"""Whatever the source has in its cache. Only the controller may sign this."""
+
+IssueTicket = Callable[[PullRight], str]
+"""Returns the ticket for a right."""
+
+
+def of_handoff(handoff_id: HandoffId) -> str:
+    """Return what names a handoff in a ticket."""
+    return f"handoff:{handoff_id}"
+
+
+def of_blocks(packed_hashes: bytes) -> str:
+    """Return what names a list of blocks, by their packed hashes, in a ticket: exactly these, in this order."""
+    return f"blocks:{hashlib.sha256(packed_hashes).hexdigest()}"
+
+
+def issuer(signer: Callable[[], Signer]) -> IssueTicket:
+    """Return what signs tickets as this process, with its newest key."""
+
+    def issue(right: PullRight) -> str:
+        claims = {
+            "puller": right.puller,
+            "source": right.source,
+            "epoch": str(right.epoch),  # 63 bits: more than a number in JSON surely carries
+            "subject": right.subject,
+            "tenant": right.tenant,
+        }
+        return signer().sign(claims, audience=_AUDIENCE, lifetime_s=LIFETIME_S)
+
+    return issue
+
+
+def check_ticket(ticket: str, right: PullRight, *, caller: Identity, verifier: ProofVerifier) -> None:
+    """Return when a ticket gives a caller that right. `right.tenant` does not count. Raises AccessDenied."""
+    try:
+        signer, claims = verifier.verify(ticket, audience=_AUDIENCE)
+    except Unauthenticated as error:
+        raise AccessDenied(f"cannot pull: {error.message}", field="open.ticket") from error
+    subject = claims.get("subject")
+    signers = {Role.CONTROLLER} if subject == ANY_CACHED else {Role.ROUTER}
+    if signer.role not in signers:
+        raise AccessDenied(f"cannot pull: a {signer.role} cannot sign this ticket", field="open.ticket")
+    covers_cache = subject == ANY_CACHED and not right.subject.startswith("handoff:")
+    wanted = (right.puller, right.source, str(right.epoch))
+    is_same = (claims.get("puller"), claims.get("source"), claims.get("epoch")) == wanted
+    is_puller = caller.role is Role.WORKER and caller.name == right.puller
+    if not (is_puller and is_same and (covers_cache or subject == right.subject)):
+        raise AccessDenied("cannot pull: the ticket is for another pull", field="open.ticket")

@@ -1,0 +1,82 @@
+"""An actor gets its certificate, whichever of its lives answers."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from cluster.launch_ray import enrol_actor
+from common.config import ServingConfig
+from common.service_actor import RunningService, ServiceActor, ServiceParams
+from common.trust.authority import Authority, AuthoritySettings
+from common.trust.credentials import Credentials
+from common.trust.identity import Role
+
+_PARAMS = ServiceParams(
+    name="decode-0", config=ServingConfig(), host="127.0.0.1", port=0, env={}, role="decode", log_path=None
+)
+
+
+class Service(ServiceActor):
+    """Tells as whom it could serve, and does not."""
+
+    def __init__(self, params: ServiceParams) -> None:
+        super().__init__(params)
+        self.enrolled_as: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def node_address(self) -> str:
+        return "127.0.0.1"
+
+    async def start_service(self, params: ServiceParams, credentials: Credentials, host: str) -> RunningService:
+        self.enrolled_as.set_result(credentials.identity.name)
+        await asyncio.Event().wait()
+        raise AssertionError("cancelled before")
+
+
+class _Method:
+    def __init__(self, handle: "Handle", name: str) -> None:
+        self._handle, self._name = handle, name
+
+    async def remote(self, *arguments: Any) -> Any:
+        return await self._handle.call(self._name, *arguments)
+
+
+class Handle:
+    """What Ray's handle of an actor is, whose process dies as often as told between a request and its answer."""
+
+    def __init__(self, *, num_deaths: int) -> None:
+        self._num_deaths = num_deaths
+        self.service = Service(_PARAMS)
+        self.num_lives = 1
+
+    def __getattr__(self, name: str) -> _Method:
+        return _Method(self, name)
+
+    async def call(self, name: str, *arguments: Any) -> Any:
+        if name == "accept_certificate" and self.num_lives <= self._num_deaths:
+            await self.service.stop(0)
+            self.service = Service(_PARAMS)
+            self.num_lives += 1
+        return await getattr(self.service, name)(*arguments)
+
+
+async def test_actor_that_dies_between_its_request_and_the_answer_is_asked_anew_in_its_next_life() -> None:
+    authority = Authority.new(AuthoritySettings(cluster="test", is_encrypted=True))
+    handle = Handle(num_deaths=2)
+
+    await enrol_actor(handle, authority, role=Role.WORKER, name="decode-0")
+
+    assert handle.num_lives == 3
+    assert await handle.service.enrolled_as == "decode-0"
+    await handle.service.stop(0)
+
+
+async def test_actor_that_never_takes_a_certificate_is_a_fault_and_no_endless_loop() -> None:
+    authority = Authority.new(AuthoritySettings(cluster="test", is_encrypted=True))
+    handle = Handle(num_deaths=1000)
+
+    with pytest.raises(ValueError, match="cannot enrol decode-0"):
+        await enrol_actor(handle, authority, role=Role.WORKER, name="decode-0")
+    await handle.service.stop(0)

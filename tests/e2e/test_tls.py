@@ -1,0 +1,146 @@
+"""A cluster with TLS on, started as users start it: its doors, its commands, and renewals under running streams."""
+
+import asyncio
+import json
+import ssl
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import openai
+import psutil
+import pytest
+from cryptography import x509
+
+from cluster.lifecycle import ClusterInfo, read_info
+from cluster.trust import operator_proof
+from common.errors import AccessDenied, Unauthenticated, Unreachable
+from kvrelay.client import AsyncClient
+from tests.builders import expected_tokens, make_request
+from tests.e2e.harness import fake_config, running_cluster
+
+NUM_STREAMS, NUM_TOKENS = 16, 900
+LIFETIME_S = 5.0
+KEYS = {"a": "key-of-tenant-a-0001", "boss": "key-of-the-operators-01"}
+
+
+def encrypted(**sections: Any) -> dict[str, Any]:
+    router = {"port": 0, "http_port": 0, "local_prefill_max_tokens": 0}
+    return fake_config(tls={"mode": "on", "lifetime_s": LIFETIME_S}, router=router, **sections)
+
+
+def where(folder: Path) -> ClusterInfo:
+    info = read_info(folder / "run")
+    assert info is not None
+    return info
+
+
+def expires_unix_s(folder: Path) -> float:
+    """Return until when the operator's certificate is good: it is renewed together with everybody's."""
+    pem = (folder / "run" / "tls" / "operator.pem").read_bytes()
+    return x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
+
+
+@pytest.mark.e2e
+async def test_streams_go_on_over_renewals_of_every_certificate(tmp_path: Path) -> None:
+    async with running_cluster(tmp_path, encrypted(step_ms=9.0)) as client:
+        before = expires_unix_s(tmp_path)
+        prompts = [[number + 1] * 20 for number in range(NUM_STREAMS)]
+        streams = [client.generate(prompt, max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True) for prompt in prompts]
+        answers = await asyncio.gather(*streams)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            request = make_request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True, block_size=16)
+            assert list(answer.samples[0].token_ids) == expected_tokens(request)
+        assert expires_unix_s(tmp_path) > before + LIFETIME_S, "renewed twice meanwhile"
+        async with AsyncClient(where(tmp_path).address, tls=where(tmp_path).tls, timeout_s=60) as newcomer:
+            assert (await newcomer.generate([1, 2, 3], max_tokens=4)).samples
+
+
+@pytest.mark.e2e
+async def test_doors_are_known_by_the_clusters_certificate_and_plain_clients_are_turned_away(tmp_path: Path) -> None:
+    async with running_cluster(tmp_path, encrypted()) as client:
+        info = where(tmp_path)
+        assert isinstance(info.tls, str)
+        (http_address,) = info.http_addresses
+        trusting = ssl.create_default_context(cafile=info.tls)
+        http_client = openai.DefaultAsyncHttpxClient(verify=trusting)
+        async with openai.AsyncOpenAI(
+            base_url=f"https://{http_address}/v1", api_key="x", http_client=http_client
+        ) as ai:
+            completion = await ai.completions.create(model="fake", prompt="hello", max_tokens=4, temperature=0)
+        assert completion.choices[0].text
+        assert (await client.generate("hello", max_tokens=4, temperature=0)).samples[0].text == completion.choices[
+            0
+        ].text
+        for tls in (False, True):  # without TLS, and with the well-known authorities alone
+            async with AsyncClient(info.address, tls=tls, timeout_s=10) as stranger:
+                with pytest.raises(Unreachable):
+                    await stranger.models()
+        async with aiohttp.ClientSession() as session:
+            with pytest.raises(aiohttp.ClientError):
+                await session.get(f"http://{http_address}/v1/models")
+            with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                await session.get(f"https://{http_address}/v1/models")
+
+
+@pytest.mark.e2e
+async def test_direct_streams_are_encrypted_too(tmp_path: Path) -> None:
+    async with running_cluster(tmp_path, encrypted()):
+        info = where(tmp_path)
+        async with AsyncClient(info.address, tls=info.tls, direct=True, timeout_s=60) as client:
+            answer = await client.generate([5] * 20, max_tokens=100, temperature=0, ignore_eos=True)
+        request = make_request([5] * 20, max_tokens=100, ignore_eos=True, block_size=16)
+        assert list(answer.samples[0].token_ids) == expected_tokens(request)
+
+
+@pytest.mark.e2e
+async def test_status_of_the_cluster_is_for_operators(tmp_path: Path) -> None:
+    router = {"port": 0, "http_port": 0, "auth": "api_key", "salt_secret": "s" * 32}
+    tenants = [
+        {"name": "a", "api_keys": [KEYS["a"]]},
+        {"name": "bosses", "api_keys": [KEYS["boss"]], "operator": True},
+    ]
+    async with running_cluster(tmp_path, fake_config(router=router, tenants=tenants)):
+        info = where(tmp_path)
+        unknown = "a-key-nobody-has-given"
+        for key, error in ((None, Unauthenticated), (unknown, Unauthenticated), (KEYS["a"], AccessDenied)):
+            async with AsyncClient(info.address, api_key=key, timeout_s=60) as client:
+                with pytest.raises(error):
+                    await client.status()
+        for key in (KEYS["boss"], operator_proof(info.run_dir)):
+            async with AsyncClient(info.address, api_key=key, timeout_s=60) as client:
+                assert len((await client.status()).workers) == 2
+        async with AsyncClient(info.address, api_key=operator_proof(info.run_dir), timeout_s=60) as client:
+            with pytest.raises(Unauthenticated):  # it shows the cluster, and is nobody's key
+                await client.generate("hello")
+
+
+@pytest.mark.e2e
+async def test_another_user_of_the_machine_is_a_stranger_to_a_cluster_without_tls(tmp_path: Path) -> None:
+    """Everything listens on the loopback address; nothing inside answers without a proof of membership."""
+    async with running_cluster(tmp_path, fake_config()) as client:
+        inside = {int(view.address.rpartition(":")[2]) for view in (await client.status()).workers}
+        state = json.loads((tmp_path / "run" / "state.json").read_text())
+        addresses = (*where(tmp_path).addresses, *where(tmp_path).http_addresses)
+        doors = {int(address.rpartition(":")[2]) for address in addresses}
+        listening = {
+            connection.laddr.port
+            for process in state["processes"]
+            for connection in psutil.Process(process["identity"]["pid"]).net_connections(kind="tcp")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        assert inside | doors <= listening
+        method = "/kvrelay.v1.WorkerService/DescribeWorker"
+        answers = set()
+        for port in listening - doors:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                raw: Any = channel.unary_unary(method)
+                answers.add(await raw(b"", timeout=10).code())
+        # By a door for direct clients: no such service. By a metrics port: no gRPC.
+        assert answers <= {
+            grpc.StatusCode.UNAUTHENTICATED,
+            grpc.StatusCode.UNIMPLEMENTED,
+            grpc.StatusCode.UNAVAILABLE,
+        }
+        assert grpc.StatusCode.UNAUTHENTICATED in answers

@@ -1,0 +1,94 @@
+"""Steps on a cluster that serves: strangers try everything, and certificates change, while clients stream."""
+
+import asyncio
+from collections.abc import Collection
+
+from common.trust.identity import Role
+from kvrelay.client import AsyncClient
+from tests.hosts import strangers
+from tests.hosts.certificates import watched
+from tests.hosts.journal import Journal
+from tests.hosts.network import Host
+from tests.hosts.ports import documented_ports
+from tests.hosts.ray_cluster import NAME, RayCluster
+from tests.hosts.strangers import (
+    INSIDE_METHODS,
+    Attempt,
+    call_everything,
+    knock_without_trust,
+    stream_with_made_up_capability,
+)
+from tests.hosts.streams import NUM_STREAMS, describe, stream_all
+
+_WAIT_S = 120
+_NUM_CERTIFICATES = 3
+"""The first, and two renewals."""
+
+
+class Listeners:
+    """Where the processes of a cluster listen, as a port scan tells."""
+
+    def __init__(self, cluster: RayCluster, hosts: Collection[Host]) -> None:
+        """`hosts` run workers."""
+        ports = {setting: at.start for setting, at in documented_ports().items() if "router." in setting}
+        at_head = {setting.strip("`").removeprefix("router."): port for setting, port in ports.items()}
+        self.router = {name: f"{cluster.head.address}:{port}" for name, port in at_head.items()}
+        in_range = documented_ports()["`pools.*.ports`"]
+        self.workers = [
+            f"{host.address}:{port}" for host in hosts for port in sorted(host.listening_ports()) if port in in_range
+        ]
+
+    @property
+    def owners(self) -> dict[str, Role]:
+        """Every listener and whose it is."""
+        return dict.fromkeys(self.router.values(), Role.ROUTER) | dict.fromkeys(self.workers, Role.WORKER)
+
+
+async def refuse_strangers_in_mid_stream(
+    cluster: RayCluster, hosts: Collection[Host], client: AsyncClient, journal: Journal
+) -> None:
+    """Have a host that is no member call everything everywhere while streams run: all refused, and nobody notices."""
+    at = await asyncio.to_thread(Listeners, cluster, hosts)
+    undisturbed = await stream_all(client)
+    before = await client.status()
+    attempts: list[Attempt] = []
+
+    async def attack() -> None:
+        attempts.extend(await call_everything(at.owners, ca=cluster.ca, cluster=NAME))
+        attempts.extend(await stream_with_made_up_capability(at.workers, ca=cluster.ca, cluster=NAME))
+        attempts.extend(await knock_without_trust(at.router["port"], at.router["http_port"]))
+
+    seen = await stream_all(client, attack)
+    journal.note(
+        f"{len(attempts)} attempts by a host that is no member, of {len(INSIDE_METHODS)} methods on"
+        f" {len(at.owners)} listeners\n{strangers.describe(attempts)}"
+    )
+    journal.note(f"meanwhile {describe(seen)}")
+    assert not [each for each in attempts if each.was_let_in]
+    assert [each.answer.text for each in seen] == [each.answer.text for each in undisturbed]
+    after = await client.status()
+    assert after.router.num_failed == 0
+    assert [(each.worker_id, each.role, each.state) for each in after.workers] == [
+        (each.worker_id, each.role, each.state) for each in before.workers
+    ]
+
+
+async def renew_certificates_in_mid_stream(
+    cluster: RayCluster, hosts: Collection[Host], client: AsyncClient, journal: Journal
+) -> None:
+    """Stream until every listener has shown three certificates: texts stay the same, and newcomers get in."""
+    at = await asyncio.to_thread(Listeners, cluster, hosts)
+    undisturbed = await stream_all(client)
+    texts, num_streams = [each.answer.text for each in undisturbed], 0
+    num_failed = (await client.status()).router.num_failed
+    async with watched(at.owners) as serials, asyncio.timeout(_WAIT_S):
+        while min(len(each) for each in serials.values()) < _NUM_CERTIFICATES:
+            async with cluster.client() as newcomer:
+                old, new = await asyncio.gather(stream_all(client), stream_all(newcomer))
+            assert [each.answer.text for each in (*old, *new)] == texts * 2
+            num_streams += 2 * NUM_STREAMS
+    assert (await client.status()).router.num_failed == num_failed
+    journal.note(
+        f"{len(at.owners)} listeners showed {_NUM_CERTIFICATES} certificates or more each; {num_streams} streams"
+        " meanwhile, 0 failed, 0 texts differ"
+    )

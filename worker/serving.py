@@ -1,0 +1,205 @@
+"""Serves a worker's runtime, one listener for each audience: control, KV plane, and the direct door of clients."""
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import grpc
+
+from common.metrics_server import MetricsServer
+from common.rpc_server import MAX_MESSAGE_BYTES, Server, start_server
+from common.trust.access import Audience
+from common.trust.credentials import Credentials
+from common.trust.doors import door_of, scrape_tls
+from common.trust.guard import Guard
+from common.wire_names import ROLE_NAMES
+from kvrelay.v1 import (
+    kv_transfer_pb2,
+    kv_transfer_pb2_grpc,
+    prefix_pb2,
+    prefix_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from worker.departure import take_leave
+from worker.metrics import serve_metrics
+from worker.prefix_service import PrefixService
+from worker.runtime import ServedPorts, WorkerRuntime
+from worker.service import UPDATE_GAP_S, WorkerService
+
+logger = logging.getLogger(__name__)
+
+_DIRECT_MESSAGE_BYTES = 64 << 10
+"""Of a request at the direct door, which anybody may send: a capability and a few numbers."""
+_CALLS_GRACE_S = 5.0
+"""For calls that still run when the worker has taken leave."""
+
+
+class Plane(Enum):
+    """A listener of a worker; the order in which they are started."""
+
+    KV = Audience.INSIDERS, "pulls by other workers"
+    DIRECT = Audience.CLIENTS, "tokens for clients"
+    CONTROL = Audience.INSIDERS, "routers, the controller, operators"
+
+
+_SERVICER = re.compile(r"add_(\w+)Servicer_to_server")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaneService:
+    """A gRPC service and the listener that it belongs to."""
+
+    plane: Plane
+    name: str
+    """Full name."""
+    add: Callable[[grpc.aio.Server], None]
+
+    @classmethod
+    def of(cls, plane: Plane, module: ModuleType, add: Callable[[Any, Any], None], servicer: object) -> "PlaneService":
+        """Return a service of a generated module, which `add` puts on a server; the servicer's base names it."""
+        name = _SERVICER.fullmatch(add.__name__)
+        assert name is not None, add.__name__
+        full_name = module.DESCRIPTOR.services_by_name[name[1]].full_name
+        return cls(plane=plane, name=full_name, add=partial(add, servicer))
+
+
+MakeServices = Callable[[WorkerRuntime], Sequence[PlaneService]]
+"""Makes the services of the pools, beside those that every worker has."""
+
+
+def common_services(runtime: WorkerRuntime, *, update_gap_s: float = UPDATE_GAP_S) -> list[PlaneService]:
+    """Return the services that every worker has. `update_gap_s`: the least time between two updates of a watcher."""
+    return [
+        PlaneService.of(
+            Plane.CONTROL,
+            worker_pb2,
+            worker_pb2_grpc.add_WorkerServiceServicer_to_server,
+            WorkerService(runtime, update_gap_s=update_gap_s),
+        ),
+        PlaneService.of(
+            Plane.CONTROL, prefix_pb2, prefix_pb2_grpc.add_PrefixServiceServicer_to_server, PrefixService(runtime)
+        ),
+        PlaneService.of(
+            Plane.KV,
+            kv_transfer_pb2,
+            kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server,
+            runtime.transfer_service(),
+        ),
+    ]
+
+
+@dataclass(slots=True)
+class RunningWorker:
+    """A worker that serves."""
+
+    runtime: WorkerRuntime
+    servers: dict[Plane, Server]
+    metrics: MetricsServer | None
+    host: str
+
+    @property
+    def address(self) -> str:
+        """host:port of its control."""
+        return f"{self.host}:{self.servers[Plane.CONTROL].port}"
+
+    @property
+    def kv_address(self) -> str:
+        """host:port where other workers pull."""
+        return f"{self.host}:{self.runtime.ports.kv}"
+
+    @property
+    def admin_address(self) -> str:
+        """Where the controller calls it."""
+        return self.address
+
+    @property
+    def role(self) -> str:
+        """Name of its role at this moment."""
+        return ROLE_NAMES[self.runtime.role]
+
+    @property
+    def metrics_port(self) -> int:
+        """Port of the Prometheus metrics; 0 when off."""
+        return self.runtime.ports.metrics
+
+    async def stop(self, grace_s: float) -> None:
+        """Take leave, refuse new work, let running calls end, all within `grace_s` seconds; free everything.
+
+        With 0 it ends at once, and nobody is told.
+        """
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + grace_s
+        if grace_s > 0:
+            await take_leave(self.runtime, grace_s=grace_s)
+        self.runtime.hub.close()
+        for drain in self.runtime.on_drain:
+            drain()
+        left_s = min(_CALLS_GRACE_S, max(0.0, end_s - loop.time()))
+        await asyncio.gather(*(server.stop(left_s) for server in self.servers.values()))
+        await self.runtime.aclose()
+        if self.metrics is not None:
+            await asyncio.to_thread(self.metrics.close)
+
+
+async def start_worker(
+    runtime: WorkerRuntime, make_services: MakeServices, credentials: Credentials, *, host: str, port: int
+) -> RunningWorker:
+    """Start a runtime and serve it; `port` is that of its control, 0 takes one of its pool's.
+
+    Raises OSError when none is free.
+    """
+    services = [*common_services(runtime), *make_services(runtime)]
+    ports = runtime.pool_config.port_range
+    servers: dict[Plane, Server] = {}
+    async with AsyncExitStack() as undoing:
+        metrics = None
+        if runtime.pool_config.metrics:
+            metrics = serve_metrics(runtime, host, scrape_tls(credentials))
+            undoing.push_async_callback(asyncio.to_thread, metrics.close)
+        runtime.start()
+        undoing.push_async_callback(runtime.aclose)
+        for plane in Plane:
+            audience, _what = plane.value
+            door = door_of(runtime.config.tls, credentials) if plane is Plane.DIRECT else None
+            servers[plane] = await start_server(
+                _adding([service for service in services if service.plane is plane]),
+                host=host,
+                port=port if port and plane is Plane.CONTROL else ports,
+                guard=Guard(credentials, audience, door=door),
+                max_message_bytes=_DIRECT_MESSAGE_BYTES if plane is Plane.DIRECT else MAX_MESSAGE_BYTES,
+            )
+            undoing.push_async_callback(servers[plane].stop, 0)
+        undoing.pop_all()
+    runtime.ports = ServedPorts(
+        kv=servers[Plane.KV].port,
+        direct=servers[Plane.DIRECT].port,
+        metrics=metrics.port if metrics is not None else 0,
+    )
+    logger.info(
+        "serving",
+        extra={
+            "worker_id": runtime.worker_id,
+            "role": ROLE_NAMES[runtime.role],
+            "port": servers[Plane.CONTROL].port,
+            "epoch": runtime.epoch,
+            "num_blocks": runtime.executor.kv.num_blocks,
+        },
+    )
+    return RunningWorker(runtime=runtime, servers=servers, metrics=metrics, host=host)
+
+
+def _adding(services: Sequence[PlaneService]) -> Callable[[grpc.aio.Server], list[str]]:
+    def add(server: grpc.aio.Server) -> list[str]:
+        for service in services:
+            service.add(server)
+        return [service.name for service in services]
+
+    return add
