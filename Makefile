@@ -36,6 +36,12 @@ test: $(VENV)/.dev model ## Run the whole test suite (CPU, no running service)
 test-bare: $(VENV)/.dev ## Run the tests that use programs of the host, without compilers, ssh, rsync, git ...
 	@tools/bare-path tools/test $(BARE_TESTS)
 
+.PHONY: fuzz
+fuzz: $(VENV)/.dev ## Fuzz every door, FUZZ_SECONDS (600) each; FUZZ_TARGETS names some of them
+	@$(PIP) install --quiet --no-deps --only-binary :all: --requirement tests/fuzz/requirements.txt \
+	  || echo "there is no atheris for this platform: inputs are chosen by chance" >&2
+	@$(BIN)/python -m tests.fuzz $(FUZZ_TARGETS) --seconds $(FUZZ_SECONDS)
+
 .PHONY: check
 check: $(VENV)/.dev ## Lint, types, import rules, protos, generated code
 	@tools/check

@@ -1,0 +1,177 @@
+"""Who makes a fuzzed call, and what it shows: a proof of the right role, mostly, or anything else.
+
+What is drawn here comes from the end of an input, behind all other decisions; where nothing is left the proof is right.
+"""
+
+import base64
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from common.trust.access import METHODS
+from common.trust.authority import Authority
+from common.trust.credentials import Credentials
+from common.trust.identity import Role
+from common.trust.proofs import METADATA_KEY, PROOF_LIFETIME_S, audience_of
+from tests.fuzz.members import AUTHORITY, DENIED, credentials_of
+from tests.fuzz.play import Step
+from tests.fuzz.source import Source
+
+WORKER = "decode-0"
+"""Whom calls come from that only workers may make."""
+_INSIDERS = (Role.ROUTER, Role.WORKER, Role.CONTROLLER, Role.OPERATOR)
+_ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
+_STRANGERS = Authority.new(AUTHORITY.settings)
+"""Another cluster that has the same name."""
+_X5C: Sequence[Any] = (None, [], "", [""], ["AAAA"], [None], 5, {"0": "x"}, ["\ud800"])
+_EXP: Sequence[Any] = (None, 2**60, "x", "2147483647", -1, 1e300, [], {}, float("inf"), float("nan"))
+_ODD: Sequence[Any] = (None, 2**60, "x", [], {"x": 1})
+_CRITICAL: Sequence[Any] = (["exp"], False, 5, {"k": []})
+_FIELDS: Sequence[tuple[int, str, Any]] = (
+    *((0, "alg", value) for value in ("none", "HS256", "ES512", "", None, 5)),
+    *((0, "x5c", value) for value in _X5C),
+    *((0, name, value) for name in ("crit", "typ", "b64", "kid", "jwk") for value in _CRITICAL),
+    *((1, "sub", value) for value in ("spiffe://test/controller/x", "", None, 7, "spiffe://test/root/x", ["x"])),
+    *((1, "aud", value) for value in ("", None, 5, [], ["worker:1", "router:1"], {"worker:1": 1})),
+    *((1, "exp", value) for value in _EXP),
+    *((1, name, value) for name in ("nbf", "iat", "iss", "jti") for value in _ODD),
+)
+_signed: dict[tuple[Role, str, str], tuple[str, float]] = {}
+
+
+def audience_at(address: str) -> str:
+    """Return what a proof for a listener names."""
+    return audience_of(Role.ROUTER if address.startswith("router") else Role.WORKER, address)
+
+
+def proof_of(role: Role, audience: str) -> str:
+    """Return a proof of somebody with a role; the same one for half of its life."""
+    name = WORKER if role is Role.WORKER else f"{role}-0"
+    return _proof(credentials_of(role, name), audience, "")
+
+
+def _proof(credentials: Credentials, audience: str, kind: str, *, lifetime_s: float = PROOF_LIFETIME_S) -> str:
+    key = (credentials.identity.role, audience, kind)
+    known = _signed.get(key)
+    if known is None or known[1] < time.monotonic():
+        made = credentials.held.signer.sign({}, audience=audience, lifetime_s=lifetime_s)
+        known = _signed[key] = made, time.monotonic() + PROOF_LIFETIME_S / 2
+    return known[0]
+
+
+def right_role(method: str) -> Role:
+    """Return a role that may call a method."""
+    return min(METHODS[method])
+
+
+def right_metadata(method: str, address: str) -> tuple[tuple[str, Any], ...]:
+    """Return what a caller shows that may call an inside method."""
+    return ((METADATA_KEY, proof_of(right_role(method), audience_at(address))),)
+
+
+def with_proof(step: Step, source: Source) -> Step:
+    """Return a call with what its caller shows."""
+    way, role = source.byte(), right_role(step.method)
+    if way < 192:
+        return (
+            step
+            if role is Role.CLIENT
+            else dataclasses.replace(step, metadata=right_metadata(step.method, step.target))
+        )
+    shown = _WRONG[source.below(len(_WRONG))](source, step)
+    metadata = () if shown is None else ((METADATA_KEY, shown),)
+    if role is Role.CLIENT:  # nobody looks at it
+        return dataclasses.replace(step, metadata=metadata)
+    return dataclasses.replace(step, metadata=(*metadata, DENIED), is_denied=True)
+
+
+def _none(_source: Source, _step: Step) -> None:
+    return None
+
+
+def _of_another_role(source: Source, step: Step) -> str:
+    return proof_of(
+        source.choose([role for role in _INSIDERS if role not in METHODS[step.method]]), audience_at(step.target)
+    )
+
+
+def _for_another(source: Source, step: Step) -> str:
+    others = ("worker:x:1", "worker:prefill-9:1", "router:2", "door", "kv", "", "controller:1", "worker:1")
+    return proof_of(_insider(step.method), source.choose(others))
+
+
+def _of_a_stranger(_source: Source, step: Step) -> str:
+    role = _insider(step.method)
+    stranger = _strangers.get(role) or _strangers.setdefault(role, Credentials.of(_STRANGERS, role, "x"))
+    return _proof(stranger, audience_at(step.target), "stranger")
+
+
+_strangers: dict[Role, Credentials] = {}
+
+
+def _expired(_source: Source, step: Step) -> str:
+    return _proof(credentials_of(_insider(step.method), "x"), audience_at(step.target), "expired", lifetime_s=-1000)
+
+
+def _damaged(source: Source, step: Step) -> str:
+    """One character is another one; not the last, of which not every bit counts."""
+    proof = proof_of(_insider(step.method), audience_at(step.target))
+    place = source.below(1 << 12) % (len(proof) - 1)
+    there = _ALPHABET.find(proof[place])
+    put = _ALPHABET[(there + 1 + source.below(len(_ALPHABET) - 1)) % len(_ALPHABET)]
+    return proof[:place] + put + proof[place + 1 :]
+
+
+def _cut(source: Source, step: Step) -> str:
+    proof = proof_of(_insider(step.method), audience_at(step.target))
+    return proof[: source.below(1 << 12) % len(proof)]
+
+
+def _with_other_fields(source: Source, step: Step) -> str:
+    """The signature stays: it fits no more."""
+    return change_fields(proof_of(_insider(step.method), audience_at(step.target)), source)
+
+
+def change_fields(token: str, source: Source) -> str:
+    """Return a token with a field or a few changed, and the same signature or none."""
+    parts = token.split(".")
+    fields = [json.loads(base64.urlsafe_b64decode(part + "==")) for part in parts[:2]]
+    for _ in range(1 + source.below(3)):
+        part, name, value = source.choose(_FIELDS)
+        fields[part][name] = value
+    if source.byte() % 8 == 7:
+        fields[source.below(2)] = source.choose(([], None, 5, "x", [[]] * 50))
+    parts[:2] = [encoded(json.dumps(each).encode()) for each in fields]
+    if source.byte() % 4 == 3:
+        parts[2] = ""
+    return ".".join(parts)
+
+
+def encoded(raw: bytes) -> str:
+    """Return bytes as a token has them."""
+    return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
+
+
+def _raw(source: Source, _step: Step) -> Any:
+    raw = source.take(source.below(64))
+    return source.choose((raw, raw.decode("latin-1"), "a.b.c", "x" * 7000, "." * 4000, "\ud800"))
+
+
+def _insider(method: str) -> Role:
+    role = right_role(method)
+    return Role.ROUTER if role is Role.CLIENT else role
+
+
+_WRONG: Sequence[Callable[[Source, Step], Any]] = (
+    _none,
+    _of_another_role,
+    _for_another,
+    _of_a_stranger,
+    _expired,
+    _damaged,
+    _cut,
+    _with_other_fields,
+    _raw,
+)

@@ -1,0 +1,72 @@
+"""Who is who in a fuzzed cluster: guards in front of listeners, and how members call each other.
+
+Proofs and tickets are real, of one authority in this process. Their times are the clock's on the wall: virtual time
+does not touch them.
+"""
+
+from functools import cache
+from typing import Any, cast
+
+import grpc
+
+from common.rpc import Connect
+from common.trust.access import Audience
+from common.trust.authority import Authority, AuthoritySettings
+from common.trust.channels import InsideChannel
+from common.trust.credentials import Credentials
+from common.trust.guard import Guard, Screen
+from common.trust.identity import Role
+from common.trust.reach import Reach
+from common.trust.tickets import issuer
+
+AUTHORITY = Authority.new(AuthoritySettings(cluster="test", is_encrypted=False, allows_plain_text=True))
+PORT = 1
+"""Of every listener; hosts tell them apart."""
+
+DENIED = ("fuzz-denied", "1")
+"""Metadata of calls whose handler must not run."""
+
+
+@cache
+def credentials_of(role: Role, name: str) -> Credentials:
+    """Return the credentials of a member."""
+    return Credentials.of(AUTHORITY, role, name)
+
+
+class _Ports:
+    """What a guard listens with: the network is a simulated one."""
+
+    def add_insecure_port(self, _address: str) -> int:
+        return PORT
+
+
+def make_guard(credentials: Credentials, audience: Audience, *, screen: Screen | None = None) -> Guard:
+    """Return the guard of a listener on the host that has its member's name."""
+    guard = Guard(credentials, audience, screen=screen)
+    guard.listen(cast("grpc.aio.Server", _Ports()), credentials.identity.name, PORT)
+    return guard
+
+
+class _SimInsideChannel(InsideChannel):
+    """A real channel of a member; what it stands on is simulated."""
+
+    def __init__(self, address: str, role: Role, credentials: Credentials, connect: Connect) -> None:
+        super().__init__(address, role, credentials)
+        self._connect = connect
+
+    def _real(self) -> Any:
+        return self._connect(self._address.removeprefix("dns:///"))
+
+
+def as_member(credentials: Credentials, role: Role, connect: Connect) -> Connect:
+    """Return what makes channels to processes of a role, as whoever holds these credentials."""
+    return lambda address: _SimInsideChannel(address, role, credentials, connect)
+
+
+def reach_of(credentials: Credentials, connect: Connect) -> Reach:
+    """Return the reach of whoever holds these credentials."""
+    return Reach(
+        worker=as_member(credentials, Role.WORKER, connect),
+        router=as_member(credentials, Role.ROUTER, connect),
+        issue=issuer(lambda: credentials.held.signer),
+    )

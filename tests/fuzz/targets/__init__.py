@@ -1,0 +1,1 @@
+"""What is fuzzed, door by door."""
