@@ -1,0 +1,157 @@
+"""Runs the parts and reports; the method is in the package's docstring."""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.router.stats import Figures
+from benchmarks.tls_cost.arms import OFF, ON
+from benchmarks.tls_cost.connections import measure_connections
+from benchmarks.tls_cost.kv import measure_kv
+from benchmarks.tls_cost.latency import FAKE, SMOLLM2, measure_latency
+from benchmarks.tls_cost.router_cpu import measure_grpc_requests, measure_http_requests, measure_tokens
+from benchmarks.tls_cost.signatures import measure_signatures
+
+PARTS = ("latency", "tokens", "requests", "kv", "parts")
+
+
+LATENCY_TURNS = 5
+"""Rounds of the latency part for each of another part: many short ones, since other work comes and goes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """How much is measured."""
+
+    num_rounds: int
+    share: float
+    """Of the requests and calls of a round of the full extent."""
+    window_s: float
+    has_model: bool
+    """Whether SmolLM2 is measured, too."""
+
+    def part(self, count: int) -> int:
+        """Return so many requests or calls, or the share of them."""
+        return max(8, int(self.share * count))
+
+
+FULL = Extent(num_rounds=5, share=1.0, window_s=2.0, has_model=True)
+QUICK = Extent(num_rounds=1, share=0.05, window_s=0.3, has_model=False)
+
+
+def main() -> None:
+    """Parse the command line, measure, print, write."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tls_cost", description="What TLS costs.")
+    parser.add_argument("--quick", action="store_true", help="half a minute, to see that everything runs")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--json", type=Path, help="where to write all rounds")
+    args = parser.parse_args()
+    console, figures = Console(), Figures()
+    if not console.is_terminal:
+        console = Console(width=160)
+    extent = QUICK if args.quick else FULL
+    machine: dict[str, Any] = {"processor": _processor(), "cores": psutil.cpu_count(), "kernel": platform.release()}
+    started_s, others = time.monotonic(), {}
+    for part, measure in _parts(extent, figures, console).items():
+        if part in args.parts:
+            others[part] = _cores_used_by_others()
+            console.print(f"{part}: {time.monotonic() - started_s:.0f} s, others use {others[part]:.2f} cores")
+            measure()
+    console.print(f"took {time.monotonic() - started_s:.0f} s")
+    console.print(_table(figures))
+    if args.json is not None:
+        report = {
+            "method": "benchmarks/tls_cost/__init__.py",
+            "machine": machine | {"load_average_at_the_end": os.getloadavg()},
+            "cores_used_by_others_before": others,
+            "num_rounds": extent.num_rounds,
+            "figures": _rows(figures),
+        }
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def _parts(extent: Extent, figures: Figures, console: Console) -> Mapping[str, Callable[[], None]]:
+    rounds = extent.num_rounds
+
+    def latency() -> None:
+        for case in (FAKE, SMOLLM2) if extent.has_model else (FAKE,):
+            measure_latency(figures, case, num_rounds=rounds * LATENCY_TURNS, console=console)
+
+    def requests() -> None:
+        measure_grpc_requests(figures, num_rounds=rounds, num_requests=extent.part(1500))
+        uvloop.run(measure_http_requests(figures, num_rounds=rounds, num_requests=extent.part(1500)))
+
+    def parts() -> None:
+        measure_signatures(figures, num_rounds=rounds, num_calls=extent.part(400))
+        uvloop.run(measure_connections(figures, num_rounds=rounds, num_calls=extent.part(200)))
+
+    return {
+        "latency": latency,
+        "tokens": lambda: uvloop.run(measure_tokens(figures, num_rounds=rounds, window_s=extent.window_s)),
+        "requests": requests,
+        "kv": lambda: uvloop.run(measure_kv(figures, num_rounds=rounds, window_s=extent.window_s)),
+        "parts": parts,
+    }
+
+
+def _cores_used_by_others() -> float:
+    """Return how busy the machine is before a part begins: this process sleeps, and has no children."""
+    share: float = psutil.cpu_percent(interval=1.0)
+    return share / 100 * (psutil.cpu_count() or 1)
+
+
+def _rows(figures: Figures) -> list[dict[str, Any]]:
+    """Return a row for each case and unit: the rounds of both arms, medians, and the paired ratios."""
+    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for figure in figures.all.values():
+        key = (figure.part, figure.case, figure.unit)
+        row = rows.setdefault(key, {"part": figure.part, "case": figure.case, "unit": figure.unit})
+        row[figure.arm] = {"median": figure.median, "rounds": figure.rounds}
+    for row in rows.values():
+        if OFF in row and ON in row:
+            # Nothing was used that the kernel would have counted: no ratio.
+            pairs = [(on, off) for on, off in zip(row[ON]["rounds"], row[OFF]["rounds"], strict=True) if off]
+            ratios = [on / off for on, off in pairs]
+            row["ratio"] = {"median": statistics.median(ratios), "rounds": ratios} if ratios else None
+    return list(rows.values())
+
+
+def _table(figures: Figures) -> Table:
+    table = Table("part", "case", "unit", "off", "on", "on/off (quartiles)", title="medians of the rounds (range)")
+    for row in _rows(figures):
+        off, on, both = (_text(row.get(arm), 0, 100) for arm in (OFF, ON, "both"))
+        table.add_row(row["part"], row["case"], row["unit"], off or both, on, _text(row.get("ratio"), 25, 75))
+    return table
+
+
+def _text(values: Mapping[str, Any] | None, *percentiles: float) -> str:
+    if values is None:
+        return ""
+    low, high = np.percentile(values["rounds"], percentiles)
+    spread = f" ({low:.3g}–{high:.3g})" if len(values["rounds"]) > 1 else ""
+    return f"{values['median']:.3g}{spread}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""The benchmark of TLS runs: every part without whole clusters, at its smallest."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_tls_benchmark_quick_measures_both_arms_and_writes_them(tmp_path: Path) -> None:
+    report = tmp_path / "tls.json"
+    parts = ["tokens", "requests", "kv", "parts"]
+    command = [sys.executable, "-m", "benchmarks.tls_cost", "--quick", "--parts", *parts, "--json", str(report)]
+    subprocess.run(command, check=True, timeout=180, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    found = json.loads(report.read_text())
+    assert {figure["part"] for figure in found["figures"]} == set(parts)
+    paired = [figure for figure in found["figures"] if "both" not in figure]
+    assert all(len(figure[arm]["rounds"]) == 1 for figure in paired for arm in ("off", "on"))
+    kv = next(figure for figure in paired if figure["unit"] == "MiB per s")
+    assert all(kv[arm]["median"] > 0 for arm in ("off", "on"))
