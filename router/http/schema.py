@@ -145,7 +145,7 @@ class TokenizeBody(_Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Messages = None
+    messages: Messages | None = None
     return_token_strs: bool | None = None
 
 

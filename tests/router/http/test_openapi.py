@@ -49,6 +49,13 @@ def test_document_has_every_field_that_the_door_reads(kind: type[Any]) -> None:
     assert set(kind.model_fields) <= set(schemas()[kind.__name__]["properties"])
 
 
+@pytest.mark.parametrize("kind", BODIES)
+def test_field_that_may_be_left_out_may_be_null(kind: type[Any]) -> None:
+    components, place = {"schemas": schemas()}, f"#/components/schemas/{kind.__name__}/properties"
+    for name in kind.model_fields.keys() - set(schemas()[kind.__name__].get("required", ())):
+        assert jsonschema_rs.is_valid({"$ref": f"{place}/{name}", "components": components}, None), name
+
+
 def test_option_of_the_document_is_taken_with_its_values_and_no_other() -> None:
     properties = schemas()["CompletionBody"]["properties"]
     for name, schema in properties.items():
