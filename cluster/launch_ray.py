@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.05
 _RENEW_RETRY_S = 60.0
 _RENEW_RETRY_SHARE = 1 / 8
-"""Of the time between two renewals: the pause after one that failed, where that is shorter."""
+"""A share of the time between two renewals: the pause after one that failed, where that is shorter."""
 _MAX_ENROLMENTS = 10
-"""Of a process that dies again and again between its request and the answer."""
+"""Allowed to a process that dies again and again between its request and the answer."""
 _STOP_MARGIN_S = 2.0
 _KILL_TIMEOUT_S = 5.0
 

@@ -19,9 +19,9 @@ MAX_PROMPT_TOKENS = 1 << 24
 MAX_CHAT_MESSAGES = 4096
 """A template runs once for each: rendering so many takes 0.1 s."""
 MAX_CONTENT_PARTS = 1024
-"""Of one message, in the HTTP API."""
+"""Per message of the HTTP API."""
 MAX_PROMPTS = 128
-"""Of one call of the HTTP API; each is a request of its own, in line with everybody's."""
+"""Per call of the HTTP API; each is a request of its own and waits in the same line as all others."""
 
 BOUNDS: Mapping[str, int] = {
     "kvrelay.v1.TokenIds.ids": MAX_PROMPT_TOKENS,

@@ -139,7 +139,7 @@ class TlsConfig(_Section):
     """Further DNS names and addresses of the routers' doors for the certificates that the cluster issues, such as that
     of a load balancer."""
     lifetime_s: Annotated[float, Field(ge=5, le=30 * 86_400)] = 86_400.0
-    """Of the processes' certificates; they are renewed at two thirds of it."""
+    """How long a process's certificate lasts; it is renewed at two thirds of it."""
 
     @model_validator(mode="after")
     def _files(self) -> "TlsConfig":

@@ -18,7 +18,7 @@ def claim_open_files() -> int:
 
 
 _NUM_LISTENERS = 3
-"""Of a router: two doors and its administration; of a worker: control, KV plane, direct door."""
+"""A router has two doors and its administration; a worker has control, KV plane and direct door."""
 
 
 def connections_per_listener(open_files: int) -> int:

@@ -16,7 +16,7 @@ MAX_LOG_BYTES = 64 << 20
 NUM_OLD_LOGS = 3
 """So a process keeps at most about 256 MiB."""
 LOG_PATH_ENV = "KVRELAY_LOG_PATH"
-"""Set by whoever starts a process with its streams appended to a log: that file."""
+"""Set by the launcher of a process whose streams are appended to a log: that file."""
 _CHECK_S = 10.0
 _STREAMS = (1, 2)
 _MODE = 0o600

@@ -17,7 +17,7 @@ from common.trust.access import Audience
 from common.trust.guard import Guard
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""Of any message inside a cluster."""
+"""The limit of any message inside a cluster."""
 
 
 @dataclass(slots=True)

@@ -38,7 +38,7 @@ class Extent:
 
     num_rounds: int
     share: float
-    """Of the requests and calls of a round of the full extent."""
+    """The share of requests and calls that a round makes; 1 is the full extent."""
     window_s: float
     has_model: bool
     """Whether SmolLM2 is measured, too."""

@@ -45,7 +45,7 @@ SMOLLM2 = Case(name="SmolLM2-135M", model={}, concurrency=1, num_requests=2, num
 
 @dataclass(slots=True)
 class _Seen:
-    """Of one round; seconds."""
+    """One round, in seconds."""
 
     ttft_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)

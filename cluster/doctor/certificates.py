@@ -10,7 +10,7 @@ from common.trust.credentials import Credentials
 from common.trust.shown import Onlooker
 
 _LATE_SHARE = (1 - RENEW_SHARE) * 3 / 4
-"""Of a certificate's life: with less than this left it should have been renewed a while ago."""
+"""A share of a certificate's life: with less than this left it should have been renewed a while ago."""
 _LATE_OWN_S = 7 * 86_400.0
 """The same of a certificate that the operator has brought."""
 

@@ -29,9 +29,9 @@ _SKEW = datetime.timedelta(minutes=5)
 """Clocks of hosts may differ by so much."""
 MAX_NAMES = 64
 MAX_NAME_BYTES = 2048
-"""Of all names together: proofs and tickets carry the certificate, and have to fit into the metadata of a call."""
+"""For all names together: proofs and tickets carry the certificate, and have to fit into the metadata of a call."""
 RENEW_SHARE = 2 / 3
-"""Of a certificate's life."""
+"""A share of a certificate's life."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class AuthoritySettings:
     allows_plain_text: bool = False
     """Whether listeners that others than this host reach may do without TLS."""
     lifetime_s: float = DAY_S
-    """Of certificates; they are renewed at two thirds of it."""
+    """How long a certificate lasts; it is renewed at two thirds of it."""
 
 
 class Authority:

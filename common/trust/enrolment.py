@@ -66,7 +66,7 @@ class Enrolment(_Record):
     ca_pem: str
     """Certificate of the authority, by which others are known."""
     lifetime_s: float
-    """Of the certificate, from now on."""
+    """What is left of the certificate's life, from now on."""
     is_encrypted: bool
     """Whether this cluster's connections are TLS."""
     allows_plain_text: bool

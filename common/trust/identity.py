@@ -25,7 +25,7 @@ class Identity:
     cluster: str
     role: Role
     name: str
-    """Of a process: as the controller calls it, such as `decode-0`."""
+    """The process, as the controller calls it, such as `decode-0`."""
 
     @property
     def uri(self) -> str:

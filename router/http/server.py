@@ -79,19 +79,9 @@ class HttpServer:
         await self._serving
 
 
-async def start_http_server(
-    door: FrontDoor, certificates: DoorCertificates | None, *, host: str, port: int
-) -> HttpServer:
-    """Start serving, by TLS where there are certificates; port 0 picks a free one.
-
-    Raises OSError when the port is taken, ConfigError for too large limits.
-
-    uvicorn serves the connections that `Listener` makes; it listens nowhere itself.
-    """
-    patience = Patience()
-    connections = Connections(most=_most_connections(door.parts.config.max_http_connections))
-    app = HttpApp(door, connections)
-    config = uvicorn.Config(
+def uvicorn_config(app: HttpApp, patience: Patience) -> uvicorn.Config:
+    """Return how uvicorn serves a connection to `app`."""
+    return uvicorn.Config(
         app.asgi,
         http=DoorProtocol,
         ws="none",
@@ -105,6 +95,21 @@ async def start_http_server(
         timeout_keep_alive=patience.idle_s,
         timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
     )
+
+
+async def start_http_server(
+    door: FrontDoor, certificates: DoorCertificates | None, *, host: str, port: int
+) -> HttpServer:
+    """Start serving, by TLS where there are certificates; port 0 picks a free one.
+
+    Raises OSError when the port is taken, ConfigError for too large limits.
+
+    uvicorn serves the connections that `Listener` makes; it listens nowhere itself.
+    """
+    patience = Patience()
+    connections = Connections(most=_most_connections(door.parts.config.max_http_connections))
+    app = HttpApp(door, connections)
+    config = uvicorn_config(app, patience)
     server = _Uvicorn(config)
 
     def make_protocol() -> DoorProtocol:

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
-import uvicorn
 from uvicorn.server import ServerState
 
 from common.clock import Clock
@@ -42,6 +41,7 @@ from router.front_door import FrontDoor
 from router.http.app import HttpApp
 from router.http.connections import Connections, Patience
 from router.http.protocol import DoorProtocol
+from router.http.server import uvicorn_config
 from router.parts import RouterParts, build_router
 from router.service import InferenceService, RouterAdminService
 from router.validation import RequestReader
@@ -311,19 +311,7 @@ def serve_router_at(door: FrontDoor, network: SimNetwork) -> None:
 def make_http(door: FrontDoor) -> tuple[Callable[[], DoorProtocol], Connections]:
     """Return what makes the HTTP side of a connection to a router's door, as `router.http` does, and all of these."""
     connections, patience = Connections(most=_MAX_CONNECTIONS), Patience()
-    config = uvicorn.Config(
-        HttpApp(door, connections).asgi,
-        http=DoorProtocol,
-        ws="none",
-        loop="none",
-        lifespan="off",
-        interface="asgi3",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_keep_alive=patience.idle_s,
-    )
+    config = uvicorn_config(HttpApp(door, connections), patience)
     config.load()
     state = ServerState()
 
