@@ -34,11 +34,19 @@ def channel_options(*, max_message_mib: int = 64) -> list[tuple[str, int]]:
     ]
 
 
-def client_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
-    """Return a lazy channel to a door, TLS when there are credentials. One per peer, made once and reused."""
+def client_channel(
+    address: str, credentials: grpc.ChannelCredentials | None = None, *, server_name: str = ""
+) -> grpc.aio.Channel:
+    """Return a lazy channel to a door, TLS when there are credentials. One per peer, made once and reused.
+
+    `server_name`: DNS name that the certificate has to have; empty: the host of `address`.
+    """
+    options: list[tuple[str, str | int]] = [*channel_options()]
     if credentials is None:
-        return grpc.aio.insecure_channel(address, options=channel_options())
-    return grpc.aio.secure_channel(address, credentials, options=channel_options())
+        return grpc.aio.insecure_channel(address, options=options)
+    if server_name:
+        options.append(("grpc.ssl_target_name_override", server_name))
+    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 Connect = Callable[[str], grpc.aio.Channel]
@@ -60,11 +68,17 @@ def is_cancelled() -> bool:
 
 @asynccontextmanager
 async def error_boundary(context: grpc.aio.ServicerContext[Any, Any], what: str) -> AsyncIterator[None]:
-    """Turn exceptions of a handler into one terminal status. The only `except Exception` of a service."""
+    """Turn exceptions of a handler into one terminal status. The only `except Exception` of a service.
+
+    A caller that has left is not told: the handler then ends as a cancelled one does.
+    """
     try:
         yield
     except grpc.aio.AbortError:
         raise
+    except grpc.aio.InternalError as error:  # gRPC's, for a message that comes before the handler is cancelled
+        logger.debug("%s: the caller has left", what, exc_info=error)
+        raise asyncio.CancelledError from None
     except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the top of a handler
         await abort(context, to_report(error, what))
 

@@ -76,8 +76,7 @@ class ServiceActor(ABC):
             send_output_to(params.log_path)
         setup_logging(params.name)
         self._host = params.host or self.node_address()
-        # Those of the configuration are the routers' alone: who has them is what clients give their keys to.
-        self._names = params.config.tls.names if params.role == Role.ROUTER else ()
+        self._door_names = params.config.tls.names if params.role == Role.ROUTER else None
         self._credentials = Credentials()
         self._is_enrolled = asyncio.Event()
         self._service = asyncio.get_running_loop().create_task(self._start(params))
@@ -96,7 +95,8 @@ class ServiceActor(ABC):
 
     async def request_certificate(self) -> EnrolmentRequest:
         """Return a request for a certificate; `accept_certificate` has to follow."""
-        return self._credentials.request([*names_of(self._host), *self._names])
+        names = () if self._door_names is None else (*names_of(self._host), *self._door_names)
+        return self._credentials.request(names)
 
     async def accept_certificate(self, enrolment: Enrolment) -> bool:
         """Take a certificate: the first one lets the service start, later ones take the place of the one before.

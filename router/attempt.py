@@ -121,8 +121,12 @@ class Attempt:
         chosen = plan_to_proto(self.booking.plan, attempt=self.number)
         self.record.outbox.put(inference_pb2.GenerateResponse(plan=chosen))
         if self._access is not None:
-            address, capability = decode.member.direct_address, self._access.capability
-            grant = inference_pb2.DirectGrant(address=address, capability=capability, attempt=self.number)
+            grant = inference_pb2.DirectGrant(
+                address=decode.member.direct_address,
+                capability=self._access.capability,
+                attempt=self.number,
+                server_name=decode.member.direct_name,
+            )
             self.record.outbox.put(inference_pb2.GenerateResponse(direct=grant))
 
     def _handoff(self, prefill: Hold, handoff_id: HandoffId) -> decode_pb2.Handoff:

@@ -47,6 +47,7 @@ class Fleet:
         """`reach` is the router's; `probes`: what the router makes of the fixed texts; None where no text is served."""
         self._index = index
         self._connect = reach.worker
+        self._direct_name = reach.direct_name
         self.issue = reach.issue
         """Signs the tickets by which workers pull from each other."""
         self._streams = streams
@@ -122,9 +123,8 @@ class Fleet:
         for worker_id, endpoint in wanted.items():
             if worker_id not in self._members:
                 logger.info("worker joins", extra={"worker_id": worker_id, "address": endpoint.address})
-                member = Member(
-                    endpoint=endpoint, client=WorkerClient(endpoint.address, self._connect, streams=self._streams)
-                )
+                client = WorkerClient(endpoint.address, self._connect, streams=self._streams)
+                member = Member(endpoint=endpoint, client=client, direct_name=self._direct_name)
                 self._members[worker_id] = member
                 self._roster = None
                 self._links[worker_id] = WorkerLink(member, self, clock=self._clock)

@@ -78,6 +78,8 @@ class Member:
 
     endpoint: Endpoint
     client: WorkerClient
+    direct_name: str = ""
+    """DNS name in the certificate of its direct door; empty: the host of its address."""
     state: WorkerState = WorkerState.CONNECTING
     why: str = ""
     """Why it is refused or lost."""

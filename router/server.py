@@ -130,7 +130,7 @@ async def serve_router(
     parts = build_router(
         config,
         clock=clock,
-        reach=Reach.of(credentials),
+        reach=Reach.of(credentials, has_own_files=serving.tls.certificate is not None),
         seed=secrets.randbits(64),
         probes=codec.probes,
     )

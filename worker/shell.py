@@ -11,7 +11,6 @@ from typing import Protocol
 
 from common.config import ConfigError, ServingConfig, load_config
 from common.log import setup_logging
-from common.ports import names_of
 from common.process import Ready, die_with_parent, ready_line
 from common.trust.credentials import Credentials
 from common.trust.pipe import EnrolmentPipe, NotEnrolled
@@ -73,7 +72,7 @@ async def _serve(config: ServingConfig, start: StartWorker, args: argparse.Names
     stop = asyncio.Event()
     _on_first_signal(stop.set)
     credentials = Credentials()
-    pipe = EnrolmentPipe(credentials, lambda: names_of(args.host))
+    pipe = EnrolmentPipe(credentials)
     await pipe.open()
     renewing = asyncio.create_task(pipe.keep_renewed(), name="renew certificate")
     worker = await start(config, credentials, role=ROLE_NUMBERS[args.role], host=args.host, port=args.port)

@@ -92,16 +92,18 @@ class Authority:
     def enrol(self, request: EnrolmentRequest, *, role: Role, name: str) -> Enrolment:
         """Return the certificate of a process that the caller has started under this name. Raises ValueError.
 
-        The caller says who it is; only where it is reached is taken from the request.
+        The caller says who it is. Only a router is certified for the hosts that it asks for: clients know its doors
+        by them. Everything else is known by its role, so a compromised worker cannot pose as a door.
         """
         public_key = _requested_key(request.csr_pem, name)
+        hosts = _general_names(request.hosts)
         identity = Identity(cluster=self.settings.cluster, role=role, name=name)
         now = datetime.datetime.now(datetime.UTC)
         lifetime = datetime.timedelta(seconds=self.settings.lifetime_s)
         names: list[x509.GeneralName] = [
             x509.UniformResourceIdentifier(identity.uri),
             x509.DNSName(server_name(self.settings.cluster, role)),
-            *_general_names(request.hosts),
+            *(hosts if role is Role.ROUTER else ()),
         ]
         builder = (
             x509.CertificateBuilder()

@@ -54,7 +54,7 @@ class EnrolmentRequest(_Record):
     csr_pem: str
     """Certificate signing request; only its public key counts."""
     hosts: tuple[str, ...]
-    """Addresses and DNS names by which its doors are reached."""
+    """Addresses and DNS names by which a router's doors are reached; empty for anything else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

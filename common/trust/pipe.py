@@ -31,8 +31,8 @@ class NotEnrolled(Exception):
 class EnrolmentPipe:
     """The child's end. Event loop only."""
 
-    def __init__(self, credentials: Credentials, hosts: Callable[[], Sequence[str]]) -> None:
-        """`hosts`: addresses and names by which its doors are reached at this moment."""
+    def __init__(self, credentials: Credentials, hosts: Callable[[], Sequence[str]] = tuple) -> None:
+        """`hosts`: addresses and names by which a router's doors are reached at this moment."""
         self._credentials = credentials
         self._hosts = hosts
         self._answers: asyncio.Queue[str] = asyncio.Queue()

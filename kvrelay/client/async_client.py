@@ -161,8 +161,8 @@ class AsyncClient:
         self._timeout_s = timeout_s
         self._metadata = credentials(api_key)
         self._is_direct = direct
-        self._channels: dict[str, grpc.aio.Channel] = {}
-        """To routers and, in direct mode, workers: by address."""
+        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
+        """To routers and, in direct mode, workers: by address and by the name in the certificate, if not that."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -305,14 +305,15 @@ class AsyncClient:
     def _stub(self, address: str) -> "inference_pb2_grpc.InferenceServiceAsyncStub":
         return inference_pb2_grpc.InferenceServiceStub(self._channel(address))
 
-    def _worker(self, address: str) -> "decode_pb2_grpc.DirectServiceAsyncStub":
+    def _worker(self, grant: inference_pb2.DirectGrant) -> "decode_pb2_grpc.DirectServiceAsyncStub":
         """Return the stub of a decode worker that tokens are streamed from."""
-        return decode_pb2_grpc.DirectServiceStub(self._channel(address))
+        return decode_pb2_grpc.DirectServiceStub(self._channel(grant.address, grant.server_name))
 
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        if address not in self._channels:  # not in __init__: a channel belongs to the loop that runs when it is made
-            self._channels[address] = client_channel(address, self._tls)
-        return self._channels[address]
+    def _channel(self, address: str, server_name: str = "") -> grpc.aio.Channel:
+        key = (address, server_name)
+        if key not in self._channels:  # not in __init__: a channel belongs to the loop that runs when it is made
+            self._channels[key] = client_channel(address, self._tls, server_name=server_name)
+        return self._channels[key]
 
     def _deadline_s(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout_s

@@ -90,12 +90,12 @@ class DirectCall:
     def __init__(
         self,
         call: "grpc.aio.UnaryStreamCall[Any, inference_pb2.GenerateResponse]",
-        connect: Callable[[str], Any],
+        connect: Callable[[inference_pb2.DirectGrant], Any],
         *,
         num_samples: int,
         so_far: Sequence[SampleSoFar] = (),
     ) -> None:
-        """`connect` returns the DirectService stub of an address. Starts reading at once."""
+        """`connect` returns the DirectService stub of the worker that a grant names. Starts reading at once."""
         self._call = call
         self._connect = connect
         self._answer = InOrder(num_samples, so_far)
@@ -166,7 +166,7 @@ class DirectCall:
             request = decode_pb2.StreamTokensRequest(
                 capability=grant.capability, num_received=self._answer.num_received
             )
-            stream = self._connect(grant.address).StreamTokens(request)
+            stream = self._connect(grant).StreamTokens(request)
             try:
                 async for message in stream:
                     pause_s = _FIRST_PAUSE_S

@@ -291,22 +291,26 @@ class DirectGrant(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     CAPABILITY_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    SERVER_NAME_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """host:port of the decode worker."""
     capability: _builtins.bytes
     """To be shown there; short-lived, for this answer only."""
     attempt: _builtins.int
     """The plan that it belongs to."""
+    server_name: _builtins.str
+    """DNS name in the certificate that the worker shows; empty: the host of `address`."""
     def __init__(
         self,
         *,
         address: _builtins.str = ...,
         capability: _builtins.bytes = ...,
         attempt: _builtins.int = ...,
+        server_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attempt", b"attempt", "capability", b"capability"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attempt", b"attempt", "capability", b"capability", "server_name", b"server_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -56,26 +56,36 @@ def test_only_routers_get_the_key_of_block_hashes_and_nobody_the_authoritys() ->
 
 
 def test_certificate_names_who_the_launcher_started_and_where_it_is_reached() -> None:
-    credentials = Credentials.of(Authority.new(SETTINGS), Role.WORKER, "decode-3", ["10.0.0.7", "host.example"])
+    credentials = Credentials.of(Authority.new(SETTINGS), Role.ROUTER, "router-3", ["10.0.0.7", "host.example"])
     certificate = x509.load_pem_x509_certificate(credentials.held.certificate_pem)
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
 
-    assert names.get_values_for_type(x509.UniformResourceIdentifier) == ["spiffe://test/worker/decode-3"]
-    assert names.get_values_for_type(x509.DNSName) == [server_name("test", Role.WORKER), "host.example"]
+    assert names.get_values_for_type(x509.UniformResourceIdentifier) == ["spiffe://test/router/router-3"]
+    assert names.get_values_for_type(x509.DNSName) == [server_name("test", Role.ROUTER), "host.example"]
     assert [str(address) for address in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.7"]
     assert not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
 
 
+@pytest.mark.parametrize("role", [role for role in Role if role is not Role.ROUTER])
+def test_compromised_worker_is_certified_for_no_address_and_cannot_pose_as_a_door(role: Role) -> None:
+    credentials = Credentials.of(Authority.new(SETTINGS), role, "somebody", ["10.0.0.1", "head.example"])
+    certificate = x509.load_pem_x509_certificate(credentials.held.certificate_pem)
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+
+    assert names.get_values_for_type(x509.DNSName) == [server_name("test", role)]
+    assert names.get_values_for_type(x509.IPAddress) == []
+
+
 def test_process_cannot_ask_for_the_name_of_another_role() -> None:
-    for name in (server_name("test", Role.ROUTER), server_name("test", Role.ROUTER).upper() + "."):
+    for name in (server_name("test", Role.WORKER), server_name("test", Role.WORKER).upper() + "."):
         with pytest.raises(ValueError, match="only the authority gives out"):
-            Credentials.of(Authority.new(SETTINGS), Role.WORKER, "decode-0", [name])
+            Credentials.of(Authority.new(SETTINGS), Role.ROUTER, "router-0", [name])
 
 
 @pytest.mark.parametrize("end", ["\0", "\0.example.com", " ", "\n", "\t", "%00", "é"])
 def test_process_cannot_ask_for_a_name_that_tls_libraries_take_for_another_roles(end: str) -> None:
     with pytest.raises(ValueError, match="cannot enrol"):
-        Credentials.of(Authority.new(SETTINGS), Role.WORKER, "decode-0", [server_name("test", Role.ROUTER) + end])
+        Credentials.of(Authority.new(SETTINGS), Role.ROUTER, "router-0", [server_name("test", Role.WORKER) + end])
 
 
 @pytest.mark.parametrize("name", ["hôte", "my host", "", "a" * 254, "-a.example", "http://host"])
@@ -105,7 +115,7 @@ def test_host_with_an_interface_for_each_container_is_certified(monkeypatch: pyt
 def test_request_with_too_many_names_or_a_damaged_signature_is_refused() -> None:
     authority = Authority.new(SETTINGS)
     with pytest.raises(ValueError, match="at most"):
-        Credentials.of(authority, Role.WORKER, "decode-0", [f"h{i}" for i in range(100)])
+        Credentials.of(authority, Role.ROUTER, "router-0", [f"h{i}" for i in range(100)])
     with pytest.raises(ValueError, match="PEM"):
         authority.enrol(EnrolmentRequest(csr_pem="nonsense", hosts=()), role=Role.WORKER, name="decode-0")
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import http.client
+import socket
 import ssl
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from common.trust.channels import connect_to
 from common.trust.credentials import Credentials
 from common.trust.doors import FileDoor, IssuedDoor, scrape_tls
 from common.trust.guard import Guard
-from common.trust.identity import Role
+from common.trust.identity import Role, server_name
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from tests.security.listeners import HOSTS, authority
 
@@ -165,7 +166,10 @@ async def test_metrics_are_told_to_operators_only(tmp_path: Path) -> None:
             pem.write_bytes(caller.held.key_pem + caller.held.certificate_pem)
             context.load_cert_chain(pem)
         connection = http.client.HTTPSConnection("127.0.0.1", server.port, context=context, timeout=60)
+        plain = socket.create_connection(("127.0.0.1", server.port), timeout=60)
         try:
+            name = server_name("test", Role.WORKER)
+            connection.sock = context.wrap_socket(plain, server_hostname=name)
             connection.request("GET", "/metrics")
             return connection.getresponse().status
         finally:

@@ -15,11 +15,12 @@ import pytest
 import pytest_asyncio
 
 from common.errors import Unauthenticated
+from common.rpc import client_channel
 from common.trust import guard, proofs
 from common.trust.access import METHODS
 from common.trust.channels import connect_to
 from common.trust.credentials import Credentials
-from common.trust.identity import Role
+from common.trust.identity import Role, server_name
 from common.trust.proofs import METADATA_KEY, audience_of
 from tests.security.listeners import HOSTS, Listeners, authority, listeners, status_of
 from tests.trust import credentials_of
@@ -124,10 +125,10 @@ def listener_of_or_none(method: str) -> str | None:
 
 async def test_doors_serve_what_is_for_clients_and_nothing_else(target: Listeners) -> None:
     is_encrypted = target.authority.settings.is_encrypted
-    tls = grpc.ssl_channel_credentials(target.authority.ca_pem)
+    tls = grpc.ssl_channel_credentials(target.authority.ca_pem) if is_encrypted else None
     for name, address in target.doors.items():
-        make = grpc.aio.secure_channel(address, tls) if is_encrypted else grpc.aio.insecure_channel(address)
-        async with make as channel:
+        server = server_name(target.authority.settings.cluster, Role.WORKER) if name == "direct" else ""
+        async with client_channel(address, tls, server_name=server) as channel:
             for method in INSIDE:
                 assert (await status_of(channel, method))[0] is grpc.StatusCode.UNIMPLEMENTED, (name, method)
             assert (await status_of(channel, HEALTH))[0] is grpc.StatusCode.OK

@@ -1,6 +1,7 @@
 """A router with an HTTP door, and its workers, on an event loop in a thread of their own."""
 
 import asyncio
+import io
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,24 @@ class Door:
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine on the door's loop."""
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    @contextmanager
+    def watched(self, timeout_s: float) -> Iterator[list[str]]:
+        """Yield a list that gets the stacks of the door's tasks once the block has taken that long."""
+        stacks: list[str] = []
+
+        def look() -> None:
+            for task in asyncio.all_tasks(self._loop):
+                text = io.StringIO()
+                task.print_stack(file=text)
+                stacks.append(text.getvalue())
+
+        timer = threading.Timer(timeout_s, self._loop.call_soon_threadsafe, [look])
+        timer.start()
+        try:
+            yield stacks
+        finally:
+            timer.cancel()
 
     def until_idle(self) -> None:
         """Wait until nothing is held. Raises TimeoutError."""

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +18,11 @@ class Finding:
     where: str
     what: str
     request: str
+    stacks: Sequence[str] = ()
+    """Of the door's tasks, where there was no answer."""
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.what}\n    {self.request[:2000]}"
+        return "\n".join([f"{self.where}: {self.what}\n    {self.request[:2000]}", *self.stacks])
 
 
 @dataclass(slots=True)
@@ -29,8 +32,9 @@ class Log:
     statuses: Counter[tuple[str, int]] = field(default_factory=Counter)
     findings: dict[tuple[str, str], Finding] = field(default_factory=dict)
 
-    def find(self, where: str, what: str, request: object) -> None:
-        self.findings.setdefault((where, what[:60]), Finding(where=where, what=what, request=repr(request)))
+    def find(self, where: str, what: str, request: object, stacks: Sequence[str] = ()) -> None:
+        finding = Finding(where=where, what=what, request=repr(request), stacks=stacks)
+        self.findings.setdefault((where, what[:60]), finding)
 
 
 def complaint(endpoint: Endpoint, status: int, *, body: Any, answer: bytes) -> str | None:

@@ -80,11 +80,12 @@ class SchemaCases:
     def _send(self, case: Any, endpoint: Endpoint) -> str | None:
         """Send a request; return the field that was refused."""
         where = f"{endpoint.method} {endpoint.path}"
-        try:
-            answer = case.call(base_url=self._door.url, session=self._session, timeout=TIMEOUT_S)
-        except requests.RequestException as error:
-            self._log.find(where, f"no answer: {type(error).__name__}", case.body)
-            return None
+        with self._door.watched(TIMEOUT_S - 1) as stacks:
+            try:
+                answer = case.call(base_url=self._door.url, session=self._session, timeout=TIMEOUT_S)
+            except requests.RequestException as error:
+                self._log.find(where, f"no answer: {type(error).__name__}", case.body, stacks)
+                return None
         status, content = answer.status_code, answer.content
         self._log.statuses[where, status] += 1
         what = complaint(endpoint, status, body=case.body, answer=content)

@@ -1,0 +1,38 @@
+"""What a handler's end looks like from outside (common/rpc.py)."""
+
+import asyncio
+import logging
+from typing import Any
+
+import grpc
+import pytest
+
+from common.rpc import error_boundary
+
+
+async def test_writing_to_a_caller_that_has_left_is_no_error_of_the_worker(caplog: pytest.LogCaptureFixture) -> None:
+    has_begun, is_over = asyncio.Event(), asyncio.Event()
+
+    async def answer(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        try:
+            async with error_boundary(context, "Answer"):
+                has_begun.set()
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:  # the next write finds the call ended, as one in a race with it does
+                    await context.write(b"late")
+        finally:
+            is_over.set()
+
+    server = grpc.aio.server()
+    handlers: dict[str, Any] = {"Answer": grpc.stream_stream_rpc_method_handler(answer)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with asyncio.timeout(60), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call: Any = channel.stream_stream("/test/Answer")()
+        await has_begun.wait()
+        call.cancel()
+        await is_over.wait()
+    await server.stop(None)
+    assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
