@@ -31,10 +31,9 @@ import grpc
 import psutil
 import uvloop
 
-from benchmarks.token_router import client_of, http_session_of, running_token_router, running_token_worker
+from benchmarks.token_router import ConnectDoor, client_of, http_session_of, running_token_router, running_token_worker
 from benchmarks.token_worker import TEXT
 from benchmarks.trust import HOST, PLAIN
-from common.rpc import Connect
 from common.trust.authority import Authority
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc
 
@@ -59,11 +58,11 @@ class Window:
 class Streams:
     """The client: reads all streams of a gRPC door and counts."""
 
-    def __init__(self, address: str, connect: Connect, *, direct: bool) -> None:
+    def __init__(self, address: str, connect: ConnectDoor, *, direct: bool) -> None:
         self._address = address
         self._connect = connect
         self._is_direct = direct
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.num_tokens = 0
         self.num_messages = 0
@@ -99,15 +98,16 @@ class Streams:
                 await self._read_direct(message.direct, counting)
 
     async def _read_direct(self, grant: inference_pb2.DirectGrant, counting: Generator[None, int, None]) -> None:
-        stub = decode_pb2_grpc.DirectServiceStub(self._channel(grant.address))
+        stub = decode_pb2_grpc.DirectServiceStub(self._channel(grant.address, grant.server_name))
         request = decode_pb2.StreamTokensRequest(capability=grant.capability)
         async for message in stub.StreamTokens(request):
             counting.send(len(message.tokens.tokens))
 
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        if address not in self._channels:
-            self._channels[address] = self._connect(address)
-        return self._channels[address]
+    def _channel(self, address: str, server_name: str = "") -> grpc.aio.Channel:
+        key = (address, server_name)
+        if key not in self._channels:
+            self._channels[key] = self._connect(address, server_name)
+        return self._channels[key]
 
     def _count(self) -> Generator[None, int, None]:
         """Count the messages of one stream; each is sent its number of tokens."""
@@ -185,7 +185,7 @@ async def _windows(streams: Streams, pid: int, *, repeats: int, seconds: float) 
     return windows
 
 
-def _no_channel(address: str) -> grpc.aio.Channel:
+def _no_channel(address: str, server_name: str = "") -> grpc.aio.Channel:
     raise AssertionError(f"{address} is no gRPC door")
 
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import aiohttp
 import grpc
@@ -15,7 +16,7 @@ from benchmarks.token_worker import WORKER_ID
 from benchmarks.trust import HOST, running_child
 from common.ports import free_port, with_port
 from common.process import Ready
-from common.rpc import Connect, client_channel
+from common.rpc import client_channel
 from common.trust.authority import Authority
 from common.trust.credentials import Credentials
 from common.trust.identity import Role
@@ -93,10 +94,18 @@ def controller(authority: Authority) -> Reach:
     return Reach.of(Credentials.of(authority, Role.CONTROLLER, "controller"))
 
 
-def client_of(authority: Authority) -> Connect:
+class ConnectDoor(Protocol):
+    """Makes a client's channels to doors."""
+
+    def __call__(self, address: str, server_name: str = "") -> grpc.aio.Channel:
+        """Return a channel to host:port; `server_name` is the DNS name in its certificate, "" for the host."""
+        ...
+
+
+def client_of(authority: Authority) -> ConnectDoor:
     """Return what makes a client's channels to doors."""
     tls = grpc.ssl_channel_credentials(authority.ca_pem) if authority.settings.is_encrypted else None
-    return lambda address: client_channel(address, tls)
+    return lambda address, server_name="": client_channel(address, tls, server_name=server_name)
 
 
 def http_session_of(authority: Authority) -> aiohttp.ClientSession:

@@ -48,7 +48,7 @@ class Extent:
         return max(8, int(self.share * count))
 
 
-FULL = Extent(num_rounds=5, share=1.0, window_s=2.0, has_model=True)
+FULL = Extent(num_rounds=7, share=1.0, window_s=4.0, has_model=True)
 QUICK = Extent(num_rounds=1, share=0.05, window_s=0.3, has_model=False)
 
 
