@@ -30,11 +30,11 @@ demo: $(VENV)/.runtime ## Start a cluster, send it a handful of prompts, show wh
 
 .PHONY: test
 test: $(VENV)/.dev model ## Run the whole test suite (CPU, no running service)
-	@tools/test
+	@.ci/test
 
 .PHONY: test-bare
 test-bare: $(VENV)/.dev ## Run the tests that use programs of the host, without compilers, ssh, rsync, git ...
-	@tools/bare-path tools/test $(BARE_TESTS)
+	@.ci/bare-path .ci/test $(BARE_TESTS)
 
 .PHONY: fuzz
 fuzz: $(VENV)/.dev ## Fuzz every door, FUZZ_SECONDS (600) each; FUZZ_TARGETS names some of them
@@ -44,7 +44,7 @@ fuzz: $(VENV)/.dev ## Fuzz every door, FUZZ_SECONDS (600) each; FUZZ_TARGETS nam
 
 .PHONY: check
 check: $(VENV)/.dev ## Lint, types, import rules, protos, generated code
-	@tools/check
+	@.ci/check
 
 .PHONY: install
 install: $(VENV)/.runtime ## Install what serving needs into .venv
@@ -58,7 +58,7 @@ model: $(VENV)/.runtime ## Fetch the default model, once
 
 .PHONY: lock
 lock: $(VENV)/.dev ## Resolve pyproject.toml into the lock files again
-	@$(PIP) install --quiet uv && tools/lock
+	@$(PIP) install --quiet uv && .ci/lock
 
 .PHONY: clean
 clean: ## Remove .venv and caches; the fetched model stays
@@ -74,9 +74,9 @@ $(VENV)/.made:
 	@touch $@
 
 # torch comes first and by itself: which build is right depends on the machine.
-$(VENV)/.runtime: requirements.lock pyproject.toml tools/install-torch | $(VENV)/.made
+$(VENV)/.runtime: requirements.lock pyproject.toml .ci/install-torch | $(VENV)/.made
 	@$(STEP) "installing torch"
-	@$(BIN)/python tools/install-torch
+	@$(BIN)/python .ci/install-torch
 	@$(STEP) "installing $$(wc -l <requirements.lock) locked packages"
 	@$(PIP) install --no-deps --progress-bar off --requirement requirements.lock $(BRIEF)
 	@$(STEP) "installing kvrelay"

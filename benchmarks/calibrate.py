@@ -31,13 +31,13 @@ from cluster.trust import reach_of
 from common.config import RouterConfig, ServingConfig
 from common.timing import LinkModel, TimingModel
 from common.tokens import TokenArray
-from experiment.worker_facts import WorkerFacts, ask_worker
 from kvrelay.client import AsyncClient, Token
-from simulator.cluster import run
-from simulator.records import Arrival, ClusterShape, NetworkShape, SimSettings
-from simulator.timing import FittedTimes
-from workload.content import ContentWriter
-from workload.traces import Trace, TraceRequest, read_trace
+from measure.experiment.worker_facts import WorkerFacts, ask_worker
+from measure.simulate.cluster import run
+from measure.simulate.records import Arrival, ClusterShape, NetworkShape, SimSettings
+from measure.simulate.timing import FittedTimes
+from measure.workload.content import ContentWriter
+from measure.workload.traces import Trace, TraceRequest, read_trace
 
 FIRST_TOKEN, NUM_TOKENS = 1000, 40_000
 """Ordinary tokens of the default model's vocabulary."""

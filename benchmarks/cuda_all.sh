@@ -6,7 +6,7 @@
 #   benchmarks/cuda_all.sh --smoke        tiny shapes on the CPU: do the scripts work?
 #
 # Needs torch, triton, transformers, grpcio, protobuf, msgpack and prometheus-client, and the folder of small packages
-# that `tools/bundle --dev` makes elsewhere (found in dist/bundle, or name it in PYTHONPATH). No Ray, no network.
+# that `deploy/bundle --dev` makes elsewhere (found in dist/bundle, or name it in PYTHONPATH). No Ray, no network.
 # Results: JSON per part and summary.md in $OUT (default benchmarks/results/cuda), logs in $OUT/logs.
 # Exit status: 1 something failed, 2 a goal was missed, 0 neither. A part that fails or hangs stops no other one.
 set -uo pipefail

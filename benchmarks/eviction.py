@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from common.eviction import EvictionOrder, Segment, num_admitted
-from workload.traces import read_trace
+from measure.workload.traces import read_trace
 
 SIZES = ((4, 1000), (8, 1000), (4, 3000), (8, 3000))
 """Workers, blocks each."""

@@ -31,7 +31,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.clusters import running_doors
-from cluster.state import StateFile
+from cluster.processes.state import StateFile
 from kvrelay.client import AsyncClient, KvrelayError, Token
 
 NUM_STREAMS = 16

@@ -26,13 +26,13 @@ import psutil
 from rich.console import Console
 
 from benchmarks.clusters import running_doors
-from loadtest.records import PoolSample, RequestRecord
-from loadtest.run import run_load
-from loadtest.selfcheck import BUSY_SHARE
-from loadtest.spec import LoadSpec, RunStart
-from loadtest.targets.interface import TargetSpec
-from workload.build import build_workload
-from workload.spec import parse_workload
+from measure.load.records import PoolSample, RequestRecord
+from measure.load.run import run_load
+from measure.load.selfcheck import BUSY_SHARE
+from measure.load.spec import LoadSpec, RunStart
+from measure.load.targets.interface import TargetSpec
+from measure.workload.build import build_workload
+from measure.workload.spec import parse_workload
 
 BEGIN_S, END_S = 1.5, 6.5
 
@@ -80,7 +80,7 @@ class _Reader:
 
     def _read(self) -> None:
         for child in psutil.Process().children(recursive=True):
-            if "loadtest.process" in child.cmdline():
+            if "measure.load.process" in child.cmdline():
                 times = child.cpu_times()
                 self.cpu_s.append(times.user + times.system)
 

@@ -2,13 +2,13 @@
 
     python -m benchmarks.planner --trace mooncake_conversation.jsonl --out DIR [--arms 5P2D,ray:2:16,dynamo:0.8,ours]
 
-Method: the trace is warped so that its rate follows a day (`workload/waves.py`), with 0.18 of the peak at night, and
-from 0.2 to 0.9 of it between 6 and 9 o'clock. The day lasts an hour and a half of simulated time (`--hours`), while a
-worker's start-up stays at 120 s: against the wave it is sixteen times slower than in a real day, as if weights took
-half an hour to load, which is harder to follow. `--plays 2` plays the trace twice, with contents of its own each time.
-The code that serves runs on a virtual clock: router, line, policy `predictive`, schedulers, page pools, transfers,
-drain, change of role (`simulator/`). Steps take what a roofline of Llama-70B on four H100 says (a worker is four GPUs);
-pages, budgets and objectives are those of `benchmarks/results/routing.md`.
+Method: the trace is warped so that its rate follows a day (`measure/workload/waves.py`), with 0.18 of the peak at
+night, and from 0.2 to 0.9 of it between 6 and 9 o'clock. The day lasts an hour and a half of simulated time
+(`--hours`), while a worker's start-up stays at 120 s: against the wave it is sixteen times slower than in a real day,
+as if weights took half an hour to load, which is harder to follow. `--plays 2` plays the trace twice, with contents of
+its own each time. The code that serves runs on a virtual clock: router, line, policy `predictive`, schedulers, page
+pools, transfers, drain, change of role (`measure/simulate/`). Steps take what a roofline of Llama-70B on four H100
+says (a worker is four GPUs); pages, budgets and objectives are those of `benchmarks/results/routing.md`.
 
 A request is good when it is answered to its end with its first token within 2 s for each started 8,192 prompt tokens
 and a mean gap of at most 50 ms. GPU-hours: four times what every worker was paid for, from being asked for until it was
@@ -33,15 +33,15 @@ from pathlib import Path
 from benchmarks.planner_arms import Arm, ArmError, parse_arm
 from benchmarks.planner_outcome import Outcome, outcome_of
 from benchmarks.planner_page import markdown_table, write_report
-from simulator.cluster import run
-from simulator.elasticity import Elasticity
-from simulator.records import Arrival, ClusterShape, NetworkShape, SimSettings
-from simulator.replay import MAX_TOKENS
-from simulator.roofline import Roofline
-from workload.content import ContentWriter
-from workload.slo import Slo
-from workload.traces import Trace, TraceError, read_trace
-from workload.waves import Day, over_a_day, repeated
+from common.slo import Slo
+from measure.simulate.cluster import run
+from measure.simulate.elasticity import Elasticity
+from measure.simulate.records import Arrival, ClusterShape, NetworkShape, SimSettings
+from measure.simulate.replay import MAX_TOKENS
+from measure.simulate.roofline import Roofline
+from measure.workload.content import ContentWriter
+from measure.workload.traces import Trace, TraceError, read_trace
+from measure.workload.waves import Day, over_a_day, repeated
 
 SLO = Slo(ttft_s=2.0, itl_s=0.05)
 _STEP_TOKENS = 2048

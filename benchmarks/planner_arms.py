@@ -4,11 +4,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from planner.baselines import Bounds, DynamoLoad, DynamoLoadSettings, QueueLength, QueueLengthSettings
-from planner.plan import Planner, PoolSizes
-from planner.settings import PlannerSettings
-from planner.slo_planner import SloPlanner
-from workload.slo import Slo
+from cluster.planner.baselines import Bounds, DynamoLoad, DynamoLoadSettings, QueueLength, QueueLengthSettings
+from cluster.planner.plan import Planner, PoolSizes
+from cluster.planner.settings import PlannerSettings
+from cluster.planner.slo_planner import SloPlanner
+from common.slo import Slo
 
 FIRST = PoolSizes(prefill=3, decode=1)
 """What all but fixed splits begin with: enough for midnight."""

@@ -7,9 +7,9 @@ import numpy as np
 from pydantic import BaseModel
 
 from benchmarks.planner_arms import Arm
-from planner.observation import Pool
-from simulator.records import RequestResult, SimRun
-from workload.slo import Slo
+from cluster.planner.observation import Pool
+from common.slo import Slo
+from measure.simulate.records import RequestResult, SimRun
 
 GPUS_PER_WORKER = 4
 NUM_BINS = 72

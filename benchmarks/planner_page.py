@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.planner_outcome import NUM_BINS, Outcome
-from planner.observation import Pool
-from reporting.axes import Axis, Unit
-from reporting.figures import Curve, Frame, Limit, compact, line_figure, new_figure, plain
-from reporting.page import Page, Panel, Section, Table, Width, write_page
-from reporting.theme import BLUE, GREY, ORANGE, PALETTE, TEAL
-from workload.traces import Trace
+from cluster.planner.observation import Pool
+from measure.pages.axes import Axis, Unit
+from measure.pages.figures import Curve, Frame, Limit, compact, line_figure, new_figure, plain
+from measure.pages.page import Page, Panel, Section, Table, Width, write_page
+from measure.pages.theme import BLUE, GREY, ORANGE, PALETTE, TEAL
+from measure.workload.traces import Trace
 
 _COLUMNS = (
     "arm",

@@ -12,13 +12,13 @@ from typing import Any
 import grpc
 import yaml
 
-from cluster.flipping import Flips
-from cluster.plan import ProcessRole
-from cluster.plan_report import plan_response
-from cluster.planning import Planning
-from cluster.resolved_config import FILE_NAME, config_text
-from cluster.rollout import Rollouts, RolloutTerms
-from cluster.scaling import Scaler
+from cluster.changes.flipping import Flips
+from cluster.changes.plan_report import plan_response
+from cluster.changes.planning import Planning
+from cluster.changes.rollout import Rollouts, RolloutTerms
+from cluster.changes.scaling import Scaler
+from cluster.processes.plan import ProcessRole
+from cluster.processes.resolved_config import FILE_NAME, config_text
 from common.config import ConfigError, ServingConfig, parse_config
 from common.errors import InvalidRequest, from_rpc_error
 from common.rpc import error_boundary

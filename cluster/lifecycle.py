@@ -13,11 +13,11 @@ from pathlib import Path
 
 import psutil
 
-from cluster import joined
-from cluster.launcher import log_path, log_tail
-from cluster.resolved_config import FILE_NAME, make_run_dir, write_config
-from cluster.starter import DETACH, Failed, Progress, Up, parse_event
-from cluster.state import ClusterState, StateFile
+from cluster.processes.launcher import log_path, log_tail
+from cluster.processes.resolved_config import FILE_NAME, make_run_dir, write_config
+from cluster.processes.starter import DETACH, Failed, Progress, Up, parse_event
+from cluster.processes.state import ClusterState, StateFile
+from cluster.ray import joined
 from common.config import RouterConfig, ServingConfig
 from common.errors import KvrelayError
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, cache_dir, resolve_model
@@ -244,7 +244,7 @@ def _definite_port(router: RouterConfig, key: str, *, taken: Collection[int], co
 
 def _start_supervisor(config_path: Path, run_dir: Path, report: Report) -> ClusterInfo:
     path = log_path(run_dir, "supervisor")
-    command = [sys.executable, "-P", "-m", "cluster.owner", "--attached"]
+    command = [sys.executable, "-P", "-m", "cluster.ray.owner", "--attached"]
     with open_log(path) as log:
         offset = log.tell()
         process = subprocess.Popen(

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from cluster import ray_settings
-from cluster.launch_local import LocalLauncher, service_command
-from cluster.launcher import Launcher, StartFailed
-from cluster.plan import HostResources, ProcessSpec, make_plan
+from cluster.processes.launch_local import LocalLauncher, service_command
+from cluster.processes.launcher import Launcher, StartFailed
+from cluster.processes.plan import HostResources, ProcessSpec, make_plan
+from cluster.ray import settings as ray_settings
 from cluster.trust import Trust
 from common.config import ServingConfig
 from engine.memory import measure_host
@@ -37,9 +37,9 @@ def _ray(config: ServingConfig, trust: Trust, run_dir: Path) -> tuple[PlanFor, L
     if not is_joined:
         ray_settings.prepare_to_start()
     try:
-        from cluster.joined_ray import JoinedRay
-        from cluster.launch_ray import RayHome, RayLauncher
-        from cluster.private_ray import PrivateRay
+        from cluster.ray.joined_ray import JoinedRay
+        from cluster.ray.launch_ray import RayHome, RayLauncher
+        from cluster.ray.private_ray import PrivateRay
     except ImportError as error:
         raise StartFailed(f"{NO_RAY} ({error})") from error
     # Ray deals out the GPUs itself, and in a Ray cluster of its own it also chooses the hosts.

@@ -62,7 +62,7 @@ class ServiceParams:
     env: Mapping[str, str]
     """Environment to set before anything heavy is imported."""
     role: str
-    """What it is started as, as `cluster.plan.ProcessRole` says it."""
+    """What it is started as, as `cluster.processes.plan.ProcessRole` says it."""
     log_path: Path | None
     """Gets stdout and stderr of the process, where its folder exists."""
 

@@ -5,9 +5,9 @@ copies and kernels take is then in the figures, not guessed.
 
 Workers of one host must not count the same free memory twice, and a restarted worker must find as many pages as its
 predecessor had, though the others have filled theirs meanwhile. So whoever starts the workers measures the host once,
-before any of them runs, and deals it out like the cores (`cluster.plan`); each worker takes its own use from its part.
-Pages are of memory that the system grants when it is first written, so that a too large sum would show hours later, as
-a kill: an upper bound is therefore always what is free at this moment.
+before any of them runs, and deals it out like the cores (`cluster.processes.plan`); each worker takes its own use from
+its part. Pages are of memory that the system grants when it is first written, so that a too large sum would show hours
+later, as a kill: an upper bound is therefore always what is free at this moment.
 
 On a device the part is a fraction of the card (`device_free_bytes`); what steps and graphs need of it is measured where
 they are made (`engine.cuda`).

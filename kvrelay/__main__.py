@@ -1,5 +1,5 @@
 """`python -m kvrelay`: the command line of a checkout that nothing installed."""
 
-from kvrelay.cli.main import main
+from cli.main import main
 
 main()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from common.clock import Clock
 from common.demand import Demand, RequestShape
-from workload.slo import Slo
+from common.slo import Slo
 
 REMEMBERED_S = 120
 NUM_SAMPLED = 128
@@ -22,7 +22,7 @@ NUM_SAMPLED = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """A request that was answered to its end. A Served (workload/slo.py)."""
+    """A request that was answered to its end. A Served (common/slo.py)."""
 
     num_prompt_tokens: int
     num_computed_tokens: int

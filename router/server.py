@@ -15,6 +15,7 @@ from common.clock import Clock, SystemClock
 from common.config import RouterConfig, ServingConfig
 from common.metrics_server import MetricsServer
 from common.rpc_server import Server, start_server
+from common.slo import Slo
 from common.trust.access import Audience
 from common.trust.credentials import Credentials
 from common.trust.doors import DoorCertificates, door_of, scrape_tls
@@ -32,7 +33,6 @@ from router.parts import build_router
 from router.service import InferenceService, RouterAdminService
 from router.traffic import TrafficRecordings
 from router.validation import RequestReader
-from workload.slo import Slo
 
 if TYPE_CHECKING:
     from router.http.server import HttpServer

@@ -89,9 +89,9 @@ def _load_torch(config: ServingConfig, pool: PoolConfig, model_dir: Path) -> Exe
 def memory_share(config: ServingConfig, pool: PoolConfig, environ: Mapping[str, str], *, cores: int) -> MemoryShare:
     """Return which part of its host's or device's memory a worker of `pool` may count as its own.
 
-    The launcher deals out the memory of a host that it knows (`cluster.plan`); on a host that Ray has chosen a worker
-    has the part of the memory that it has of the cores. Started by hand, it has the host for itself. A GPU belongs to
-    the workers that reserve it; those that reserve none all see the same one, and share it.
+    The launcher deals out the memory of a host that it knows (`cluster.processes.plan`); on a host that Ray has chosen
+    a worker has the part of the memory that it has of the cores. Started by hand, it has the host for itself. A GPU
+    belongs to the workers that reserve it; those that reserve none all see the same one, and share it.
     """
     num_sharing = sum(p.count for p in (config.pools.prefill, config.pools.decode) if not p.num_gpus)
     dealt, num_cpus = environ.get("KVRELAY_MEMORY_BYTES"), environ.get("KVRELAY_NUM_CPUS")

@@ -39,7 +39,7 @@ class StartWorker(Protocol):
 
 def worker_main(start: StartWorker) -> None:
     """Run a worker as a plain process: its certificate on stdin, one ready line on stdout, SIGTERM drains it."""
-    parser = argparse.ArgumentParser(prog="python -m pool_worker", description="A kvrelay worker.")
+    parser = argparse.ArgumentParser(prog="python -m cluster.worker_process", description="A kvrelay worker.")
     parser.add_argument("--config", type=Path, required=True, help="serving.yaml")
     parser.add_argument("--role", choices=list(ROLE_NUMBERS), required=True, help="the pool in which it begins")
     parser.add_argument("--worker-id", help="name in its logs until it is enrolled (default ROLE-0)")

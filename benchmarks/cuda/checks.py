@@ -110,7 +110,7 @@ def _generate(reference: Any, prompt: list[int]) -> list[int]:
 
 def _run_tests(part: Part, case: str, folder: Path) -> None:
     if importlib.util.find_spec("pytest") is None:
-        raise RuntimeError("pytest is not installed: make the folder of packages with tools/bundle --dev")
+        raise RuntimeError("pytest is not installed: make the folder of packages with deploy/bundle --dev")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
     left_s = max(1.0, part.deadline_s - time.monotonic())
     try:

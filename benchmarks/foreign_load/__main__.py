@@ -18,7 +18,7 @@ from benchmarks.peers.venv import AIPERF, GUIDELLM, VenvFailed, ensure_venv
 from cluster.lifecycle import ClusterError
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, resolve_model
 from common.signals import sigterm_interrupts
-from loadtest.store import StoreError
+from measure.load.store import StoreError
 
 _PEERS = {"guidellm": (GUIDELLM, guidellm), "aiperf": (AIPERF, aiperf)}
 _WARM_UP_SEED = 1_000_000

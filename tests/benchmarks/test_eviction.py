@@ -4,7 +4,7 @@ import random
 from itertools import count
 
 from benchmarks.eviction import Lru, hit_rate, policies
-from workload.synth import SynthSettings, synthesize
+from measure.workload.synth import SynthSettings, synthesize
 
 
 def chats(num_requests: int, *, seed: int) -> list[list[int]]:

@@ -7,9 +7,9 @@ from benchmarks.planner import SLO, main, read_outcomes
 from benchmarks.planner_arms import ArmError, parse_arm
 from benchmarks.planner_outcome import Outcome
 from benchmarks.planner_page import cheapest
-from planner.observation import Pool
-from planner.plan import PoolSizes
-from workload.traces import TraceRequest, write_trace
+from cluster.planner.observation import Pool
+from cluster.planner.plan import PoolSizes
+from measure.workload.traces import TraceRequest, write_trace
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import pytest
 
 from benchmarks.side_by_side.measure import Cell, Plan, cells
 from benchmarks.side_by_side.table import rows
-from loadtest.measures import summarize
-from tests.loadtest.made_runs import make_request, make_run
-from workload.slo import Slo
-from workload.spec import parse_workload
+from common.slo import Slo
+from measure.load.measures import summarize
+from measure.workload.spec import parse_workload
+from tests.measure.load.made_runs import make_request, make_run
 
 STREAM = {"name": "chat", "concurrency": 1, "first_tokens": 8, "output_tokens": 4}
 WORKLOAD = parse_workload({"max_requests": 4, "streams": [STREAM]}, source="test")

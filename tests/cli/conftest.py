@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import cluster
-from kvrelay.cli.main import app
+from cli.main import app
 from tests.client.fake_server import FakeInference, serving
 
 Run = Callable[..., Result]

@@ -9,19 +9,19 @@ from threading import Event, Thread
 
 import pytest
 
+from cli.bench_results import _names as names_of
 from common.errors import Unreachable
-from kvrelay.cli.bench_results import _names as names_of
-from loadtest.records import Outcome, RequestRecord
-from loadtest.records import Run as LoadRun
-from loadtest.spec import LoadSpec, LoadTestFailed, Observer
-from loadtest.store import read_run, write_run
+from measure.load.records import Outcome, RequestRecord
+from measure.load.records import Run as LoadRun
+from measure.load.spec import LoadSpec, LoadTestFailed, Observer
+from measure.load.store import read_run, write_run
 from tests.cli.conftest import FakeLifecycle, Run
 from tests.e2e.in_process import running_system
-from tests.loadtest.made_runs import make_failure, make_request, make_run
+from tests.measure.load.made_runs import make_failure, make_request, make_run
 
 
 class FakeLoad:
-    """loadtest.run.run_load without a server: answers 40 requests a second apart, some of them badly."""
+    """measure.load.run.run_load without a server: answers 40 requests a second apart, some of them badly."""
 
     def __init__(self) -> None:
         self.specs: list[LoadSpec] = []
@@ -61,7 +61,7 @@ def made_run(*, name: str = "made", num_refused: int = 0, ttft_s: float = 0.2) -
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> FakeLoad:
     fake = FakeLoad()
-    monkeypatch.setattr("loadtest.run.run_load", fake)
+    monkeypatch.setattr("measure.load.run.run_load", fake)
     return fake
 
 
@@ -202,7 +202,7 @@ def test_bench_run_whose_generator_breaks_keeps_what_was_measured(run: Run, load
         raise LoadTestFailed("generator process 0 was killed by signal 9", measured)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("loadtest.run.run_load", breaks)
+        patch.setattr("measure.load.run.run_load", breaks)
         result = run("bench", "run", "--out", "here")
     assert result.exit_code == 1
     assert "generator process 0 was killed by signal 9" in result.stderr

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.cli import bench_record
+from cli import bench_record
 from kvrelay.v1 import inference_pb2
 from tests.cli.conftest import Run
 from tests.client.fake_server import FakeInference

@@ -1,7 +1,7 @@
 import pytest
 
+from cli import console
 from common.errors import PromptTooLong
-from kvrelay.cli import console
 from tests.cli.conftest import Run
 from tests.client.fake_server import FakeInference, Hold, accepted, hello_world, remote_plan, tokens
 
@@ -47,7 +47,7 @@ def test_chat_interrupted_answer_is_cancelled_and_kept(
             raise KeyboardInterrupt
 
     fake.script = [accepted(), remote_plan(), tokens(["part"]), Hold()]
-    monkeypatch.setattr("kvrelay.cli.chat.write_text", interrupt_after)
+    monkeypatch.setattr("cli.chat.write_text", interrupt_after)
     result = run("chat", "-a", address, input="One\nTwo\n")
     assert result.exit_code == 0
     assert result.stdout == "part …\nHello world\n"

@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 
+from cli.demo import TaggedLines, ask_everything
+from cli.demo_prompts import ANSWER_TOKENS, LONG_PROMPT_TOKENS, long_prompt
 from common.errors import EngineFault
-from kvrelay.cli.demo import TaggedLines, ask_everything
-from kvrelay.cli.demo_prompts import ANSWER_TOKENS, LONG_PROMPT_TOKENS, long_prompt
 from kvrelay.v1 import inference_pb2
 from tests.cli.conftest import FakeLifecycle, Run
 from tests.client.fake_server import FakeInference, hello_world, serving

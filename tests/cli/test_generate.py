@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
+from cli.generate import Device
+from cli.in_process import Stopwatch, local_config
 from common.errors import InvalidRequest
-from kvrelay.cli.generate import Device
-from kvrelay.cli.in_process import Stopwatch, local_config
 from kvrelay.v1 import sampling_pb2
 from tests.cli.conftest import FakeLifecycle, Run
 from tests.client.fake_server import FakeInference, Hold, accepted, completed, remote_plan, tokens
@@ -87,7 +87,7 @@ def test_generate_interrupted_cancels_the_request_and_exits_130(
         raise KeyboardInterrupt
 
     fake.script = [accepted(), remote_plan(), tokens(["a"]), Hold()]
-    monkeypatch.setattr("kvrelay.cli.generate.write_text", interrupt)
+    monkeypatch.setattr("cli.generate.write_text", interrupt)
     assert run("generate", "-a", address, "-p", "Hi").exit_code == 130
     assert fake.client_left.wait(10)
 

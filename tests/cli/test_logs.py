@@ -70,7 +70,7 @@ def test_logs_follow_shows_whole_new_lines_until_interrupted(
         with (log_dir / "router-0.log").open("a") as stream:
             stream.write(pieces.pop(0))
 
-    monkeypatch.setattr("kvrelay.cli.logs.sleep", write_next)
+    monkeypatch.setattr("cli.logs.sleep", write_next)
     result = run("logs", "router", "--follow", "--lines", "0")
     assert result.exit_code == 0
     assert [shown.split()[-1] for shown in result.stdout.splitlines()] == ["later", "last"]
@@ -99,7 +99,7 @@ def test_logs_follow_goes_on_over_rotations_without_losing_a_line(
         writing.write(line(f"line-{turn}"))
         writing.flush()
 
-    monkeypatch.setattr("kvrelay.cli.logs.sleep", write_next)
+    monkeypatch.setattr("cli.logs.sleep", write_next)
     result = run("logs", "router", "--follow", "--lines", "0")
     shown = [text.split()[-1] for text in result.stdout.splitlines()]
     assert shown == [f"line-{turn}" for turn in range(12)]

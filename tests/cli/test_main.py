@@ -3,8 +3,8 @@ import sys
 
 import pytest
 
+from cli.errors import explain
 from common.errors import Overloaded
-from kvrelay.cli.errors import explain
 from tests.cli.conftest import Run
 from tests.client.fake_server import FakeInference
 
@@ -26,8 +26,8 @@ def test_help_of_a_command_explains_it(run: Run, command: str) -> None:
 
 
 def test_import_of_the_command_line_loads_nothing_heavy() -> None:
-    heavy = ("torch", "transformers", "ray", "numpy", "pydantic", "yaml", "plotly", "simulator")
-    code = f"import sys, kvrelay.cli.main; print([name for name in {heavy!r} if name in sys.modules])"
+    heavy = ("torch", "transformers", "ray", "numpy", "pydantic", "yaml", "plotly", "measure.simulate")
+    code = f"import sys, cli.main; print([name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
 

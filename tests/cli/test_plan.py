@@ -1,6 +1,6 @@
 from rich.console import Console
 
-from kvrelay.cli.plan import plan_view
+from cli.plan import plan_view
 from kvrelay.v1 import controller_pb2
 from tests.cli.conftest import Run
 

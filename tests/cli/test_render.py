@@ -1,9 +1,9 @@
 import pytest
 from rich.console import Console
 
-from kvrelay.cli.console import write_text
-from kvrelay.cli.render import byte_count, seconds, throughput
-from kvrelay.cli.split_table import SplitTable
+from cli.console import write_text
+from cli.render import byte_count, seconds, throughput
+from cli.split_table import SplitTable
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
-from cluster.inspection import Look
-from cluster.launcher import StartFailed
-from cluster.managed_process import ManagedProcess
-from cluster.plan import HostResources, ProcessRole, ProcessSpec, make_plan
-from cluster.rollout import Rollouts, RolloutTerms, Surroundings
-from cluster.scaling import Scaler
+from cluster.changes.rollout import Rollouts, RolloutTerms, Surroundings
+from cluster.changes.scaling import Scaler
+from cluster.processes.inspection import Look
+from cluster.processes.launcher import StartFailed
+from cluster.processes.managed_process import ManagedProcess
+from cluster.processes.plan import HostResources, ProcessRole, ProcessSpec, make_plan
 from common.config import ServingConfig
 from common.errors import InvalidRequest
 from common.timing import StepModel, TimingModel

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import grpc
 
-from cluster.launch_local import Command
-from cluster.plan import ProcessRole, ProcessSpec
+from cluster.processes.launch_local import Command
+from cluster.processes.plan import ProcessRole, ProcessSpec
 from common.config import ServingConfig
 from common.rpc_server import start_server
 from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from cluster.launch_ray import enrol_actor
+from cluster.ray.launch_ray import enrol_actor
 from common.config import ServingConfig
 from common.service_actor import RunningService, ServiceActor, ServiceParams
 from common.trust.authority import Authority, AuthoritySettings

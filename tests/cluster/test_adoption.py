@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.adoption import is_stopping, serves_already, wanted_processes
-from cluster.plan import make_plan
-from cluster.state import ClusterPhase, ClusterState
+from cluster.processes.adoption import is_stopping, serves_already, wanted_processes
+from cluster.processes.plan import make_plan
+from cluster.processes.state import ClusterPhase, ClusterState
 from common.process import ProcessIdentity
 from tests.cluster.support import make_config
 from tests.cluster.test_state import make_state

@@ -5,22 +5,22 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.autopilot import Autopilot
-from cluster.load_guard import LoadGuard
-from cluster.observing import RouterReports
-from cluster.plan import ProcessRole, make_plan
-from cluster.plan_report import PlanGauges, plan_response
-from cluster.scaling import Scaler
+from cluster.changes.autopilot import Autopilot
+from cluster.changes.load_guard import LoadGuard
+from cluster.changes.observing import RouterReports
+from cluster.changes.plan_report import PlanGauges, plan_response
+from cluster.changes.scaling import Scaler
+from cluster.planner.observation import Observation, Pool
+from cluster.planner.plan import PoolSizes, ScalingPlan
+from cluster.processes.plan import ProcessRole, make_plan
 from common.clock import ManualClock
 from common.config import ServingConfig
 from common.errors import InvalidRequest
 from common.timing_wire import timing_to_proto
 from kvrelay.v1 import router_admin_pb2, worker_pb2
-from planner.observation import Observation, Pool
-from planner.plan import PoolSizes, ScalingPlan
+from tests.cluster.planner.support import TIMING, make_demand
 from tests.cluster.rollout_bench import HOST, FakeWorkforce
 from tests.cluster.support import make_config
-from tests.planner.support import TIMING, make_demand
 
 PREFILL, DECODE = ProcessRole.PREFILL, ProcessRole.DECODE
 

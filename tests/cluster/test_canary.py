@@ -2,8 +2,8 @@
 
 import pytest
 
-from cluster.canary import MARGIN_S, Conduct, DecodeLoad, judge
-from cluster.plan import ProcessRole
+from cluster.changes.canary import MARGIN_S, Conduct, DecodeLoad, judge
+from cluster.processes.plan import ProcessRole
 from common.timing import StepModel, TimingModel
 
 DECODE, PREFILL = ProcessRole.DECODE, ProcessRole.PREFILL

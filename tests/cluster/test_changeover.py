@@ -2,8 +2,8 @@
 
 import pytest
 
-from cluster.generations import Generations
-from cluster.plan import MEMORY_ENV, ProcessSpec
+from cluster.processes.generations import Generations
+from cluster.processes.plan import MEMORY_ENV, ProcessSpec
 from common.config import ServingConfig
 from common.errors import EngineFault, InvalidRequest
 from tests.cluster.rollout_bench import DECODE, PREFILL, ROUTER, Bench, FakeWorkforce

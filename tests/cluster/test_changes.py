@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cluster.changes import (
+from cluster.changes.diff import (
     NEEDS,
     Need,
     find_changes,
@@ -14,8 +14,8 @@ from cluster.changes import (
     needs_routers,
     roles_to_renew,
 )
-from cluster.generations import generation
-from cluster.plan import ProcessRole
+from cluster.processes.generations import generation
+from cluster.processes.plan import ProcessRole
 from common.config import ServingConfig
 from tests.cluster.support import make_config
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from cluster.lifecycle import ClusterError, ClusterInfo, down, read_info, up
-from cluster.state import ClusterState, ProcessState, StateFile
+from cluster.processes.state import ClusterState, ProcessState, StateFile
 from common.config import ServingConfig
 from common.process import ProcessIdentity
 from kvrelay.client import Client

@@ -96,7 +96,7 @@ def test_file_keeps_what_the_head_knows_and_lets_workers_wait_for_it(file: str) 
     (head,) = (command for command in config["head_start_ray_commands"] if "ray start" in command)
     (worker,) = (command for command in config["worker_start_ray_commands"] if "ray start" in command)
 
-    assert "cluster.keep_head" in head
+    assert "cluster.ray.keep_head" in head
     assert "RAY_gcs_storage=rocksdb" in head
     assert all("RAY_gcs_rpc_server_reconnect_timeout_s=86400" in command for command in (head, worker))
 

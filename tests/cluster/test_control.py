@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 
+from cluster.changes.rollout import RolloutTerms
+from cluster.changes.scaling import Report
 from cluster.control import rollout, serving_control
-from cluster.rollout import RolloutTerms
-from cluster.scaling import Report
 from common.config import ServingConfig
 from common.errors import EngineFault
 from tests.cluster.support import make_config

@@ -5,8 +5,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.evacuation import Evacuation, Moved, Peer, Room, share_out
-from cluster.plan import ProcessRole
+from cluster.changes.evacuation import Evacuation, Moved, Peer, Room, share_out
+from cluster.processes.plan import ProcessRole
 from common.block_hash import BlockHashes
 from common.ids import BlockHash
 from common.prefix_chains import ChainSelection, PrefixChain, whole_chain

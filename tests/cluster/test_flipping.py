@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from cluster.flipping import flip_obstacle, flip_workers
-from cluster.managed_process import ManagedProcess
-from cluster.plan import ProcessRole, ProcessSpec
-from cluster.worker_names import home_first
+from cluster.changes.flipping import flip_obstacle, flip_workers
+from cluster.processes.managed_process import ManagedProcess
+from cluster.processes.plan import ProcessRole, ProcessSpec
+from cluster.processes.worker_names import home_first
 from common.errors import EngineFault, KvrelayError, Overloaded
 from tests.cluster.support import make_config, make_spec
 

@@ -7,9 +7,9 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-from cluster import joined_ray  # noqa: E402 - after the skip
-from cluster.joined_ray import JoinedRay, named_actors, pinned_to  # noqa: E402
-from cluster.plan import Placement, ProcessRole, ProcessSpec  # noqa: E402
+from cluster.processes.plan import Placement, ProcessRole, ProcessSpec  # noqa: E402
+from cluster.ray import joined_ray  # noqa: E402 - after the skip
+from cluster.ray.joined_ray import JoinedRay, named_actors, pinned_to  # noqa: E402
 
 _HERE = "node-0"
 

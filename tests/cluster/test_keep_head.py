@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from cluster.keep_head import Pace, keep
+from cluster.ray.keep_head import Pace, keep
 
 _PACE = Pace(poll_s=0.02, stopped_after_s=2.0, pause_s=0.0)
 _HEAD = """

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.launch_local import LocalLauncher, service_command
-from cluster.launcher import StartFailed, log_path
-from cluster.plan import ProcessRole
-from cluster.resolved_config import make_run_dir, write_config
+from cluster.processes.launch_local import LocalLauncher, service_command
+from cluster.processes.launcher import StartFailed, log_path
+from cluster.processes.plan import ProcessRole
+from cluster.processes.resolved_config import make_run_dir, write_config
 from common.config import ServingConfig, load_config, parse_config
 from common.process import process_birth
 from tests.cluster.support import fake_command, make_spec
@@ -95,7 +95,7 @@ def test_service_command_names_the_worker_and_asks_it_to_die_with_us(tmp_path: P
 
     where = "--host 127.0.0.1 --port 0 --die-with-parent"
     (own,) = tmp_path.glob("serving-*.yaml")
-    assert worker.endswith(f"-m pool_worker --config {own} --role prefill --worker-id prefill-0 {where}")
+    assert worker.endswith(f"-m cluster.worker_process --config {own} --role prefill --worker-id prefill-0 {where}")
     assert router.endswith(f"-m router --config {path} --index 1 {where}")
 
 

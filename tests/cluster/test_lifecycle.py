@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.lifecycle import ClusterError, default_run_dir, down, read_info, up
-from cluster.state import StateFile
+from cluster.processes.state import StateFile
 from common.process import ProcessIdentity
 from tests.cluster.support import make_config
 from tests.cluster.test_state import make_state

@@ -17,7 +17,7 @@ from ray.autoscaler.tags import (
     TAG_RAY_USER_NODE_TYPE,
 )
 
-from cluster.node_provider import HostPools
+from cluster.ray.node_provider import HostPools
 
 CONFIG: dict[str, Any] = {"head_ip": "192.0.2.10", "pools": {"prefill": ["192.0.2.11"], "decode": ["b", "c"]}}
 HEAD = {TAG_RAY_NODE_KIND: NODE_KIND_HEAD, TAG_RAY_USER_NODE_TYPE: "head"}

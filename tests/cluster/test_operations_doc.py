@@ -8,8 +8,8 @@ import pytest
 import typer
 import yaml
 
+from cli.main import app
 from common.config import ROUTER_PORTS, parse_config
-from kvrelay.cli.main import app
 from tests.hosts.ports import documented_ports
 
 _REPO = Path(__file__).parents[2]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.plan import HostResources, PlanError, ProcessRole, make_plan
+from cluster.processes.plan import HostResources, PlanError, ProcessRole, make_plan
 from common.config import ServingConfig
 
 

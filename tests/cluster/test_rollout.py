@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.rollout import RolloutTerms
+from cluster.changes.rollout import RolloutTerms
 from common.errors import EngineFault, InvalidRequest, Overloaded
 from tests.cluster.rollout_bench import DECODE, PREFILL, ROUTER, TERMS, Bench, FakeWorkforce, look, pools
 from tests.cluster.support import make_config

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from cluster.plan import ProcessRole, ProcessSpec
-from cluster.routers import Routers
+from cluster.processes.plan import ProcessRole, ProcessSpec
+from cluster.processes.routers import Routers
 from common.clock import ManualClock
 from common.config import RouterConfig
 from common.ports import free_ports, is_port_free

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from cluster.changes import in_yaml
+from cluster.changes.diff import in_yaml
 from common.config import PoolConfig, ServingConfig, TenantConfig
 
 _DOC = Path(__file__).parents[2] / "docs" / "serving.md"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.run_lock import RunDirTaken, lock_run_dir
-from cluster.starter import Failed, Progress, Up, parse_event
-from cluster.state import ClusterPhase, ClusterState, ProcessPhase, ProcessState, StateFile
+from cluster.processes.run_lock import RunDirTaken, lock_run_dir
+from cluster.processes.starter import Failed, Progress, Up, parse_event
+from cluster.processes.state import ClusterPhase, ClusterState, ProcessPhase, ProcessState, StateFile
 from common.process import ProcessIdentity
 
 
@@ -58,7 +58,7 @@ def test_state_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
 
 def test_lock_held_by_another_process_is_refused_and_ends_with_it(tmp_path: Path) -> None:
     code = (
-        "import sys, signal; from pathlib import Path; from cluster.run_lock import lock_run_dir\n"
+        "import sys, signal; from pathlib import Path; from cluster.processes.run_lock import lock_run_dir\n"
         "with lock_run_dir(Path(sys.argv[1])): print(1, flush=True); signal.pause()"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as holder:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster.launch_local import LocalLauncher
-from cluster.launcher import StartFailed
-from cluster.managed_process import restart_delay_s
-from cluster.plan import HostResources, ProcessRole, make_plan
-from cluster.state import ClusterPhase, ClusterState, ProcessPhase, ProcessState, StateFile
-from cluster.supervisor import Ground, StopGrace, Supervisor
+from cluster.processes.launch_local import LocalLauncher
+from cluster.processes.launcher import StartFailed
+from cluster.processes.managed_process import restart_delay_s
+from cluster.processes.plan import HostResources, ProcessRole, make_plan
+from cluster.processes.state import ClusterPhase, ClusterState, ProcessPhase, ProcessState, StateFile
+from cluster.processes.supervisor import Ground, StopGrace, Supervisor
 from cluster.trust import Trust
 from kvrelay.v1.worker_pb2 import WORKER_ROLE_DECODE, WORKER_ROLE_PREFILL
 from tests.cluster.support import RecordingRouter, fake_command, make_config, make_spec, recording_router

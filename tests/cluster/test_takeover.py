@@ -8,10 +8,10 @@ from pathlib import Path
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.launcher import StartFailed
-from cluster.plan import ProcessRole, ProcessSpec, make_plan
-from cluster.state import ClusterPhase, StateFile
-from cluster.supervisor import Ground, Supervisor
+from cluster.processes.launcher import StartFailed
+from cluster.processes.plan import ProcessRole, ProcessSpec, make_plan
+from cluster.processes.state import ClusterPhase, StateFile
+from cluster.processes.supervisor import Ground, Supervisor
 from cluster.trust import Trust
 from common.process import ProcessIdentity, Ready
 from tests.cluster.support import RecordingRouter, make_config, recording_router

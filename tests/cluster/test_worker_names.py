@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.plan import ProcessRole, ProcessSpec
-from cluster.scaling import POOLS
-from cluster.worker_names import home_first, with_living_names
+from cluster.changes.scaling import POOLS
+from cluster.processes.plan import ProcessRole, ProcessSpec
+from cluster.processes.worker_names import home_first, with_living_names
 from tests.cluster.support import make_spec
 
 PREFILL, DECODE = ProcessRole.PREFILL, ProcessRole.DECODE

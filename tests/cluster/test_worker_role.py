@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cluster.launcher import RunningProcess
-from cluster.managed_process import ManagedProcess
-from cluster.plan import ProcessRole, ProcessSpec
+from cluster.processes.launcher import RunningProcess
+from cluster.processes.managed_process import ManagedProcess
+from cluster.processes.plan import ProcessRole, ProcessSpec
 from common.clock import SystemClock
 from common.errors import Overloaded, WorkerLost
 from common.process import ProcessIdentity, Ready

@@ -1,7 +1,7 @@
-"""A machine without Ray and without a registry: what the named packages bring, plus tools/bundle, runs the service.
+"""A machine without Ray and without a registry: what the named packages bring, plus deploy/bundle, runs the service.
 
 The environment here is made of links to installed packages, so that nothing is downloaded: those that the issue names
-and whatever they require, and those that `tools/bundle` lists. Everything else cannot be imported.
+and whatever they require, and those that `deploy/bundle` lists. Everything else cannot be imported.
 """
 
 import re
@@ -76,7 +76,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What tools/bundle would put into its folder for this Python."""
+    """What deploy/bundle would put into its folder for this Python."""
     folder = tmp_path_factory.mktemp("bundle")
     link([distribution(name) for name in bundled()], folder)
     return folder

@@ -10,7 +10,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from cluster.lifecycle import read_info
-from cluster.state import StateFile
+from cluster.processes.state import StateFile
 from tests.e2e.harness import fake_config, running_cluster, until_idle
 from tests.e2e.in_process import System, running_system
 

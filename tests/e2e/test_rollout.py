@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from cluster.changes.rollout import RolloutTerms
 from cluster.control import preview_rollout, rollout
 from cluster.lifecycle import read_info
-from cluster.rollout import RolloutTerms
 from common.config import ServingConfig, load_config
 from common.errors import EngineFault, InvalidRequest
 from kvrelay.client import AsyncClient

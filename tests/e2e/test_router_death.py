@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.state import ProcessState, StateFile
+from cluster.processes.state import ProcessState, StateFile
 from kvrelay.client import AsyncClient, Generation, Token
 from tests.e2e.harness import fake_config, running_cluster, until
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.state import ProcessState, StateFile
+from cluster.processes.state import ProcessState, StateFile
 from kvrelay.client import AsyncClient
 from tests.e2e.harness import FAKE_POOL, fake_config, running_cluster, until, worker
 from tests.e2e.test_scale import answers

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from simulator.loop import VirtualLoop
+from measure.simulate.loop import VirtualLoop
 
 
 class MeteredLoop(VirtualLoop):

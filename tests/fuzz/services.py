@@ -1,7 +1,7 @@
 """The one place that puts together what is fuzzed: a router and workers as they are, in virtual time, in this process.
 
-They stand on the simulator's loop and network (`simulator/`) and on the fake engine, whose pages and bytes are real.
-Calls pass the interceptors of a real server, and raw bytes its deserializers.
+They stand on the simulator's loop and network (`measure/simulate/`) and on the fake engine, whose pages and bytes are
+real. Calls pass the interceptors of a real server, and raw bytes its deserializers.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from typing import Any, cast
 import grpc
 from uvicorn.server import ServerState
 
+from cluster.worker_process.server import pool_services
 from common.clock import Clock
 from common.config import PoolConfig, PoolsConfig, RouterConfig, ServingConfig, TransferConfig
 from common.malformed import MalformedRequestInterceptor
@@ -32,7 +33,13 @@ from kvrelay.v1 import (
     router_admin_pb2_grpc,
     worker_pb2,
 )
-from pool_worker.server import pool_services
+from measure.simulate.engine import SimEngine
+from measure.simulate.loop import VirtualClock
+from measure.simulate.network import SimNetwork, SimServer
+from measure.simulate.records import NetworkShape
+from measure.simulate.timing import FittedTimes
+from measure.simulate.token_log import TokenLog
+from measure.simulate.worker import Pace, SimWorker, Surroundings
 from router.admission.terms import Terms
 from router.doorkeeper import make_doorkeeper
 from router.facts import Endpoint
@@ -45,13 +52,6 @@ from router.http.server import uvicorn_config
 from router.parts import RouterParts, build_router
 from router.service import InferenceService, RouterAdminService
 from router.validation import RequestReader
-from simulator.engine import SimEngine
-from simulator.loop import VirtualClock
-from simulator.network import SimNetwork, SimServer
-from simulator.records import NetworkShape
-from simulator.timing import FittedTimes
-from simulator.token_log import TokenLog
-from simulator.worker import Pace, SimWorker, Surroundings
 from tests.fuzz.loop import MeteredLoop
 from tests.fuzz.members import DENIED, as_member, credentials_of, make_guard, reach_of
 from worker.runtime import Outside

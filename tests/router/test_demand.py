@@ -2,12 +2,12 @@ import pytest
 
 from common.clock import ManualClock
 from common.errors import Unauthenticated
+from common.slo import Slo
 from kvrelay.client import AsyncClient
 from router.demand import NUM_SAMPLED, REMEMBERED_S, Answered, DemandMeter
 from tests.router.fakes import DECODE, FakeWorker, make_request, running_cluster
 from tests.router.http.clients import fetch
 from tests.router.test_tenants import KEYS, serving
-from workload.slo import Slo
 
 
 def make_answer(*, num_prompt_tokens: int = 100, ttft_s: float = 0.1, itl_s: float | None = 0.01) -> Answered:

@@ -7,13 +7,13 @@ from typing import Any
 
 import grpc
 
+from cluster.worker_process.server import pool_services
 from common.config import parse_config
 from common.trust.authority import Authority, AuthoritySettings
 from common.trust.channels import connect_to
 from common.trust.credentials import Credentials
 from common.trust.identity import Role
 from kvrelay.v1 import worker_pb2
-from pool_worker.server import pool_services
 from router.fake_codec import ByteCodec
 from router.server import RunningRouter, serve_router
 from tests.worker.cluster import make_runtime

@@ -10,8 +10,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from cryptography.x509 import CertificateSigningRequestBuilder, Name
 
-from cluster.launch_local import LocalLauncher
-from cluster.launcher import StartFailed
+from cluster.processes.launch_local import LocalLauncher
+from cluster.processes.launcher import StartFailed
 from common.config import parse_config
 from common.service_actor import RunningService, ServiceActor, ServiceParams
 from common.trust.credentials import Credentials

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from cluster.worker_process.server import pool_services
 from common.config import parse_config
 from common.fake_tokenizer import byte_tokenizer
 from common.ids import Epoch, HandoffId, WorkerId, mint_handoff_id
@@ -17,7 +18,6 @@ from common.wire import pack_tokens, sampling_to_proto
 from engine.fake import FakeExecutor
 from engine.sequence import EngineRequest
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, sequence_pb2, worker_pb2
-from pool_worker.server import pool_services
 from tests.builders import BLOCK_SIZE
 from tests.trust import ROUTER, as_router, credentials_of
 from worker.runtime import Outside, WorkerRuntime

@@ -11,8 +11,8 @@ from common.block_hash import BlockHashes
 from common.ids import WorkerId
 from common.kv_events import KvEvents, decode_events, encode_events
 from kvrelay.v1 import router_admin_pb2, worker_pb2, worker_pb2_grpc
+from measure.simulate.network import SimServer
 from router.index import PrefixIndex
-from simulator.network import SimServer
 from tests.fuzz.callers import right_metadata
 from tests.fuzz.messages import Hints, draw
 from tests.fuzz.services import ROUTER

@@ -19,7 +19,7 @@ from engine.fake import token_kv
 from kv_transfer.serve import layout_to_proto
 from kvrelay.v1 import decode_pb2, kv_transfer_pb2_grpc, prefix_pb2, sequence_pb2, worker_pb2
 from kvrelay.v1 import kv_transfer_pb2 as pb
-from simulator.network import SimServer
+from measure.simulate.network import SimServer
 from tests.fuzz.callers import with_proof
 from tests.fuzz.messages import Hints, draw
 from tests.fuzz.play import Step, play

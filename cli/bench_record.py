@@ -1,0 +1,81 @@
+"""`kvrelay bench record`."""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.console import Progress, err
+from cli.errors import CliError
+from cli.options import DEFAULT_CONFIG, AddressOption, ApiKeyOption, CaOption, ConfigOption
+from cli.target import find_cluster
+from common.signals import sigterm_interrupts, uninterrupted
+
+if TYPE_CHECKING:
+    from kvrelay.client import TrafficStream
+    from measure.load.recording import TrafficTrace
+
+
+def record(
+    path: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="Where to write the trace.")],
+    duration_s: Annotated[
+        float | None,
+        typer.Option(
+            "--duration",
+            "-d",
+            min=0.001,
+            metavar="SECONDS",
+            help="Record requests that come within so long, and wait for their ends; default: until Ctrl-C.",
+            show_default=False,
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", "-n", min=1, help="Stop after so many requests.", show_default=False)
+    ] = None,
+    address: AddressOption = None,
+    ca: CaOption = None,
+    api_key: ApiKeyOption = None,
+    config_path: ConfigOption = DEFAULT_CONFIG,
+) -> None:
+    """Record live traffic as a trace: when requests come, how long they are, which prompts begin alike.
+
+    No content leaves the cluster: prompts are told apart by keys that mean nothing outside the recording. Only the
+    caller's own tenant is recorded. Ctrl-C ends the recording and writes what came.
+
+    \b
+    kvrelay bench record today.jsonl --duration 600
+    kvrelay trace stats today.jsonl
+    """  # noqa: D301 - \b marks a preformatted block
+    from kvrelay.client import Client
+    from measure.load.recording import TrafficTrace
+
+    if path.suffix != ".jsonl":
+        raise CliError(f"{path}: a recording is called .jsonl")
+    trace = TrafficTrace()
+    cluster = find_cluster(address, ca, config_path)
+    with Client(cluster.address, **cluster.client_options(api_key)) as client:
+        stream = client.record(duration_s=duration_s)
+        with sigterm_interrupts(), suppress(KeyboardInterrupt):
+            _read(stream, trace, limit)
+    if not trace.num_requests:
+        raise CliError("no request ended while the recording ran; nothing was written")
+    with uninterrupted():
+        trace.write(path)
+    if stream.num_dropped:
+        err.print(
+            f"{stream.num_dropped} requests are missing: they came faster than they could be read", soft_wrap=True
+        )
+    err.print(
+        f"{trace.num_requests:,} requests are in {path}; look at them with `kvrelay trace stats {path}`", soft_wrap=True
+    )
+
+
+def _read(stream: "TrafficStream", trace: "TrafficTrace", limit: int | None) -> None:
+    with Progress() as report, stream:
+        report("recording")
+        for request in stream:
+            trace.add(request)
+            report.update(f"recording: {trace.num_requests:,} requests so far")
+            if trace.num_requests == limit:
+                return

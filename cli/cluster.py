@@ -1,0 +1,83 @@
+"""`kvrelay up` and `kvrelay down`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.console import Progress, err, out
+from cli.options import DEFAULT_CONFIG, ConfigOption, LauncherOption
+from cli.target import run_dir_of
+from common.signals import sigterm_interrupts, uninterrupted
+
+if TYPE_CHECKING:
+    from cluster.lifecycle import ClusterInfo
+    from common.config import ServingConfig
+
+
+def up(
+    config_path: ConfigOption = DEFAULT_CONFIG,
+    launcher: LauncherOption = None,
+    foreground: Annotated[
+        bool, typer.Option("--foreground", "-f", help="Stay until Ctrl-C or SIGTERM, then stop the cluster.")
+    ] = False,
+) -> None:
+    """Start the cluster and return when every worker is ready.
+
+    \b
+    kvrelay up
+    kvrelay up --config big.yaml --launcher local
+    kvrelay up --foreground        # under systemd, in a container
+    """  # noqa: D301 - \b marks a preformatted block
+    from cluster import lifecycle
+    from common.config import load_config
+
+    config = load_config(config_path)
+    if launcher is not None:
+        config = config.model_copy(update={"launcher": launcher.value})
+    if not foreground:
+        out.print(_ready(_start(config, config_path)), soft_wrap=True)
+        err.print(
+            'Next: kvrelay generate -p "Why is the sky blue?" · kvrelay status --watch · kvrelay down', soft_wrap=True
+        )
+        return
+    with sigterm_interrupts():
+        info = _start(config, config_path)  # stops what it has started when it fails or is interrupted
+        try:
+            out.print(f"{_ready(info)}; Ctrl-C stops it", soft_wrap=True)
+            lifecycle.wait_for_end(info)
+            err.print("the cluster has ended")
+        finally:
+            _stop(info.run_dir)
+
+
+def down(config_path: ConfigOption = DEFAULT_CONFIG) -> None:
+    """Stop the cluster.
+
+    The routers drain first, then the workers end. Does nothing when no cluster is running.
+    """
+    if not _stop(run_dir_of(config_path)):
+        err.print("no cluster is running")
+
+
+def _start(config: "ServingConfig", config_path: Path) -> "ClusterInfo":
+    from cluster import lifecycle
+
+    run_dir = lifecycle.default_run_dir(config.name)
+    with Progress() as report:
+        return lifecycle.up(config, config_path=config_path, run_dir=run_dir, report=report)
+
+
+def _ready(info: "ClusterInfo") -> str:
+    scheme = "https" if info.tls else "http"
+    urls = [f"{scheme}://{address}/v1" for address in info.http_addresses]
+    openai = f" · OpenAI-compatible: {', '.join(urls)}" if urls else ""
+    vouched = f" · TLS, known by {info.tls}" if isinstance(info.tls, str) else ""
+    return f"ready at {info.address}{openai}{vouched}"
+
+
+def _stop(run_dir: Path) -> bool:
+    from cluster import lifecycle
+
+    with uninterrupted(), Progress() as report:
+        return lifecycle.down(run_dir, report=report)

@@ -1,0 +1,173 @@
+"""`kvrelay demo`: starts a cluster of its own, asks it a handful of things, shows what each cost, stops it again."""
+
+import asyncio
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cli.console import Progress, out, print_wide, write_text
+from cli.demo_prompts import (
+    DemoPrompt,
+    concurrent_pair,
+    long_prompt,
+    plain_question,
+    sampled_question,
+    shared_prefix_pair,
+)
+from cli.options import DEFAULT_CONFIG, ConfigOption, Launcher, LauncherOption
+from cli.render import AskedRouter, SummaryRow, stats_lines, status_view, summary_table
+from common.signals import sigterm_interrupts, uninterrupted
+from kvrelay.client import AsyncClient, Client, Token
+
+if TYPE_CHECKING:
+    from common.config import ServingConfig
+
+_LINE_CHARS = 76
+
+
+def demo(config_path: ConfigOption = DEFAULT_CONFIG, launcher: LauncherOption = None) -> None:
+    """Start a cluster, ask it a few things, show what each cost, stop it.
+
+    The cluster gets a free port and a run folder of its own. The demo neither needs nor touches
+    a cluster that is already running, and leaves nothing behind, also after Ctrl-C; only when
+    something fails, its logs stay.
+    """
+    from cluster import lifecycle
+    from common.config import load_config
+
+    run_dir = Path(tempfile.mkdtemp(prefix="kvrelay-demo-"))
+    logs_are_wanted = False
+    with sigterm_interrupts():
+        try:
+            config = _demo_config(load_config(config_path), launcher)
+            _title("Starting the cluster")
+            with Progress(out) as report:
+                info = lifecycle.up(config, config_path=config_path, run_dir=run_dir, report=report)
+                report(f"ready at {info.address}")
+            rows = ask_everything(info.address)
+            _show_results(rows, info.address)
+        except Exception:
+            logs_are_wanted = True
+            raise
+        finally:
+            with uninterrupted():
+                _title("Stopping the cluster")
+                with Progress(out) as report:
+                    lifecycle.down(run_dir, report=report)
+                if logs_are_wanted and (run_dir / "logs").is_dir():
+                    out.print(f"its logs stay in {run_dir / 'logs'}", soft_wrap=True)
+                else:
+                    shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def ask_everything(address: str) -> list[SummaryRow]:
+    """Send the demo's requests and stream the answers to stdout. Raises KvrelayError."""
+    with Client(address) as client:
+        model = client.models()[0]
+        prompts = [
+            plain_question(),
+            *shared_prefix_pair(),
+            long_prompt(lambda text: len(client.tokenize(text).token_ids), max_model_len=model.max_model_len),
+            sampled_question(),
+        ]
+        rows = [_ask(client, prompt) for prompt in prompts]
+    return [*rows, *asyncio.run(_ask_together(address, concurrent_pair()))]
+
+
+def _demo_config(config: "ServingConfig", launcher: Launcher | None) -> "ServingConfig":
+    """Return the configuration with a free port and a name of its own."""
+    router = config.router.model_copy(update={"host": "127.0.0.1", "port": 0, "http_port": 0})
+    changes = {"name": f"demo-{os.getpid()}", "router": router}
+    return config.model_copy(update=changes | ({"launcher": launcher.value} if launcher is not None else {}))
+
+
+def _ask(client: Client, prompt: DemoPrompt) -> SummaryRow:
+    _title(f"{prompt.title} ({prompt.why})")
+    out.print(f"> {prompt.shown}", soft_wrap=True)
+    started_s = time.perf_counter()
+    with client.stream_chat(prompt.messages, **prompt.sampling) as stream:
+        for event in stream:
+            if isinstance(event, Token):
+                write_text(event.text)
+        elapsed_s = time.perf_counter() - started_s
+        write_text("\n")
+        generation = stream.result()
+    _print_stats(stats_lines(generation, elapsed_s=elapsed_s))
+    return SummaryRow(title=prompt.title, generation=generation)
+
+
+async def _ask_together(address: str, prompts: Sequence[DemoPrompt]) -> list[SummaryRow]:
+    """Send the requests at the same moment; their answers arrive interleaved, line by line."""
+    _title(" and ".join(prompt.title for prompt in prompts))
+    for prompt in prompts:
+        out.print(f"> {prompt.title[-1]}: {prompt.shown}", soft_wrap=True)
+    async with AsyncClient(address) as client:  # when one fails, closing the client cancels the others
+        results = await asyncio.gather(*(_ask_tagged(client, prompt) for prompt in prompts))
+    rows = []
+    for row, elapsed_s in results:
+        out.print(f"  {row.title}")
+        _print_stats(stats_lines(row.generation, elapsed_s=elapsed_s))
+        rows.append(row)
+    return rows
+
+
+async def _ask_tagged(client: AsyncClient, prompt: DemoPrompt) -> tuple[SummaryRow, float]:
+    lines = TaggedLines(prompt.title[-1])
+    started_s = time.perf_counter()
+    async with client.stream_chat(prompt.messages, **prompt.sampling) as stream:
+        async for event in stream:
+            if isinstance(event, Token):
+                lines.write(event.text)
+        elapsed_s = time.perf_counter() - started_s
+        lines.flush()
+        return SummaryRow(title=prompt.title, generation=await stream.result()), elapsed_s
+
+
+class TaggedLines:
+    """Collects a stream of text and writes whole lines to stdout, each with a tag: streams can share a terminal."""
+
+    def __init__(self, tag: str) -> None:
+        self._tag = tag
+        self._rest = ""
+
+    def write(self, text: str) -> None:
+        """Take some text; writes the lines that it completes. Long lines are broken at a space."""
+        self._rest += text
+        while True:
+            end = self._rest.find("\n")
+            if 0 <= end <= _LINE_CHARS:
+                line, self._rest = self._rest[:end], self._rest[end + 1 :]
+            elif len(self._rest) > _LINE_CHARS:
+                space = self._rest.rfind(" ", 1, _LINE_CHARS + 1)
+                end = space if space > 0 else _LINE_CHARS
+                line, self._rest = self._rest[:end], self._rest[end:].removeprefix(" ")
+            else:
+                return
+            write_text(f"{self._tag} │ {line}\n")
+
+    def flush(self) -> None:
+        """Write what is left."""
+        if self._rest:
+            write_text(f"{self._tag} │ {self._rest}\n")
+            self._rest = ""
+
+
+def _show_results(rows: Sequence[SummaryRow], address: str) -> None:
+    _title("Results")
+    print_wide(summary_table(rows))
+    _title("Pool status")
+    with Client(address) as client:
+        print_wide(status_view([AskedRouter(address=address, status=client.status())]))
+
+
+def _title(text: str) -> None:
+    out.print(f"\n── {text} ".ljust(_LINE_CHARS, "─"), soft_wrap=True)
+
+
+def _print_stats(lines: Sequence[str]) -> None:
+    for line in lines:
+        out.print(f"  {line}", soft_wrap=True)

@@ -1,0 +1,98 @@
+"""`kvrelay doctor`: is this host fit, does the cluster hold together, and what to do if not."""
+
+import asyncio
+import dataclasses
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from cli.console import err, print_wide
+from cli.errors import EXIT_FAILURE
+from cli.options import DEFAULT_CONFIG, AddressOption, ApiKeyOption, CaOption, ConfigOption
+from cli.target import find_cluster, run_dir_of
+
+if TYPE_CHECKING:
+    from cluster.doctor.finding import Finding
+
+_MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "failure": ("FAILURE", "bold red")}
+
+
+def doctor(
+    config_path: ConfigOption = DEFAULT_CONFIG,
+    address: AddressOption = None,
+    api_key: ApiKeyOption = None,
+    ca: CaOption = None,
+    host_only: Annotated[bool, typer.Option("--host-only", help="Ask no cluster: only this host.")] = False,
+    hosts: Annotated[
+        Path | None,
+        typer.Option("--hosts", metavar="CLUSTER.yaml", help="Ask the hosts of this file by ssh.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: every finding, as JSON.")] = False,
+) -> None:
+    """Check this host, and the cluster as seen from it. Ends with status 1 when something will not work.
+
+    \b
+    kvrelay doctor --host-only            # before `kvrelay up`: packages, model, memory, disk, ports, GPUs
+    kvrelay doctor                        # and the running cluster: every worker, from here
+    kvrelay doctor -a HEAD:50051          # on another host: can it reach everybody?
+
+    kvrelay doctor --hosts cluster.yaml   # the hosts that `ray up` uses, by ssh: what they lack, what differs
+
+    It looks only, and changes nothing.
+    """  # noqa: D301 - \b marks a preformatted block
+    findings = _ask_hosts(hosts) if hosts else _collect(config_path, address, ca, api_key, host_only=host_only)
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+    else:
+        print_wide(_table(findings))
+    num_failures = sum(finding.verdict == "failure" for finding in findings)
+    if num_failures:
+        err.print(f"kvrelay: {num_failures} of {len(findings)} checks failed")
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def _ask_hosts(path: Path) -> "list[Finding]":
+    from cluster.doctor.hosts import check_hosts, read_hosts, run_command
+
+    return asyncio.run(check_hosts(read_hosts(path), run_command))
+
+
+def _collect(
+    config_path: Path, address: str | None, ca: Path | None, api_key: str | None, *, host_only: bool
+) -> "list[Finding]":
+    from cluster.doctor.host import check_host, this_host
+    from cluster.doctor.service import check_service
+    from cluster.lifecycle import read_info
+    from cluster.trust import operator_credentials
+    from common.config import ServingConfig, load_config
+    from kvrelay.client import AsyncClient
+
+    has_file = config_path.exists() or config_path != DEFAULT_CONFIG
+    config = load_config(config_path) if has_file else ServingConfig()
+    is_up = read_info(run_dir_of(config_path)) is not None
+    findings = list(check_host(config, this_host(), is_up=is_up))
+    if host_only:
+        return findings
+    if not is_up and address is None:
+        err.print("no cluster runs here: only this host was checked (name a cluster with --address)")
+        return findings
+    compared = config if has_file and address is None else None
+    cluster = find_cluster(address, ca, config_path)
+    # A cluster that was named by its address may have been started elsewhere; its workers tell operators only.
+    operator = operator_credentials(run_dir_of(config_path))
+    client = partial(AsyncClient, cluster.address, **cluster.client_options(api_key))
+    return findings + asyncio.run(check_service(client, compared, operator=operator))
+
+
+def _table(findings: "list[Finding]") -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("", "what", "seen", "what to do"):
+        table.add_column(column, overflow="fold")
+    for finding in findings:
+        table.add_row(Text(*_MARKS[finding.verdict.value]), finding.subject, finding.detail, finding.advice)
+    return table

@@ -1,0 +1,187 @@
+"""`kvrelay experiment`: one workload on many pool shapes."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.console import Progress, err, print_wide
+from cli.errors import EXIT_FAILURE, CliError
+from common.signals import sigterm_interrupts
+
+if TYPE_CHECKING:
+    from measure.experiment.prepare import Experiment
+    from measure.experiment.runner import Bench, Report
+    from measure.experiment.side_by_side import Errand
+    from measure.experiment.store import Store
+
+experiment_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+
+OutOption = Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Results.")]
+
+
+@experiment_app.callback()
+def experiment() -> None:
+    """Measure a workload on many pool shapes, real and simulated."""
+
+
+@experiment_app.command()
+def run(
+    path: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="The experiment.")],
+    out: OutOption,
+    find_capacity: Annotated[
+        bool, typer.Option("--find-capacity", help="Search each arm's highest load that meets the objectives.")
+    ] = False,
+    simulate: Annotated[bool, typer.Option("--simulate", help="In virtual time, without starting anything.")] = False,
+    only: Annotated[
+        str, typer.Option("--only", metavar="ARM,…", help="Only these arms or shapes.", show_default=False)
+    ] = "",
+    loads: Annotated[
+        str, typer.Option("--loads", metavar="X,Y,…", help="In place of the file's; requests/s.", show_default=False)
+    ] = "",
+    again: Annotated[bool, typer.Option("--again", help="Replace earlier results in the folder.")] = False,
+    jobs: Annotated[
+        int, typer.Option("--jobs", "-j", min=1, help="Simulated arms side by side, each in a process.")
+    ] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the file and tell what would be run.")] = False,
+) -> None:
+    """Run an experiment: start every arm, warm it up, measure it, stop it.
+
+    \b
+    kvrelay experiment run documents.yaml --out results --dry-run
+    kvrelay experiment run documents.yaml --out results
+    kvrelay experiment run documents.yaml --out results --simulate
+
+    Finished runs are kept: the same command goes on where it was stopped, and
+    more loads, arms or repeats in the file add to what is there. What fails is
+    noted, tried again next time, and makes the exit status 1.
+    """  # noqa: D301 - \b marks a preformatted block
+    from measure.experiment.points import Source
+    from measure.experiment.prepare import Choices, prepare
+    from measure.experiment.store import Store
+
+    source = Source.SIMULATED if simulate else Source.REAL
+    chosen = tuple(name.strip() for name in only.split(",") if name.strip())
+    if jobs > 1 and not simulate:
+        raise CliError("--jobs: real arms would be in each other's way; it is for --simulate")
+    choices = Choices(source=source, only=chosen, loads=_loads(loads))
+    prepared = prepare(path, choices)
+    _tell_added(prepared)
+    store = Store(out)
+    if dry_run:
+        _tell_plan(prepared, _bench(prepared, store, err.print), find_capacity=find_capacity)
+        return
+    if again:
+        store.forget()
+    prepared.claim(store)
+    with sigterm_interrupts(), Progress() as report:
+        if jobs > 1:
+            from measure.experiment.side_by_side import Errand
+
+            _run_side_by_side(
+                prepared, Errand(path=path, choices=choices, out=out, is_search=find_capacity), jobs, report
+            )
+        is_complete = _run(prepared, store, report, find_capacity=find_capacity)
+    _show(store)
+    if not is_complete:
+        raise typer.Exit(EXIT_FAILURE)
+
+
+@experiment_app.command()
+def report(out: Annotated[Path, typer.Argument(metavar="DIR", help="An experiment's results.")]) -> None:
+    """Print an experiment's table and write its page, real and simulated points together."""
+    from measure.experiment.store import Store
+
+    if not (out / "settings.json").exists():
+        raise CliError(f"{out} holds no results of an experiment; make some with `kvrelay experiment run`")
+    _show(Store(out))
+
+
+def _run(prepared: "Experiment", store: "Store", report: "Report", *, find_capacity: bool) -> bool:
+    """Return whether everything was measured."""
+    from measure.experiment.runner import Keeper, run_cells
+    from measure.experiment.search import find_capacities
+
+    bench = _bench(prepared, store, report)
+    keeper = Keeper(store, prepared.source, report)
+    if find_capacity:
+        spec = prepared.spec.capacity
+        find_capacities(prepared.arms.plans, spec, keeper, bench, start=prepared.spec.loads[0])
+    else:
+        run_cells(prepared.cells, prepared.arms.plans, keeper, bench)
+    return not keeper.failures
+
+
+def _run_side_by_side(prepared: "Experiment", errand: "Errand", jobs: int, report: "Report") -> None:
+    """Measure every arm in a process of its own, the largest first: they take longest."""
+    from measure.experiment.side_by_side import measure_side_by_side
+
+    arms = sorted((plan.arm for plan in prepared.arms.plans), key=lambda arm: -arm.num_workers)
+    measure_side_by_side(errand, [arm.name for arm in arms], num_jobs=jobs, report=report)
+
+
+def _bench(prepared: "Experiment", store: "Store", report: "Report") -> "Bench":
+    from measure.experiment.points import Source
+
+    if prepared.source is Source.SIMULATED:
+        from measure.experiment.simulated import SimulatedBench
+
+        return SimulatedBench(prepared.spec, prepared.workloads)
+    from measure.experiment.real import RealBench
+
+    return RealBench(prepared.spec, prepared.path, workloads=prepared.workloads, store=store, report=report)
+
+
+def _show(store: "Store") -> None:
+    from measure.experiment.report import write_report
+    from measure.experiment.tables import capacity_table, points_table
+
+    points, capacities = tuple(store.points()), tuple(store.capacities())
+    if points:
+        print_wide(points_table(points))
+    if capacities:
+        print_wide(capacity_table(capacities))
+    for failure in store.failures():
+        err.print(f"not measured: {failure}", soft_wrap=True)
+    if points:
+        err.print(f"The page is {write_report(store)}", soft_wrap=True)
+
+
+def _tell_added(prepared: "Experiment") -> None:
+    for name in prepared.arms.added:
+        err.print(f"{name} is added, to compare with: no aggregated shape of this size is named", soft_wrap=True)
+
+
+def _tell_plan(prepared: "Experiment", bench: "Bench", *, find_capacity: bool) -> None:
+    from itertools import groupby
+
+    from measure.experiment.progress import span
+
+    for plan in prepared.arms.plans:
+        arm = plan.arm
+        workers = f"{arm.num_prefill} prefill, {arm.num_decode} decode" if arm.num_prefill else f"{arm.num_decode}"
+        settings = "".join(f", {key} {value}" for key, value in arm.settings.items())
+        err.print(f"{arm.name}: {workers} workers{settings}{f', at {plan.url}' if plan.url else ''}", soft_wrap=True)
+    if find_capacity:
+        spec = prepared.spec.capacity
+        most_s = len(prepared.arms.plans) * bench.seconds(spec.max_loads * spec.repeats, 1)
+        err.print(f"a search of at most {spec.max_loads} loads on each arm: at most {span(most_s)}", soft_wrap=True)
+        return
+    cells = prepared.cells
+    num_starts = len(list(groupby(cells, key=lambda cell: cell.arm)))
+    loads = ", ".join(f"{load:g}" for load in prepared.spec.loads)
+    err.print(
+        f"{len(cells)} runs, at {loads} requests/s, {prepared.spec.repeats} of each;"
+        f" about {span(bench.seconds(len(cells), num_starts))}",
+        soft_wrap=True,
+    )
+
+
+def _loads(text: str) -> tuple[float, ...]:
+    try:
+        loads = tuple(dict.fromkeys(float(part) for part in text.split(",") if part.strip()))
+    except ValueError:
+        loads = (-1.0,)
+    if not all(0 < load < float("inf") for load in loads):
+        raise CliError(f"--loads: {text!r}; say positive numbers with commas between them, such as 0.5,1,2")
+    return loads

@@ -1,0 +1,99 @@
+"""`kvrelay explain`."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+import typer
+from rich.console import Group, RenderableType
+
+from cli.console import err, print_wide
+from cli.options import DEFAULT_CONFIG, AddressOption, ApiKeyOption, CaOption, ConfigOption
+from cli.render import plan_text, seconds
+from cli.split_table import SplitTable
+from cli.target import find_cluster
+from kvrelay.client import Candidate, Client, Decision
+
+_TIMEOUT_S = 10.0
+
+
+def explain(
+    request_id: Annotated[
+        str | None, typer.Argument(metavar="[REQUEST_ID]", help="As `generate --show-stats` and the logs name it.")
+    ] = None,
+    address: AddressOption = None,
+    ca: CaOption = None,
+    api_key: ApiKeyOption = None,
+    config_path: ConfigOption = DEFAULT_CONFIG,
+    last: Annotated[int, typer.Option("--last", "-n", metavar="N", min=1, help="At most so many decisions.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: every field, as JSON.")] = False,
+) -> None:
+    """Show why requests went where they went: what was compared, what was chosen, and what came of it.
+
+    \b
+    kvrelay explain                  the latest decisions
+    kvrelay explain req-…            those on one request
+    kvrelay explain --last 100 --json | jq '.[].outcome'
+    """  # noqa: D301 - \b marks a preformatted block
+    cluster = find_cluster(address, ca, config_path)
+    with Client(cluster.address, **cluster.client_options(api_key), timeout_s=_TIMEOUT_S) as client:
+        decisions = client.explain(request_id, limit=last)
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(decision) for decision in decisions], indent=2))
+    elif decisions:
+        print_wide(Group(*_spaced(decisions)))
+    else:
+        err.print("the router remembers no decision" + (f" on {request_id}" if request_id else ""))
+        raise typer.Exit(1)
+
+
+def _spaced(decisions: Sequence[Decision]) -> Iterator[RenderableType]:
+    for position, decision in enumerate(decisions):
+        if position:
+            yield ""
+        yield _view(decision)
+
+
+def _view(decision: Decision) -> RenderableType:
+    """Return one decision: a headline, its candidates, predicted beside actual."""
+    plan, outcome = decision.plan, decision.outcome
+    headline = (
+        f"{decision.request_id} · attempt {decision.attempt} · {seconds(decision.age_s)} ago"
+        f" · {outcome.ended or 'running'}\n"
+        f"policy {decision.policy}: {decision.num_tokens} tokens, {decision.num_candidates} options"
+        f" in {seconds(decision.decision_s)}\n"
+        f"chosen {plan_text(plan)} ({plan.reason})"
+    )
+    rows = (
+        ("cached tokens", str(plan.predicted_cached_tokens), _count(outcome.num_cached_tokens)),
+        ("choice to first token", seconds(plan.predicted_ttft_s or None), seconds(outcome.ttft_s)),
+        ("gap between tokens", seconds(plan.predicted_itl_s or None), seconds(outcome.mean_itl_s)),
+    )
+    comparison = SplitTable(("", "predicted", "actual"), rows, num_left=1)
+    candidates = [_candidate_table(decision.candidates), ""] if decision.candidates else []
+    return Group(headline, "", *candidates, comparison)
+
+
+def _candidate_table(candidates: Sequence[Candidate]) -> RenderableType:
+    """Return a row for each option, the chosen one first, and a column for each term that any of them has."""
+    names = sorted({name for candidate in candidates for name in candidate.terms})
+    rows = (
+        [
+            _workers(candidate),
+            candidate.source_worker_id or "",
+            f"{candidate.cost:.4g}",
+            *(f"{candidate.terms[name]:.4g}" if name in candidate.terms else "" for name in names),
+        ]
+        for candidate in candidates
+    )
+    return SplitTable(("candidate", "pull from", "cost", *names), rows, num_left=2)
+
+
+def _workers(candidate: Candidate) -> str:
+    workers = [worker for worker in (candidate.prefill_worker_id, candidate.decode_worker_id) if worker]
+    return f"{candidate.kind.value} {' → '.join(workers)}"
+
+
+def _count(value: int | None) -> str:
+    return "–" if value is None else str(value)

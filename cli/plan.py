@@ -1,0 +1,109 @@
+"""`kvrelay plan`: what the planner thinks of the pools' sizes, and why."""
+
+import json
+from pathlib import Path
+from time import sleep
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from cli.console import out, print_wide
+from cli.options import DEFAULT_CONFIG, ConfigOption
+from cli.scale import running_cluster
+from kvrelay.client import KvrelayError
+
+if TYPE_CHECKING:
+    from kvrelay.v1.controller_pb2 import GetPlanResponse, PlanRecord
+
+_NUM_CHANGES = 10
+
+
+def plan(
+    config_path: ConfigOption = DEFAULT_CONFIG,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep it on the screen until Ctrl-C.")] = False,
+    interval_s: Annotated[float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="With --watch.")] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: every field, as JSON.")] = False,
+) -> None:
+    """Show how large the pools are and should be, why, and what was changed.
+
+    \b
+    kvrelay plan
+    kvrelay plan --watch
+    kvrelay plan --json | jq .latest.terms
+
+    Plans are made with planner.mode: advise or act in serving.yaml; with advise nothing is changed.
+    """  # noqa: D301 - \b marks a preformatted block
+    from cluster.control import read_plan
+
+    if watch and as_json:
+        raise typer.BadParameter("--watch and --json exclude each other")
+    run_dir = running_cluster(config_path).run_dir
+    if watch:
+        _watch(run_dir, interval_s)
+    elif as_json:
+        from google.protobuf.json_format import MessageToDict
+
+        response = read_plan(run_dir)
+        fields = MessageToDict(response, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        typer.echo(json.dumps(fields, indent=2))
+    else:
+        print_wide(plan_view(read_plan(run_dir)))
+
+
+def plan_view(response: "GetPlanResponse") -> RenderableType:
+    """Return the latest plan, its numbers, and the changes before it."""
+    head = f"planner: {response.mode}"
+    if response.mode == "off":
+        return Text(f"{head}; planner.mode: advise or act in serving.yaml makes it plan")
+    head += f", every {response.interval_s:g} s"
+    if not response.HasField("latest"):
+        return Text(f"{head}; no plan yet")
+    latest = response.latest
+    parts: list[RenderableType] = [
+        Text(f"{head}, the last time {latest.age_s:.0f} s ago"),
+        Text(_sizes(latest)),
+        Text(latest.reason + (f" [{latest.outcome}]" if latest.outcome else "")),
+    ]
+    if latest.terms:
+        numbers = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        for term in latest.terms:
+            numbers.add_row(term.name, f"{term.value:.4g}")
+        parts.append(numbers)
+    if response.changes:
+        parts.append(_changes(response.changes[:_NUM_CHANGES]))
+    return Group(*parts)
+
+
+def _sizes(record: "PlanRecord") -> str:
+    pools = (("prefill", record.prefill), ("decode", record.decode))
+    return ", ".join(
+        f"{name} {pool.present}" + (f" -> {pool.wanted}" if pool.wanted != pool.present else "") for name, pool in pools
+    )
+
+
+def _changes(records: "list[PlanRecord]") -> Table:
+    table = Table("ago", "sizes", "outcome", "why", title="changes", title_justify="left")
+    for record in records:
+        table.add_row(f"{record.age_s:.0f} s", _sizes(record), Text(record.outcome), Text(record.reason))
+    return table
+
+
+def _watch(run_dir: Path, interval_s: float) -> None:
+    from cluster.control import read_plan
+
+    view = plan_view(read_plan(run_dir))
+    try:
+        with Live(view, console=out, auto_refresh=False) as live:
+            while True:
+                sleep(interval_s)
+                try:
+                    view = plan_view(read_plan(run_dir))
+                except KvrelayError as error:
+                    view = Text(f"{error.message}\nstill trying; Ctrl-C ends")
+                live.update(view, refresh=True)
+    except KeyboardInterrupt:
+        return

@@ -1,0 +1,178 @@
+"""Numbers and tables for people."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from cli.split_table import SplitTable
+from kvrelay.client import ClusterStatus, Generation, PlanChosen, RouterStatus, WorkerView
+
+_KIB = 1024
+
+
+def seconds(value_s: float | None) -> str:
+    """Return a duration with a unit that suits it; "–" for None."""
+    if value_s is None:
+        return "–"
+    if value_s < 1:
+        return f"{value_s * 1000:.1f} ms" if value_s < 0.1 else f"{value_s * 1000:.0f} ms"
+    if value_s < 120:
+        return f"{value_s:.2f} s"
+    minutes, rest_s = divmod(round(value_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest_s:02d} s"
+
+
+def byte_count(value: int) -> str:
+    """Return a size in binary units."""
+    size = float(value)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < _KIB or unit == "GiB":
+            break
+        size /= _KIB
+    return f"{value} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def plan_text(plan: PlanChosen) -> str:
+    """Return which workers serve the request."""
+    workers = [worker for worker in (plan.prefill_worker_id, plan.decode_worker_id) if worker]
+    return f"{plan.kind.value} {' → '.join(workers)}"
+
+
+def throughput(num_tokens: int, elapsed_s: float) -> str:
+    """Return the total of a run."""
+    rate = f"{num_tokens / elapsed_s:.1f}" if elapsed_s > 0 else "–"
+    return f"{num_tokens} tokens in {elapsed_s:.2f} s · {rate} tokens/s"
+
+
+def stats_lines(generation: Generation, *, elapsed_s: float) -> list[str]:
+    """Return what a request cost. `elapsed_s` is the client's own time from sending to the last token."""
+    usage, timings, transfer = generation.usage, generation.timings, generation.transfer
+    lines = [f"request   {generation.request_id}"]
+    lines += [f"plan      {plan_text(plan)} ({plan.reason})" for plan in generation.plans]
+    lines.append(
+        f"tokens    prompt {usage.num_prompt_tokens} · cached {usage.num_cached_tokens}"
+        f" (on decode {usage.num_decode_cached_tokens}) · output {usage.num_output_tokens}"
+    )
+    if transfer.transport is not None:
+        lines.append(
+            f"KV        {byte_count(transfer.kv_bytes)} handed over in {transfer.num_blocks} blocks"
+            f" by {transfer.transport} · {seconds(timings.transfer_exposed_s)} not hidden by prefill"
+        )
+    else:
+        lines.append("KV        0 B handed over")
+    lines.append(
+        f"time      queue {seconds(timings.queue_s)} · prefill {seconds(timings.prefill_s)}"
+        f" · transfer {seconds(timings.transfer_s)} · TTFT {seconds(timings.ttft_s)}"
+        f" · ITL mean {seconds(timings.mean_itl_s)}, max {seconds(timings.max_itl_s)}"
+    )
+    lines.append(f"total     {throughput(usage.num_output_tokens, elapsed_s)} · seed {generation.seed}")
+    return lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummaryRow:
+    """One finished request of the demo."""
+
+    title: str
+    generation: Generation
+
+
+def summary_table(rows: Sequence[SummaryRow]) -> RenderableType:
+    """Return a table with one line per request."""
+    numbers = ("prompt", "cached", "output", "KV moved", "queue", "prefill", "transfer", "TTFT", "mean ITL")
+    return SplitTable(
+        ("request", "plan", *numbers), map(_summary_cells, rows), num_left=2, title="What each request cost"
+    )
+
+
+def _summary_cells(row: SummaryRow) -> list[str]:
+    usage, timings = row.generation.usage, row.generation.timings
+    return [
+        row.title,
+        plan_text(row.generation.plan),
+        str(usage.num_prompt_tokens),
+        str(usage.num_cached_tokens),
+        str(usage.num_output_tokens),
+        byte_count(row.generation.transfer.kv_bytes),
+        seconds(timings.queue_s),
+        seconds(timings.prefill_s),
+        seconds(timings.transfer_s),
+        seconds(timings.ttft_s),
+        seconds(timings.mean_itl_s),
+    ]
+
+
+def openai_url(address: str, router: RouterStatus) -> str:
+    """Return what OpenAI's clients take as their base URL."""
+    scheme = "https" if router.is_encrypted else "http"
+    return f"{scheme}://{address.rpartition(':')[0]}:{router.http_port}/v1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedRouter:
+    """What a router told of the cluster, or why it told nothing."""
+
+    address: str
+    status: ClusterStatus | None
+    error: str = ""
+
+
+def status_view(routers: Sequence[AskedRouter]) -> RenderableType:
+    """Return some lines for each router, and the table of workers as the first one that answers sees them."""
+    parts: list[RenderableType] = []
+    for asked in routers:
+        if asked.status is None:
+            parts.append(Text(f"router {asked.address} is DOWN: {asked.error}", style="bold red"))
+        else:
+            parts.extend(_router_lines(asked.status.router, address=asked.address))
+    told = next((asked.status for asked in routers if asked.status is not None), None)
+    return Group(*parts, "", _worker_table(told.workers)) if told is not None else Group(*parts)
+
+
+def _router_lines(router: RouterStatus, *, address: str) -> list[RenderableType]:
+    http = f" · {openai_url(address, router)}" if router.http_port else ""
+    lines = (
+        f"router {address}{http} · policy {router.policy} · {router.num_index_blocks} blocks in the prefix index\n"
+        f"requests: {router.num_queued} queued, {router.num_active} active · {router.num_completed} completed,"
+        f" {router.num_cancelled} cancelled, {router.num_failed} failed ({router.num_refused} refused at the door),"
+        f" {router.num_replans} replans, {router.num_moves} moves\n"
+        f"held: {router.num_bookings} bookings, {router.num_request_tasks} tasks"
+    )
+    return [lines, *(Text(f"ALARM {text}", style="bold red") for text in router.alarms)]
+
+
+def _worker_table(workers: Sequence[WorkerView]) -> RenderableType:
+    counts = ("run", "wait", "pages used", "cached", "total", "leases", "reserved", "tasks", "preempted")
+    headers = ("worker", "state", *counts, "prefix hits", "KV in", "KV out", "up", "pid")
+    rows = ([worker.worker_id, worker.state, *_worker_cells(worker)] for worker in workers)
+    return SplitTable(headers, rows, num_left=2)
+
+
+def _worker_cells(worker: WorkerView) -> list[str]:
+    status = worker.status
+    if status is None:
+        return []
+    num_prompt_tokens = status.num_cached_tokens + status.num_computed_tokens
+    hits = f"{status.num_cached_tokens / num_prompt_tokens:.0%}" if num_prompt_tokens else "–"
+    counts = (
+        status.load.num_running,
+        status.load.num_waiting,
+        status.num_used_blocks,
+        status.num_cached_blocks,
+        status.load.num_blocks,
+        status.num_leases,
+        status.num_reservations,
+        status.num_request_tasks,
+        status.num_preemptions,
+    )
+    return [
+        *(str(count) for count in counts),
+        hits,
+        byte_count(status.kv_bytes_received),
+        byte_count(status.kv_bytes_sent),
+        seconds(status.uptime_s),
+        str(status.pid),
+    ]

@@ -1,0 +1,62 @@
+"""Which cluster a command means: the file names it, its run folder tells where it is and how to connect."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cli.options import DEFAULT_CONFIG
+
+_DEFAULT_NAME = "kvrelay"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterTarget:
+    """A cluster to connect to."""
+
+    address: str
+    """Its routers, with commas."""
+    tls: bool | str | None
+    """As `kvrelay.client.tls.Tls`."""
+    operator_proof: str | None
+    """What shows that an operator of this host is calling; None for a cluster that was named by its address."""
+
+    def client_options(self, api_key: str | None) -> dict[str, Any]:
+        """Return what a client of it is made with, besides its addresses; without a key it is an operator's."""
+        return {"tls": self.tls, "api_key": api_key or self.operator_proof}
+
+
+def run_dir_of(config_path: Path) -> Path:
+    """Return the run folder of the cluster that `config_path` describes. Raises ConfigError.
+
+    Without a file at the default place it is the folder of the default name: `status` works from any directory.
+    """
+    from cluster.lifecycle import default_run_dir
+
+    if config_path == DEFAULT_CONFIG and not config_path.exists():
+        return default_run_dir(_DEFAULT_NAME)
+    from common.config import load_config
+
+    return default_run_dir(load_config(config_path).name)
+
+
+def find_cluster(address: str | None, ca: Path | None, config_path: Path) -> ClusterTarget:
+    """Return the cluster at the address given, else the running one, else the default address. Raises ConfigError.
+
+    `ca` vouches for its doors; without it the run folder's own, or what the environment says.
+    """
+    from kvrelay.client import DEFAULT_ADDRESS
+
+    tls = None if ca is None else str(ca)
+    if address is not None:
+        return ClusterTarget(address=address, tls=tls, operator_proof=None)
+    from cluster.lifecycle import read_info
+    from cluster.trust import operator_proof
+
+    info = read_info(run_dir_of(config_path))
+    if info is None:
+        return ClusterTarget(address=DEFAULT_ADDRESS, tls=tls, operator_proof=None)
+    return ClusterTarget(
+        address=info.address,
+        tls=info.tls if ca is None else tls,
+        operator_proof=operator_proof(info.run_dir),
+    )

@@ -1,0 +1,84 @@
+"""`kvrelay trace`: makes and describes request traces."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cli.console import err, print_wide
+
+trace_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+
+
+@trace_app.callback()
+def trace() -> None:
+    """Make request traces and describe them."""
+
+
+@trace_app.command()
+def stats(
+    path: Annotated[Path, typer.Argument(metavar="TRACE", help="Mooncake or a recording (.jsonl), Azure (.csv).")],
+    workers: Annotated[int, typer.Option("--workers", "-w", min=1, help="Caches to place requests on.")] = 8,
+    blocks: Annotated[int, typer.Option("--blocks", "-b", min=1, help="Blocks that one cache holds.")] = 3000,
+    limit: Annotated[
+        int | None, typer.Option("--limit", "-n", min=1, help="Only the first requests.", show_default=False)
+    ] = None,
+    trace_block_size: Annotated[
+        int | None,
+        typer.Option(
+            "--trace-block-size",
+            min=1,
+            metavar="TOKENS",
+            help="What one id of the file stands for; default: what the file says, else 512.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Print a trace's rate, lengths and reuse, and what two placements find.
+
+    \b
+    round robin   each worker in turn
+    sticky        where most of the prefix is, if more than one block; else
+                  the worker that has computed least
+
+    Caches forget what was used longest ago, of one prompt its end first.
+    """  # noqa: D301 - \b marks a preformatted block
+    from measure.simulate.tables import placement_line, stats_table
+    from measure.workload.trace_stats import round_robin_hits, sticky_hits, trace_stats
+    from measure.workload.traces import read_trace
+
+    trace = read_trace(path, block_size=trace_block_size)
+    if limit is not None:
+        trace = trace.first(limit)
+    table = stats_table(trace_stats(trace))
+    on = f"{workers} × {blocks:,} blocks"
+    for name, place in (("round robin", round_robin_hits), ("sticky", sticky_hits)):
+        hits = place(trace, num_workers=workers, blocks_per_worker=blocks)
+        table.add_row(*placement_line(f"{name}, {on}", hits))
+    print_wide(table)
+
+
+@trace_app.command()
+def synth(
+    path: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="Where to write it.")],
+    requests: Annotated[int, typer.Option("--requests", "-n", min=1, help="How many.")] = 12_000,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Another seed, another trace.")] = 0,
+    rate: Annotated[float, typer.Option("--rate", min=0.001, help="Requests per second, in the mean.")] = 3.4,
+    burst_period: Annotated[
+        float,
+        typer.Option("--burst-period", min=0, metavar="SECONDS", help="Arrivals come together so often; 0: never."),
+    ] = 3.0,
+) -> None:
+    """Write a trace of made-up traffic: chats in turns, agents with growing contexts, long single prompts.
+
+    Lengths, bursts and reuse are like those of the published Mooncake conversation trace, whose
+    format it has. No text is in it, and nobody's data.
+    """
+    from measure.workload.synth import SynthSettings, synthesize
+    from measure.workload.traces import TraceError, write_trace
+
+    if path.suffix != ".jsonl":
+        raise TraceError(f"{path}: a trace in this format is called .jsonl")
+    settings = SynthSettings(num_requests=requests, seed=seed, requests_per_s=rate, burst_period_s=burst_period)
+    write_trace(path, synthesize(settings).requests)
+    err.print(f"{requests:,} requests are in {path}; look at them with `kvrelay trace stats {path}`", soft_wrap=True)

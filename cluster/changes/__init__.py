@@ -1,0 +1,1 @@
+"""Changes a running cluster: sizes, roles, configuration, models."""

@@ -1,0 +1,118 @@
+"""What the planner is told, gathered: the routers' reports, the cluster's processes, and how long changes took."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from cluster.changes.change_times import ChangeTimes
+from cluster.changes.scaling import Workforce
+from cluster.planner.observation import Observation, ObservedWorker, Pool, WorkerPhase
+from cluster.processes.plan import ProcessRole
+from common.config import ServingConfig
+from common.demand import Demand
+from common.demand_wire import demand_from_proto, merge_demands
+from common.ids import WorkerId
+from common.rpc import Connect
+from common.timing_wire import timing_from_proto
+from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterReports:
+    """What all routers that answered say, together."""
+
+    demand: Demand
+    conditions: Mapping[str, router_admin_pb2.WorkerCondition]
+    """By worker id."""
+
+
+Ask = Callable[[float], Awaitable[RouterReports | None]]
+"""Returns what the routers say of the last seconds, as many as it is told; None when not all of them answer."""
+
+
+class RouterQuestions:
+    """Asks every router. Event loop only."""
+
+    def __init__(self, addresses: Callable[[], Sequence[str]], connect: Connect) -> None:
+        """`addresses`: where the routers are administered."""
+        self._addresses = addresses
+        self._connect = connect
+
+    async def ask(self, window_s: float) -> RouterReports | None:
+        """See Ask. Half of the routers know half of the load: with one missing nobody knows all of it."""
+        addresses = self._addresses()
+        answers = await asyncio.gather(*(_ask_one(self._connect, address, window_s) for address in addresses))
+        reports = [answer for answer in answers if answer is not None]
+        if not reports or len(reports) < len(addresses):
+            return None
+        try:
+            demands = [demand_from_proto(report.demand) for report in reports]
+        except ValueError as error:
+            logger.warning("a router's report cannot be used: %s", error)
+            return None
+        conditions = {each.worker_id: each for report in reversed(reports) for each in report.workers}
+        return RouterReports(demand=merge_demands(demands), conditions=conditions)
+
+
+async def _ask_one(connect: Connect, address: str, window_s: float) -> router_admin_pb2.GetDemandResponse | None:
+    async with connect(address) as channel:
+        stub = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
+        try:
+            return await stub.GetDemand(router_admin_pb2.GetDemandRequest(window_s=window_s), timeout=_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            logger.warning("router does not tell its demand", extra={"address": address, "code": str(error.code())})
+            return None
+
+
+def make_observation(
+    reports: RouterReports, workforce: Workforce, times: ChangeTimes, *, config: ServingConfig, now_s: float
+) -> Observation:
+    """Return what the planner is told. Workers that no router knows yet are starting."""
+    pools = {Pool.PREFILL: config.pools.prefill, Pool.DECODE: config.pools.decode}
+    workers = [
+        _observed(process.spec.name, pool, reports.conditions.get(process.spec.name), pools[pool].max_running)
+        for pool in Pool
+        for process in workforce.workers(ProcessRole(pool.value))
+    ]
+    return Observation(
+        now_s=now_s,
+        demand=reports.demand,
+        workers=tuple(workers),
+        startup_s=times.startup_s,
+        drain_s=times.drain_s,
+    )
+
+
+def _observed(
+    name: str, pool: Pool, condition: router_admin_pb2.WorkerCondition | None, max_running: int
+) -> ObservedWorker:
+    told = condition or router_admin_pb2.WorkerCondition()
+    phase = WorkerPhase.SERVING if told.is_serving else WorkerPhase.STARTING
+    timing = None
+    if told.HasField("timing"):
+        try:
+            timing = timing_from_proto(told.timing)
+        except ValueError as error:
+            logger.warning("%s: its speed cannot be used: %s", name, error)
+    load = told.load
+    return ObservedWorker(
+        worker_id=WorkerId(name),
+        pool=pool,
+        phase=WorkerPhase.DRAINING if told.is_draining else phase,
+        timing=timing,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting + load.num_reserved,
+        num_pending_prefill_tokens=load.num_pending_prefill_tokens,
+        num_context_tokens=load.num_context_tokens,
+        num_blocks=load.num_blocks,
+        num_free_blocks=load.num_free_blocks,
+        block_size=told.block_size,
+        max_running=max_running,
+    )

@@ -1,0 +1,89 @@
+"""What a planner knows of the load: requests' shapes, the workers' speed, and both pools' capacity that follows."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median_low
+
+from cluster.planner.capacity import DecodeCapacity, DecodeRoom, Objectives, PrefillCapacity
+from cluster.planner.observation import Observation, ObservedWorker, Pool
+from common.demand import Demand, RequestShape
+from common.slo import Slo
+from common.timing import StepShape, TimingModel
+
+_MAX_SHAPES = 512
+_CHUNK = StepShape(num_prefill_tokens=512, num_prefill_pairs=512 * 2048)
+_BATCH = StepShape(num_decodes=16, num_context_tokens=16 * 1024)
+
+
+class ShapeMemory:
+    """A sample of the requests that finished lately; longer than one window, so that rare long ones are in it."""
+
+    def __init__(self, *, memory_s: float) -> None:
+        self._memory_s = memory_s
+        self._seen: deque[tuple[float, tuple[RequestShape, ...]]] = deque()
+
+    def add(self, now_s: float, demand: Demand) -> None:
+        """Take over a window's sample. What is older than the memory goes, unless nothing newer has come."""
+        if demand.shapes:
+            self._seen.append((now_s, demand.shapes))
+        while len(self._seen) > 1 and now_s - self._seen[0][0] > self._memory_s:
+            self._seen.popleft()
+
+    @property
+    def shapes(self) -> Sequence[RequestShape]:
+        """Return the sample, at most a few hundred; evenly thinned, so that equal windows give equal samples."""
+        shapes = [shape for _time_s, seen in self._seen for shape in seen]
+        stride = max(1.0, len(shapes) / _MAX_SHAPES)
+        return [shapes[int(position * stride)] for position in range(min(len(shapes), _MAX_SHAPES))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacities:
+    """Of both pools."""
+
+    prefill: PrefillCapacity
+    decode: DecodeCapacity
+
+
+def measure(observed: Observation, shapes: Sequence[RequestShape], *, objectives: Objectives) -> Capacities | str:
+    """Return what each pool's workers carry; or, in words, what is missing to tell."""
+    prefill = _typical_timing(observed, Pool.PREFILL)
+    decode = _typical_timing(observed, Pool.DECODE)
+    room = _room(observed)
+    if prefill is None or decode is None or room is None:
+        pool = Pool.PREFILL if prefill is None else Pool.DECODE
+        return f"no {pool} worker has measured its own speed yet"
+    return Capacities(
+        prefill=PrefillCapacity(prefill, shapes, objectives, burstiness=max(1.0, observed.demand.burstiness)),
+        decode=DecodeCapacity(decode, shapes, objectives, room=room),
+    )
+
+
+def objectives_of(slo: Slo, *, attainment: float, max_utilization: float) -> Objectives:
+    """Return each pool's objectives, so that both together hold for `attainment` of the requests."""
+    return Objectives(slo=slo, attainment=attainment**0.5, max_utilization=max_utilization)
+
+
+def _typical_timing(observed: Observation, pool: Pool) -> TimingModel | None:
+    """Return the model of the pool's worker in the middle; of the other pool's where the pool has none."""
+    shape = _CHUNK if pool is Pool.PREFILL else _BATCH
+    for candidates in (_of(observed, pool), observed.workers):
+        models = [worker.timing for worker in candidates if worker.timing is not None]
+        if models:
+            middle = median_low(model.step_s(shape) for model in models)
+            return next(model for model in models if model.step_s(shape) == middle)
+    return None
+
+
+def _room(observed: Observation) -> DecodeRoom | None:
+    """Return the smallest decode worker's."""
+    workers = [worker for worker in _of(observed, Pool.DECODE) if worker.num_blocks > 0 and worker.block_size > 0]
+    if not workers:
+        return None
+    smallest = min(workers, key=lambda worker: worker.num_blocks * worker.block_size)
+    return DecodeRoom(num_blocks=smallest.num_blocks, block_size=smallest.block_size, max_running=smallest.max_running)
+
+
+def _of(observed: Observation, pool: Pool) -> Sequence[ObservedWorker]:
+    return [worker for worker in observed.workers if worker.pool is pool]

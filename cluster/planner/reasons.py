@@ -1,0 +1,113 @@
+"""A plan in words and numbers, for people."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cluster.planner.evidence import Capacities
+from cluster.planner.forecast import Line
+from cluster.planner.observation import Observation, Pool
+from cluster.planner.patience import Need
+from cluster.planner.plan import PoolSizes, ScalingPlan
+from cluster.planner.settings import PlannerSettings
+
+_PER_MINUTE = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """What a plan follows from."""
+
+    observed: Observation
+    present: PoolSizes
+    capacities: Capacities
+    line: Line
+    rates: Mapping[Pool, float]
+    """Requests a second that each pool is planned for."""
+    needs: Mapping[Pool, Need]
+    corrections: Mapping[Pool, float]
+
+
+def hold(sizes: PoolSizes, why: str) -> ScalingPlan:
+    """Return a plan that changes nothing, for want of evidence."""
+    return ScalingPlan(sizes=sizes, reason=f"nothing changes: {why}")
+
+
+def tell(wanted: PoolSizes, numbers: Numbers, *, settings: PlannerSettings) -> ScalingPlan:
+    """Return the plan with its reason and terms."""
+    prefill, decode = numbers.capacities.prefill, numbers.capacities.decode
+    present, line = numbers.present, numbers.line
+    busy = prefill.utilization(present.prefill, line.rate)
+    itl_s = decode.high_itl_s(present.decode, line.rate)
+    parts = [_load(numbers)]
+    of_prefill = f"prefill needs {numbers.needs[Pool.PREFILL].to_grow} (has {present.prefill}, {busy:.0%} busy)"
+    of_decode = (
+        f"decode needs {numbers.needs[Pool.DECODE].to_grow} (has {present.decode},"
+        f" gaps of {itl_s * 1e3:.0f} ms of {settings.slo.itl_s * 1e3:.0f})"
+    )
+    parts.append(f"{of_prefill}, {of_decode}")
+    if prefill.reachable < 1.0:
+        parts.append(f"{1.0 - prefill.reachable:.0%} of the prompts are too long for their objective on any worker")
+    if not decode.is_reachable:
+        parts.append("no decode worker is fast enough for the gap between tokens, even alone")
+    for pool, capacity in ((Pool.PREFILL, prefill), (Pool.DECODE, decode)):
+        largest = settings.limits(pool).largest
+        if not capacity.holds(largest, numbers.rates[pool]):
+            parts.append(f"{pool} would need more than the {largest} workers that are allowed")
+    parts.append(_change(wanted, numbers, settings))
+    terms = (
+        ("requests_per_s", line.rate),
+        ("trend_per_min", line.slope * _PER_MINUTE),
+        ("prefill_planned_per_s", numbers.rates[Pool.PREFILL]),
+        ("decode_planned_per_s", numbers.rates[Pool.DECODE]),
+        ("prefill_s_per_request", prefill.mean_work_s),
+        ("prefill_utilization", busy),
+        ("prefill_attainment", prefill.attainment(present.prefill, line.rate)),
+        ("prefill_need", float(numbers.needs[Pool.PREFILL].to_grow)),
+        ("prefill_need_to_shrink", float(numbers.needs[Pool.PREFILL].to_shrink)),
+        ("prefill_correction", numbers.corrections[Pool.PREFILL]),
+        ("decode_sequences", decode.num_sequences(present.decode, line.rate)),
+        ("decode_itl_s", itl_s),
+        ("decode_kv_share", decode.kv_share(present.decode, line.rate)),
+        ("decode_need", float(numbers.needs[Pool.DECODE].to_grow)),
+        ("decode_need_to_shrink", float(numbers.needs[Pool.DECODE].to_shrink)),
+        ("decode_correction", numbers.corrections[Pool.DECODE]),
+        ("prefill_startup_s", numbers.observed.startup_s.get(Pool.PREFILL, 0.0)),
+        ("decode_startup_s", numbers.observed.startup_s.get(Pool.DECODE, 0.0)),
+    )
+    return ScalingPlan(sizes=wanted, reason="; ".join(parts), terms=terms)
+
+
+def _load(numbers: Numbers) -> str:
+    line, expected = numbers.line, max(numbers.rates.values())
+    text = f"{line.rate:.2f} requests/s come"
+    if line.slope > 0.0:
+        text += f", {line.slope * _PER_MINUTE:.2f} more each minute"
+    if numbers.observed.demand.num_queued:
+        text += f", {numbers.observed.demand.num_queued} wait"
+    if expected > line.rate * 1.01:
+        text += f", so {expected:.2f} are planned for"
+    return text
+
+
+def _change(wanted: PoolSizes, numbers: Numbers, settings: PlannerSettings) -> str:
+    """Return what is done about it, or what holds it back."""
+    present = numbers.present
+    sizes = {Pool.PREFILL: (present.prefill, wanted.prefill), Pool.DECODE: (present.decode, wanted.decode)}
+    if wanted != present:
+        changed = [f"{pool} {old} -> {new}" for pool, (old, new) in sizes.items() if old != new]
+        text = " and ".join(changed)
+        if all(old != new for old, new in sizes.values()) and (wanted.prefill > present.prefill) is not (
+            wanted.decode > present.decode
+        ):
+            text += " (a worker changes its role)"
+        short = [pool for pool, (_old, new) in sizes.items() if new < numbers.needs[pool].to_grow]
+        return text + (f"; for now that is less than {' and '.join(short)} needs" if short else "")
+    held = [pool for pool, (old, _new) in sizes.items() if numbers.needs[pool].to_shrink < old]
+    short = [pool for pool, (old, _new) in sizes.items() if numbers.needs[pool].to_grow > old]
+    if short and present.prefill + present.decode >= settings.max_workers:
+        return f"nothing changes: all {settings.max_workers} workers that are allowed run"
+    if short:
+        return f"nothing changes yet: the next plan has to agree before {' and '.join(short)} may grow"
+    if held:
+        return f"nothing changes yet: less must have been enough for longer before {' and '.join(held)} may shrink"
+    return "nothing changes"

@@ -1,0 +1,1 @@
+"""Starts the processes of a cluster and keeps them running."""

@@ -1,0 +1,1 @@
+"""Everything that imports Ray: launchers, the controller, the node provider."""

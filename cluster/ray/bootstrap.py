@@ -1,0 +1,146 @@
+"""What `kvrelay up` and `kvrelay down` do in a Ray cluster: they talk to the controller, and clean up after a lost one.
+
+    python -m cluster.ray.bootstrap find NAME | remove NAME
+
+prints the actors of a cluster, as a JSON list, and with `remove` ends them. RAY_ADDRESS says where.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster.ray import settings as ray_settings
+
+ray_settings.prepare_to_join()
+
+import ray  # noqa: E402 - it reads its settings when it is imported
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError  # noqa: E402
+
+from cluster.processes.starter import Failed, Starter, Up  # noqa: E402
+from cluster.ray.controller_actor import StartProgress, create_controller  # noqa: E402
+from cluster.ray.joined_ray import CONTROLLER, named_actors, remove_actors  # noqa: E402
+from cluster.ray.private_ray import NAMESPACE  # noqa: E402
+from common.config import ServingConfig  # noqa: E402
+
+_RETRY_S = 0.05
+_STOP_TIMEOUT_S = 50.0
+_LEAVE_TIMEOUT_S = 10.0
+
+
+def connect() -> None:
+    """Connect to the Ray cluster that RAY_ADDRESS names. Raises ConnectionError."""
+    address = os.environ["RAY_ADDRESS"]
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+    except (RayError, RuntimeError, OSError, ValueError) as error:
+        raise ConnectionError(f"Ray at RAY_ADDRESS={address}: {error}") from error
+
+
+async def bring_up_controller(
+    config: ServingConfig, *, run_dir: Path, starter: Starter, stopping: asyncio.Event
+) -> int:
+    """See to it that the cluster has a controller and tell the starter how it gets on. Returns the exit status.
+
+    `stopping`, set before the cluster serves, ends it. Afterwards this process is not needed any more.
+    """
+    try:
+        connect()
+    except ConnectionError as error:
+        starter.failed(str(error))
+        return 1
+    try:
+        there_before = named_actors(config.name)
+        if CONTROLLER in there_before:
+            starter.report("a controller is there already")
+        controller = create_controller(config, run_dir)
+        outcome = await _outcome(controller, starter, stopping, is_new=not there_before)
+        if isinstance(outcome, Failed):
+            await _until_gone(config.name)
+    except RayActorError as error:
+        # Ray gave it up, so nobody else looks after what it has started.
+        remove_actors(config.name)
+        outcome = Failed(reason=f"the controller died: {error}")
+    finally:
+        await asyncio.to_thread(ray.shutdown)
+    match outcome:
+        case Up():
+            starter.ready(outcome)
+            return 0
+        case Failed(reason=reason):
+            starter.failed(reason)
+    return 1
+
+
+async def _outcome(controller: Any, starter: Starter, stopping: asyncio.Event, *, is_new: bool) -> Up | Failed:
+    """Wait for the controller's outcome; when told to stop, for the end of what is new. Raises RayActorError."""
+    following = asyncio.ensure_future(_follow(controller, starter))
+    interrupted = asyncio.ensure_future(stopping.wait())
+    try:
+        await asyncio.wait((following, interrupted), return_when=asyncio.FIRST_COMPLETED)
+        if following.done():
+            return following.result()
+    finally:
+        for task in (following, interrupted):
+            task.cancel()
+    if not is_new:
+        return Failed(reason="interrupted; what was there before goes on, and `kvrelay down` would end it")
+    with contextlib.suppress(TimeoutError, RayActorError):
+        async with asyncio.timeout(_STOP_TIMEOUT_S):
+            await _stop(controller)
+    return Failed(reason="interrupted")
+
+
+async def _follow(controller: Any, starter: Starter) -> Up | Failed:
+    num_seen = 0
+    while True:
+        try:
+            progress: StartProgress = await controller.progress.remote(num_seen)
+        except ActorUnavailableError:
+            await asyncio.sleep(_RETRY_S)  # Ray restarts it
+            continue
+        for step in progress.steps:
+            starter.report(step)
+        num_seen = progress.num_steps
+        if progress.outcome is not None:
+            return progress.outcome
+
+
+async def _until_gone(cluster: str) -> None:
+    """Wait for a controller that has failed to leave; after a while, leave that to it."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LEAVE_TIMEOUT_S):
+            while CONTROLLER in named_actors(cluster):  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(_RETRY_S)
+
+
+async def _stop(controller: Any) -> None:
+    """Tell the controller to stop its cluster, until it is gone, which raises RayActorError."""
+    while True:
+        with contextlib.suppress(ActorUnavailableError):
+            await controller.stop.remote()
+        await asyncio.sleep(_RETRY_S)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Find or remove actors; see the module. Without that Ray, there are none."""
+    verb, cluster = arguments if arguments is not None else sys.argv[1:]
+    try:
+        connect()
+    except ConnectionError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    try:
+        names = named_actors(cluster) if verb == "find" else remove_actors(cluster)
+    finally:
+        ray.shutdown()
+    sys.stdout.write(json.dumps(sorted(names)) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

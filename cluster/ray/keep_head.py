@@ -1,0 +1,131 @@
+"""Starts the head of a Ray cluster, and starts it again when it dies; ends when it is stopped on purpose.
+
+    python -m cluster.ray.keep_head LOG ray start --head …
+
+Returns when the head is up, with 1 when it did not come up the first time, and stays in the background. Ray itself
+brings nothing back: `ray start --block` ends the whole head when one of its processes is killed. On purpose means that
+`ray stop` ran when they died, or that all ended in order, after which `ray start` waits for nobody. No Ray in here.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+
+_UP = b"--block"
+"""Ray prints it once everything runs."""
+_MAIN_PROCESSES = frozenset({"gcs_server", "raylet"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How often and how long things are waited for."""
+
+    poll_s: float = 0.25
+    stopped_after_s: float = 5.0
+    """Without its first process for so long and still not ended: nothing was killed. Ray looks every second."""
+    pause_s: float = 1.0
+    """Before the next life."""
+
+
+def keep(command: Sequence[str], log: Path, *, on_up: Callable[[], None], pace: Pace | None = None) -> int:
+    """Run a head, life after life; `on_up` is called in each. Returns 0 when it was stopped, else how it failed.
+
+    Only the first life may fail to come up; later ones are tried again.
+    """
+    pace = pace or Pace()
+    num_lives = 0
+    while True:
+        status, was_up = _live(command, log, on_up, pace)
+        num_lives += was_up
+        if status == 0 or num_lives == 0:
+            return status
+        time.sleep(pace.pause_s)
+
+
+def _live(command: Sequence[str], log: Path, on_up: Callable[[], None], pace: Pace) -> tuple[int, bool]:
+    """Run it once. Returns its exit status, 0 when it was stopped, and whether it was up."""
+    with log.open("ab") as output:
+        offset = output.tell()
+        process = subprocess.Popen(
+            [*command, "--block"], stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    was_up = is_stopped = False
+    lonely_s = 0.0
+    while process.poll() is None and lonely_s < pace.stopped_after_s:
+        time.sleep(pace.poll_s)  # they are no children of ours, so nobody tells
+        if not was_up and _UP in _written(log, offset):
+            was_up = True
+            on_up()
+        if was_up and not _is_whole(process.pid):
+            lonely_s += pace.poll_s
+            is_stopped = is_stopped or _is_being_stopped()
+        else:
+            lonely_s = 0.0
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+        return 0, was_up
+    return 0 if is_stopped else process.returncode, was_up
+
+
+def _is_whole(pid: int) -> bool:
+    """Return whether the processes without which a head is none run below `ray start`."""
+    try:
+        children = psutil.Process(pid).children()
+        return {child.name() for child in children if child.status() != psutil.STATUS_ZOMBIE} >= _MAIN_PROCESSES
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_being_stopped() -> bool:
+    """Return whether somebody runs `ray stop` here. It kills what does not end by itself, and is there until then."""
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or ()
+        if any(Path(word).name == "ray" and then == "stop" for word, then in pairwise(words)):
+            return True
+    return False
+
+
+def _written(log: Path, offset: int) -> bytes:
+    with log.open("rb") as file:
+        file.seek(offset)
+        return file.read()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Start a head and leave its keeper in the background; see the module."""
+    log_name, *command = arguments if arguments is not None else sys.argv[1:]
+    log = Path(log_name).expanduser()
+    hears, tells = os.pipe()
+    if os.fork() != 0:
+        os.close(tells)
+        if os.read(hears, 1):
+            return 0
+        sys.stderr.write(f"Ray's head did not start; {log} says why\n")
+        return 1
+    os.close(hears)
+    os.setsid()
+    with log.open("ab") as output:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+
+    def tell_once() -> None:
+        nonlocal tells
+        if tells >= 0:
+            os.write(tells, b"1")
+            os.close(tells)
+            tells = -1
+
+    os._exit(keep(command, log, on_up=tell_once))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+"""Processes as named Ray actors: in a private Ray (private_ray), or detached in a Ray cluster (joined_ray).
+
+Ray restarts an actor that dies, and the actor starts its service by itself (common.service_actor); this module notices
+the death and waits for the successor. An actor that is there already, left by an earlier controller, is taken as it is.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+
+from cluster.processes.launcher import RunningProcess, StartFailed, identity_role, log_path, log_tail
+from cluster.processes.liveness import process_gone, service_gone
+from cluster.processes.plan import ProcessRole, ProcessSpec
+from cluster.worker_process.actor import WorkerActor
+from common.config import ServingConfig
+from common.process import ProcessIdentity, Ready
+from common.service_actor import ServiceActor, ServiceParams
+from common.trust.authority import Authority
+from common.trust.channels import connect_to
+from common.trust.credentials import Credentials, sleep_until
+from common.trust.identity import Role
+from router.actor import RouterActor
+
+_ACTORS: dict[ProcessRole, type[ServiceActor]] = {
+    ProcessRole.ROUTER: RouterActor,
+    ProcessRole.PREFILL: WorkerActor,
+    ProcessRole.DECODE: WorkerActor,
+}
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.05
+_RENEW_RETRY_S = 60.0
+_RENEW_RETRY_SHARE = 1 / 8
+"""A share of the time between two renewals: the pause after one that failed, where that is shorter."""
+_MAX_ENROLMENTS = 10
+"""Allowed to a process that dies again and again between its request and the answer."""
+_STOP_MARGIN_S = 2.0
+_KILL_TIMEOUT_S = 5.0
+
+
+class RayHome(Protocol):
+    """The Ray in which the actors live."""
+
+    @property
+    def description(self) -> str:
+        """Where it is, for messages."""
+        ...
+
+    def open(self) -> None:
+        """Connect, or start it; blocks. Raises RayError, RuntimeError, OSError or ValueError."""
+        ...
+
+    def found(self) -> frozenset[str]:
+        """Return the names of this cluster's processes that are there."""
+        ...
+
+    def options(self, spec: ProcessSpec) -> dict[str, Any]:
+        """Return options of the actor, over those that every actor has."""
+        ...
+
+    def served(self, name: str) -> None:
+        """Hear that a process has found its place: it needs no more room than it holds."""
+        ...
+
+    def forget(self, name: str) -> None:
+        """Give up what was kept for a process that is gone."""
+        ...
+
+    async def close(self) -> None:
+        """Leave it; stop it when it is ours. Harmless when `open` failed."""
+        ...
+
+
+class RayLauncher:
+    """A Launcher of Ray actors. One event loop only."""
+
+    def __init__(
+        self, config: ServingConfig, *, run_dir: Path, home: RayHome, authority: Authority, credentials: Credentials
+    ) -> None:
+        """`authority` signs the actors' certificates; `credentials` are the controller's."""
+        self._authority = authority
+        self._credentials = credentials
+        self._renewing: set[asyncio.Task[None]] = set()
+        self._config = config
+        self._run_dir = run_dir
+        self._home = home
+        self._actors: dict[str, Any] = {}
+
+    async def open(self) -> None:
+        """Connect to Ray, or start one: blocks for about 3 s."""
+        try:
+            self._home.open()
+        except (RayError, RuntimeError, OSError, ValueError) as error:
+            raise StartFailed(f"Ray {self._home.description}: {error}") from error
+
+    def found(self) -> frozenset[str]:
+        """Return which processes an earlier controller has left, by name."""
+        return self._home.found()
+
+    async def close(self) -> None:
+        """Leave Ray; stop it when it is ours."""
+        self._actors.clear()
+        await self._home.close()
+
+    async def start(self, spec: ProcessSpec) -> RunningProcess:
+        """Create the actor, unless there is one, and wait until its service serves, Ray having restarted it perhaps."""
+        path = log_path(self._run_dir, spec.name)
+        offset = path.stat().st_size if path.exists() else 0
+        actor = self._actors.get(spec.name)
+        try:
+            if actor is None:
+                actor = self._actors[spec.name] = self._create(spec)
+            enrol = partial(enrol_actor, actor, self._authority, role=identity_role(spec.role), name=spec.name)
+            ready, identity = await _serving(actor, enrol)
+        except (RayTaskError, RayActorError, ValueError) as error:
+            # Either the service's own exception, in a process that is now useless, or its process died.
+            self._discard(spec.name)
+            reason = error.cause if isinstance(error, RayTaskError) else error
+            raise StartFailed(f"{spec.name}: {reason}\n{log_tail(path, offset=offset)}".rstrip()) from error
+        except asyncio.CancelledError:
+            self._discard(spec.name)
+            raise
+        self._home.served(spec.name)
+        # Of another host it cannot be alive here: an identity holds when its host was booted.
+        here = identity if identity.is_alive() else None
+        renewing = asyncio.get_running_loop().create_task(self._keep_renewed(enrol, spec.name))
+        self._renewing.add(renewing)
+        renewing.add_done_callback(self._renewing.discard)
+        gone = partial(service_gone, ready.admin_address, connect_to(identity_role(spec.role), self._credentials))
+        return _ActorProcess(actor, ready, here, gone=gone, renewing=renewing, kill=lambda: self._discard(spec.name))
+
+    async def _keep_renewed(self, enrol: Callable[[], Awaitable[None]], name: str) -> None:
+        """Give an actor a new certificate at two thirds of each one's life, until cancelled."""
+        pause_s = self._authority.renewal_interval_s
+        while True:
+            await sleep_until(time.time() + pause_s)
+            try:
+                await enrol()
+                pause_s = self._authority.renewal_interval_s
+            except (RayError, ValueError) as error:
+                logger.error("certificate of %s not renewed: %s", name, error)
+                pause_s = min(_RENEW_RETRY_S, _RENEW_RETRY_SHARE * self._authority.renewal_interval_s)
+
+    def _create(self, spec: ProcessSpec) -> Any:
+        config = spec.config or self._config
+        config = config.for_router(spec.index) if spec.role is ProcessRole.ROUTER else config.for_worker()
+        params = ServiceParams(
+            name=spec.name,
+            config=config,
+            host=spec.host,
+            port=spec.port,
+            env=dict(spec.env),
+            role=str(spec.role),
+            log_path=log_path(self._run_dir, spec.name),
+        )
+        name = f"{self._config.name}/{spec.name}"
+        options: dict[str, Any] = {
+            "name": name,
+            "num_cpus": spec.num_cpus,
+            "num_gpus": spec.num_gpus,
+            "max_restarts": -1,
+            "max_concurrency": 1000,
+            **self._home.options(spec),
+        }
+        try:
+            return ray.remote(_ACTORS[spec.role]).options(**options).remote(params)
+        except ValueError as error:
+            raise StartFailed(f"Ray cannot make an actor {name}: {error}") from error
+
+    def _discard(self, name: str) -> None:
+        actor = self._actors.pop(name, None)
+        if actor is not None:
+            with contextlib.suppress(RayError):
+                ray.kill(actor, no_restart=True)
+        self._home.forget(name)
+
+
+class _ActorProcess:
+    """A RunningProcess: one life of an actor."""
+
+    def __init__(
+        self,
+        actor: Any,
+        ready: Ready,
+        identity: ProcessIdentity | None,
+        *,
+        gone: Callable[[], Awaitable[str]],
+        renewing: "asyncio.Task[None]",
+        kill: Callable[[], None],
+    ) -> None:
+        self._gone = gone
+        self._renewing = renewing
+        self.ready = ready
+        self.identity = identity
+        self._actor = actor
+        self._kill = kill
+
+    async def exited(self) -> str:
+        try:
+            if self.identity is None:
+                return await self._gone()
+            await process_gone(self.identity)
+            return f"process {self.ready.pid} died"
+        finally:
+            self._renewing.cancel()
+
+    async def stop(self, grace_s: float) -> None:
+        self._renewing.cancel()
+        with contextlib.suppress(RayError, TimeoutError):
+            async with asyncio.timeout(grace_s + _STOP_MARGIN_S):
+                await self._actor.stop.remote(grace_s)
+        self._kill()
+        if self.identity is not None:
+            try:
+                async with asyncio.timeout(_KILL_TIMEOUT_S):
+                    await process_gone(self.identity)
+            except TimeoutError:
+                self.identity.signal(signal.SIGKILL)
+
+
+async def enrol_actor(actor: Any, authority: Authority, *, role: Role, name: str) -> None:
+    """Give an actor a certificate, in whichever life it takes one. Raises RayError, ValueError when it takes none."""
+    for _ in range(_MAX_ENROLMENTS):
+        request = await actor.request_certificate.remote()
+        if await actor.accept_certificate.remote(authority.enrol(request, role=role, name=name)):
+            return
+    raise ValueError(f"cannot enrol {name}: it took none of {_MAX_ENROLMENTS} certificates")
+
+
+async def _serving(actor: Any, enrol: Callable[[], Awaitable[None]]) -> tuple[Ready, ProcessIdentity]:
+    """Enrol an actor and wait for it to serve, or for its successor to.
+
+    Raises RayTaskError, or RayActorError when there is none; ValueError when it takes no certificate.
+    """
+    while True:
+        try:
+            await enrol()
+            ready: Ready = await actor.ready.remote()
+            identity: ProcessIdentity = await actor.identity.remote()
+        except ActorUnavailableError:
+            await asyncio.sleep(_RETRY_S)
+        else:
+            if ready.pid == identity.pid:  # else it died between the two
+                return ready, identity

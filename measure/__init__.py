@@ -1,0 +1,1 @@
+"""Everything that measures: load tests, workloads, simulations, experiments, and their pages."""

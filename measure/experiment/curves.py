@@ -1,0 +1,170 @@
+"""Points of equal arm and load together: what an arm does as the load grows."""
+
+import itertools
+import statistics
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from measure.experiment.points import Arm, KindPoint, Latency, Point, Source
+from measure.load.estimates import CONFIDENCE, Estimate
+
+NUM_DRAWS = 1000
+
+Draws = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """All runs of an arm at one load."""
+
+    load: float
+    points: tuple[Point, ...]
+    """By repeat; at least one."""
+    goodput: Estimate
+    """Good requests per second."""
+    good_share: Estimate
+
+    @property
+    def num_requests(self) -> int:
+        """Of all runs."""
+        return sum(point.overall.num_requests for point in self.points)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Every kind that asked, "all" first."""
+        return tuple(dict.fromkeys(kind.kind for point in self.points for kind in point.kinds))
+
+    def share_of(self, count: Callable[[KindPoint], int]) -> float:
+        """Return how many of all requests are counted so."""
+        total = sum(count(point.overall) for point in self.points)
+        return total / self.num_requests if self.num_requests else 0.0
+
+    def mean_of(self, measure: Callable[[Point], float | None]) -> float | None:
+        """Return the mean over the runs that know it."""
+        values = [value for point in self.points if (value := measure(point)) is not None]
+        return statistics.fmean(values) if values else None
+
+    def latency(self, kind: str, pick: Callable[[KindPoint], Latency | None], share: str = "p99") -> Estimate | None:
+        """Return the mean of a kind's percentile over the runs, with the least and the greatest of them."""
+        found = [
+            latency
+            for point in self.points
+            for each in point.kinds
+            if each.kind == kind and (latency := pick(each)) is not None
+        ]
+        values: list[float] = [getattr(latency, share) for latency in found]
+        if not values:
+            return None
+        return Estimate(value=statistics.fmean(values), low=min(values), high=max(values))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """An arm under all its loads."""
+
+    arm: Arm
+    source: Source
+    readings: tuple[Reading, ...]
+    """By load; at least one."""
+    dispersion: float
+    """See `dispersion_of`; of all arms of the source."""
+
+    @property
+    def seed(self) -> int:
+        """Of random draws: another one for each arm, so that they know nothing of each other."""
+        return zlib.crc32(f"{self.source.value} {self.arm.name}".encode())
+
+    def at(self, load: float) -> Reading | None:
+        """Return what was measured at a load."""
+        return next((reading for reading in self.readings if reading.load == load), None)
+
+    @property
+    def peak(self) -> Reading:
+        """Where goodput is largest."""
+        return max(self.readings, key=lambda reading: reading.goodput.value)
+
+
+def curves_of(points: Iterable[Point]) -> tuple[Curve, ...]:
+    """Return a curve for each arm and source, in the order of their first points."""
+    groups: dict[tuple[Source, str], list[Point]] = {}
+    for point in points:
+        groups.setdefault((point.source, point.arm.name), []).append(point)
+    dispersions = {
+        source: dispersion_of([group for (of, _), group in groups.items() if of is source]) for source in Source
+    }
+    return tuple(_curve(group, dispersions[source]) for (source, _), group in groups.items())
+
+
+def dispersion_of(arms: Iterable[Sequence[Point]]) -> float:
+    """Return how much more runs of one arm and load differ than runs of independent requests would; at least 1.
+
+    Pearson's statistic over all arms and loads that were run several times, by its degrees of freedom: the variance of
+    counts is so many times the binomial one (quasi-likelihood, McCullagh and Nelder, 1989, section 4.5). 1 when nothing
+    was run twice.
+    """
+    chi_square, num_degrees = 0.0, 0
+    for points in arms:
+        for runs in _by_load(points):
+            good = sum(run.overall.num_good for run in runs)
+            total = sum(run.overall.num_requests for run in runs)
+            if len(runs) > 1 and 0 < good < total:
+                share = good / total
+                chi_square += sum(
+                    (run.overall.num_good - run.overall.num_requests * share) ** 2
+                    / (run.overall.num_requests * share * (1 - share))
+                    for run in runs
+                    if run.overall.num_requests
+                )
+                num_degrees += len(runs) - 1
+    return max(1.0, chi_square / num_degrees) if num_degrees else 1.0
+
+
+def goodput_draws(points: Sequence[Point], *, seed: int, dispersion: float) -> Draws:
+    """Return draws [NUM_DRAWS] of the goodput of an arm at one load that are as good as what was measured.
+
+    The share of good requests is drawn from Jeffreys' posterior of what all runs counted, as if they were so many times
+    fewer; the rate of requests is that of the runs.
+    """
+    good = sum(point.overall.num_good for point in points) / dispersion
+    total = sum(point.overall.num_requests for point in points) / dispersion
+    seconds = sum(point.duration_s for point in points)
+    rate = total * dispersion / seconds if seconds else 0.0
+    draws: Draws = rate * np.random.default_rng(seed).beta(good + 0.5, total - good + 0.5, size=NUM_DRAWS)
+    return draws
+
+
+def interval(value: float, draws: Draws) -> Estimate:
+    """Return a value with the interval that holds 95 % of its draws, and itself."""
+    tail = (1 - CONFIDENCE) / 2
+    low, high = (float(bound) for bound in np.quantile(draws, [tail, 1 - tail], method="inverted_cdf"))
+    return Estimate(value=value, low=min(low, value), high=max(high, value))
+
+
+def _by_load(points: Iterable[Point]) -> Iterable[list[Point]]:
+    ordered = sorted(points, key=lambda point: (point.load, point.repeat))
+    return (list(group) for _, group in itertools.groupby(ordered, key=lambda point: point.load))
+
+
+def _curve(points: Sequence[Point], dispersion: float) -> Curve:
+    readings = tuple(_reading(group, dispersion) for group in _by_load(points))
+    return Curve(arm=points[0].arm, source=points[0].source, readings=readings, dispersion=dispersion)
+
+
+def _reading(points: Sequence[Point], dispersion: float) -> Reading:
+    num_good = sum(point.overall.num_good for point in points)
+    num_requests = sum(point.overall.num_requests for point in points)
+    seconds = sum(point.duration_s for point in points)
+    rate = num_requests / seconds if seconds else 0.0
+    share = num_good / num_requests if num_requests else 0.0
+    seed = zlib.crc32(f"{points[0].arm.name} {points[0].load!r}".encode())
+    draws = goodput_draws(points, seed=seed, dispersion=dispersion)
+    return Reading(
+        load=points[0].load,
+        points=tuple(points),
+        goodput=interval(rate * share, draws),
+        good_share=interval(share, draws / rate if rate else draws),
+    )

@@ -1,0 +1,52 @@
+"""Numbers of findings as people say them."""
+
+import math
+from collections.abc import Iterable
+
+from measure.experiment.reach import Reach
+from measure.load.estimates import Estimate
+from measure.pages.wording import number
+
+
+def reach_text(reach: Reach) -> str:
+    """Return how far an arm goes, with the interval."""
+    if reach.load == 0:
+        return "less than the lowest load"
+    if math.isinf(reach.load):
+        return f"more than {rate(reach.highest)}, the highest load (95 %: at least {number(reach.low)})"
+    high = "more" if reach.high is None else number(reach.high)
+    return f"{rate(reach.load)} (95 %: {number(reach.low)} to {high})"
+
+
+def rate(value: float) -> str:
+    """Return requests per second."""
+    return f"{number(value)}/s"
+
+
+def workers(count: int) -> str:
+    """Return how many workers."""
+    return f"{count} worker{'s' if count > 1 else ''}"
+
+
+def change(ratio: Estimate) -> str:
+    """Return a ratio as a change, with its interval."""
+    value, low, high = (change_value(each) for each in (ratio.value, ratio.low, ratio.high))
+    return f"that is {value} (95 %: {low} to {high})"
+
+
+def change_value(ratio: float) -> str:
+    """Return a ratio as a change: +12 %."""
+    return f"{100 * (ratio - 1):+.0f} %"
+
+
+def ranged(estimate: Estimate) -> str:
+    """Return a value with its range, where there is one."""
+    if number(estimate.low) == number(estimate.high):
+        return number(estimate.value)
+    return f"{number(estimate.value)} ({number(estimate.low)} to {number(estimate.high)})"
+
+
+def listed(parts: Iterable[str]) -> str:
+    """Return a list as people say it: a, b and c. At least one part."""
+    *rest, last = parts
+    return f"{', '.join(rest)} and {last}" if rest else last

@@ -1,0 +1,124 @@
+"""Arms on real clusters: start one, warm it up, send the load, keep what was measured, stop it."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from cluster.lifecycle import ClusterError, ClusterInfo
+from cluster.running import running_cluster
+from cluster.trust import operator_proof, reach_of
+from common.errors import KvrelayError
+from kvrelay.client import AsyncClient
+from measure.experiment.arms import ArmPlan
+from measure.experiment.measured import to_point
+from measure.experiment.points import Arm, Point, Source
+from measure.experiment.runner import ArmFailed, CellFailed, Measure, Report
+from measure.experiment.spec import ExperimentSpec
+from measure.experiment.store import Cell, Store
+from measure.experiment.worker_facts import WorkerFacts, ask_worker, best_known
+from measure.experiment.workloads import Workloads
+from measure.load.measures import summarize
+from measure.load.report.page import write_report
+from measure.load.run import run_load
+from measure.load.spec import LoadSpec, LoadTestFailed
+from measure.load.store import RunWriter
+from measure.load.targets.interface import TargetSpec
+from measure.load.window import NothingMeasured
+from measure.simulate.timing_file import write_timing
+from measure.workload.sessions import Workload
+
+TIMING_FILE = "timing.json"
+REPORT_FILE = "report.html"
+_START_S = 8.0
+"""About what a cluster takes to start and stop; for the forecast only."""
+_DRAIN_S = 3.0
+"""About what the last answers take, besides their users' thinking; for the forecast only."""
+_WARM_UP_DRAIN_S = 2.0
+"""What still runs then is cancelled: nobody looks at it."""
+
+
+class RealBench:
+    """Measures arms by sending them load. Main thread only."""
+
+    source = Source.REAL
+
+    def __init__(self, spec: ExperimentSpec, path: Path, *, workloads: Workloads, store: Store, report: Report) -> None:
+        """`path` is the experiment's file, which messages name."""
+        self._spec = spec
+        self._path = path
+        self._workloads = workloads
+        self._store = store
+        self._report = report
+
+    def seconds(self, num_cells: int, num_starts: int) -> float:
+        """Return about how long so many cells take."""
+        tail_s = min(_DRAIN_S + self._workloads.longest_thinking_s(), self._spec.drain_s)
+        each_s = self._spec.warm_up_s + self._spec.duration_s + tail_s
+        return num_cells * each_s + num_starts * (_START_S + self._spec.warm_up_s + _WARM_UP_DRAIN_S)
+
+    @contextmanager
+    def serve(self, plan: ArmPlan) -> Iterator[Measure]:
+        """Start an arm, ready to be measured; stops it at the end. Raises ArmFailed."""
+        if plan.serving is None:
+            target = TargetSpec(url=plan.url, api_key=plan.api_key)
+            self._warm_up(plan.arm, target)
+            yield partial(self._measure, plan.arm, target)
+            return
+        folder = self._store.arm_folder(plan.arm.name)
+        try:
+            with running_cluster(plan.serving, config_path=self._path, run_dir=folder, report=self._report) as info:
+                target = TargetSpec(url=info.address, tls=info.tls)
+                self._warm_up(plan.arm, target)
+                yield partial(self._measure, plan.arm, target)
+                self._keep_timing(info, folder)
+        except ClusterError as error:
+            raise ArmFailed(str(error)) from error
+
+    def _warm_up(self, arm: Arm, target: TargetSpec) -> None:
+        load = self._load(f"{arm.name}, warm-up", target, self._workloads.warm_up())
+        try:
+            asyncio.run(run_load(replace(load, drain_s=_WARM_UP_DRAIN_S)))
+        except (KvrelayError, LoadTestFailed) as error:
+            raise ArmFailed(f"it does not answer: {error}") from error
+
+    def _measure(self, arm: Arm, target: TargetSpec, cell: Cell, folder: Path) -> Point:
+        self._report(f"{arm.name} at {cell.load:g}/s, repeat {cell.repeat + 1}")
+        load = self._load(f"{self._spec.name}: {arm.name}", target, self._workloads.of(cell))
+        labels = {"load": f"{cell.load:g}", "repeat": str(cell.repeat + 1)}
+        try:
+            with RunWriter(folder) as writer:
+                run = asyncio.run(run_load(replace(load, labels=labels), writer))
+                writer.finish(run.info)
+            summary = summarize(run, slo=self._spec.objectives, warm_up_s=self._spec.warm_up_s)
+        except (KvrelayError, LoadTestFailed, NothingMeasured) as error:
+            raise CellFailed(str(error)) from error
+        write_report(run, summary, folder / REPORT_FILE)
+        return to_point(arm, cell, summary)
+
+    def _load(self, name: str, target: TargetSpec, workload: Workload) -> LoadSpec:
+        return LoadSpec(
+            name=name,
+            target=target,
+            workload=workload,
+            specification=self._workloads.fingerprint,
+            slo=self._spec.objectives,
+            drain_s=self._spec.drain_s,
+        )
+
+    def _keep_timing(self, info: ClusterInfo, folder: Path) -> None:
+        """Write down how fast the workers are, for simulations of them."""
+        try:
+            facts = asyncio.run(_ask_workers(info))
+        except KvrelayError as error:
+            self._report(f"the workers' timing is not known: {error}")
+            return
+        write_timing(folder / TIMING_FILE, best_known(facts), kv_bytes_per_token=facts[0].kv_bytes_per_token)
+
+
+async def _ask_workers(info: ClusterInfo) -> list[WorkerFacts]:
+    async with AsyncClient(info.address, tls=info.tls, api_key=operator_proof(info.run_dir)) as client:
+        addresses = [view.address for view in (await client.status()).workers]
+    return [await ask_worker(each, reach_of(info.run_dir).worker) for each in addresses]

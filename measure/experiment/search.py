@@ -1,0 +1,81 @@
+"""Searches the capacity of arms; what was measured earlier is not measured again."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from measure.experiment.arms import ArmPlan
+from measure.experiment.capacity import Capacity, find_capacity
+from measure.experiment.points import Point
+from measure.experiment.progress import point_line
+from measure.experiment.runner import ArmFailed, Bench, CellFailed, Keeper, Measure
+from measure.experiment.spec import CapacitySpec
+from measure.experiment.store import Cell
+
+
+def find_capacities(
+    plans: Sequence[ArmPlan], spec: CapacitySpec, keeper: Keeper, bench: Bench, *, start: float
+) -> tuple[Capacity, ...]:
+    """Search each arm's capacity, from `start` if `spec` names no load; arms that fail have none, the keeper knows why.
+
+    Raises ExperimentError, KeyboardInterrupt.
+    """
+    found = []
+    for plan in plans:
+        keeper.report(f"{plan.arm.name}: looking for the highest load with {spec.share:.1%} good requests")
+        arm = _Arm(plan, keeper, bench)
+        try:
+            with arm:
+                first = spec.first_load(plan.arm.num_workers, default=start)
+                found.append(find_capacity(plan.arm, bench.source, spec, start=first, probe=arm.probe))
+        except (ArmFailed, CellFailed) as error:
+            keeper.give_up(arm.last, str(error))
+        else:
+            keeper.keep_capacity(found[-1])
+            keeper.report(f"{plan.arm.name}: {capacity_line(found[-1])}")
+    return tuple(found)
+
+
+def capacity_line(capacity: Capacity) -> str:
+    """Return what an arm can serve, in words."""
+    if not capacity.load:
+        return f"no load that was tried had {capacity.share:.1%} good requests"
+    high = f"{capacity.high:.3g}" if capacity.high is not None else "more"
+    return (
+        f"serves {capacity.load:g}/s (95 %: {capacity.low:.3g} to {high}),"
+        f" {capacity.goodput_per_worker:.2f} good requests/s and worker"
+    )
+
+
+class _Arm:
+    """An arm that is started when something has to be measured on it."""
+
+    def __init__(self, plan: ArmPlan, keeper: Keeper, bench: Bench) -> None:
+        self._plan = plan
+        self._keeper = keeper
+        self._bench = bench
+        self._stack = ExitStack()
+        self._measure: Measure | None = None
+        self.last = Cell(arm=plan.arm.name, load=0.0, repeat=0)
+        """What was asked for last."""
+
+    def probe(self, load: float, repeat: int) -> Point:
+        """Return a run's point. Raises ArmFailed, CellFailed."""
+        self.last = Cell(arm=self._plan.arm.name, load=load, repeat=repeat)
+        kept = self._keeper.kept(self.last)
+        if kept is not None:
+            return kept
+        if self._measure is None:
+            self._measure = self._stack.enter_context(self._bench.serve(self._plan))
+        point = self._keeper.measure(self.last, self._measure)
+        self._keeper.report(point_line(point))
+        return point
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)

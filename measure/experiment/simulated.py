@@ -1,0 +1,187 @@
+"""Simulated arms: the router and workers that serve, on hardware that is not here, under a virtual clock.
+
+A cell takes an arm's serving.yaml as a real one does: pools, pages, budgets, policy. What steps, copies and messages
+take comes from a roofline or from timings fitted on real workers. Equal cells give equal points.
+"""
+
+import json
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from common.config import PoolConfig, ServingConfig
+from common.slo import Slo
+from common.timing import TimingModel
+from measure.experiment.arms import ArmPlan
+from measure.experiment.outcome import point_of
+from measure.experiment.points import Arm, Point, Source
+from measure.experiment.runner import Measure
+from measure.experiment.spec import ExperimentError, ExperimentSpec
+from measure.experiment.store import Cell
+from measure.experiment.users import Users
+from measure.experiment.workloads import Workloads
+from measure.simulate.cluster import run
+from measure.simulate.records import ClusterShape, NetworkShape, SimRun, SimSettings
+from measure.simulate.replay import Hardware
+from measure.simulate.roofline import DEVICES, MODELS, Roofline
+from measure.simulate.timing import FittedTimes, StepTimes
+from measure.simulate.timing_file import TimingFileError, read_timing
+from measure.workload.content import ContentWriter
+from measure.workload.sessions import Workload
+
+_DEFAULT_KV_TOKENS = 3000 * 512
+"""KV that a worker holds when its pool's size is left to the worker."""
+_MAX_MODEL_LEN = 1 << 20
+_NUM_SAMPLES = 200
+"""Looks at the workers in a run."""
+_REQUESTS_PER_S = 60.0
+"""How fast a core simulates, roughly; for forecasts only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """What all simulated cells of an experiment have in common."""
+
+    hardware: Hardware
+    slo: Slo
+    warm_up_s: float = 0.0
+    """Requests that come earlier do not count."""
+    max_tokens: int | None = None
+    """What every request allows, which is all that a router knows of its answer; None: its length, as load tests say
+    to real servers."""
+    report_interval_s: float = 0.1
+    event_lag_s: float = 0.02
+
+
+def simulate_point(
+    arm: Arm, serving: ServingConfig, workload: Workload, simulation: Simulation, *, load: float, repeat: int
+) -> tuple[Point, SimRun]:
+    """Serve a workload on a simulated arm and return what came of it.
+
+    Blocks, some ten milliseconds of a core for each request; needs a thread without a running loop. Raises
+    ExperimentError when the arm cannot be simulated.
+    """
+    writer = ContentWriter(seed=workload.seed)
+    users = Users(
+        workload, writer, slo=simulation.slo, warm_up_s=simulation.warm_up_s, max_tokens=simulation.max_tokens
+    )
+    shape, settings = _simulation(arm, serving, simulation)
+    settings = replace(settings, seed=workload.seed, sample_interval_s=_sample_interval_s(workload, load))
+    finished = run(shape, settings, users.arrivals())
+    point = point_of(
+        finished,
+        arm=arm,
+        slo=simulation.slo,
+        window_s=(simulation.warm_up_s, users.last_start_s),
+        load=load,
+        repeat=repeat,
+    )
+    return point, finished
+
+
+def _sample_interval_s(workload: Workload, load: float) -> float:
+    expected_s = workload.duration_s
+    if workload.max_requests is not None:
+        expected_s = min(expected_s, workload.max_requests / load)
+    return expected_s / _NUM_SAMPLES
+
+
+def _simulation(arm: Arm, serving: ServingConfig, simulation: Simulation) -> tuple[ClusterShape, SimSettings]:
+    prefill, decode = serving.pools.prefill, serving.pools.decode
+    first = prefill if arm.num_prefill else decode
+    for key in ("block_size", "num_blocks", "kv_memory_gib", "max_running", "max_waiting"):
+        if getattr(first, key) != getattr(decode, key):
+            raise ExperimentError(f"{arm.name}: pools.prefill.{key} must be as in pools.decode to be simulated")
+    times, timing, kv_bytes_per_token = _times(simulation.hardware, first.max_step_tokens)
+    _, decode_timing, _ = _times(simulation.hardware, decode.max_step_tokens)
+    block_bytes = decode.block_size * kv_bytes_per_token
+    shape = ClusterShape(
+        num_prefill=arm.num_prefill,
+        num_decode=arm.num_decode,
+        num_blocks=_num_blocks(decode, block_bytes),
+        block_size=decode.block_size,
+        block_bytes=block_bytes,
+        max_step_tokens=first.max_step_tokens,
+        decode_step_tokens=decode.max_step_tokens,
+        max_running=decode.max_running,
+        max_waiting=decode.max_waiting,
+        max_model_len=serving.model.max_model_len or _MAX_MODEL_LEN,
+    )
+    return shape, SimSettings(
+        prefill_times=times,
+        decode_times=times,
+        prefill_timing=timing,
+        decode_timing=decode_timing,
+        network=NetworkShape(kv_bytes_per_s=timing.links[None].bytes_per_s),
+        router=serving.router,
+        report_interval_s=simulation.report_interval_s,
+        event_lag_s=simulation.event_lag_s,
+        itl_slo_s=simulation.slo.itl_s,
+    )
+
+
+def _times(hardware: Hardware, max_step_tokens: int) -> tuple[StepTimes, TimingModel, int]:
+    """Return what steps take, what workers say of that, and the KV bytes of a token."""
+    if hardware.timing_file is not None:
+        try:
+            fitted, kv_bytes_per_token = read_timing(hardware.timing_file)
+        except (TimingFileError, OSError) as error:
+            raise ExperimentError(str(error)) from error
+        timing = replace(fitted, max_step_tokens=max_step_tokens)
+        return FittedTimes(timing), timing, kv_bytes_per_token
+    for key, name, known in (("model", hardware.model, MODELS), ("device", hardware.device, DEVICES)):
+        if name not in known:
+            raise ExperimentError(f"simulate.{key}: {name!r} is not known; say one of {', '.join(known)}")
+    roofline = Roofline.preset(hardware.model, hardware.device)
+    return roofline, roofline.linearized(max_step_tokens=max_step_tokens), roofline.model.kv_bytes_per_token
+
+
+def _num_blocks(pool: PoolConfig, block_bytes: int) -> int:
+    if pool.num_blocks is not None:
+        return pool.num_blocks
+    if pool.kv_memory_gib != "auto":
+        return int(pool.kv_memory_gib * 2**30 / block_bytes)
+    return max(2, _DEFAULT_KV_TOKENS // pool.block_size)
+
+
+class SimulatedBench:
+    """An experiment's arms under a virtual clock; see `measure.experiment.runner.Bench`."""
+
+    source = Source.SIMULATED
+
+    def __init__(self, spec: ExperimentSpec, workloads: Workloads) -> None:
+        self._spec = spec
+        self._workloads = workloads
+        simulate = spec.simulate
+        self._simulation = Simulation(
+            hardware=Hardware(model=simulate.model, device=simulate.device, timing_file=simulate.timing),
+            slo=spec.objectives,
+            warm_up_s=spec.warm_up_s,
+            max_tokens=simulate.max_tokens,
+        )
+
+    @contextmanager
+    def serve(self, plan: ArmPlan) -> Iterator[Measure]:
+        """Yield what measures the arm's cells, each on workers of its own."""
+        assert plan.serving is not None, "external servers are not simulated"
+        yield partial(self._measure, plan.arm, plan.serving)
+
+    def seconds(self, num_cells: int, num_starts: int) -> float:
+        """Return about how long so many cells take; starts take no time."""
+        num_requests = statistics.fmean(load * self._duration_s(load) for load in self._spec.loads)
+        return num_cells * num_requests / _REQUESTS_PER_S
+
+    def _duration_s(self, load: float) -> float:
+        """Return how long requests come, warm-up included: longer at a low load, so that there are enough of them."""
+        return self._spec.warm_up_s + max(self._spec.duration_s, self._spec.simulate.min_requests / load)
+
+    def _measure(self, arm: Arm, serving: ServingConfig, cell: Cell, folder: Path) -> Point:
+        workload = self._workloads.simulated(cell, seconds=self._duration_s(cell.load))
+        point, finished = simulate_point(arm, serving, workload, self._simulation, load=cell.load, repeat=cell.repeat)
+        with (folder / "requests.jsonl").open("w", encoding="utf-8") as file:
+            for result in finished.results:
+                file.write(json.dumps(asdict(result)) + "\n")
+        return point

@@ -1,0 +1,206 @@
+"""The generator processes of one run, and who of them plays what."""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from common.clock import Clock
+from measure.load.dispatch import Dispatcher, MovePlaces, Play, Step
+from measure.load.player import Terms
+from measure.load.processes import GeneratorProcess
+from measure.load.records import RequestRecord
+from measure.load.selfcheck import Evidence, is_busy
+from measure.load.targets.interface import TargetSpec
+from measure.load.wire import (
+    Message,
+    Order,
+    Pulse,
+    Report,
+    record_from_wire,
+    session_to_wire,
+    target_to_wire,
+    terms_to_wire,
+)
+
+_READY_TIMEOUT_S = 60.0
+_GOODBYE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What every process is told first."""
+
+    target: TargetSpec
+    first_token: int
+    """Token ids of prompts begin here."""
+    num_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    process: GeneratorProcess
+    is_ready: bool = False
+    has_begun: bool = False
+    has_said_bye: bool = False
+    pulses: list[Pulse] = field(default_factory=list)
+    """Since it began."""
+
+
+class Crew:
+    """Starts processes, hands them sessions, adds one when all are busy, and ends them on every path.
+
+    One event loop. `failure` tells what has broken, in words; nothing here raises it.
+    """
+
+    def __init__(
+        self, setup: Setup, dispatcher: Dispatcher, clock: Clock, evidence: Evidence, tasks: asyncio.TaskGroup
+    ) -> None:
+        self._setup = setup
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._evidence = evidence
+        self._tasks = tasks
+        self._members: list[_Member] = []
+        self._living: set[_Member] = set()
+        self._terms: Terms | None = None
+        self._changed = asyncio.Event()
+        self._is_stopped = False
+        self.on_record: Callable[[RequestRecord], None] = lambda _request: None
+        self.failure = ""
+
+    async def assemble(self, num_processes: int) -> None:
+        """Start processes and wait until they are ready, or `failure` is set."""
+        for _ in range(num_processes):
+            await self._hire()
+        try:
+            async with asyncio.timeout(_READY_TIMEOUT_S):
+                while not (self.failure or all(member.is_ready for member in self._members)):
+                    await self._change()
+        except TimeoutError:
+            self.failure = f"a generator process was not ready after {_READY_TIMEOUT_S:.0f} s"
+
+    def begin(self, terms: Terms) -> None:
+        """Tell the run's clock; every process that is ready gets its share from now on."""
+        self._terms = terms
+        for member in self._members:
+            self._join(member)
+
+    async def work(self, *, until_s: float) -> None:
+        """Hand out the workload until it is done, `stop` was called, `failure` is set, or `until_s` of the run."""
+        assert self._terms is not None
+        while not (self._is_stopped or self.failure):
+            now_s = self._clock.monotonic() - self._terms.origin_s
+            self._carry_out(self._dispatcher.take(now_s))
+            if self._dispatcher.is_done or now_s >= until_s:
+                return
+            await self._change(within_s=min(self._dispatcher.next_s, until_s) - now_s)
+
+    def stop(self) -> None:
+        """Hand out nothing more and have everything cancelled that runs."""
+        self._is_stopped = True
+        self._changed.set()
+
+    async def dismiss(self) -> None:
+        """End all processes; those with work cancel it and report so. None is left when this returns or raises."""
+        try:
+            for member in self._living:
+                if member.has_begun and not self._dispatcher.is_done:
+                    member.process.order(Order.STOP)
+                member.process.order(Order.FINISH)
+            self._dispatcher.stop()
+            async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
+                while self._living:
+                    await self._change()
+        except TimeoutError:
+            self.failure = self.failure or f"a generator process did not end within {_GOODBYE_TIMEOUT_S:.0f} s"
+        finally:
+            for member in self._members:
+                member.process.kill()
+
+    async def _hire(self) -> None:
+        member = _Member(await GeneratorProcess.start(len(self._members)))
+        self._members.append(member)
+        self._living.add(member)
+        self._tasks.create_task(self._listen(member))
+        setup = self._setup
+        member.process.order(Order.SETUP, target_to_wire(setup.target), setup.first_token, setup.num_tokens)
+
+    async def _listen(self, member: _Member) -> None:
+        """Take what a process reports, to its end."""
+        reading = self._tasks.create_task(member.process.read_stderr())
+        try:
+            async for report in member.process.reports():
+                self._take(member, report)
+            await reading
+            if not member.has_said_bye and not self.failure:
+                self.failure = await member.process.epitaph()
+        finally:
+            member.process.kill()
+            await member.process.wait()
+            self._living.discard(member)
+            self._changed.set()
+
+    def _take(self, member: _Member, report: Message) -> None:
+        number, kind, values = member.process.number, Report(report[0]), report[1:]
+        match kind:
+            case Report.RECORD:
+                self.on_record(record_from_wire(values[0]))
+                return
+            case Report.READY:
+                member.is_ready = True
+                self._evidence.runs_first &= values[0]
+                if self._terms is not None:
+                    self._join(member)
+            case Report.SESSION_OVER:
+                self._dispatcher.session_over(number)
+            case Report.SESSION_BEGUN:
+                self._carry_out(self._dispatcher.session_begun(number, values[0]))
+            case Report.PLACE_RETURNED:
+                self._carry_out(self._dispatcher.place_returned(values[0]))
+            case Report.PULSE:
+                self._note_pulse(member, Pulse(**values[0]))
+                return
+            case Report.BYE:
+                member.has_said_bye = True
+        self._changed.set()
+
+    def _join(self, member: _Member) -> None:
+        assert self._terms is not None
+        member.has_begun = True
+        self._evidence.pulses[member.process.number] = member.pulses
+        member.process.order(Order.BEGIN, terms_to_wire(self._terms))
+        self._carry_out(self._dispatcher.add_process(member.process.number))
+
+    def _carry_out(self, steps: Sequence[Step]) -> None:
+        members = self._members
+        for step in steps:
+            match step:
+                case Play(stream=None):
+                    members[step.process].process.order(Order.PLAY, session_to_wire(step.session))
+                case Play():
+                    members[step.process].process.order(Order.PLAY_IN_PLACE, step.stream, session_to_wire(step.session))
+                case MovePlaces():
+                    kind = Order.GRANT if step.num_places > 0 else Order.ASK_BACK
+                    members[step.process].process.order(kind, step.stream, abs(step.num_places))
+
+    def _note_pulse(self, member: _Member, pulse: Pulse) -> None:
+        if not member.has_begun:
+            return
+        member.pulses.append(pulse)
+        if len(self._members) < self._evidence.max_processes and self._all_are_busy():
+            self._tasks.create_task(self._hire())
+
+    def _all_are_busy(self) -> bool:
+        """Whether every process is at work, and had more of it than is good for two pulses in a row."""
+        return not self._is_stopped and all(
+            len(member.pulses) > 1 and all(map(is_busy, member.pulses[-2:])) for member in self._members
+        )
+
+    async def _change(self, within_s: float = math.inf) -> None:
+        """Wait until something has happened that others wait for."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if within_s == math.inf else max(0.0, within_s)):
+                await self._changed.wait()
+        self._changed.clear()

@@ -1,0 +1,219 @@
+"""A generator process: plays the sessions that it is given, and measures itself. `python -m measure.load.process`.
+
+Orders come on stdin, reports go to stdout (`measure.load.wire`), words to stderr. It ignores SIGINT: whoever
+started it decides when it ends. It ends when stdin does, and dies with its parent.
+"""
+
+import asyncio
+import gc
+import os
+import resource
+import signal
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from common.clock import SystemClock
+from common.process import die_with_parent
+from measure.load.alarm import Alarm, make_alarm
+from measure.load.player import Player, Terms, Tools
+from measure.load.pulse import LoopMeter, PulseTaker
+from measure.load.records import RequestRecord
+from measure.load.targets.interface import Target
+from measure.load.targets.select import make_target
+from measure.load.wire import (
+    Message,
+    Order,
+    Report,
+    Unpacker,
+    pack,
+    record_to_wire,
+    session_from_wire,
+    target_from_wire,
+    terms_from_wire,
+)
+from measure.workload.content import ContentWriter
+
+FLUSH_S = 0.02
+"""Reports are sent together: a pipe that is written to for each of them wakes the other side as often."""
+PULSE_S = 0.5
+
+
+class Outbox:
+    """Reports that wait to be written; a `Reporter`."""
+
+    def __init__(self, pipe: asyncio.WriteTransport) -> None:
+        self._pipe = pipe
+        self._waiting: list[bytes] = []
+
+    def put(self, kind: Report, *values: Any) -> None:
+        """Send a report soon."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_later(FLUSH_S, self.flush)
+        self._waiting.append(pack(kind, *values))
+
+    def flush(self) -> None:
+        """Write what waits."""
+        if self._waiting:
+            self._pipe.write(b"".join(self._waiting))
+            self._waiting.clear()
+
+    def record(self, request: RequestRecord) -> None:
+        """Report a request that has ended."""
+        self.put(Report.RECORD, record_to_wire(request))
+
+    def session_over(self, stream: int | None) -> None:
+        """Report that nothing more will come of a session."""
+        self.put(Report.SESSION_OVER, stream)
+
+    def session_begun(self, stream: int) -> None:
+        """Report that a session of a closed loop has begun; at once, since it will need a successor."""
+        self.put(Report.SESSION_BEGUN, stream)
+        self.flush()
+
+    def place_returned(self, stream: int) -> None:
+        """Report that a place is free for another process."""
+        self.put(Report.PLACE_RETURNED, stream)
+
+
+class Generator:
+    """Carries orders out."""
+
+    def __init__(self, alarm: Alarm, outbox: Outbox, pulses: PulseTaker, tasks: asyncio.TaskGroup) -> None:
+        self._alarm = alarm
+        self._pulses = pulses
+        self._outbox = outbox
+        self._tasks = tasks
+        self._target: Target
+        self._player: Player
+        self._tokens = (0, 0)
+
+    async def obey(self, order: Message) -> bool:
+        """Carry an order out; return whether to go on."""
+        kind, values = Order(order[0]), order[1:]
+        match kind:
+            case Order.SETUP:
+                self._target = make_target(target_from_wire(values[0]))
+                self._tokens = (values[1], values[2])
+                self._outbox.put(Report.READY, _run_before_others())
+                self._outbox.flush()
+            case Order.BEGIN:
+                self._pulses.take()  # what it took to get ready does not count
+                self._player = self._make_player(terms_from_wire(values[0]))
+            case Order.PLAY:
+                self._player.play(session_from_wire(values[0]))
+                await asyncio.sleep(0)  # writing a prompt out takes its time; what is due comes between
+            case Order.PLAY_IN_PLACE:
+                self._player.play_in_place(session_from_wire(values[1]), values[0])
+                await asyncio.sleep(0)
+            case Order.GRANT:
+                self._player.grant(values[0], values[1])
+            case Order.ASK_BACK:
+                self._player.ask_back(values[0], values[1])
+            case Order.STOP:
+                self._player.stop()
+            case Order.FINISH:
+                return False
+        return True
+
+    async def aclose(self) -> None:
+        """Close the target's connections."""
+        await self._target.aclose()
+
+    def _make_player(self, terms: Terms) -> Player:
+        first_token, num_tokens = self._tokens
+        writer = ContentWriter(seed=terms.seed, first_token=first_token, num_tokens=num_tokens)
+        tools = Tools(target=self._target, writer=writer, alarm=self._alarm, clock=SystemClock())
+        return Player(tools, terms, self._outbox, self._tasks)
+
+
+async def _serve(orders_fd: int, reports_fd: int) -> None:
+    loop = asyncio.get_running_loop()
+    orders = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), os.fdopen(orders_fd, "rb", 0))
+    pipe, closing = await loop.connect_write_pipe(_Closing, os.fdopen(reports_fd, "wb", 0))
+    alarm, outbox = make_alarm(), Outbox(pipe)
+    meter = LoopMeter(alarm, SystemClock())
+    pulses = PulseTaker(meter)
+    async with asyncio.TaskGroup() as tasks:
+        watching = [tasks.create_task(meter.run()), tasks.create_task(_pulse(alarm, outbox, pulses))]
+        generator = Generator(alarm, outbox, pulses, tasks)
+        gc.collect()
+        gc.freeze()  # what is there now stays; looking at it again would only make the loop late
+        await _obey_all(orders, generator)
+        for task in watching:
+            task.cancel()
+    outbox.put(Report.BYE)
+    outbox.flush()
+    await generator.aclose()
+    alarm.close()
+    pipe.close()
+    await closing.is_closed.wait()
+
+
+class _Closing(asyncio.Protocol):
+    """Tells when all that was written to a pipe is in it."""
+
+    def __init__(self) -> None:
+        self.is_closed = asyncio.Event()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Note that the pipe is closed."""
+        self.is_closed.set()
+
+
+async def _obey_all(orders: asyncio.StreamReader, generator: Generator) -> None:
+    """Carry orders out until one ends it. Raises EOFError when the parent has gone."""
+    unpacker = Unpacker()
+    while data := await orders.read(1 << 16):
+        for order in unpacker.feed(data):
+            if not await generator.obey(order):
+                return
+    raise EOFError("whoever gave the orders has gone")
+
+
+async def _pulse(alarm: Alarm, outbox: Outbox, taker: PulseTaker) -> None:
+    clock = SystemClock()
+    while True:
+        await alarm.until(clock.monotonic() + PULSE_S)
+        outbox.put(Report.PULSE, asdict(taker.take()))
+
+
+def main() -> None:
+    """Serve the load test that has started this process."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _allow_many_connections()
+    orders_fd, reports_fd = os.dup(0), os.dup(1)
+    os.dup2(2, 1)  # whatever prints must not get between the reports
+    with Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    uvloop.run(_serve(orders_fd, reports_fd))
+
+
+def _allow_many_connections() -> None:
+    """Take as many open files as this process may have: a waiting request must not wait for another's connection."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _run_before_others() -> bool:
+    """Take a core at once whenever there is something to do (SCHED_RR), and return whether that is allowed.
+
+    On a machine that is shared with the server, stamps would else wait tens of milliseconds for the server's turn to
+    end. Threads that are made later inherit it: gRPC's must be as quick. What the generator takes is what it would take
+    anyway, and the kernel leaves others a part of each second (`sched_rt_runtime_us`).
+    """
+    if not hasattr(os, "sched_setscheduler"):  # Linux alone has it
+        return False
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except PermissionError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()

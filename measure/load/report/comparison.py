@@ -1,0 +1,302 @@
+"""The page of several load tests, laid over each other and compared with the first."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from measure.load.comparison import Comparison, Row, Unit, compare
+from measure.load.estimates import Estimate
+from measure.load.records import Run
+from measure.load.report.columns import Columns, Floats, columns_of, known, open_requests
+from measure.load.report.headline import NOT_TOLD
+from measure.load.report.phases import lengths_of
+from measure.load.summary import ALL, Summary
+from measure.pages import axes, figures
+from measure.pages.axes import RUN_TIME, Axis, Scale
+from measure.pages.distributions import Sample, View, ecdf_figure
+from measure.pages.figures import Bars, Curve, Frame, Limit, bar_figure, line_figure
+from measure.pages.page import Absent, Page, Panel, Section, Table, Width, write_page
+from measure.pages.theme import DASHES, PHASE_COLORS, Phase, colors_of
+from measure.pages.thinning import rolling
+from measure.pages.wording import duration, number, percent
+
+MAX_KINDS = 3
+"""More kinds than these are not told apart in plots."""
+_WORDS = {"good": "share of good requests"}
+_VERDICT = ("good", "goodput", "TTFT p99", "ITL p99", "TPOT p99")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Arm:
+    """A run, as it is drawn."""
+
+    name: str
+    color: str
+    columns: Columns
+    summary: Summary
+
+
+def write_comparison(runs: Sequence[tuple[Run, Summary]], path: Path) -> None:
+    """Write the page of two or more runs, of which the first is what others are compared with. Raises OSError."""
+    write_page(path, comparison_page(runs))
+
+
+def comparison_page(runs: Sequence[tuple[Run, Summary]]) -> Page:
+    """Return the page of two or more runs."""
+    names = distinct_names([run for run, _ in runs])
+    colors = colors_of(names)
+    arms = [
+        _Arm(name=name, color=colors[name], columns=columns_of(run, summary.window), summary=summary)
+        for name, (run, summary) in zip(names, runs, strict=True)
+    ]
+    comparison = compare([run for run, _ in runs], [summary for _, summary in runs])
+    return Page(
+        title=" against ".join([*names[1:], names[0]]) if len(names) == 2 else f"{len(names)} runs side by side",
+        subtitle=" · ".join(f"{arm.name}: {arm.summary.info.system}, {arm.summary.info.target}" for arm in arms),
+        verdict=tuple(_verdicts(comparison, names)),
+        warnings=tuple(f"{arm.name}: {warning}" for arm in arms for warning in _warnings(arm)),
+        sections=(
+            Section(title="Overview", panels=(*_bar_panels(arms), _table_panel(comparison, names))),
+            Section(title="Latency", panels=tuple(_distributions(arms))),
+            Section(title="Over time", panels=tuple(_over_time(arms))),
+            Section(title="Where the time goes", panels=(_phases_panel(arms),)),
+        ),
+        settings={arm.name: asdict(arm.summary.info) for arm in arms},
+    )
+
+
+def distinct_names(runs: Sequence[Run]) -> list[str]:
+    """Return a name for each run: its own, numbered where several have the same."""
+    given = [run.info.name for run in runs]
+    return [
+        name if given.count(name) == 1 else f"{name} ({given[: place + 1].count(name)})"
+        for place, name in enumerate(given)
+    ]
+
+
+def _warnings(arm: _Arm) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*arm.summary.warnings, *arm.summary.info.generator.warnings)))
+
+
+def _verdicts(comparison: Comparison, names: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence for each run but the first: what differs by more than chance."""
+    for place, name in enumerate(names[1:], 1):
+        changed = []
+        for row in comparison.rows:
+            if row.kind == ALL and row.name in _VERDICT and row.is_significant(place):
+                changed.append(f"{_WORDS.get(row.name, row.name)} {_change_text(row, place)}")
+        told = "; ".join(changed) if changed else "no headline figure differs by more than chance"
+        yield f"{name} against {names[0]}: {told}."
+
+
+def _table_panel(comparison: Comparison, names: Sequence[str]) -> Panel:
+    columns = ["measure", "kind", names[0]]
+    for name in names[1:]:
+        columns += [name, f"{name} against {names[0]}"]
+    strong = frozenset(
+        index
+        for index, row in enumerate(comparison.rows)
+        if any(row.is_significant(place) for place in range(1, len(names)))
+    )
+    paired = [name for name, is_paired in zip(names[1:], comparison.is_paired[1:], strict=True) if is_paired]
+    return Panel(
+        title="Side by side",
+        look_for="Rows in bold differ by more than runs of the same system would, in 19 of 20 cases.",
+        content=Table(
+            columns=tuple(columns),
+            rows=tuple(tuple(_cells(row)) for row in comparison.rows),
+            text_columns=frozenset(["kind"]),
+            strong_rows=strong,
+        ),
+        note=(
+            f"Compared request by request: {', '.join(paired)}. " if paired else "The runs asked different requests. "
+        )
+        + "Intervals (95 %) know what happened in these runs, not what another hour would bring.",
+    )
+
+
+def _cells(row: Row) -> Iterator[str]:
+    write = _writer(row.unit)
+    yield row.name
+    yield row.kind
+    for place, cell in enumerate(row.cells):
+        yield NOT_TOLD if cell is None else ("" if cell.is_sufficient else "~") + write(cell.value.value)
+        if place:
+            yield _change_text(row, place)
+
+
+def _writer(unit: Unit) -> Callable[[float], str]:
+    match unit:
+        case Unit.SECONDS:
+            return duration
+        case Unit.SHARE:
+            return percent
+        case _:
+            return number
+
+
+def _change_text(row: Row, place: int) -> str:
+    """Return a run's change against the first, with its interval, and which way it goes where that is certain."""
+    cell = row.cells[place]
+    if cell is None or cell.change is None:
+        return NOT_TOLD
+    change, same = cell.change, 1.0
+    text = f"×{number(change.value)} ({number(change.low)} to {number(change.high)})"
+    if row.unit is Unit.SHARE:
+        points, same = change.scaled(100), 0.0
+        text = f"{points.value:+.1f} points ({points.low:+.1f} to {points.high:+.1f})"
+    if not row.is_significant(place):
+        return text
+    return f"{text}, {'better' if (change.value > same) == row.more_is_better else 'worse'}"
+
+
+def _bar_panels(arms: Sequence[_Arm]) -> tuple[Panel, ...]:
+    overall = [arm.summary.overall for arm in arms]
+    return (
+        Panel(
+            title="Goodput",
+            look_for="Requests per second answered as promised; whiskers that do not overlap are a difference.",
+            content=_bars(
+                arms, [kind.goodput_per_s for kind in overall], Axis(unit=axes.Unit.RATE, starts_at_zero=True)
+            ),
+            width=Width.HALF,
+        ),
+        Panel(
+            title="Within both objectives",
+            look_for="Shares can only be compared where both runs were offered the same load.",
+            content=_bars(arms, [kind.good_share for kind in overall], Axis(unit=axes.Unit.SHARE, starts_at_zero=True)),
+            width=Width.HALF,
+        ),
+    )
+
+
+def _bars(arms: Sequence[_Arm], estimates: Sequence[Estimate], axis: Axis) -> Any:
+    """Return a bar with whiskers for each run."""
+    num_arms = len(arms)
+    series = []
+    for place, (arm, estimate) in enumerate(zip(arms, estimates, strict=True)):
+        values, low, high = (np.full(num_arms, np.nan) for _ in range(3))
+        values[place], low[place], high[place] = estimate.value, estimate.low, estimate.high
+        series.append(Bars(name=arm.name, values=values, color=arm.color, low=low, high=high))
+    figure = bar_figure([arm.name for arm in arms], series, Frame(y=axis, height=300), mode="overlay")
+    figure.update_layout(showlegend=False)
+    return figure
+
+
+def _distributions(arms: Sequence[_Arm]) -> Iterator[Panel]:
+    slos = {arm.summary.slo for arm in arms}
+    slo = slos.pop() if len(slos) == 1 else None
+    for title, of, limit_s in (
+        ("Time to first token (TTFT)", _ttft, slo.ttft_s if slo else None),
+        ("Time per output token (TPOT)", _tpot, slo.itl_s if slo else None),
+        ("Inter-token latency (ITL)", _gaps, slo.itl_s if slo else None),
+        ("End to end (E2E)", _e2e, None),
+    ):
+        samples = list(_samples(arms, of))
+        limits = () if limit_s is None else (Limit(value=limit_s, text=f"objective {duration(limit_s)}"),)
+        frame = Frame(x=Axis(title="time", unit=axes.Unit.SECONDS, scale=Scale.LOG), x_limits=limits, height=380)
+        yield Panel(
+            title=title,
+            look_for="The curve further left is faster; curves that cross are better for most, worse for the unlucky.",
+            content=ecdf_figure(samples, frame, View.TAIL if of is _gaps else View.EVEN)
+            if samples
+            else Absent(why="no request was answered to its end"),
+            width=Width.HALF,
+        )
+
+
+def _samples(arms: Sequence[_Arm], of: Callable[[Columns, str | None], Floats]) -> Iterator[Sample]:
+    """Yield a sample per run and kind; runs differ by colour, kinds by dash. Empty ones are left out."""
+    kinds = sorted({kind for arm in arms for kind in arm.columns.kinds})
+    shown: list[str | None] = [*kinds] if 1 < len(kinds) <= MAX_KINDS else [None]
+    for arm in arms:
+        for kind, dash in zip(shown, DASHES, strict=False):
+            values = of(arm.columns, kind)
+            if values.size:
+                name = arm.name if kind is None else f"{arm.name}, {kind}"
+                yield Sample(name=name, values=values, color=arm.color, dash=dash)
+
+
+def _measured(columns: Columns, kind: str | None) -> np.ndarray:
+    return columns.is_measured if kind is None else columns.is_measured & columns.of_kind(kind)
+
+
+def _ttft(columns: Columns, kind: str | None) -> Floats:
+    return known(columns.ttft_s[_measured(columns, kind)])
+
+
+def _tpot(columns: Columns, kind: str | None) -> Floats:
+    return known(columns.tpot_s[_measured(columns, kind)])
+
+
+def _e2e(columns: Columns, kind: str | None) -> Floats:
+    return known(columns.e2e_s[_measured(columns, kind)])
+
+
+def _gaps(columns: Columns, kind: str | None) -> Floats:
+    rows: np.ndarray = _measured(columns, kind)[columns.gaps.request]
+    return np.asarray(columns.gaps.gap_s[rows])
+
+
+def _over_time(arms: Sequence[_Arm]) -> Iterator[Panel]:
+    latency = Axis(unit=axes.Unit.SECONDS, scale=Scale.LOG)
+    curves: dict[str, list[Curve]] = {"TTFT": [], "ITL": []}
+    for arm in arms:
+        columns = arm.columns
+        has = columns.is_complete & ~np.isnan(columns.ttft_s)
+        for name, at_s, values in (
+            ("TTFT", columns.due_s[has], columns.ttft_s[has]),
+            ("ITL", columns.gaps.end_s, columns.gaps.gap_s),
+        ):
+            bins = rolling(at_s, values, percentiles=(50.0, 99.0))
+            curves[name] += [
+                Curve(name=f"{arm.name}, p{p:g}", x=bins.at_s, y=bins.values[p], color=arm.color, dash=dash)
+                for p, dash in ((50.0, "dot"), (99.0, "solid"))
+            ]
+    for name, drawn in curves.items():
+        yield Panel(
+            title=f"{name} over time",
+            look_for="Lines that drift apart: one run keeps up with the load and the other does not.",
+            content=line_figure(drawn, Frame(x=RUN_TIME, y=latency, height=320)),
+            note="Percentiles of each sixtieth of the run, warm-up included.",
+        )
+    yield Panel(
+        title="Open requests",
+        look_for="Requests that are due and not ended. With equal arrivals, the lower line serves them sooner.",
+        content=line_figure(
+            [
+                Curve(name=arm.name, x=at_s, y=num_open, color=arm.color, shape="hv")
+                for arm in arms
+                for at_s, num_open in (open_requests(arm.columns),)
+            ],
+            Frame(x=RUN_TIME, y=Axis(title="requests", unit=axes.Unit.COUNT, starts_at_zero=True), height=280),
+        ),
+    )
+
+
+def _phases_panel(arms: Sequence[_Arm]) -> Panel:
+    title = "Mean time in each phase"
+    told = [arm for arm in arms if (arm.columns.is_measured & ~np.isnan(arm.columns.server("queue_s"))).any()]
+    if not told:
+        return Panel(title=title, content=Absent(why="no target tells stamps of its own"))
+    means = [[lengths_of(arm.columns.requests[row]) for row in np.flatnonzero(arm.columns.is_measured)] for arm in told]
+    series = [
+        Bars(
+            name=phase.value,
+            values=[float(np.mean([each[phase] for each in lengths])) for lengths in means],
+            color=PHASE_COLORS[phase],
+        )
+        for phase in Phase
+    ]
+    axis = Axis(title="mean time", unit=axes.Unit.SECONDS, starts_at_zero=True)
+    figure = figures.bar_figure([arm.name for arm in told], series, Frame(y=axis, height=340), mode="stack")
+    figure.update_layout(legend={"traceorder": "normal"})
+    return Panel(
+        title=title,
+        look_for="What one run has more of is what it pays for; pink is the transfer that prefill did not hide.",
+        content=figure,
+        note="From sending to end, complete requests. Targets that tell no stamps of their own are not here.",
+    )

@@ -1,0 +1,155 @@
+"""What the handoff costs: where requests spend their time, and what of a transfer users see."""
+
+from typing import Any
+
+import numpy as np
+
+from measure.load.report.columns import Columns, Floats, Mask
+from measure.load.report.phases import lengths_of
+from measure.pages.axes import Axis, Scale, Unit
+from measure.pages.figures import Bars, Frame, bar_figure, compact, dots, new_figure, plain
+from measure.pages.page import Absent, Panel, Width
+from measure.pages.theme import PHASE_COLORS, Phase, colors_of
+from measure.pages.thinning import scatter_indices
+from measure.pages.wording import count, duration, percent
+
+_GROUPS = (("fastest half", 0.0, 0.5), ("p50–90", 0.5, 0.9), ("p90–99", 0.9, 0.99), ("slowest 1 %", 0.99, 1.0))
+_TTFT_PHASES = (Phase.QUEUE, Phase.PREFILL, Phase.OTHER)
+_NO_STAMPS = "the target tells no stamps of its own"
+_NO_TRANSFERS = "no KV moved between workers"
+
+
+def handoff_panels(columns: Columns) -> tuple[Panel, ...]:
+    """Return where the time to the first token and the whole time go, and transfers by size."""
+    return (_ttft_panel(columns), _whole_panel(columns), *_transfer_panels(columns))
+
+
+def _ttft_panel(columns: Columns) -> Panel:
+    title = "What TTFT is made of"
+    rows = np.flatnonzero(columns.is_measured & ~np.isnan(columns.server("queue_s")))
+    if not rows.size:
+        return Panel(title=title, content=Absent(why=_NO_STAMPS), width=Width.HALF)
+    order = rows[np.argsort(columns.ttft_s[rows], kind="stable")]
+    groups = [
+        (name, order[round(low * order.size) : round(high * order.size)])
+        for name, low, high in _GROUPS
+        if round(low * order.size) < round(high * order.size)
+    ]
+    return Panel(
+        title=title,
+        look_for="What grows from left to right is what makes slow first tokens slow.",
+        content=_stack(columns, groups, _TTFT_PHASES),
+        width=Width.HALF,
+        note=f"Means over {count(order.size, 'complete request')}, sorted by TTFT. The first token comes from the"
+        " worker that computed the prompt, so that no transfer is in it.",
+    )
+
+
+def _whole_panel(columns: Columns) -> Panel:
+    title = "Where the whole time goes"
+    has = columns.is_measured & ~np.isnan(columns.server("queue_s"))
+    if not has.any():
+        return Panel(title=title, content=Absent(why=_NO_STAMPS), width=Width.HALF)
+    groups = [(kind, np.flatnonzero(has & columns.of_kind(kind))) for kind in columns.kinds]
+    if len(groups) > 1:
+        groups.insert(0, ("all", np.flatnonzero(has)))
+    groups = [(name, members) for name, members in groups if members.size]
+    return Panel(
+        title=title,
+        look_for="The pink part is what the handoff costs users: the transfer that prefill did not hide.",
+        content=_stack(columns, groups, tuple(Phase)),
+        width=Width.HALF,
+        note="Means over complete requests, from sending to end.",
+    )
+
+
+def _stack(columns: Columns, groups: list[tuple[str, np.ndarray]], phases: tuple[Phase, ...]) -> Any:
+    lengths = [[lengths_of(columns.requests[row]) for row in members] for _, members in groups]
+    series = [
+        Bars(
+            name=phase.value,
+            values=[float(np.mean([each[phase] for each in group])) for group in lengths],
+            color=PHASE_COLORS[phase],
+        )
+        for phase in phases
+    ]
+    frame = Frame(y=Axis(title="mean time", unit=Unit.SECONDS, starts_at_zero=True), height=340)
+    figure = bar_figure([name for name, _ in groups], series, frame, mode="stack")
+    figure.update_layout(legend={"traceorder": "normal"})
+    return figure
+
+
+def _transfer_panels(columns: Columns) -> tuple[Panel, ...]:
+    exposed_s, transfer_s = columns.server("transfer_exposed_s"), columns.server("transfer_s")
+    num_bytes = columns.server("transfer_bytes")
+    moved = columns.is_measured & (num_bytes > 0)
+    if not moved.any():
+        return (Panel(title="Transfers", content=Absent(why=_NO_TRANSFERS)),)
+    seen = moved & ~np.isnan(exposed_s)
+    panels = []
+    if seen.any():
+        hidden = 1 - exposed_s[seen].sum() / max(1e-12, transfer_s[seen].sum())
+        panels.append(
+            Panel(
+                title="Transfer that shows, by prompt length",
+                look_for="Flat and low: blocks travel while the prompt is computed. Rising: they wait for its end.",
+                content=_cloud(
+                    columns,
+                    seen,
+                    (columns.num_prompt_tokens.astype(np.float64), exposed_s),
+                    Frame(
+                        x=Axis(title="prompt tokens", unit=Unit.TOKENS, scale=Scale.LOG),
+                        y=Axis(title="after the end of prefill", unit=Unit.SECONDS),
+                        height=340,
+                    ),
+                ),
+                note=f"{count(int(seen.sum()), 'transfer')}; p50 {duration(float(np.median(exposed_s[seen])))};"
+                f" {percent(max(0.0, hidden), 0)} of all transfer time is behind prefill.",
+                width=Width.HALF,
+            )
+        )
+    timed = moved & (transfer_s > 0)
+    if timed.any():
+        rate = num_bytes[timed] / transfer_s[timed]
+        panels.append(
+            Panel(
+                title="Time and size of transfers",
+                look_for="A slope is bandwidth; a flat bottom is what every handoff costs at least.",
+                content=_cloud(
+                    columns,
+                    timed,
+                    (num_bytes, transfer_s),
+                    Frame(
+                        x=Axis(title="bytes", unit=Unit.BYTES, scale=Scale.LOG),
+                        y=Axis(title="first to last block", unit=Unit.SECONDS, scale=Scale.LOG),
+                        height=340,
+                    ),
+                ),
+                note=f"Median {Unit.BYTES.text(float(np.median(rate)))}/s while blocks come, the waits for prefill"
+                " to make the next ones included.",
+                width=Width.HALF,
+            )
+        )
+    return tuple(panels)
+
+
+def _cloud(columns: Columns, mask: Mask, values: tuple[Floats, Floats], frame: Frame) -> Any:
+    """Return points by transport."""
+    figure = new_figure(frame)
+    x, y = values
+    transports = np.array([request.server.transport or "not told" for request in columns.requests])
+    for transport, color in colors_of(sorted(set(transports[mask].tolist()))).items():
+        rows = np.flatnonzero(mask & (transports == transport))
+        shown = rows[scatter_indices(y[rows], 1500)]
+        figure.add_scatter(
+            x=compact(x[shown]),
+            y=compact(y[shown]),
+            mode="markers",
+            name=plain(transport),
+            showlegend=True,
+            marker=dots(color, int(mask.sum())),
+            hovertemplate=f"{frame.x.unit.shows('x')}: {frame.y.unit.shows('y')}<extra>{plain(transport)}</extra>",
+        )
+    figure.update_xaxes(frame.x.ticks(x[mask]))
+    figure.update_yaxes(frame.y.ticks(y[mask]))
+    return figure

@@ -1,0 +1,51 @@
+"""A request's time, cut into phases: the server's durations, laid along the client's own stamps.
+
+The server's clock is not the client's, so that nothing but durations is taken from it. They begin when the request was
+sent; whatever of the time to the first token they do not cover (network, tokenizing, sampling) is `OTHER`. What of a
+transfer prefill did not hide lies behind the first token, which comes from the prefill worker; decode is the rest.
+"""
+
+from dataclasses import dataclass
+
+from measure.load.records import RequestRecord
+from measure.pages.theme import Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A phase of one request. Seconds since the run began."""
+
+    phase: Phase
+    start_s: float
+    end_s: float
+
+
+def spans_of(request: RequestRecord) -> tuple[Span, ...]:
+    """Return a request's phases in order, without gaps, from its sending to its end; empty ones are left out.
+
+    Without the server's stamps all until the first token is `OTHER`.
+    """
+    server = request.server
+    first_s = request.first_token_s if request.first_token_s is not None else request.end_s
+    spans: list[Span] = []
+    at_s = request.sent_s
+    for phase, length_s, limit_s in (
+        (Phase.QUEUE, server.queue_s or 0.0, first_s),
+        (Phase.PREFILL, server.prefill_s or 0.0, first_s),
+        (Phase.OTHER, first_s - at_s, first_s),
+        (Phase.TRANSFER, server.transfer_exposed_s or 0.0, request.end_s),
+        (Phase.DECODE, request.end_s - at_s, request.end_s),
+    ):
+        end_s = min(at_s + max(0.0, length_s), limit_s)
+        if end_s > at_s:
+            spans.append(Span(phase=phase, start_s=at_s, end_s=end_s))
+            at_s = end_s
+    return tuple(spans)
+
+
+def lengths_of(request: RequestRecord) -> dict[Phase, float]:
+    """Return how long a request was in each phase, seconds."""
+    lengths = dict.fromkeys(Phase, 0.0)
+    for span in spans_of(request):
+        lengths[span.phase] += span.end_s - span.start_s
+    return lengths

@@ -1,0 +1,184 @@
+"""Runs a load test: has the workload sent, gathers what is measured, and judges how it was done."""
+
+import asyncio
+import contextlib
+import os
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import psutil
+
+from common.clock import SystemClock
+from common.errors import KvrelayError
+from measure.load.crew import Crew, Setup
+from measure.load.dispatch import Dispatcher
+from measure.load.player import Terms
+from measure.load.records import Outcome, PoolSample, RequestRecord, Run, RunInfo
+from measure.load.selfcheck import Evidence, judge
+from measure.load.spec import LoadSpec, LoadTestFailed, NoObserver, Observer, RunStart
+from measure.load.store import in_due_order
+from measure.load.targets.interface import Target, TargetInfo
+from measure.load.targets.probing import USUAL_VOCAB
+from measure.load.targets.select import make_target
+
+_NO_OBSERVER = NoObserver()
+_LEAD_S = 0.2
+"""From telling the processes of the run's clock to its first moment."""
+_SPECIAL_TOKENS = 1000
+"""Ids below are left out, where the vocabulary is large enough: many tokenizers have special tokens there."""
+
+
+async def run_load(spec: LoadSpec, observer: Observer = _NO_OBSERVER, *, stop: asyncio.Event | None = None) -> Run:
+    """Send the workload and return what was measured.
+
+    `stop` ends it early: nothing more is sent, what runs is cancelled on the server and recorded as CANCELLED, and the
+    run is returned. Cancelling the call does the same, but returns nothing: what was measured has gone to `observer`.
+    No process is left on any path. Raises KvrelayError when the target cannot be used, LoadTestFailed when a generator
+    process dies.
+    """
+    target = make_target(spec.target)
+    try:
+        info = await target.describe()
+        return await _LoadRun(spec, observer, target, info).run(stop or asyncio.Event())
+    except ExceptionGroup as group:  # of the run's tasks: an observer that fails, or a defect
+        raise group.exceptions[0] from group
+    finally:
+        await target.aclose()
+
+
+class _LoadRun:
+    """One run. `run` is called once."""
+
+    def __init__(self, spec: LoadSpec, observer: Observer, target: Target, info: TargetInfo) -> None:
+        self._spec = spec
+        self._observer = observer
+        self._target = target
+        self._info = info
+        self._clock = SystemClock()
+        self._origin_s = 0.0
+        self._started_at = datetime.now(UTC)
+        self._requests: list[RequestRecord] = []
+        self._samples: list[PoolSample] = []
+        self._notes = list(info.notes)
+        max_processes = spec.processes or spec.max_processes or _num_cores()
+        self._evidence = Evidence(max_processes=max_processes)
+
+    async def run(self, stop: asyncio.Event) -> Run:
+        """Do everything. Raises LoadTestFailed."""
+        spec = self._spec
+        first_token, num_tokens = token_range(self._info.vocab_size)
+        setup = Setup(target=self._target.spec, first_token=first_token, num_tokens=num_tokens)
+        async with asyncio.TaskGroup() as tasks:
+            crew = Crew(setup, Dispatcher(spec.workload), self._clock, self._evidence, tasks)
+            crew.on_record = self._note
+            helpers: list[asyncio.Task[None]] = []
+            try:
+                await crew.assemble(spec.processes or 1)
+                if not crew.failure:
+                    self._origin_s = self._clock.monotonic() + _LEAD_S
+                    helpers = [tasks.create_task(self._watch_pools()), tasks.create_task(_stop_on(stop, crew))]
+                    self._observer.started(RunStart(name=spec.name, target=self._info, workload=spec.workload))
+                    crew.begin(self._terms())
+                    await crew.work(until_s=spec.workload.duration_s + spec.drain_s)
+            finally:
+                for helper in helpers:
+                    helper.cancel()
+                await crew.dismiss()
+        run = self._result(was_stopped=stop.is_set())
+        if crew.failure:
+            raise LoadTestFailed(crew.failure, run)
+        return run
+
+    def _terms(self) -> Terms:
+        spec = self._spec
+        return Terms(
+            content=spec.workload.content,
+            seed=spec.workload.seed,
+            origin_s=self._origin_s,
+            duration_s=spec.workload.duration_s,
+            timeout_s=spec.timeout_s,
+            slo=spec.slo,
+        )
+
+    def _note(self, request: RequestRecord) -> None:
+        numbered = replace(request, index=len(self._requests))
+        self._requests.append(numbered)
+        self._observer.record(numbered)
+
+    async def _watch_pools(self) -> None:
+        """Look at the pools and at the machine now and then."""
+        psutil.cpu_percent()  # the first call only begins to measure
+        tells = True
+        while True:
+            if tells:
+                with contextlib.suppress(KvrelayError):  # a gap in a picture; the requests tell more of what is wrong
+                    tells = await self._look()
+            await asyncio.sleep(self._spec.sample_period_s)
+            self._evidence.machine_shares.append(psutil.cpu_percent() / 100)
+
+    async def _look(self) -> bool:
+        """Take one sample; return whether the target tells anything."""
+        sample = await self._target.sample(max(0.0, self._clock.monotonic() - self._origin_s))
+        if sample is None:
+            return False
+        self._samples.append(sample)
+        self._observer.sample(sample)
+        return True
+
+    def _result(self, *, was_stopped: bool) -> Run:
+        requests = in_due_order(self._requests)
+        spec, info = self._spec, self._info
+        first_s = requests[0].due_s if requests else 0.0
+        last_s = max((request.end_s for request in requests), default=0.0)
+        return Run(
+            info=RunInfo(
+                name=spec.name,
+                target=self._target.name,
+                system=info.system,
+                model=info.model,
+                workload=dict(spec.specification),
+                started_at=self._started_at.isoformat(timespec="seconds"),
+                duration_s=last_s - first_s,
+                num_workers=info.num_workers,
+                generator=judge(requests, self._evidence),
+                labels=dict(spec.labels),
+                notes=(*self._notes, *_remarks(requests, spec.drain_s, was_stopped=was_stopped)),
+            ),
+            requests=requests,
+            samples=tuple(self._samples),
+        )
+
+
+def token_range(vocab_size: int | None) -> tuple[int, int]:
+    """Return the first token id that prompts use, and how many: ordinary words in most vocabularies."""
+    if vocab_size is None:
+        vocab_size = USUAL_VOCAB
+    margin = min(_SPECIAL_TOKENS, vocab_size // 10)  # special tokens stand at either end
+    return margin, vocab_size - 2 * margin
+
+
+async def _stop_on(stop: asyncio.Event, crew: Crew) -> None:
+    await stop.wait()
+    crew.stop()
+
+
+def _remarks(requests: tuple[RequestRecord, ...], drain_s: float, *, was_stopped: bool) -> list[str]:
+    """Return what a reader should know of how the run ended, and of its answers."""
+    remarks = []
+    num_cancelled = sum(request.outcome is Outcome.CANCELLED for request in requests)
+    if was_stopped:
+        remarks.append(f"ended early by whoever ran it; {num_cancelled} requests were cancelled")
+    elif num_cancelled:
+        remarks.append(
+            f"{num_cancelled} requests ran longer than {drain_s:g} s after the load ended, and were cancelled"
+        )
+    answered = [request for request in requests if request.is_complete]
+    num_other = sum(request.num_output_tokens != request.num_wanted_tokens for request in answered)
+    if num_other:
+        remarks.append(f"{num_other} of {len(answered)} answers have another length than was asked for")
+    return remarks
+
+
+def _num_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,110 @@
+"""Sends one request and notes what happens when."""
+
+import asyncio
+from dataclasses import dataclass
+
+from common.clock import Clock
+from common.errors import DeadlineExceeded, KvrelayError, Overloaded
+from measure.load.records import Outcome, RequestRecord, ServerReport
+from measure.load.targets.interface import PreparedCall, TargetAnswer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRequest:
+    """A request that waits for its time."""
+
+    session: int
+    turn: int
+    kind: str
+    num_prompt_tokens: int
+    """As planned."""
+    num_wanted_tokens: int
+    call: PreparedCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A request that has ended."""
+
+    record: RequestRecord
+    answer: TargetAnswer | None
+    """None unless it is complete."""
+
+
+class ChunkLog:
+    """When tokens came; a `ChunkSink`. Times count from `origin_s` of the clock."""
+
+    def __init__(self, clock: Clock, origin_s: float) -> None:
+        self._clock = clock
+        self._origin_s = origin_s
+        self.times_s: list[float] = []
+        self.num_tokens: list[int] = []
+
+    def __call__(self, num_tokens: int) -> None:
+        """Note that tokens came just now."""
+        self.times_s.append(self._clock.monotonic() - self._origin_s)
+        self.num_tokens.append(num_tokens)
+
+
+class Cancellation(Exception):
+    """The call was cancelled; carries the record of what was measured until then."""
+
+    def __init__(self, record: RequestRecord) -> None:
+        super().__init__("cancelled")
+        self.record = record
+
+
+async def send(request: PreparedRequest, *, due_s: float, clock: Clock, origin_s: float) -> Ended:
+    """Send a request now and read its answer. Raises Cancellation when the calling task is cancelled."""
+    log = ChunkLog(clock, origin_s)
+    sent_s = clock.monotonic() - origin_s
+    answer: TargetAnswer | None = None
+    outcome, error = Outcome.COMPLETED, ""
+    try:
+        answer = await request.call(log)
+    except asyncio.CancelledError:
+        outcome = Outcome.CANCELLED
+    except KvrelayError as failure:
+        outcome, error = _outcome(failure, log), f"{type(failure).__name__}: {failure.message}"
+    end_s = clock.monotonic() - origin_s
+    told = answer.num_output_tokens if answer is not None else None
+    num_prompt_tokens = answer.num_prompt_tokens if answer is not None else None
+    record = RequestRecord(
+        index=0,
+        session=request.session,
+        turn=request.turn,
+        kind=request.kind,
+        due_s=due_s,
+        sent_s=sent_s,
+        chunk_s=tuple(log.times_s),
+        chunk_tokens=settled(log.num_tokens, told),
+        end_s=end_s,
+        outcome=outcome,
+        error=error,
+        num_prompt_tokens=request.num_prompt_tokens if num_prompt_tokens is None else num_prompt_tokens,
+        num_wanted_tokens=request.num_wanted_tokens,
+        server=answer.report if answer is not None else ServerReport(),
+    )
+    if outcome is Outcome.CANCELLED:
+        raise Cancellation(record)
+    return Ended(record=record, answer=answer)
+
+
+def settled(counts: list[int], told: int | None) -> tuple[int, ...]:
+    """Return how many tokens each piece brought, so that the sum is what the server counted.
+
+    Where the two differ, the server told no ids and pieces were counted as one token each: the tokens are spread evenly
+    over the pieces, larger shares first.
+    """
+    if told is None or told == sum(counts) or not counts:
+        return tuple(counts)
+    share, rest = divmod(told, len(counts))
+    return tuple(share + (position < rest) for position in range(len(counts)))
+
+
+def _outcome(failure: KvrelayError, log: ChunkLog) -> Outcome:
+    if isinstance(failure, DeadlineExceeded):
+        return Outcome.TIMED_OUT
+    if isinstance(failure, Overloaded) and not log.num_tokens:
+        return Outcome.REFUSED
+    return Outcome.FAILED

@@ -1,0 +1,178 @@
+"""A load test's results on disk; see `measure.load.records` for the files.
+
+Compact JSON. Times are rounded to microseconds. What equals a field's default is left out, and so is a request's index,
+which follows from the order in which requests were due. `run.json` is written last: a folder without it holds a run
+that did not come to its end.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from measure.load.records import PoolSample, RequestRecord, Run, RunInfo
+from measure.load.spec import RunStart
+
+RUN_FILE, REQUESTS_FILE, SAMPLES_FILE = "run.json", "requests.jsonl", "samples.jsonl"
+
+_R = TypeVar("_R")
+_US = 6
+"""Decimals of a second that are kept."""
+
+
+class StoreError(Exception):
+    """Results cannot be read or written; names file, line and field."""
+
+
+class RunWriter:
+    """Writes a run's results while it runs; an `Observer`. Refuses a folder that holds results. Raises StoreError."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._requests: TextIO
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if any((folder / name).exists() for name in (RUN_FILE, REQUESTS_FILE)):
+                raise StoreError(f"{folder}: holds the results of another run")
+            self._requests = (folder / REQUESTS_FILE).open("x", encoding="utf-8")
+            self._samples = (folder / SAMPLES_FILE).open("w", encoding="utf-8")
+        except OSError as error:
+            raise StoreError(f"{folder}: {error.strerror}") from error
+
+    def started(self, start: RunStart) -> None:
+        """Nothing is known yet that will not be known better at the end."""
+
+    def record(self, request: RequestRecord) -> None:
+        """Append a request."""
+        self._requests.write(_line(request))
+
+    def sample(self, sample: PoolSample) -> None:
+        """Append a sample."""
+        self._samples.write(_line(sample))
+
+    def finish(self, info: RunInfo) -> None:
+        """Close the run: everything is on disk when this returns. Atomic."""
+        self.close()
+        temporary = self._folder / f"{RUN_FILE}.tmp"
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(_plain(info), file, ensure_ascii=False, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self._folder / RUN_FILE)
+
+    def close(self) -> None:
+        """Close the files. Repeating it is harmless."""
+        self._requests.close()
+        self._samples.close()
+
+    def discard_if_empty(self) -> None:
+        """Close the files, and leave nothing behind of a run in which no request ended."""
+        self.close()
+        if (self._folder / REQUESTS_FILE).stat().st_size:
+            return
+        for name in (REQUESTS_FILE, SAMPLES_FILE):
+            (self._folder / name).unlink()
+        with contextlib.suppress(OSError):  # it holds something else
+            self._folder.rmdir()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def write_run(run: Run, folder: Path) -> None:
+    """Write a finished run. Raises StoreError."""
+    with RunWriter(folder) as writer:
+        for request in run.requests:
+            writer.record(request)
+        for sample in run.samples:
+            writer.sample(sample)
+        writer.finish(run.info)
+
+
+def read_run(folder: Path) -> Run:
+    """Read a finished run; requests in the order in which they were due. Raises StoreError."""
+    if not (folder / RUN_FILE).exists() and (folder / REQUESTS_FILE).exists():
+        raise StoreError(f"{folder}: has no {RUN_FILE}: the run did not come to its end")
+    requests = _read_lines(folder / REQUESTS_FILE, RequestRecord, {"index": 0})
+    return Run(
+        info=_parse(_text(folder / RUN_FILE), RunInfo, {}, where=str(folder / RUN_FILE)),
+        requests=in_due_order(requests),
+        samples=tuple(_read_lines(folder / SAMPLES_FILE, PoolSample, {})) if (folder / SAMPLES_FILE).exists() else (),
+    )
+
+
+def in_due_order(requests: Iterator[RequestRecord] | list[RequestRecord]) -> tuple[RequestRecord, ...]:
+    """Return them as they became due, numbered."""
+    ordered = sorted(requests, key=lambda request: (request.due_s, request.session, request.turn))
+    return tuple(replace(request, index=index) for index, request in enumerate(ordered))
+
+
+def _read_lines(path: Path, kind: type[_R], given: Mapping[str, Any]) -> Iterator[_R]:
+    for number, line in enumerate(_text(path).splitlines(), start=1):
+        yield _parse(line, kind, given, where=f"{path}:{number}")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise StoreError(f"{path}: is not UTF-8 text: {error.reason}") from error
+
+
+def _parse(text: str, kind: type[_R], given: Mapping[str, Any], *, where: str) -> _R:
+    try:
+        raw = json.loads(text)
+    except ValueError as error:
+        raise StoreError(f"{where}: is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise StoreError(f"{where}: is not an object")
+    try:
+        return _adapter(kind).validate_python({**given, **raw})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise StoreError(f"{where}: {'.'.join(map(str, first['loc'])) or kind.__name__}: {first['msg']}") from error
+
+
+def _adapter(kind: type[_R]) -> TypeAdapter[_R]:
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]
+
+
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {}
+
+
+def _line(record: RequestRecord | PoolSample) -> str:
+    plain = _plain(record)
+    plain.pop("index", None)
+    return json.dumps(plain, ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """Return dictionaries, lists, numbers and strings; fields that equal their default are left out."""
+    if is_dataclass(value):
+        return {f.name: _plain(held) for f in fields(value) if (held := getattr(value, f.name)) != _default(f)}
+    if isinstance(value, float):
+        return round(value, _US)
+    if isinstance(value, Mapping):
+        return {key: _plain(held) for key, held in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(held) for held in value]
+    return value
+
+
+def _default(field: Any) -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default

@@ -1,0 +1,124 @@
+"""Reads the events of a streamed completion: text, tokens, and what the server says of them.
+
+How many tokens an event brings: as many as it has token ids. Without ids it is one, with or without text, except for a
+chat's first event that brings the role alone, and a last one that brings the reason alone. Where a server puts several
+tokens into an event, the total of `usage` makes up for it in the end (`sending.settled`).
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from common.errors import EngineFault
+from measure.load.records import ServerReport
+from measure.load.targets.http_errors import error_in_stream
+from measure.load.targets.interface import TargetAnswer
+
+DONE = b"[DONE]"
+
+
+class CompletionReader:
+    """Gathers one answer."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._token_ids: list[int] | None = None
+        self._usage: Mapping[str, Any] = {}
+        self._report: Mapping[str, Any] = {}
+        self._id: str | None = None
+        self._num_tokens = 0
+        self._ends_silently = False
+        """The last event had neither text nor ids; whether it stands for a token, only the total tells."""
+        self._is_over = False
+
+    def take(self, data: bytes) -> int:
+        """Take an event's data; return how many tokens it brings. Raises KvrelayError."""
+        if data == DONE:
+            self._is_over = True
+            return 0
+        try:
+            event = json.loads(data)
+        except ValueError:
+            raise EngineFault(f"an event is not JSON: {data[:80]!r}") from None
+        if not isinstance(event, dict):
+            raise EngineFault(f"an event is no object: {data[:80]!r}")
+        if event.get("error"):
+            raise error_in_stream(event["error"])
+        self._id = self._id or event.get("id")
+        self._report = event.get("kvrelay") or self._report
+        num_tokens = sum(self._tokens_of(choice) for choice in event.get("choices") or ())
+        self._num_tokens += num_tokens
+        if event.get("usage"):
+            self._usage = event["usage"]
+            if self._ends_silently and self._usage.get("completion_tokens", 0) > self._num_tokens:
+                self._ends_silently = False
+                self._num_tokens += 1
+                num_tokens += 1
+        return num_tokens
+
+    def build(self) -> TargetAnswer:
+        """Return the answer. Raises EngineFault when its end is missing."""
+        if not self._is_over:
+            raise EngineFault("the server ended the stream before the answer was complete")
+        usage = self._usage
+        return TargetAnswer(
+            text="".join(self._texts),
+            token_ids=tuple(self._token_ids) if self._token_ids is not None else None,
+            num_prompt_tokens=usage.get("prompt_tokens"),
+            num_output_tokens=usage.get("completion_tokens"),
+            report=self._server_report(),
+        )
+
+    def _tokens_of(self, choice: Mapping[str, Any]) -> int:
+        delta = choice.get("delta")
+        said = choice.get("text") if delta is None else _said(delta)
+        if said:
+            self._texts.append(said)
+        ids = choice.get("token_ids")
+        if choice.get("finish_reason"):
+            self._is_over = True
+        if ids is not None:
+            self._token_ids = (self._token_ids or []) + ids
+            return len(ids)
+        if said:
+            return 1
+        if choice.get("finish_reason"):
+            self._ends_silently = True
+            return 0
+        return 0 if delta is not None and "role" in delta else 1
+
+    def _server_report(self) -> ServerReport:
+        details = self._usage.get("prompt_tokens_details") or {}
+        told = (self._report.get("requests") or [None])[0]
+        if told is None:
+            return ServerReport(request_id=self._id, num_cached_tokens=details.get("cached_tokens"))
+        return report_of(told)
+
+
+def report_of(told: Mapping[str, Any]) -> ServerReport:
+    """Return what our own front door says of a request (docs/openai.md)."""
+    plan, usage, timings, transfer = told["plans"][-1], told["usage"], told["timings"], told["transfer"]
+    return ServerReport(
+        request_id=told["request_id"],
+        queue_s=timings["queue_s"],
+        prefill_s=timings["prefill_s"],
+        transfer_s=timings["transfer_s"],
+        transfer_exposed_s=timings["transfer_exposed_s"],
+        ttft_s=timings["ttft_s"],
+        e2e_s=timings["e2e_s"],
+        num_cached_tokens=usage["num_cached_tokens"],
+        num_pulled_tokens=usage["num_pulled_tokens"],
+        num_decode_cached_tokens=usage["num_decode_cached_tokens"],
+        transfer_bytes=transfer["kv_bytes"],
+        transport=transfer["transport"],
+        prefill_worker=plan["prefill_worker_id"] or None,
+        decode_worker=plan["decode_worker_id"],
+        num_attempts=told["num_attempts"],
+        predicted_ttft_s=plan["predicted_ttft_s"] or None,
+        predicted_cached_tokens=plan["predicted_cached_tokens"],
+    )
+
+
+def _said(delta: Mapping[str, Any]) -> str:
+    """Return the text of a chat's event, thoughts included: they are tokens that somebody waits for."""
+    return "".join(delta.get(name) or "" for name in ("reasoning_content", "reasoning", "content"))

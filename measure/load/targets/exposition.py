@@ -1,0 +1,69 @@
+"""What servers tell in Prometheus' text format, as samples of their pools.
+
+Known are vLLM's metrics, one worker for each engine, and our router's, which tell of its line alone.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from measure.load.records import PoolSample, WorkerSample
+
+_QUEUED = "kvrelay_requests_queued"
+_RUNNING, _WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
+_KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
+_CACHE_CONFIG = "vllm:cache_config_info"
+_PROMPT_TOKENS, _HIT_TOKENS = "vllm:prompt_tokens_total", "vllm:prefix_cache_hits_total"
+_WANTED = (_QUEUED, _RUNNING, _WAITING, *_KV_USAGE, _CACHE_CONFIG, _PROMPT_TOKENS, _HIT_TOKENS)
+
+_Values = Mapping[tuple[str, str], float]
+"""(name, engine) -> value"""
+
+
+def pool_sample(text: str, at_s: float) -> PoolSample | None:
+    """Return what the text tells; None: nothing that is known."""
+    # the parser is slow and the lines are thousands
+    lines = [line for line in text.splitlines() if line.startswith(_WANTED)]
+    values, num_blocks = _read("\n".join(lines))
+    engines = sorted({engine for name, engine in values if name in (_RUNNING, _WAITING)})
+    queued = [value for (name, _), value in values.items() if name == _QUEUED]
+    if not engines and not queued:
+        return None
+    return PoolSample(
+        at_s=at_s,
+        num_queued=int(sum(queued)),
+        workers=tuple(_worker(engine, values, num_blocks.get(engine, 0)) for engine in engines),
+    )
+
+
+def _read(text: str) -> tuple[_Values, Mapping[str, int]]:
+    """Return the values of engines, and how many blocks each has."""
+    values: dict[tuple[str, str], float] = {}
+    num_blocks: dict[str, int] = {}
+    for family in text_string_to_metric_families(text + "\n"):
+        for sample in family.samples:
+            engine = sample.labels.get("engine", "0")
+            if sample.name == _CACHE_CONFIG:
+                told = sample.labels.get("num_gpu_blocks", "")
+                num_blocks[engine] = int(told) if told.isdecimal() else 0
+            else:
+                values[sample.name, engine] = sample.value
+    return values, num_blocks
+
+
+def _worker(engine: str, values: _Values, num_blocks: int) -> WorkerSample:
+    num_cached = int(values.get((_HIT_TOKENS, engine), 0))
+    return WorkerSample(
+        worker_id=f"engine-{engine}",
+        role="engine",
+        num_running=int(values.get((_RUNNING, engine), 0)),
+        num_waiting=int(values.get((_WAITING, engine), 0)),
+        num_blocks=num_blocks,
+        num_used_blocks=round(num_blocks * _first(values.get((name, engine)) for name in _KV_USAGE)),
+        num_computed_tokens=max(0, int(values.get((_PROMPT_TOKENS, engine), 0)) - num_cached),
+        num_cached_tokens=num_cached,
+    )
+
+
+def _first(values: Iterable[float | None]) -> float:
+    return next((value for value in values if value is not None), 0.0)

@@ -1,0 +1,110 @@
+"""Distributions as curves, with a view for the many and a view for the tail."""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from measure.pages import thinning
+from measure.pages.axes import Axis, Scale, Unit
+from measure.pages.figures import Floats, Frame, Numbers, compact, new_figure, plain, ticks_of
+from measure.pages.theme import BUTTONS, PALETTE
+
+_MAX_NINES = 5
+
+
+class View(enum.StrEnum):
+    """How shares become heights."""
+
+    EVEN = "even"
+    TAIL = "tail"
+    """By nines: 90 %, 99 % and 99.9 % are equally far apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Values whose distribution is drawn."""
+
+    name: str
+    values: Numbers
+    color: str = PALETTE[0]
+    dash: str = "solid"
+
+
+def ecdf_figure(samples: Sequence[Sample], frame: Frame, view: View = View.EVEN) -> Any:
+    """Return distributions as curves: which share of the values is at most so large. `frame.y` is ours.
+
+    Buttons change the view. Under the mouse a curve says its percentile. Empty samples are left out.
+    """
+    figure = new_figure(replace(frame, y=Axis(title="share at most so long", unit=Unit.SHARE)))
+    figure.update_xaxes(ticks_of(frame.x, [sample.values for sample in samples], frame.x_limits))
+    heights: dict[View, list[Floats]] = {each: [] for each in View}
+    most = 1
+    for sample in samples:
+        values = np.asarray(sample.values, dtype=np.float64)
+        if not values.size:
+            continue
+        x, shares = thinning.ecdf(values)
+        most = max(most, values.size)
+        heights[View.EVEN].append(shares)
+        heights[View.TAIL].append(-np.log10(np.maximum(1 - shares, 0.5 / values.size)))
+        name = plain(sample.name)
+        figure.add_scatter(
+            x=compact(np.maximum(x, 1e-6) if frame.x.scale is Scale.LOG else x),
+            y=compact(heights[view][-1]),
+            customdata=compact(shares),
+            name=name,
+            legendgroup=name,
+            mode="lines",
+            line={"color": sample.color, "dash": sample.dash, "width": 2, "shape": "hv"},
+            hovertemplate=f"<b>{name}</b><br>%{{customdata:.4~p}} at most {frame.x.unit.shows('x')}<extra></extra>",
+        )
+    axes = {View.EVEN: _even_axis(), View.TAIL: _tail_axis(most)}
+    figure.update_yaxes(axes[view])
+    if any(heights.values()):
+        figure.update_layout(updatemenus=[_buttons(heights, axes, view)], margin={"b": 70})
+    return figure
+
+
+def _even_axis() -> dict[str, Any]:
+    places = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    return {"tickvals": places, "ticktext": [f"{place:.0%}" for place in places], "range": [0, 1.005]}
+
+
+def _tail_axis(num_values: int) -> dict[str, Any]:
+    """Return an axis of nines, up to the last one that so many values can show."""
+    num_nines = min(_MAX_NINES, max(1, int(np.log10(num_values))))
+    shares = [0.0, 0.5, *(1 - 10.0**-nines for nines in range(1, num_nines + 1))]
+    return {
+        "tickvals": [float(-np.log10(1 - share)) for share in shares],
+        "ticktext": [f"{100 * share:.{max(0, place - 3)}f}%" for place, share in enumerate(shares)],
+        "range": [0, min(_MAX_NINES, float(np.log10(2 * num_values))) * 1.02],
+    }
+
+
+def _buttons(heights: dict[View, list[Floats]], axes: dict[View, dict[str, Any]], view: View) -> dict[str, Any]:
+    labels = {View.EVEN: "everybody", View.TAIL: "the slowest"}
+    return {
+        "type": "buttons",
+        "direction": "right",
+        "active": list(View).index(view),
+        "buttons": [
+            {
+                "label": labels[each],
+                "method": "update",
+                "args": [
+                    {"y": [np.round(height, 5).tolist() for height in heights[each]]},
+                    {f"yaxis.{key}": value for key, value in axes[each].items()},
+                ],
+            }
+            for each in View
+        ],
+        "x": 1,
+        "xanchor": "right",
+        "y": 0,
+        "yanchor": "top",
+        "pad": {"t": 34},
+        **BUTTONS,
+    }

@@ -1,0 +1,219 @@
+"""A page about measurements, in one file that needs no network: headline figures, warnings, sections of panels.
+
+plotly.js is inlined once, compressed; a browser of 2023 or later unpacks it. A figure is drawn when it comes into view,
+in colours that follow the reader's light or dark mode. The page's own policy forbids it every connection. Equal pages
+give equal bytes.
+"""
+
+import base64
+import enum
+import gzip
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import plotly.graph_objects as go
+import plotly.offline
+from markupsafe import Markup
+from plotly.io.json import to_json_plotly
+
+from measure.pages.theme import Ink, template
+
+_ASSETS = Path(__file__).parent / "assets"
+_FIGURE_HEIGHT = 380
+_ENTRY_PX, _LETTER_PX, _ROW_PX = 50, 7, 19  # of a legend's entries, about
+
+
+class Tone(enum.StrEnum):
+    """What a figure means for the reader."""
+
+    PLAIN = "plain"
+    GOOD = "good"
+    BAD = "bad"
+
+
+class Width(enum.StrEnum):
+    """How much of a row a panel takes, where the window is wide."""
+
+    FULL = "full"
+    HALF = "half"
+
+
+_LEGEND_PX = {Width.FULL: 950, Width.HALF: 420}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A headline figure."""
+
+    label: str
+    value: str
+    """With its unit."""
+    note: str = ""
+    """What it is compared with: an objective, an interval."""
+    tone: Tone = Tone.PLAIN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows of text. Columns after the first are numbers, set to the right, but for those named in `text_columns`."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    text_columns: frozenset[str] = frozenset()
+    strong_rows: frozenset[int] = frozenset()
+    """Indices of rows that stand out."""
+    links: tuple[str, ...] = ()
+    """Where each row's first cell leads, "" for nowhere; empty: none does. Relative, to files beside the page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prose:
+    """Paragraphs."""
+
+    paragraphs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """Questions, each with what was found; a question that stands several times in a row is shown once."""
+
+    pairs: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """Preformatted text: a command, a terminal's table."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Absent:
+    """Nothing to show."""
+
+    why: str
+
+
+Content = go.Figure | Table | Prose | Answers | Listing | Absent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One figure, table or text, with the sentence that says what to look for. Text is plain: it is escaped."""
+
+    title: str
+    content: Any
+    """A `Content`: plotly's figures have no types."""
+    look_for: str = ""
+    note: str = ""
+    """What is shown and what is left out."""
+    width: Width = Width.FULL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A heading in the table of contents, and its panels."""
+
+    title: str
+    panels: tuple[Panel, ...]
+    intro: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """Everything on a page."""
+
+    title: str
+    sections: tuple[Section, ...]
+    subtitle: str = ""
+    verdict: tuple[str, ...] = ()
+    """The answer in words, a sentence or two each; above everything else."""
+    warnings: tuple[str, ...] = ()
+    """Why the numbers should not be trusted; a banner that cannot be missed."""
+    cards: tuple[Card, ...] = ()
+    settings: Mapping[str, Any] | None = None
+    """What was run, JSON: folded away at the page's end."""
+
+
+def write_page(path: Path, page: Page) -> None:
+    """Write a page. Raises OSError."""
+    path.write_text(render_page(page), encoding="utf-8")
+
+
+def render_page(page: Page) -> str:
+    """Return a page as HTML."""
+    figures: list[str] = []
+    sections = [_section(section, index, figures) for index, section in enumerate(page.sections, 1)]
+    settings = None if page.settings is None else json.dumps(page.settings, indent=2, ensure_ascii=False, default=str)
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(
+            page=page,
+            sections=sections,
+            settings=settings,
+            css=Markup(_asset("page.css")),
+            js=Markup(_asset("page.js")),
+            templates=Markup(_script_json({ink.value: template(ink) for ink in Ink})),
+            figures=[Markup(figure) for figure in figures],
+            plotly=_plotly_js() if figures else None,
+        )
+    )
+
+
+def _section(section: Section, index: int, figures: list[str]) -> Mapping[str, Any]:
+    panels = [_panel(panel, figures) for panel in section.panels]
+    return {"id": f"section-{index}", "title": section.title, "intro": section.intro, "panels": panels}
+
+
+def _panel(panel: Panel, figures: list[str]) -> Mapping[str, Any]:
+    """Return what the template needs of a panel; appends the figure's JSON."""
+    shown: dict[str, Any] = {"panel": panel, "kind": type(panel.content).__name__.lower()}
+    if isinstance(panel.content, go.Figure):
+        spec = panel.content.to_plotly_json()
+        spec["layout"].pop("template", None)  # the page's own, once, by the reader's mode
+        height = spec["layout"].get("height", _FIGURE_HEIGHT) + _legend_room(spec, panel.width)
+        spec["layout"]["height"] = height
+        shown |= {"kind": "figure", "figure": len(figures), "height": height}
+        figures.append(_script_json(spec))
+    return shown
+
+
+def _legend_room(spec: Mapping[str, Any], width: Width) -> int:
+    """Return the height, in pixels, of a legend's rows but the first, so that many names do not flatten the plot."""
+    names = [trace.get("name") or "" for trace in spec["data"] if trace.get("showlegend", True)]
+    num_rows = math.ceil(sum(_ENTRY_PX + _LETTER_PX * len(name) for name in names) / _LEGEND_PX[width])
+    return _ROW_PX * max(0, num_rows - 1)
+
+
+def _script_json(value: Any) -> str:
+    """Return JSON that is safe inside a script element."""
+    text: str = to_json_plotly(value, engine="json")
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+@lru_cache(maxsize=1)
+def _plotly_js() -> str:
+    """Return plotly.js, compressed, in base64: 2 MB where the plain text takes 5."""
+    return base64.b64encode(gzip.compress(plotly.offline.get_plotlyjs().encode(), mtime=0)).decode()
+
+
+@lru_cache(maxsize=1)
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_ASSETS),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")

@@ -1,0 +1,237 @@
+"""A whole cluster in one process under a virtual clock, and one workload on it.
+
+Real are the router (fleet, index, policy, admission, orchestration), the workers' services, the engines' bookkeeping
+and the transfer protocol. Simulated are the network (`network.py`), the passing of time in engines (`engine.py`) and
+what a model says (`executor.py`). Requests enter behind the router's front door: already tokenized.
+
+Everything happens on one virtual loop, ids are minted from the seed, and time begins at the first arrival: a run is a
+function of shape, settings and arrivals.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from cluster.planner.plan import PoolSizes
+from common.config import PoolConfig, PoolsConfig, ServingConfig, TransferConfig
+from common.errors import Refused, WorkerLost
+from common.ids import RequestId, seeded_ids
+from kvrelay.v1 import worker_pb2
+from measure.simulate.client import SimClient
+from measure.simulate.crowd import Crowd, Progress
+from measure.simulate.elasticity import Elasticity, PlanNote
+from measure.simulate.executor import Answer, SimExecutor, sim_shape
+from measure.simulate.guard import collecting_rarely, ending_on_faults
+from measure.simulate.loop import VirtualClock, VirtualLoop
+from measure.simulate.network import SimNetwork
+from measure.simulate.planning import PlanningLoop
+from measure.simulate.pools import SimPools
+from measure.simulate.records import (
+    Arrival,
+    ClusterShape,
+    LoadSample,
+    RequestResult,
+    SimRun,
+    SimSettings,
+    WorkerResult,
+)
+from measure.simulate.sampler import Sampler
+from measure.simulate.token_log import TokenLog
+from measure.simulate.worker import Pace, SimWorker, Surroundings, simulated_reach
+from router.booking import Booking
+from router.facts import Endpoint
+from router.parts import RouterParts, build_router
+from router.placement.search import Search
+
+_WARM_UP_S = 10.0
+"""Before the first arrival: routers get to know the workers. Taken off every reported time."""
+_WATCH = "/kvrelay.v1.WorkerService/WatchWorker"
+
+
+def run(
+    shape: ClusterShape, settings: SimSettings, arrivals: Iterable[Arrival], *, progress: Progress | None = None
+) -> SimRun:
+    """Serve a workload to its end and return what became of it. Blocks; needs a thread without a running loop.
+
+    Raises what a bug in any part raises.
+    """
+    started_s = time.perf_counter()
+    with collecting_rarely(), seeded_ids(settings.seed), asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        finished = runner.run(_serve_all(shape, settings, arrivals, progress))
+    finished.wall_s = time.perf_counter() - started_s
+    return finished
+
+
+async def _serve_all(
+    shape: ClusterShape, settings: SimSettings, arrivals: Iterable[Arrival], progress: Progress | None
+) -> SimRun:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    cluster = SimCluster(loop, shape, settings)
+    with ending_on_faults(loop):
+        await cluster.start()
+        results = await cluster.serve_all(arrivals, progress)
+        finished = cluster.finished(results)
+        await cluster.aclose()
+    return finished
+
+
+class SimCluster:
+    """Routers and workers on one virtual loop. Event loop only."""
+
+    def __init__(self, loop: VirtualLoop, shape: ClusterShape, settings: SimSettings) -> None:
+        self.shape = shape
+        self.settings = settings
+        self.log = TokenLog()
+        self.network = SimNetwork(
+            loop, settings.network, block_bytes=shape.block_bytes, extra_latency_s={_WATCH: settings.event_lag_s}
+        )
+        self.choice_s: list[float] = []
+        self._loop = loop
+        self._answers: dict[RequestId, Answer] = {}
+        self._surroundings = Surroundings(
+            loop=loop,
+            network=self.network,
+            config=_config(shape, settings),
+            log=self.log,
+            report_interval_s=settings.report_interval_s,
+        )
+        self.routers = [self._router(number) for number in range(shape.num_routers)]
+        self.pools = SimPools(loop, self._worker, self.routers)
+        self.clients = [SimClient(router, loop, settings, self._answers, self.log) for router in self.routers]
+        self.samples: Sequence[LoadSample] = ()
+        self.plans: Sequence[PlanNote] = ()
+        self._begin_s = 0.0
+
+    async def start(self) -> None:
+        """Start workers and routers and wait until these know each other."""
+        self.pools.open(PoolSizes(prefill=self.shape.num_prefill, decode=self.shape.num_decode))
+        await asyncio.sleep(_WARM_UP_S)
+        for router in self.routers:
+            num_ready = router.fleet.count_ready()
+            if num_ready != self.shape.num_workers:
+                raise WorkerLost(
+                    f"{num_ready} of {self.shape.num_workers} simulated workers are ready after {_WARM_UP_S:g} s: lower"
+                    " the network's latency"
+                )
+        self._begin_s = self.pools.begin_s = self._loop.time()
+        for client in self.clients:
+            client.begin_s = self._begin_s
+
+    async def serve_all(self, arrivals: Iterable[Arrival], progress: Progress | None = None) -> list[RequestResult]:
+        """Serve a workload; returns when its last request, what follows from others included, has ended."""
+        crowd = Crowd(self._loop, self.clients, begin_s=self._begin_s, progress=progress)
+        if self.settings.elasticity is not None:
+            await self._serve_elastically(crowd, arrivals, self.settings.elasticity)
+            return crowd.results
+        sampler = Sampler(self._loop, self.pools.workers, self.settings.sample_interval_s)
+        sampler.start()
+        await crowd.serve(arrivals)
+        self.samples = sampler.stop()
+        return crowd.results
+
+    async def _serve_elastically(self, crowd: Crowd, arrivals: Iterable[Arrival], elasticity: Elasticity) -> None:
+        """Serve while a planner changes the pools. Samples are of the workers of the beginning, so there are none."""
+        planning = PlanningLoop(self._loop, self.pools, self.routers, elasticity)
+        planning.start()
+        await crowd.serve(arrivals)
+        await planning.stop()
+        self.plans = planning.notes
+
+    def finished(self, results: list[RequestResult]) -> SimRun:
+        """Return the run's record."""
+        return SimRun(
+            results=results,
+            workers=[_worker_result(worker) for worker in self.pools.workers],
+            gaps=self.log.gaps(),
+            kind_gaps=self.log.gaps_by_kind(),
+            samples=self.samples,
+            stays=self.pools.stays,
+            plans=self.plans,
+            num_moves=sum(router.orchestrator.totals.num_moves for router in self.routers),
+            end_s=self._now_s(),
+            wall_s=0.0,
+            choice_s=self.choice_s,
+        )
+
+    async def aclose(self) -> None:
+        """End routers and workers."""
+        for router in self.routers:
+            await router.fleet.aclose()
+        await self.pools.aclose()
+
+    def _now_s(self) -> float:
+        return self._loop.time() - self._begin_s
+
+    def _worker(self, endpoint: Endpoint) -> SimWorker:
+        shape, settings = self.shape, self.settings
+        is_prefill = endpoint.role == worker_pb2.WORKER_ROLE_PREFILL
+        executor = SimExecutor(
+            shape=sim_shape(block_size=shape.block_size, block_bytes=shape.block_bytes),
+            num_blocks=shape.num_blocks,
+            max_model_len=shape.max_model_len,
+            answers=self._answers,
+        )
+        pace = Pace(
+            times=settings.prefill_times if is_prefill else settings.decode_times,
+            timing=settings.prefill_timing if is_prefill else settings.decode_timing,
+        )
+        return SimWorker(endpoint, self._surroundings, executor, pace)
+
+    def _router(self, number: int) -> RouterParts:
+        router = build_router(
+            self.settings.router,
+            clock=VirtualClock(self._loop),
+            reach=simulated_reach(self.network.connect_from(f"router-{number}:1")),
+        )
+        router.chooser.choose = _timed(router.chooser.choose, self.choice_s)  # type: ignore[method-assign, assignment]
+        return router
+
+
+def _config(shape: ClusterShape, settings: SimSettings) -> ServingConfig:
+    pool = PoolConfig(
+        block_size=shape.block_size,
+        num_blocks=shape.num_blocks,
+        max_step_tokens=shape.max_step_tokens,
+        max_running=shape.max_running,
+        max_waiting=shape.max_waiting,
+        metrics=False,
+    )
+    decode_pool = pool.model_copy(update={"max_step_tokens": shape.decode_step_tokens or shape.max_step_tokens})
+    return ServingConfig(
+        pools=PoolsConfig(prefill=pool, decode=decode_pool),
+        transfer=TransferConfig(transports=("cuda_ipc", "grpc")),
+        router=settings.router,
+    )
+
+
+_Choose = Callable[[Search], Booking | Refused]
+
+
+def _timed(choose: _Choose, seconds: list[float]) -> _Choose:
+    """Return a function that chooses and notes the real time that it took."""
+
+    def timed(search: Search) -> Booking | Refused:
+        started_s = time.perf_counter()
+        try:
+            return choose(search)
+        finally:
+            seconds.append(time.perf_counter() - started_s)
+
+    return timed
+
+
+def _worker_result(worker: SimWorker) -> WorkerResult:
+    runtime, engine = worker.runtime, worker.engine
+    load = engine.core.load()
+    return WorkerResult(
+        worker_id=worker.endpoint.worker_id,
+        num_steps=engine.num_steps,
+        busy_s=engine.busy_s,
+        num_cached_tokens=load.num_cached_tokens,
+        num_computed_tokens=load.num_computed_tokens,
+        num_preemptions=load.num_preemptions,
+        num_requests=runtime.counters.num_requests,
+        kv_bytes_sent=runtime.bytes_sent.total(),
+        kv_bytes_received=runtime.bytes_received.total(),
+    )

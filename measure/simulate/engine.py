@@ -1,0 +1,241 @@
+"""Steps a real engine core in virtual time, in place of the engine thread.
+
+Commands run between two steps, as there; a step takes the time that `StepTimes` says, then its results are taken. With
+a `SimExecutor`, which knows the tokens beforehand, decodes are not planned one by one (`measure/simulate/leap.py`),
+and tokens go out in runs (`measure/simulate/bundle.py`): neither changes what happens, or when.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from common.timing import StepShape
+from engine.core import Emitted, EngineCore
+from engine.events import Load, StepReport, Tokens
+from engine.scheduler import NOBODY
+from measure.simulate.bundle import KeptTokens
+from measure.simulate.executor import SimExecutor
+from measure.simulate.leap import DecodeLeap
+from measure.simulate.loop import VirtualLoop
+from measure.simulate.timing import StepTimes
+from measure.simulate.token_log import TokenLog
+
+T = TypeVar("T")
+
+
+class SimEngine:
+    """An `engine.thread.EngineDriver` on a virtual loop. All methods on the loop.
+
+    At any moment one thing at most is pending, and `_timer` is set for it: the beginning of a step, the end of one, or
+    a boundary of steps that hold nothing but decodes. What a step or a command without a caller raises goes to the
+    loop's exception handler.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        on_report: Callable[[StepReport], None],
+        *,
+        loop: VirtualLoop,
+        times: StepTimes,
+        log: TokenLog,
+    ) -> None:
+        self.core = core
+        self._on_report = on_report
+        self._loop = loop
+        self._times = times
+        self._log = log
+        self._commands: deque[tuple[Callable[[EngineCore], Any], asyncio.Future[Any] | None]] = deque()
+        self._kept = KeptTokens()
+        self._leap = DecodeLeap(core, times, log, self._kept) if isinstance(core.executor, SimExecutor) else None
+        self._timer: asyncio.Handle | None = None
+        self._wakes_at_s = 0.0
+        self._is_running = False
+        self._num_steps = 0
+        self._busy_s = 0.0
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken, up to the last change of the batch."""
+        return self._num_steps + (self._leap.num_steps if self._leap is not None else 0)
+
+    @property
+    def busy_s(self) -> float:
+        """The time that steps took up to now; that of a step with prompts in it as soon as it begins."""
+        return self._busy_s + (self._leap.busy_until(self._loop.time()) if self._leap is not None else 0.0)
+
+    def load(self) -> Load:
+        """Return the load at this moment."""
+        load = self.core.load()
+        num_behind = 0 if self._leap is None else self._leap.num_tokens_behind(self._loop.time())
+        return replace(load, num_context_tokens=load.num_context_tokens + num_behind) if num_behind else load
+
+    # ── the driver ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def start(self) -> None:
+        """Start stepping."""
+        self._is_running = True
+        self._wake()
+
+    async def aclose(self) -> None:
+        """Stop at once."""
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop at once; nothing is answered any more. Tokens kept back that exist by now go out."""
+        self._is_running = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._leap is not None:
+            self._leap.break_off(self._loop.time())
+        for group, event in self._kept.flush_all():
+            group.sink(event)
+
+    def hand_out(self) -> None:
+        """Let tokens that are kept back go out when the running step is over: somebody waits for the next one."""
+        self.post(lambda _core: self._hand_out())
+
+    def post(self, command: Callable[[EngineCore], object]) -> None:
+        """Run `command` between two steps."""
+        self._commands.append((command, None))
+        self._wake()
+
+    async def call(self, command: Callable[[EngineCore], T]) -> T:
+        """Run `command` between two steps and return its result or raise its exception."""
+        done: asyncio.Future[T] = self._loop.create_future()
+        self._commands.append((command, done))
+        self._wake()
+        return await done
+
+    async def acquire(self, command: Callable[[EngineCore], T], undo: Callable[[EngineCore, T], object]) -> T:
+        """Like `call`, but when the caller is cancelled meanwhile, `undo` is run on the result."""
+        box: list[T] = []
+
+        def run(core: EngineCore) -> T:
+            box.append(command(core))
+            return box[0]
+
+        try:
+            return await self.call(run)
+        except asyncio.CancelledError:
+            self.post(lambda core: undo(core, box[0]) if box else None)
+            raise
+
+    # ── between steps ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _wake(self) -> None:
+        """See to it that commands run when the running step is over."""
+        if not self._is_running:
+            return
+        if self._timer is None:
+            self._timer = self._loop.call_soon(self._begin)
+        elif self._leap is not None and self._leap.is_running:
+            boundary, ends_s = self._leap.next_boundary(self._loop.time())
+            if ends_s < self._wakes_at_s:
+                self._timer.cancel()
+                self._set_boundary(self._leap, boundary, ends_s)
+
+    def _run_commands(self) -> None:
+        """Run what was asked for."""
+        core, commands = self.core, self._commands
+        while commands:
+            command, done = commands.popleft()
+            try:
+                result = command(core)
+            except Exception as error:
+                if done is None:
+                    raise
+                if not done.done():
+                    done.set_exception(error)
+            else:
+                if done is not None and not done.done():
+                    done.set_result(result)
+
+    def _hand_out(self) -> None:
+        if self._leap is not None:
+            self._leap.leave()
+        for group, event in self._kept.flush_all():
+            group.sink(event)
+
+    # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _begin(self) -> None:
+        """Run commands, then plan what comes next and let its time pass."""
+        self._timer = None
+        self._run_commands()
+        core, leap = self.core, self._leap
+        core.wake()  # what waits may fit now: nobody comes here unless something has happened
+        num_decodes = 0 if leap is None else leap.gather(self._loop.time())
+        if leap is None or num_decodes == 0:
+            self._plan(None)
+        elif core.scheduler.waiting or len(core.scheduler.running) > num_decodes:
+            self._plan(leap)
+        else:
+            self._set_boundary(leap, *leap.run())
+        self._report()
+
+    def _plan(self, leap: DecodeLeap | None) -> None:
+        """Plan a step beside the decodes that a leap looks after, and let it take its time."""
+        core = self.core
+        emitted = core.begin_step(NOBODY if leap is None else leap.elsewhere) if core.has_work else []
+        if core.plan.batch:
+            seconds = self._seconds(core.plan.shape)
+            self._num_steps += 1
+            self._busy_s += seconds
+            if leap is not None:
+                leap.step(seconds)
+            self._timer = self._loop.call_later(seconds, self._end, leap)
+        else:
+            emitted += core.finish_step()
+            if leap is not None:
+                self._set_boundary(leap, *leap.run())
+            elif core.has_work:  # the results of the last steps in flight have brought some
+                self._timer = self._loop.call_soon(self._begin)
+        self._dispatch(emitted)
+
+    def _end(self, leap: DecodeLeap | None) -> None:
+        """Take the results of a step, and begin the next one."""
+        if leap is not None:
+            self._dispatch(leap.complete_step(self._loop.time()))
+        self._dispatch(self.core.finish_step())
+        self._begin()
+
+    def _set_boundary(self, leap: DecodeLeap, boundary: int, at_s: float) -> None:
+        self._wakes_at_s = at_s
+        self._timer = self._loop.call_at(at_s, self._reach, leap, boundary)
+
+    def _reach(self, leap: DecodeLeap, boundary: int) -> None:
+        """Go on at a boundary of steps that hold nothing but decodes."""
+        self._dispatch(leap.complete(boundary, self._loop.time()))
+        self._begin()
+
+    def _seconds(self, shape: StepShape) -> float:
+        if shape.num_prefill_tokens:
+            return self._times.step_s(shape)
+        constant_s, per_context_token_s = self._times.decode_line(shape.num_decodes)
+        return constant_s + shape.num_context_tokens * per_context_token_s
+
+    # ── telling ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _report(self) -> None:
+        """Tell the worker of load and cache."""
+        samples = self.core.drain_samples()
+        if self._leap is not None:
+            samples += self._leap.drain_samples()
+        accepted = self.core.drain_accepted()
+        kv_events = self.core.pool.drain_events()
+        self._on_report(StepReport(kv_events=kv_events, load=self.load(), samples=samples, accepted=accepted))
+
+    def _dispatch(self, emitted: Emitted) -> None:
+        """Hand events to their requests."""
+        now_s = self._loop.time()
+        for group, event in emitted:
+            if isinstance(event, Tokens):
+                for output in event.tokens:
+                    if output.sample_index == 0:
+                        self._log.note(group.request.request_id, output.token_index, now_s)
+            for due in [event] if self._leap is None else self._kept.take(group, event):
+                group.sink(due)

@@ -1,0 +1,150 @@
+"""An executor that computes nothing: pages without bytes, and the tokens that the workload says were generated.
+
+Its pages pretend to lie in the memory of one card that all workers share, so that the real transfer code moves page ids
+and no bytes; the network takes the time that the bytes would.
+"""
+
+from array import array
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from common.ids import BlockId, RequestId
+from engine.executor import (
+    DevicePeerPages,
+    DeviceRegion,
+    DeviceSharing,
+    DoneStep,
+    KvShape,
+    KvStore,
+    PeerPages,
+    Sampled,
+    ScheduledSequence,
+    SharedRegion,
+    StepResult,
+)
+from engine.sequence import Sequence
+
+VOCAB_SIZE = 1 << 31
+EOS_TOKEN_ID = VOCAB_SIZE - 1
+FILLER_TOKEN_ID = VOCAB_SIZE - 2
+"""Said where the workload does not say what was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the model will say to one request."""
+
+    num_tokens: int
+    tokens: "array[int] | None"
+
+    def token(self, index: int) -> int:
+        """Return the token at an index; the last one ends the answer."""
+        if index >= self.num_tokens - 1:
+            return EOS_TOKEN_ID
+        return FILLER_TOKEN_ID if self.tokens is None else self.tokens[index]
+
+    def run(self, start: int, stop: int) -> "array[int]":
+        """Return the tokens [start, stop)."""
+        num_plain = max(0, min(stop, self.num_tokens - 1) - start)
+        if self.tokens is None:
+            plain = array("I", (FILLER_TOKEN_ID,)) * num_plain
+        else:
+            plain = self.tokens[start : start + num_plain]
+        return plain + array("I", (EOS_TOKEN_ID,)) * (stop - start - num_plain)
+
+
+Answers = Mapping[RequestId, Answer]
+"""Of the requests that run."""
+
+
+def sim_shape(*, block_size: int, block_bytes: int) -> KvShape:
+    """Return the shape of a simulated block. Raises ValueError unless a token has an even number of bytes."""
+    if block_bytes <= 0 or block_bytes % (2 * block_size):
+        raise ValueError(
+            f"a block of {block_size} tokens has {block_bytes} bytes; must be a multiple of {2 * block_size}"
+        )
+    return KvShape(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=block_bytes // (2 * block_size),
+        block_size=block_size,
+        dtype="uint8",
+        bytes_per_element=1,
+        fingerprint=f"simulated-{block_size}-{block_bytes}",
+    )
+
+
+class SimKvStore:
+    """Pages that nobody can read."""
+
+    def __init__(self, shape: KvShape, num_blocks: int) -> None:
+        self.shape = shape
+        self.num_blocks = num_blocks
+        self.shared_region: SharedRegion | None = None
+        self.device_sharing: DeviceSharing | None = _Sharing()
+
+    def read_blocks(self, block_ids: Seq[BlockId]) -> memoryview:
+        """Raise: there are no bytes."""
+        raise NotImplementedError("simulated pages have no bytes")
+
+    def write_blocks(self, block_ids: Seq[BlockId], data: memoryview) -> None:
+        """Raise, too."""
+        raise NotImplementedError("simulated pages have no bytes")
+
+    def copy_block(self, source: BlockId, target: BlockId) -> None:
+        """Do nothing."""
+
+    def map_peer(self, region: memoryview, num_blocks: int) -> PeerPages:
+        """Raise: the pages do not lie in host memory."""
+        raise NotImplementedError("simulated pages have no bytes")
+
+
+class _Sharing:
+    """The card that all simulated pages lie on."""
+
+    def __init__(self) -> None:
+        self.region = DeviceRegion(
+            handle=b"simulated", offset_bytes=0, size_bytes=0, device_uuid="simulated", nonce=b""
+        )
+
+    def map_peer(self, region: DeviceRegion, num_blocks: int) -> DevicePeerPages:
+        return _PeerPages()
+
+
+class _PeerPages:
+    """Another worker's pages; copying them takes no time of its own."""
+
+    def copy_blocks(self, sources: Seq[int], targets: Seq[BlockId]) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class SimExecutor:
+    """Says what the workload says, at once; `measure.simulate.engine` lets the time pass."""
+
+    def __init__(self, *, shape: KvShape, num_blocks: int, max_model_len: int, answers: Answers) -> None:
+        self.kv: KvStore = SimKvStore(shape, num_blocks)
+        self.max_model_len = max_model_len
+        self.vocab_size = VOCAB_SIZE
+        self.eos_token_ids = frozenset({EOS_TOKEN_ID})
+        self.model_name = "simulated"
+        self.max_steps_in_flight = 1
+        self._answers = answers
+
+    def answer(self, sequence: Sequence) -> Answer:
+        """Return what a request will be answered; one that nobody knows goes on to its limit."""
+        known = self._answers.get(sequence.request.request_id)
+        return known if known is not None else Answer(sequence.request.sampling.max_tokens, None)
+
+    def launch(self, batch: Seq[ScheduledSequence]) -> DoneStep:
+        """Return the tokens."""
+        return DoneStep([self._result(item) for item in batch])
+
+    def _result(self, item: ScheduledSequence) -> StepResult:
+        if item.num_samples == 0:
+            return StepResult(sampled=[], prompt_logprobs=[])
+        token_id = self.answer(item.sequence).token(item.token_index)
+        return StepResult(sampled=[Sampled(token_id=token_id)] * item.num_samples, prompt_logprobs=[])

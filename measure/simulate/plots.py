@@ -1,0 +1,206 @@
+"""The plots of a comparison."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from plotly.subplots import make_subplots
+
+from measure.pages.axes import Axis, Scale, Unit
+from measure.pages.distributions import Sample, ecdf_figure
+from measure.pages.figures import Curve, Frame, Limit, compact, line_figure, new_figure, plain
+from measure.pages.theme import colors_of, dash_of, symbol_of
+from measure.simulate.records import RequestResult
+from measure.simulate.replay import CellResult
+
+_LOAD_BINS = 60
+_SPEED = Axis(title="speed of the trace", unit=Unit.PLAIN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A cell and what plots need of its requests."""
+
+    result: CellResult
+    ttft_s: np.ndarray
+    itl_s: np.ndarray
+    load: Mapping[str, np.ndarray]
+    """Prompt tokens to compute that each worker was sent, by equal parts of the run's arrivals."""
+
+    @property
+    def policy(self) -> str:
+        """Of the cell."""
+        return self.result.cell.policy
+
+    @property
+    def speed(self) -> float:
+        """Of the cell."""
+        return self.result.cell.speed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    """How a policy is drawn, everywhere alike."""
+
+    color: str
+    dash: str
+    symbol: str
+
+
+def outcome(result: CellResult, requests: Iterable[RequestResult]) -> Outcome:
+    """Return a cell with the curves of its requests."""
+    rows = list(requests)
+    complete = [row for row in rows if row.is_complete]
+    edges = np.linspace(0, max((row.arrival_s for row in rows), default=0.0) + 1e-9, _LOAD_BINS + 1)
+    arrivals: dict[str, list[float]] = defaultdict(list)
+    tokens: dict[str, list[int]] = defaultdict(list)
+    for row in rows:
+        worker = row.prefill_worker or row.decode_worker
+        if worker and row.num_cached_tokens < row.num_prompt_tokens:
+            arrivals[worker].append(row.arrival_s)
+            tokens[worker].append(row.num_prompt_tokens - row.num_cached_tokens)
+    return Outcome(
+        result=result,
+        ttft_s=np.array([row.ttft_s for row in complete if row.ttft_s is not None]),
+        itl_s=np.array([row.itl_s for row in complete if row.itl_s is not None]),
+        load={
+            worker: np.histogram(arrivals[worker], bins=edges, weights=tokens[worker])[0] for worker in sorted(arrivals)
+        },
+    )
+
+
+def good_share_by_speed(outcomes: Sequence[Outcome]) -> Any:
+    """Return the share of good requests against the trace's speed."""
+    figure = line_figure(
+        _by_speed(outcomes, lambda cell: cell.result.summary.good_share),
+        Frame(x=_SPEED, y=Axis(title="good requests of all", unit=Unit.SHARE)),
+    )
+    figure.update_yaxes(range=[0, 1.01])
+    return figure
+
+
+def goodput_by_speed(outcomes: Sequence[Outcome]) -> Any:
+    """Return the rate of good requests against the trace's speed."""
+    axis = Axis(title="goodput, requests", unit=Unit.RATE, starts_at_zero=True)
+    return line_figure(_by_speed(outcomes, lambda cell: cell.result.summary.goodput_per_s), Frame(x=_SPEED, y=axis))
+
+
+def ttft_curves(outcomes: Sequence[Outcome], slo_s: float) -> Any:
+    """Return the distributions of TTFT, for cells of one speed; answered requests only."""
+    return _curves([(cell.policy, cell.ttft_s) for cell in outcomes], "TTFT", slo_s)
+
+
+def itl_curves(outcomes: Sequence[Outcome], slo_s: float) -> Any:
+    """Return the distributions of mean gaps, for cells of one speed; answered requests only."""
+    return _curves([(cell.policy, cell.itl_s) for cell in outcomes], "mean gap between tokens", slo_s)
+
+
+def hits_and_balance(outcomes: Sequence[Outcome]) -> Any:
+    """Return hit rate against hot spot, a point per cell, larger at higher speeds."""
+    frame = Frame(
+        x=Axis(title="hot spot: workers × largest share of computed tokens"),
+        y=Axis(title="token hit", unit=Unit.SHARE),
+        height=420,
+    )
+    figure = new_figure(frame)
+    speeds = sorted({cell.speed for cell in outcomes})
+    for policy, cells, look in _by_policy(outcomes):
+        figure.add_scatter(
+            x=compact([cell.result.summary.hot_spot for cell in cells]),
+            y=compact([cell.result.summary.token_hit for cell in cells]),
+            mode="markers",
+            name=plain(policy),
+            showlegend=True,
+            marker={
+                "color": look.color,
+                "symbol": look.symbol,
+                "size": [9 + 4 * speeds.index(cell.speed) for cell in cells],
+                "opacity": 0.85,
+            },
+            text=[f"speed {cell.speed:g}" for cell in cells],
+            hovertemplate=f"<b>{plain(policy)}</b>, %{{text}}<br>hot spot %{{x:.2f}}, hit %{{y:.1%}}<extra></extra>",
+        )
+    return figure
+
+
+def load_over_time(outcomes: Sequence[Outcome]) -> Any:
+    """Return, for cells of one speed, how many tokens to compute each worker was sent, a small plot per policy."""
+    num_columns = min(3, len(outcomes))
+    num_rows = -(-len(outcomes) // num_columns)
+    figure = make_subplots(
+        rows=num_rows,
+        cols=num_columns,
+        shared_xaxes=True,
+        shared_yaxes=True,
+        subplot_titles=[plain(cell.policy) for cell in outcomes],
+        horizontal_spacing=0.03,
+        vertical_spacing=min(0.12, 0.3 / num_rows),
+    )
+    colors = colors_of(worker for cell in outcomes for worker in sorted(cell.load))
+    drawn: set[str] = set()
+    for index, cell in enumerate(outcomes):
+        for worker, tokens in cell.load.items():
+            figure.add_scatter(
+                x=compact(np.arange(len(tokens)) / _LOAD_BINS),
+                y=compact(tokens),
+                name=plain(worker),
+                legendgroup=worker,
+                showlegend=worker not in drawn,
+                mode="lines",
+                line={"color": colors[worker], "width": 1.2},
+                hovertemplate=f"{plain(worker)}: %{{y:,.0f}} tokens<extra>{plain(cell.policy)}</extra>",
+                row=index // num_columns + 1,
+                col=index % num_columns + 1,
+            )
+            drawn.add(worker)
+    figure.update_layout(template=None, height=130 + 170 * num_rows)
+    figure.update_xaxes(tickformat=".0%")
+    figure.update_yaxes(tickformat="~s", rangemode="tozero")
+    figure.update_annotations(font_size=12)
+    return figure
+
+
+def _by_speed(outcomes: Sequence[Outcome], of: Callable[[Outcome], float]) -> list[Curve]:
+    return [
+        Curve(
+            name=policy,
+            x=[cell.speed for cell in cells],
+            y=[of(cell) for cell in cells],
+            color=look.color,
+            dash=look.dash,
+            symbol=look.symbol,
+        )
+        for policy, cells, look in _by_policy(outcomes)
+    ]
+
+
+def _curves(values: Sequence[tuple[str, np.ndarray]], title: str, slo_s: float) -> Any:
+    looks = _looks(policy for policy, _ in values)
+    return ecdf_figure(
+        [
+            Sample(name=policy, values=times, color=looks[policy].color, dash=looks[policy].dash)
+            for policy, times in values
+        ],
+        Frame(
+            x=Axis(title=title, unit=Unit.SECONDS, scale=Scale.LOG),
+            x_limits=(Limit(value=slo_s, text=f"objective {Unit.SECONDS.text(slo_s)}"),),
+        ),
+    )
+
+
+def _by_policy(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, list[Outcome], _Look]]:
+    groups: dict[str, list[Outcome]] = defaultdict(list)
+    for cell in outcomes:
+        groups[cell.policy].append(cell)
+    looks = _looks(groups)
+    for policy, cells in groups.items():
+        yield policy, sorted(cells, key=lambda cell: cell.speed), looks[policy]
+
+
+def _looks(policies: Iterable[str]) -> dict[str, _Look]:
+    return {
+        policy: _Look(color=color, dash=dash_of(index), symbol=symbol_of(index))
+        for index, (policy, color) in enumerate(colors_of(policies).items())
+    }

@@ -1,0 +1,262 @@
+"""Replays a trace under one policy at one speed, and keeps what came of it.
+
+    OUT/settings.json                 what all cells have in common
+    OUT/cells/POLICY@SPEED/           a cell; complete once it has a summary
+        requests.jsonl                every request's fate
+        workers.json, gaps.json       the workers' counters; gaps between tokens, by bins
+        summary.json                  `measure.simulate.results.Summary`
+        clock.json                    real time: of the run, and of the router's choices
+
+All but `clock.json` is a function of the settings: two runs are equal byte for byte.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from common.config import RouterConfig
+from common.slo import Slo
+from common.timing import TimingModel
+from measure.simulate.records import Arrival, ClusterShape, NetworkShape, RequestResult, SimRun, SimSettings
+from measure.simulate.results import Summary, summarize
+from measure.simulate.roofline import Roofline
+from measure.simulate.timing import FittedTimes, StepTimes
+from measure.simulate.timing_file import read_timing
+from measure.workload.content import ContentWriter
+from measure.workload.traces import Trace, read_trace
+
+MAX_TOKENS = 2048
+"""What every request allows: a router cannot know how long an answer will be."""
+
+
+ORACLE = "oracle"
+"""The policy that hears of everything at once and knows how long answers will be."""
+ORACLE_REPORT_INTERVAL_S = 1e-3
+
+
+class ReplayError(Exception):
+    """A replay cannot be started; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """What the workers run on: a roofline, or timings fitted on real workers."""
+
+    model: str = "llama-70b"
+    device: str = "h100-tp4"
+    timing_file: Path | None = None
+    """In place of the other two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaySettings:
+    """What all cells of a comparison have in common."""
+
+    trace: Path
+    trace_block_size: int | None = None
+    """Tokens that one id of the file stands for; None: what the file says, else 512."""
+    num_requests: int | None = None
+    """Only the first ones of the trace."""
+    shrink: int = 1
+    """Lengths, and blocks of the trace, are divided by it."""
+    num_prefill: int
+    """0: aggregated."""
+    num_decode: int
+    num_routers: int = 1
+    num_blocks: int = 3000
+    block_size: int = 512
+    max_step_tokens: int
+    hardware: Hardware = Hardware()
+    slo: Slo
+    shed: str = "deadline"
+    """What routers refuse at once, see `RouterConfig`."""
+    event_lag_s: float = 0.02
+    report_interval_s: float = 0.1
+    seed: int = 0
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the settings as JSON has them; files by what is in them."""
+        values = asdict(self)
+        values["trace"] = _digest(self.trace)
+        if self.hardware.timing_file is not None:
+            values["hardware"] = {"timing_file": _digest(self.hardware.timing_file)}
+        else:
+            del values["hardware"]["timing_file"]
+        return values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One run of a comparison."""
+
+    policy: str
+    speed: float
+
+    @property
+    def name(self) -> str:
+        """How its folder is called."""
+        return f"{self.policy}@{self.speed:g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """Real time, which differs from run to run."""
+
+    wall_s: float
+    num_choices: int
+    choice_p50_us: float
+    choice_p99_us: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellResult:
+    """A finished cell."""
+
+    cell: Cell
+    summary: Summary
+    clock: Clock
+
+
+def policy_names() -> tuple[str, ...]:
+    """Return every policy that can be compared."""
+    return get_args(RouterConfig.model_fields["policy"].annotation)
+
+
+def load_trace(settings: ReplaySettings) -> Trace:
+    """Read the trace as the cells see it, at speed 1. Raises TraceError, ReplayError, OSError."""
+    trace = read_trace(settings.trace, block_size=settings.trace_block_size)
+    if settings.num_requests is not None:
+        trace = trace.first(settings.num_requests)
+    trace = trace.shrunk(settings.shrink)
+    if trace.block_size % settings.block_size:
+        raise ReplayError(
+            f"pages of {settings.block_size} tokens do not divide the trace's blocks of {trace.block_size}:"
+            " blocks that are shared in the trace would not be shared here"
+        )
+    longest = max(request.num_prompt_tokens + request.num_output_tokens for request in trace.requests)
+    if longest > settings.num_blocks * settings.block_size:
+        raise ReplayError(
+            f"{trace.name}: its longest request has {longest} tokens;"
+            f" a worker has {settings.num_blocks} pages of {settings.block_size}"
+        )
+    return trace
+
+
+def run_cell(settings: ReplaySettings, cell: Cell, folder: Path) -> CellResult:
+    """Replay the trace and write the cell's files; an earlier try is overwritten. Takes seconds to minutes."""
+    from measure.simulate.cluster import run
+
+    trace = load_trace(settings).faster(cell.speed)
+    shape, sim_settings = _simulation(settings, cell)
+    done = run(shape, sim_settings, _arrivals(settings, cell, trace))
+    summary = summarize(done, slo=settings.slo, num_prefill=settings.num_prefill)
+    result = CellResult(cell=cell, summary=summary, clock=_clock(done))
+    _write(folder, done, result)
+    return result
+
+
+def read_cell(cell: Cell, folder: Path) -> CellResult | None:
+    """Return a cell that was finished earlier, else None. Raises OSError."""
+    if not (folder / "summary.json").exists():
+        return None
+    return CellResult(
+        cell=cell,
+        summary=Summary.from_json(json.loads((folder / "summary.json").read_text(encoding="utf-8"))),
+        clock=Clock(**json.loads((folder / "clock.json").read_text(encoding="utf-8"))),
+    )
+
+
+def read_requests(folder: Path) -> Iterator[RequestResult]:
+    """Yield the results of a finished cell. Raises OSError."""
+    with (folder / "requests.jsonl").open(encoding="utf-8") as file:
+        for line in file:
+            yield RequestResult(**json.loads(line))
+
+
+def _simulation(settings: ReplaySettings, cell: Cell) -> tuple[ClusterShape, SimSettings]:
+    is_oracle = cell.policy == ORACLE
+    times, timing, kv_bytes_per_token = _hardware(settings)
+    link = timing.links[None]
+    shape = ClusterShape(
+        num_prefill=settings.num_prefill,
+        num_decode=settings.num_decode,
+        num_routers=settings.num_routers,
+        num_blocks=settings.num_blocks,
+        block_size=settings.block_size,
+        block_bytes=settings.block_size * kv_bytes_per_token,
+        max_step_tokens=settings.max_step_tokens,
+    )
+    return shape, SimSettings(
+        prefill_times=times,
+        decode_times=times,
+        prefill_timing=timing,
+        decode_timing=timing,
+        network=NetworkShape(kv_bytes_per_s=link.bytes_per_s),
+        router=RouterConfig.model_validate({"policy": cell.policy, "shed": settings.shed}),
+        report_interval_s=ORACLE_REPORT_INTERVAL_S if is_oracle else settings.report_interval_s,
+        event_lag_s=0.0 if is_oracle else settings.event_lag_s,
+        itl_slo_s=settings.slo.itl_s,
+        seed=settings.seed,
+    )
+
+
+def _hardware(settings: ReplaySettings) -> tuple[StepTimes, TimingModel, int]:
+    hardware = settings.hardware
+    if hardware.timing_file is not None:
+        timing, kv_bytes_per_token = read_timing(hardware.timing_file)
+        return FittedTimes(timing), timing, kv_bytes_per_token
+    roofline = Roofline.preset(hardware.model, hardware.device)
+    timing = roofline.linearized(max_step_tokens=settings.max_step_tokens)
+    return roofline, timing, roofline.model.kv_bytes_per_token
+
+
+def _arrivals(settings: ReplaySettings, cell: Cell, trace: Trace) -> Iterator[Arrival]:
+    """Yield the requests; every one states its objective and, but to the oracle, allows an answer of any length."""
+    max_tokens = 1 if cell.policy == ORACLE else max(1, MAX_TOKENS // settings.shrink)
+    writer = ContentWriter(seed=settings.seed)
+    for request in trace.requests:
+        yield Arrival(
+            at_s=request.arrival_s,
+            prompt=writer.tokens(trace.segments(request)),
+            num_output_tokens=request.num_output_tokens,
+            max_tokens=max(max_tokens, request.num_output_tokens),
+            ttft_slo_s=settings.slo.ttft_of(request.num_prompt_tokens),
+        )
+
+
+def _clock(done: SimRun) -> Clock:
+    p50, p99 = np.percentile(done.choice_s, [50, 99]) if len(done.choice_s) else (0.0, 0.0)
+    return Clock(
+        wall_s=done.wall_s,
+        num_choices=len(done.choice_s),
+        choice_p50_us=float(p50) * 1e6,
+        choice_p99_us=float(p99) * 1e6,
+    )
+
+
+def _write(folder: Path, done: SimRun, result: CellResult) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    summary = folder / "summary.json"
+    summary.unlink(missing_ok=True)
+    with (folder / "requests.jsonl").open("w", encoding="utf-8") as file:
+        for request in done.results:
+            file.write(json.dumps(asdict(request)) + "\n")
+    _write_json(folder / "workers.json", [asdict(worker) for worker in done.workers])
+    _write_json(folder / "gaps.json", list(done.gaps))
+    _write_json(folder / "clock.json", asdict(result.clock))
+    _write_json(summary, asdict(result.summary))  # last, and at once: it says that the cell is complete
+
+
+def _write_json(path: Path, value: object) -> None:
+    scratch = path.with_suffix(".part")
+    scratch.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    scratch.replace(path)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()

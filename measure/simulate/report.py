@@ -1,0 +1,120 @@
+"""One page about a comparison: a table and plots in a file of its own."""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from rich.console import Console
+
+from measure.pages.page import Listing, Page, Panel, Section, Width, write_page
+from measure.simulate import plots
+from measure.simulate.comparison import Comparison
+from measure.simulate.replay import CellResult, read_requests
+from measure.simulate.tables import comparison_table
+
+_TABLE_WIDTH = 200
+
+
+def write_report(comparison: Comparison, results: Sequence[CellResult]) -> Path:
+    """Write `table.txt` and `report.html` to the comparison's folder and return the page. Raises OSError."""
+    table = _table_text(results)
+    (comparison.out / "table.txt").write_text(table, encoding="utf-8")
+    overview = Section(
+        title="Overview",
+        panels=(
+            Panel(title="What was run", content=Listing(text=_settings_text(comparison))),
+            Panel(title="Results", content=Listing(text=table)),
+        ),
+    )
+    path = comparison.out / "report.html"
+    title = f"Placement policies on {comparison.settings.trace.stem}"
+    write_page(path, Page(title=title, sections=(overview, *_sections(comparison, results))))
+    return path
+
+
+def _sections(comparison: Comparison, results: Sequence[CellResult]) -> Iterator[Section]:
+    outcomes = [plots.outcome(result, read_requests(comparison.folder(result.cell))) for result in results]
+    yield Section(
+        title="Goodput and load",
+        panels=(
+            Panel(
+                title="Good requests of all",
+                look_for="How long a policy stays near 100 % is how much load it holds.",
+                content=plots.good_share_by_speed(outcomes),
+                width=Width.HALF,
+            ),
+            Panel(
+                title="Goodput",
+                look_for="A curve that bends down serves fewer people the more ask.",
+                content=plots.goodput_by_speed(outcomes),
+                width=Width.HALF,
+            ),
+        ),
+    )
+    yield Section(
+        title="Hits and balance",
+        panels=(
+            Panel(
+                title="Token hit against hot spot",
+                look_for="Up and to the left is best: much is found, and no worker computes more than its share.",
+                content=plots.hits_and_balance(outcomes),
+                note="A point for each policy and speed; larger at higher speeds.",
+            ),
+        ),
+    )
+    for speed, group in groupby(outcomes, key=lambda outcome: outcome.speed):
+        yield _speed_section(comparison, speed, list(group))
+
+
+def _speed_section(comparison: Comparison, speed: float, cells: Sequence[plots.Outcome]) -> Section:
+    slo = comparison.settings.slo
+    return Section(
+        title=f"Speed {speed:g}",
+        panels=(
+            Panel(
+                title=f"TTFT at speed {speed:g}",
+                look_for="Where a curve crosses the objective is its share of answers that began in time.",
+                content=plots.ttft_curves(cells, slo.ttft_s),
+                note="Answered requests only: who refuses much looks quick here.",
+                width=Width.HALF,
+            ),
+            Panel(
+                title=f"Mean gap between tokens at speed {speed:g}",
+                look_for="Where a curve crosses the objective is its share of answers that read fast enough.",
+                content=plots.itl_curves(cells, slo.itl_s),
+                width=Width.HALF,
+            ),
+            Panel(
+                title=f"Load of each worker at speed {speed:g}",
+                look_for="Lines that lie on each other are an even load; one that stands out is a hot spot.",
+                content=plots.load_over_time(cells),
+                note="Prompt tokens to compute that each worker was sent in each sixtieth of the trace.",
+            ),
+        ),
+    )
+
+
+def _settings_text(comparison: Comparison) -> str:
+    settings = comparison.settings
+    hardware, slo = settings.hardware, settings.slo
+    workers = f"{settings.num_prefill}P{settings.num_decode}D" if settings.num_prefill else f"{settings.num_decode}"
+    on = hardware.timing_file.name if hardware.timing_file else f"{hardware.model} on {hardware.device}"
+    return "\n".join(
+        [
+            f"trace      {settings.trace.name}, lengths / {settings.shrink}, first {settings.num_requests or 'all'}",
+            f"workers    {workers}, {on}, {settings.num_blocks} pages of {settings.block_size} tokens each,"
+            f" steps of at most {settings.max_step_tokens} tokens",
+            f"routers    {settings.num_routers}; load and KV events every {settings.report_interval_s:g} s,"
+            f" {settings.event_lag_s:g} s late; refused at once: {settings.shed}",
+            f"SLO        TTFT {slo.ttft_s:g} s per {slo.ttft_tokens} prompt tokens, at least one of these;"
+            f" mean gap {slo.itl_s * 1000:g} ms; refusals and misses are not good",
+            f"seed       {settings.seed}",
+        ]
+    )
+
+
+def _table_text(results: Sequence[CellResult]) -> str:
+    console = Console(width=_TABLE_WIDTH, color_system=None, force_terminal=False, highlight=False)
+    with console.capture() as capture:
+        console.print(comparison_table(results))
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"

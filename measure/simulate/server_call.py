@@ -1,0 +1,183 @@
+"""A call on the simulated network as its handler sees it, and grpc.aio would show it.
+
+The handler runs in a task, with the call as its context. A client that cancels, goes away or lets its deadline pass
+cancels that task.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import grpc
+
+from measure.simulate.client_call import ClientCall
+from measure.simulate.messages import EOF, HANDLER_CANCELLED, OK, HalfClose, Inbox, Status
+
+if TYPE_CHECKING:
+    from measure.simulate.network import SimNetwork
+
+
+class ServerCall(grpc.aio.ServicerContext[Any, Any]):
+    """A call as its handler sees it; the handler's context."""
+
+    def __init__(
+        self, network: "SimNetwork", call: ClientCall, handler: "grpc.RpcMethodHandler[Any, Any]", request: object
+    ) -> None:
+        self._network = network
+        self._call = call
+        self._inbox = Inbox(network.loop)
+        self._status = OK
+        self._is_abandoned = False
+        self._callbacks: list[Callable[[Any], None]] = []
+        self.is_over = False
+        self._task = network.loop.create_task(self._status_of(handler, request))
+        self._task.add_done_callback(self._ended)
+
+    # What handlers call.
+
+    async def read(self) -> Any:
+        """Return the next request, or EOF behind the last one."""
+        inbox = self._inbox
+        while not inbox:
+            await inbox.wait()
+        message = inbox.pop()
+        if isinstance(message, HalfClose):
+            inbox.put(message)  # so for every further read
+            return EOF
+        return message
+
+    async def write(self, message: object) -> None:
+        """Send a response; KV payload is waited for until it has left."""
+        if self._is_abandoned:
+            return  # nobody is there; the cancellation of the handler is on its way
+        loop = self._network.loop
+        left_s = self._network.send(self._call, message, is_request=False, deliver=self._call.deliver)
+        if left_s > loop.time():
+            await asyncio.sleep(left_s - loop.time())
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> NoReturn:
+        """End the call with a status."""
+        self._status = Status(code, details, tuple(trailing_metadata))
+        raise grpc.aio.AbortError("Locally aborted.")
+
+    async def abort_with_status(self, status: grpc.Status) -> NoReturn:
+        """End the call with a status."""
+        await self.abort(status.code, status.details, status.trailing_metadata or ())
+
+    async def send_initial_metadata(self, initial_metadata: Any) -> None:
+        """Drop it: nobody of ours reads it."""
+
+    def set_trailing_metadata(self, trailing_metadata: Any) -> None:
+        """Set what goes out with the status."""
+        self._status = Status(self._status.code, self._status.details, tuple(trailing_metadata))
+
+    def invocation_metadata(self) -> Any:
+        """Return what the client has sent with the call."""
+        return self._call.terms.metadata
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        """Set the code of the status."""
+        self._status = Status(code, self._status.details, self._status.trailing)
+
+    def set_details(self, details: str) -> None:
+        """Set the text of the status."""
+        self._status = Status(self._status.code, details, self._status.trailing)
+
+    def set_compression(self, compression: grpc.Compression) -> None:
+        """Do nothing."""
+
+    def disable_next_message_compression(self) -> None:
+        """Do nothing."""
+
+    def peer(self) -> str:
+        """Return the client's host."""
+        return f"sim:{self._call.terms.source}"
+
+    def peer_identities(self) -> Any:
+        """Return none."""
+        return None
+
+    def peer_identity_key(self) -> None:
+        """Return none."""
+        return
+
+    def auth_context(self) -> Any:
+        """Return none."""
+        return {}
+
+    def time_remaining(self) -> float | None:  # type: ignore[override]
+        """Return the seconds until the client's deadline; None without one."""
+        return self._call.time_remaining()
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Call back when the call is over."""
+        self._callbacks.append(callback)
+
+    def cancelled(self) -> bool:
+        """Whether the client has gone away."""
+        return self._is_abandoned
+
+    def done(self) -> bool:
+        """Whether the call is over."""
+        return self.is_over
+
+    # What the network calls.
+
+    def deliver(self, message: object) -> None:
+        """A request, the end of the requests or the client's cancellation has arrived."""
+        if isinstance(message, Status):
+            self.abandon()
+        else:
+            self._inbox.put(message)
+
+    def abandon(self) -> None:
+        """The client is gone: cancel the handler."""
+        if not self._is_abandoned:
+            self._is_abandoned = True
+            self._task.cancel()
+
+    def _ended(self, task: "asyncio.Task[Status]") -> None:
+        self.is_over = True
+        if self._call.is_over:
+            self._network.forget(self._call)
+        if not self._is_abandoned:
+            status = HANDLER_CANCELLED if task.cancelled() else task.result()
+            self._network.send(self._call, status, is_request=False, deliver=self._call.deliver)
+        for callback in self._callbacks:
+            callback(self)
+
+    async def _status_of(self, handler: Any, request: object) -> Status:
+        """Run the handler; return how it ended."""
+        argument = _Requests(self) if handler.request_streaming else request
+        try:
+            if handler.response_streaming:
+                behavior = handler.stream_stream if handler.request_streaming else handler.unary_stream
+                responses = behavior(argument, self)
+                if hasattr(responses, "__aiter__"):
+                    async for response in responses:
+                        await self.write(response)
+                else:
+                    await responses
+            else:
+                await self.write(await handler.unary_unary(argument, self))
+        except grpc.aio.AbortError:
+            return self._status
+        except Exception as error:  # noqa: BLE001 - the top of a task; grpc.aio does the same
+            return Status(grpc.StatusCode.UNKNOWN, f"Unexpected {type(error)}: {error}")
+        return self._status
+
+
+class _Requests:
+    """The requests of a call, to be iterated: no generator, which would have to be finalized when it is left early."""
+
+    def __init__(self, call: ServerCall) -> None:
+        self._call = call
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        message = await self._call.read()
+        if message is EOF:
+            raise StopAsyncIteration
+        return message

@@ -1,0 +1,91 @@
+"""Comparisons and traces as tables for a terminal."""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich.table import Table
+
+from measure.simulate.replay import CellResult
+from measure.workload.trace_stats import PlacementHits, Spread, TraceStats
+
+_COLUMNS = (
+    "policy",
+    "goodput/s",
+    "good %",
+    "refused %",
+    "TTFT p50/p90/p99 s",
+    "ITL p50/p99 ms",
+    "E2E p50/p99 s",
+    "hit %",
+    "pulled %",
+    "hot spot",
+    "moved GB",
+    "busy P/D %",
+    "choice µs",
+)
+
+
+def comparison_table(results: Sequence[CellResult]) -> Table:
+    """Return one row per cell, sections by speed; of each section the best goodput is bold."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("speed", justify="right", no_wrap=True)
+    for column in _COLUMNS:
+        table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
+    for speed, group in groupby(results, key=lambda result: result.cell.speed):
+        cells = list(group)
+        best = max(cell.summary.goodput_per_s for cell in cells)
+        for index, cell in enumerate(cells):
+            is_best = cell.summary.goodput_per_s == best and len(cells) > 1
+            first = f"{speed:g}×" if index == 0 else ""
+            table.add_row(first, *_row(cell), style="bold" if is_best else None, end_section=index == len(cells) - 1)
+    return table
+
+
+def stats_table(stats: TraceStats) -> Table:
+    """Return a trace's statistics, one a line."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, value in (
+        ("requests", f"{stats.num_requests:,}"),
+        ("duration", f"{stats.duration_s:,.1f} s"),
+        ("rate", f"{stats.requests_per_s:.2f} requests/s, at most {stats.max_burst} in one second"),
+        ("prompt tokens", _spread(stats.prompt_tokens)),
+        ("output tokens", _spread(stats.output_tokens)),
+        ("blocks", f"{stats.num_blocks:,}, {stats.num_unique_blocks:,} different"),
+        ("infinite-cache hit", f"{stats.infinite_cache_hit:.2%} of all blocks"),
+        ("more than one block hit", f"{stats.share_beyond_first:.1%} of the requests"),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+def placement_line(name: str, hits: PlacementHits) -> tuple[str, str]:
+    """Return a placement's name and what it finds."""
+    return name, f"{hits.block_hit:.2%} of all blocks, hot spot {hits.hot_spot:.2f}"
+
+
+def _row(result: CellResult) -> list[str]:
+    summary = result.summary
+    refused = summary.num_refused / summary.num_requests if summary.num_requests else 0.0
+    busy = "-" if summary.prefill_busy is None else f"{summary.prefill_busy:.0%}".rstrip("%")
+    return [
+        result.cell.policy,
+        f"{summary.goodput_per_s:.2f}",
+        f"{100 * summary.good_share:.1f}",
+        f"{100 * refused:.1f}",
+        "-" if summary.ttft is None else f"{summary.ttft.p50:.2f}/{summary.ttft.p90:.2f}/{summary.ttft.p99:.2f}",
+        "-" if summary.itl is None else f"{1000 * summary.itl.p50:.0f}/{1000 * summary.itl.p99:.0f}",
+        "-" if summary.e2e is None else f"{summary.e2e.p50:.1f}/{summary.e2e.p99:.1f}",
+        f"{100 * summary.token_hit:.1f}",
+        f"{100 * summary.pulled_share:.1f}",
+        f"{summary.hot_spot:.2f}",
+        f"{summary.transfer_bytes / 1e9:.0f}",
+        f"{busy}/{100 * summary.decode_busy:.0f}",
+        f"{result.clock.choice_p50_us:.0f}",
+    ]
+
+
+def _spread(spread: Spread) -> str:
+    return (
+        f"mean {spread.mean:,.0f}, p50 {spread.p50:,.0f}, p90 {spread.p90:,.0f},"
+        f" p99 {spread.p99:,.0f}, max {spread.max:,.0f}"
+    )

@@ -1,0 +1,169 @@
+"""One simulated worker process: the real runtime and services on a simulated engine and network."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import cast
+
+import grpc
+
+from cluster.planner.observation import Pool
+from cluster.worker_process.server import pool_services
+from common.config import ServingConfig
+from common.fake_tokenizer import byte_tokenizer
+from common.ids import WorkerId
+from common.rpc import Connect
+from common.timing import TimingModel
+from common.trust.reach import Reach
+from engine.core import EngineCore
+from engine.events import StepReport, StepSample
+from engine.executor import Executor
+from engine.thread import EngineDriver
+from kvrelay.v1 import kv_transfer_pb2, worker_pb2
+from measure.simulate.engine import SimEngine
+from measure.simulate.loop import VirtualClock, VirtualLoop
+from measure.simulate.network import SimNetwork, SimServer
+from measure.simulate.timing import StepTimes
+from measure.simulate.token_log import TokenLog
+from router.facts import Endpoint
+from worker.runtime import Outside, ServedPorts, WorkerRuntime
+from worker.serving import common_services
+from worker.timing import WorkerTiming
+
+ROLES = {Pool.PREFILL: worker_pb2.WORKER_ROLE_PREFILL, Pool.DECODE: worker_pb2.WORKER_ROLE_DECODE}
+_PORT = 1
+_NO_TIME_S = 1e-9
+"""In which everything happens that is ready."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What all simulated workers share."""
+
+    loop: VirtualLoop
+    network: SimNetwork
+    config: ServingConfig
+    log: TokenLog
+    report_interval_s: float
+
+
+class _GivenTiming(WorkerTiming):
+    """A worker's picture of itself that it was born with."""
+
+    def __init__(self, model: TimingModel) -> None:
+        super().__init__(max_step_tokens=model.max_step_tokens)
+        self.model = model
+
+    def change_budget(self, max_step_tokens: int) -> None:
+        """Steps may have so many tokens from now on."""
+        self.model = replace(self.model, max_step_tokens=max_step_tokens)
+
+    def observe(self, samples: Iterable[StepSample]) -> None:
+        """Learn nothing."""
+
+    def observe_pull(self, peer: WorkerId, transport: int, num_bytes: int, seconds: float) -> None:
+        """Learn nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How fast a worker is, and what it knows of that."""
+
+    times: StepTimes
+    timing: TimingModel | None
+    """What it reports; None: what it fits to its own steps."""
+
+
+class SimWorker:
+    """One life of a worker process. Event loop only."""
+
+    def __init__(self, endpoint: Endpoint, surroundings: Surroundings, executor: Executor, pace: Pace) -> None:
+        self.endpoint = endpoint
+        self._surroundings = surroundings
+        self._times = pace.times
+        self.runtime = WorkerRuntime(
+            config=surroundings.config,
+            role=endpoint.role,
+            worker_id=endpoint.worker_id,
+            executor=executor,
+            tokenizer=byte_tokenizer(),
+            outside=self._outside(),
+        )
+        self.runtime.ports = ServedPorts(kv=_PORT, direct=_PORT)
+        if pace.timing is not None:
+            self.runtime.timing = _GivenTiming(pace.timing)
+
+    @property
+    def engine(self) -> SimEngine:
+        """Its engine."""
+        engine = self.runtime.engine
+        assert isinstance(engine, SimEngine)
+        return engine
+
+    def start(self) -> None:
+        """Serve."""
+        runtime, server = self.runtime, SimServer()
+        grpc_server = cast("grpc.aio.Server", server)
+        for service in (
+            *common_services(runtime, update_gap_s=self._surroundings.report_interval_s),
+            *pool_services(runtime),
+        ):
+            service.add(grpc_server)
+        runtime.start()
+        self._surroundings.network.listen(self.endpoint.address, server)
+
+    async def change_role(self, role: worker_pb2.WorkerRole.ValueType, *, grace_s: float) -> None:
+        """Move to the other pool, as `WorkerRuntime.change_role` does; the membership has to tell the routers."""
+        await self.runtime.change_role(role, epoch=self.runtime.epoch, grace_s=grace_s)
+        self.endpoint = replace(self.endpoint, role=role)
+
+    async def crash(self) -> None:
+        """Die without a word. Tokens that were only kept back have left before."""
+        self.engine.stop()
+        await asyncio.sleep(_NO_TIME_S)
+        self._surroundings.network.crash(self.endpoint.address)
+        await self.runtime.aclose()
+
+    async def aclose(self) -> None:
+        """End in good order."""
+        self.runtime.hub.close()
+        await self.runtime.aclose()
+
+    def _outside(self) -> Outside:
+        around = self._surroundings
+        return Outside(
+            clock=VirtualClock(around.loop),
+            connect=around.network.connect_from(self.endpoint.address),
+            drive=self._drive,
+            check_pull=allow_any,
+        )
+
+    def _drive(
+        self, core: EngineCore, on_report: Callable[[StepReport], None], _on_fault: Callable[[Exception], None]
+    ) -> EngineDriver:
+        around = self._surroundings
+        return SimEngine(core, on_report, loop=around.loop, times=self._times, log=around.log)
+
+
+def allow_any(_source: WorkerId, _opened: kv_transfer_pb2.OpenFetch) -> None:
+    """Allow every pull: the simulated network has no strangers."""
+
+
+def simulated_reach(connect: Connect) -> Reach:
+    """Return the reach of whoever makes channels by `connect`; its tickets are blank, since nobody looks at them."""
+    return Reach(worker=connect, router=connect, issue=lambda _right: "")
+
+
+def pool_endpoint(pool: Pool, number: int) -> Endpoint:
+    """Return where a worker of a pool is: "prefill-0" at prefill-0:1."""
+    name = f"{pool}-{number}"
+    return Endpoint(worker_id=WorkerId(name), role=ROLES[pool], address=f"{name}:{_PORT}")
+
+
+def endpoints(num_prefill: int, num_decode: int) -> list[Endpoint]:
+    """Return the membership of a cluster."""
+    return [
+        pool_endpoint(pool, number)
+        for pool, count in ((Pool.PREFILL, num_prefill), (Pool.DECODE, num_decode))
+        for number in range(count)
+    ]

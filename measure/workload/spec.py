@@ -1,0 +1,270 @@
+"""A workload as somebody writes it down: YAML, or what a command line's options make; docs/loadtest.md lists the keys.
+
+Every problem is reported as `file:key: reason`.
+"""
+
+import enum
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+
+from measure.workload.arrivals import RateProfile
+from measure.workload.lengths import Count, Distribution, Seconds
+from measure.workload.sessions import Content
+
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Point = tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], Rate]
+"""(second since the run began, sessions per second)"""
+
+
+def _rate_tag(raw: Any) -> str:
+    return "<points>" if isinstance(raw, list | tuple) else "<number>"
+
+
+RateOrPoints = Annotated[
+    Annotated[float, Field(gt=0, allow_inf_nan=False), Tag("<number>")] | Annotated[tuple[Point, ...], Tag("<points>")],
+    Discriminator(_rate_tag),
+]
+
+_ONE = Distribution("constant", (1.0,))
+_ZERO = Distribution("constant", (0.0,))
+
+
+class WorkloadError(Exception):
+    """A workload cannot be used; the message names file, key and reason."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Process(enum.StrEnum):
+    """How intervals between arrivals vary around their mean."""
+
+    POISSON = "poisson"
+    """Exponential: sessions know nothing of each other."""
+    GAMMA = "gamma"
+    """Gamma-distributed, see `burstiness`."""
+    CONSTANT = "constant"
+    """All equal."""
+
+
+class ArrivalsSpec(_Section):
+    """An open loop: sessions begin whether or not others have been answered."""
+
+    rate: RateOrPoints | None = None
+    """Sessions per second; or points [second, rate], linear in between."""
+    steps: tuple[Point, ...] | None = None
+    """Instead of `rate`: points [second, rate]; the rate jumps at each of them."""
+    process: Process = Process.POISSON
+    burstiness: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Shape of a gamma process: 1 is Poisson, below 1 burstier, above 1 more even. The squared coefficient of variation
+    of its intervals is 1 / burstiness."""
+
+    @property
+    def profile(self) -> RateProfile:
+        """The rate as a function of time."""
+        if self.steps is not None:
+            return RateProfile.steps(self.steps)
+        assert self.rate is not None, "checked when it was read"
+        return RateProfile.ramp(self.rate) if isinstance(self.rate, tuple) else RateProfile.constant(self.rate)
+
+    @property
+    def shape(self) -> float:
+        """Of the intervals' gamma distribution, as `measure.workload.arrivals` takes it."""
+        match self.process:
+            case Process.POISSON:
+                return 1.0
+            case Process.GAMMA:
+                return self.burstiness
+            case Process.CONSTANT:
+                return math.inf
+
+    @model_validator(mode="after")
+    def _check(self) -> "ArrivalsSpec":
+        if (self.rate is None) == (self.steps is None):
+            raise ValueError("must have one of rate and steps")
+        if self.process is not Process.GAMMA and self.burstiness != 1.0:
+            raise ValueError(f"burstiness: {self.burstiness:g} is for process: gamma, not {self.process}")
+        points = self.steps if self.steps is not None else self.rate
+        if isinstance(points, tuple):
+            if not points:
+                raise ValueError("there are no points")
+            seconds = [second for second, _ in points]
+            if seconds[0] != 0:
+                raise ValueError(f"the first point is at second {seconds[0]:g}; it must be at 0")
+            if sorted(set(seconds)) != seconds:
+                raise ValueError("the points must be in order of time, each at a second of its own")
+            if not any(rate for _, rate in points):
+                raise ValueError("the rate is 0 at every point")
+        return self
+
+
+class PrefixSpec(_Section):
+    """System prompts that sessions share."""
+
+    share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """How many of the sessions begin with one."""
+    tokens: Count
+    """How long each of them is."""
+    count: Annotated[int, Field(ge=1)] = 1
+    """How many there are."""
+    zipf: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Popularity of the k-th is k to the minus this; 0: all alike."""
+
+
+class SessionStreamSpec(_Section):
+    """Sessions of turns that are drawn from distributions."""
+
+    name: Annotated[str, Field(min_length=1)]
+    arrivals: ArrivalsSpec | None = None
+    """An open loop."""
+    concurrency: Annotated[int, Field(ge=1)] | None = None
+    """A closed loop: so many sessions run at any time."""
+    turns: Count = _ONE
+    """Requests of a session."""
+    think_s: Seconds = _ZERO
+    """From an answer's end to the session's next request."""
+    prefix: PrefixSpec | None = None
+    first_tokens: Count
+    """What the first turn adds to the prefix."""
+    turn_tokens: Count | None = None
+    """What later turns add to everything said before."""
+    output_tokens: Count
+    """Length of an answer."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "SessionStreamSpec":
+        if (self.arrivals is None) == (self.concurrency is None):
+            raise ValueError("must have one of arrivals (open loop), concurrency (closed loop) and trace")
+        if self.turn_tokens is None and self.turns.most > 1:
+            raise ValueError(f"turn_tokens: missing; with turns: {self.turns} sessions have later turns")
+        return self
+
+
+class TraceSpec(_Section):
+    """A trace to replay."""
+
+    path: Path
+    """Mooncake (.jsonl), Azure (.csv), or a recording; relative to the file that names it."""
+    speed: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Gaps between arrivals are divided by it."""
+    shrink: Annotated[int, Field(ge=1)] = 1
+    """Prompts, answers and blocks are divided by it; divides the block size."""
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Only the first requests."""
+    block_size: Annotated[int, Field(ge=1)] | None = None
+    """Tokens that one id of the file stands for; default: what the file says, else 512."""
+
+
+class TraceStreamSpec(_Section):
+    """The requests of a trace, each a session of one turn."""
+
+    name: Annotated[str, Field(min_length=1)]
+    trace: TraceSpec
+
+
+def _stream_tag(raw: Any) -> str:
+    has_trace = "trace" in raw if isinstance(raw, Mapping) else isinstance(raw, TraceStreamSpec)
+    return "<trace>" if has_trace else "<sessions>"
+
+
+StreamSpec = Annotated[
+    Annotated[SessionStreamSpec, Tag("<sessions>")] | Annotated[TraceStreamSpec, Tag("<trace>")],
+    Discriminator(_stream_tag),
+]
+
+
+class WorkloadSpec(_Section):
+    """Everything that is asked in one run."""
+
+    name: Annotated[str, Field(min_length=1)] = "workload"
+    content: Content = Content.TOKENS
+    """What prompts are made of: tokens (exact ids), text (words to be continued) or chat (the words as messages)."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Another one: other arrivals, lengths and contents."""
+    duration_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """No session begins later; default: until all streams end."""
+    max_requests: Annotated[int, Field(ge=1)] | None = None
+    """No session begins after so many requests."""
+    streams: tuple[StreamSpec, ...]
+
+    @model_validator(mode="after")
+    def _check(self) -> "WorkloadSpec":
+        if not self.streams:
+            raise ValueError("streams: empty")
+        names = [stream.name for stream in self.streams]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"streams: two are called {name!r}; results are told apart by name")
+        if self.duration_s is None and self.max_requests is None:
+            for stream in self.streams:
+                if _is_endless(stream):
+                    raise ValueError(f"never ends: stream {stream.name!r} goes on until duration_s or max_requests")
+        return self
+
+
+def _is_endless(stream: SessionStreamSpec | TraceStreamSpec) -> bool:
+    if isinstance(stream, TraceStreamSpec):
+        return False
+    return stream.arrivals is None or stream.arrivals.profile.last_rate > 0
+
+
+def load_workload(path: Path, *, changes: Mapping[str, object] | None = None) -> WorkloadSpec:
+    """Read and check a workload's YAML, with `changes` in place of the keys at its top.
+
+    Raises WorkloadError with one `file:key: reason` line per problem.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise WorkloadError(f"{path}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise WorkloadError(f"{path}: not YAML: {error}") from error
+    changed = {"name": path.stem} | raw | dict(changes or {}) if isinstance(raw, dict) else raw
+    return parse_workload(changed, source=str(path), folder=path.parent)
+
+
+def parse_workload(raw: object, *, source: str, folder: Path | None = None) -> WorkloadSpec:
+    """Check a workload as YAML or options give it; traces are looked for in `folder`. Raises WorkloadError."""
+    if not isinstance(raw, dict):
+        raise WorkloadError(f"{source}: must be a mapping of keys to values, not {_type_name(raw)}")
+    try:
+        spec = WorkloadSpec.model_validate(raw)
+    except ValidationError as error:
+        raise WorkloadError("\n".join(_line(source, dict(item)) for item in error.errors())) from error
+    return spec if folder is None else _located(spec, folder)
+
+
+def _located(spec: WorkloadSpec, folder: Path) -> WorkloadSpec:
+    streams = tuple(
+        stream.model_copy(update={"trace": stream.trace.model_copy(update={"path": folder / stream.trace.path})})
+        if isinstance(stream, TraceStreamSpec)
+        else stream
+        for stream in spec.streams
+    )
+    return spec.model_copy(update={"streams": streams})
+
+
+def _type_name(raw: object) -> str:
+    return "nothing" if raw is None else f"a {type(raw).__name__}"
+
+
+_REASONS = {
+    "extra_forbidden": "unknown key",
+    "tuple_type": "must be a list",
+    "model_type": "must be a mapping of keys to values",
+    "model_attributes_type": "must be a mapping of keys to values",
+}
+
+
+def _line(source: str, item: dict[str, object]) -> str:
+    location = item["loc"]
+    assert isinstance(location, tuple)
+    key = ".".join(str(part) for part in location if not str(part).startswith("<"))  # tags of alternatives
+    reason = _REASONS.get(str(item["type"]), str(item["msg"]).removeprefix("Value error, "))
+    return f"{source}:{key}: {reason}" if key else f"{source}:{reason}"

@@ -1,0 +1,170 @@
+import pytest
+
+from cluster.planner.baselines import (
+    Bounds,
+    DynamoLoad,
+    DynamoLoadSettings,
+    QueueLength,
+    QueueLengthSettings,
+    StaticSplit,
+)
+from cluster.planner.observation import Observation, ObservedWorker, Pool, WorkerPhase
+from cluster.planner.plan import Planner, PoolSizes
+from common.demand import Demand, RequestShape
+from common.ids import WorkerId
+from common.timing import StepModel, TimingModel
+
+TIMING = TimingModel(
+    prefill=StepModel(constant_s=0.0, per_prefill_token_s=1e-4),
+    decode=StepModel(constant_s=0.01, per_decode_s=1e-3),
+    max_step_tokens=512,
+)
+"""A prompt of 10,000 tokens takes a second; a decode step 10 ms and a millisecond for each sequence."""
+
+
+def make_worker(number: int, pool: Pool, phase: WorkerPhase = WorkerPhase.SERVING, **load: int) -> ObservedWorker:
+    fields = {"num_running": 0, "num_waiting": 0, "num_pending_prefill_tokens": 0, "num_context_tokens": 0} | load
+    return ObservedWorker(
+        worker_id=WorkerId(f"{pool}-{number}"),
+        pool=pool,
+        phase=phase,
+        timing=TIMING if phase is WorkerPhase.SERVING else None,
+        num_blocks=100,
+        num_free_blocks=100,
+        block_size=16,
+        **fields,
+    )
+
+
+def observe(
+    *workers: ObservedWorker, now_s: float = 0.0, num_queued: int = 0, num_queued_tokens: int = 0
+) -> Observation:
+    demand = Demand(
+        window_s=60.0,
+        num_arrived=10,
+        num_refused=0,
+        num_finished=1,
+        num_good=1,
+        shapes=(RequestShape(num_prompt_tokens=2000, num_computed_tokens=1000, num_output_tokens=100),),
+        num_queued=num_queued,
+        num_queued_tokens=num_queued_tokens,
+        ttft_p90_s=None,
+        itl_p90_s=None,
+    )
+    seconds = dict.fromkeys(Pool, 10.0)
+    return Observation(now_s=now_s, demand=demand, workers=workers, startup_s=seconds, drain_s=seconds)
+
+
+def pools(num_prefill: int = 2, num_decode: int = 2, *, prefill_running: int = 0, decode_running: int = 0) -> tuple:  # type: ignore[type-arg]
+    return (
+        *(make_worker(i, Pool.PREFILL, num_running=prefill_running) for i in range(num_prefill)),
+        *(make_worker(i, Pool.DECODE, num_running=decode_running) for i in range(num_decode)),
+    )
+
+
+def sizes_over_time(planner: Planner, observed: list[Observation]) -> list[tuple[int, int]]:
+    plans = [planner.plan(each).sizes for each in observed]
+    return [(sizes.prefill, sizes.decode) for sizes in plans]
+
+
+def test_static_split_whatever_happens_stays() -> None:
+    planner = StaticSplit(PoolSizes(prefill=3, decode=1))
+
+    assert planner.plan(observe(*pools(prefill_running=100))).sizes == PoolSizes(prefill=3, decode=1)
+
+
+def make_queue_length(target: float = 4.0, **changes: float) -> QueueLength:
+    settings = QueueLengthSettings(target_ongoing_requests=target, **changes)  # type: ignore[arg-type]
+    return QueueLength(settings, settings)
+
+
+def test_queue_length_grows_to_ongoing_by_target_once_that_was_wished_for_the_upscale_delay() -> None:
+    busy = pools(2, 2, prefill_running=10, decode_running=4)
+
+    sizes = sizes_over_time(make_queue_length(), [observe(*busy, now_s=now_s) for now_s in (0.0, 15.0, 30.0)])
+
+    assert sizes == [(2, 2), (2, 2), (5, 2)]  # 20 requests for 4 each; decode has what it wants
+
+
+def test_queue_length_counts_the_line_as_the_prefill_pools() -> None:
+    observed = [observe(*pools(1, 1), now_s=now_s, num_queued=9) for now_s in (0.0, 30.0)]
+
+    assert sizes_over_time(make_queue_length(), observed)[-1] == (3, 1)
+
+
+def test_queue_length_shrinks_only_after_the_downscale_delay() -> None:
+    idle = [observe(*pools(4, 4, decode_running=4), now_s=now_s) for now_s in (0.0, 599.0, 600.0)]
+
+    assert sizes_over_time(make_queue_length(), idle) == [(4, 4), (4, 4), (1, 4)]
+
+
+def test_queue_length_when_a_wish_is_interrupted_waits_anew() -> None:
+    load = [(0.0, 10), (15.0, 10), (20.0, 0), (55.0, 10), (80.0, 10), (86.0, 10)]
+    observed = [observe(*pools(1, 1, decode_running=count), now_s=now_s) for now_s, count in load]
+
+    sizes = sizes_over_time(make_queue_length(look_back_period_s=1.0), observed)
+
+    assert sizes == [(1, 1)] * 5 + [(1, 3)]
+
+
+def test_queue_length_looks_back_over_the_mean_of_a_period() -> None:
+    observed = [
+        observe(*pools(1, 1, decode_running=count), now_s=now_s) for now_s, count in ((0.0, 4), (20.0, 24), (40.0, 8))
+    ]
+
+    sizes = sizes_over_time(make_queue_length(upscale_delay_s=20.0), observed)
+
+    assert sizes == [(1, 1), (1, 1), (1, 4)]  # the mean of 24 and 8, by 4
+
+
+def make_dynamo(sensitivity: float = 0.5, max_workers: int = 64) -> DynamoLoad:
+    bounds = Bounds(max_workers=max_workers)
+    return DynamoLoad(DynamoLoadSettings(ttft_s=1.0, itl_s=0.03, sensitivity=sensitivity, bounds=bounds))
+
+
+@pytest.mark.parametrize(
+    ("pending", "expected"),
+    [((9_001, 20_000), 3), ((9_000, 20_000), 2), ((4_500, 20_000), 2), ((3_999, 3_999), 1), ((3_999, 4_000), 2)],
+    ids=["all above", "one at the objective", "one above", "all below", "one not below"],
+)
+def test_dynamo_load_prefill_steps_only_when_all_workers_agree(pending: tuple[int, int], expected: int) -> None:
+    # One more prompt computes 1,000 tokens: 0.1 s.
+    workers = [make_worker(i, Pool.PREFILL, num_pending_prefill_tokens=tokens) for i, tokens in enumerate(pending)]
+
+    plan = make_dynamo().plan(observe(*workers, make_worker(0, Pool.DECODE, num_running=10)))
+
+    assert plan.sizes == PoolSizes(prefill=expected, decode=1)
+
+
+@pytest.mark.parametrize(("running", "expected"), [((21, 30), 3), ((20, 30), 2), ((4, 4), 1), ((4, 5), 2)])
+def test_dynamo_load_decode_steps_only_when_all_workers_agree(running: tuple[int, int], expected: int) -> None:
+    workers = [make_worker(i, Pool.DECODE, num_running=count) for i, count in enumerate(running)]
+
+    assert make_dynamo().plan(observe(make_worker(0, Pool.PREFILL), *workers)).sizes.decode == expected
+
+
+def test_dynamo_load_gives_each_worker_its_share_of_the_line() -> None:
+    workers = [make_worker(i, Pool.PREFILL) for i in range(2)]
+    decode = make_worker(0, Pool.DECODE, num_running=10)
+
+    assert make_dynamo().plan(observe(*workers, decode, num_queued_tokens=18_000)).sizes.prefill == 2
+    assert make_dynamo().plan(observe(*workers, decode, num_queued_tokens=18_002)).sizes.prefill == 3
+
+
+@pytest.mark.parametrize("phase", [WorkerPhase.STARTING, WorkerPhase.DRAINING])
+def test_dynamo_load_while_a_change_is_pending_holds(phase: WorkerPhase) -> None:
+    late = make_worker(0, Pool.PREFILL, num_pending_prefill_tokens=50_000)
+    changing = make_worker(1, Pool.PREFILL, phase)
+    num_paid = 2 if phase is WorkerPhase.STARTING else 1
+
+    plan = make_dynamo().plan(observe(late, changing, make_worker(0, Pool.DECODE, num_running=10)))
+
+    assert plan.sizes == PoolSizes(prefill=num_paid, decode=1)
+
+
+def test_dynamo_load_at_its_bounds_stays() -> None:
+    late = make_worker(0, Pool.PREFILL, num_pending_prefill_tokens=50_000)
+
+    plan = make_dynamo(max_workers=1).plan(observe(late, make_worker(0, Pool.DECODE)))
+
+    assert plan.sizes == PoolSizes(prefill=1, decode=1)

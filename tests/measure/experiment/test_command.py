@@ -1,0 +1,87 @@
+"""`kvrelay experiment`: what is said before anything is started. Runs themselves: test_real.py."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from cli.main import app
+from tests.measure.experiment.test_real import EXPERIMENT
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command line in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
+    return lambda *arguments: runner.invoke(app, list(arguments), prog_name="kvrelay")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """An experiment of one shape, 1P1D, whose aggregated rival is not named."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(EXPERIMENT | {"shapes": ["1P1D"], "grid": {}}), encoding="utf-8")
+    return path
+
+
+def test_dry_run_tells_arms_runs_and_time_and_writes_nothing(run: Run, file: Path) -> None:
+    result = run("experiment", "run", str(file), "--out", "out", "--dry-run")
+    assert result.exit_code == 0
+    assert "2 aggregated is added, to compare with" in result.stderr
+    assert "1P1D: 1 prefill, 1 decode workers" in result.stderr
+    assert "2 runs, at 20 requests/s, 1 of each; about " in result.stderr
+    assert not Path("out").exists()
+
+
+def test_dry_run_of_a_search_tells_the_most_that_it_may_take(run: Run, file: Path) -> None:
+    result = run("experiment", "run", str(file), "--out", "out", "--dry-run", "--find-capacity")
+    assert "a search of at most 20 loads on each arm: at most " in result.stderr
+
+
+def test_only_and_loads_choose_what_is_run(run: Run, file: Path) -> None:
+    result = run("experiment", "run", str(file), "--out", "out", "--dry-run", "--only", "1P1D", "--loads", "1,2,4")
+    assert "2 aggregated:" not in result.stderr
+    assert "3 runs, at 1, 2, 4 requests/s" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--only", "9P9D"), "there is no arm '9P9D'; there are 1P1D, 2 aggregated"),
+        (("--loads", "fast"), "--loads: 'fast'; say positive numbers"),
+        (("--loads", "0"), "--loads: '0'; say positive numbers"),
+    ],
+)
+def test_option_that_makes_no_sense_is_explained(run: Run, file: Path, options: tuple[str, ...], message: str) -> None:
+    result = run("experiment", "run", str(file), "--out", "out", *options)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert not Path("out").exists()
+
+
+def test_session_that_does_not_fit_a_workers_pages_is_refused_before_anything_starts(run: Run, file: Path) -> None:
+    raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+    raw["serving"]["pools"] = {"decode": {"num_blocks": 10}}
+    file.write_text(yaml.safe_dump(raw), encoding="utf-8")
+    result = run("experiment", "run", str(file), "--out", "out")
+    assert result.exit_code == 1
+    assert "its longest session has 204 tokens, answers included; a decode worker has 10 pages of 16" in result.stderr
+
+
+def test_workload_with_a_mistake_names_file_and_key(run: Run, file: Path) -> None:
+    raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+    raw["workload"]["streams"][1]["output_tokens"] = "many"
+    file.write_text(yaml.safe_dump(raw), encoding="utf-8")
+    result = run("experiment", "run", str(file), "--out", "out")
+    assert "tiny.yaml:workload.streams.1.output_tokens: " in result.stderr
+
+
+def test_report_of_an_empty_folder_says_what_to_do(run: Run, tmp_path: Path) -> None:
+    result = run("experiment", "report", str(tmp_path))
+    assert result.exit_code == 1
+    assert "holds no results of an experiment; make some with `kvrelay experiment run`" in result.stderr

@@ -1,0 +1,59 @@
+"""docs/loadtest.md lists every key of an experiment with its default, and no other; examples are experiments."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from measure.experiment.points import Source
+from measure.experiment.prepare import Choices, prepare
+from measure.experiment.shapes import Shape
+from measure.experiment.simulate_spec import SimulateSpec
+from measure.experiment.spec import CapacitySpec, ExperimentSpec, ExternalSpec
+
+_DOCS = Path(__file__).parents[3] / "docs"
+_EXPERIMENTS = (_DOCS / "loadtest.md").read_text(encoding="utf-8").partition("## Experiments")[2].partition("\n## ")[0]
+_ROW = re.compile(r"^\| `([a-z0-9_.]+)` \| (?:`([^`]*)`|``|see below) \| \S.*\|$", re.MULTILINE)
+_TOLD_ELSEWHERE = ("slo", "capacity", "simulate")
+
+
+def keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield a section's keys with their defaults as the document writes them."""
+    for name, field in section.model_fields.items():
+        if prefix or name not in _TOLD_ELSEWHERE:
+            yield f"{prefix}{name}", default(field)
+
+
+def default(field: FieldInfo) -> str:
+    """Return a default as YAML writes it."""
+    if field.is_required():
+        return "required"
+    written = {None: "null", (): "[]"}
+    return "{}" if field.default == {} else written.get(field.default, str(field.default))
+
+
+def test_doc_lists_every_key_of_an_experiment_with_its_default() -> None:
+    expected = [
+        *keys(ExperimentSpec),
+        *keys(Shape, "shapes."),
+        *keys(ExternalSpec, "external."),
+        *keys(CapacitySpec, "capacity."),
+        *keys(SimulateSpec, "simulate."),
+    ]
+    listed = {key: value for key, value in _ROW.findall(_EXPERIMENTS) if key not in _TOLD_ELSEWHERE}
+    assert listed == dict(expected)
+
+
+@pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", _EXPERIMENTS, re.DOTALL))
+def test_example_in_the_doc_is_an_experiment(block: str) -> None:
+    assert len(ExperimentSpec.model_validate(yaml.safe_load(block)).shapes) == 3
+
+
+@pytest.mark.parametrize("path", sorted((_DOCS / "examples").glob("*.yaml")), ids=lambda path: path.stem)
+def test_example_file_can_be_run(path: Path) -> None:
+    source = Source.SIMULATED if path.stem.startswith("simulated") else Source.REAL
+    assert prepare(path, Choices(source=source)).cells

@@ -1,0 +1,205 @@
+"""The order of cells, what is kept, what failures do, and where an interrupted experiment goes on."""
+
+from pathlib import Path
+
+import pytest
+
+from measure.experiment.points import Source
+from measure.experiment.progress import Countdown, span
+from measure.experiment.runner import CellFailed, Keeper, Outcome, cell_order, run_cells
+from measure.experiment.search import find_capacities
+from measure.experiment.spec import CapacitySpec, Order
+from measure.experiment.store import Cell, Store, slug
+from tests.measure.experiment.builders import make_arm, make_point
+from tests.measure.experiment.fakes import FakeBench, make_plan
+
+ARMS = ("one", "two")
+PLANS = tuple(map(make_plan, ARMS))
+
+
+def run(tmp_path: Path, bench: FakeBench, *, loads: tuple[float, ...] = (1.0, 3.0), repeats: int = 2) -> Outcome:
+    """Run a grid of two arms."""
+    cells = cell_order(ARMS, loads, repeats=repeats, order=Order.ALTERNATING)
+    return run_cells(cells, PLANS, keeper(tmp_path), bench)
+
+
+def keeper(tmp_path: Path, lines: list[str] | None = None) -> Keeper:
+    """Return what keeps results in a folder, and tells a list."""
+    return Keeper(Store(tmp_path), Source.REAL, (lines if lines is not None else []).append)
+
+
+def files(tmp_path: Path) -> set[str]:
+    """Return the files below a folder."""
+    return {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_alternating_order_turns_around_in_every_other_repeat() -> None:
+    order = cell_order(ARMS, (1.0, 2.0), repeats=3, order=Order.ALTERNATING)
+    assert [(cell.arm, cell.load, cell.repeat) for cell in order] == [
+        *[("one", 1.0, 0), ("one", 2.0, 0), ("two", 1.0, 0), ("two", 2.0, 0)],
+        *[("two", 2.0, 1), ("two", 1.0, 1), ("one", 2.0, 1), ("one", 1.0, 1)],
+        *[("one", 1.0, 2), ("one", 2.0, 2), ("two", 1.0, 2), ("two", 2.0, 2)],
+    ]
+
+
+def test_order_by_arm_starts_each_arm_once(tmp_path: Path) -> None:
+    bench = FakeBench()
+    cells = cell_order(ARMS, (1.0,), repeats=2, order=Order.BY_ARM)
+    run_cells(cells, PLANS, keeper(tmp_path), bench)
+    assert bench.log == ["up one", "one@1-r0", "one@1-r1", "down one", "up two", "two@1-r0", "two@1-r1", "down two"]
+
+
+def test_run_starts_an_arm_for_each_group_and_keeps_points_and_raw_data(tmp_path: Path) -> None:
+    bench = FakeBench()
+    outcome = run(tmp_path, bench, repeats=2, loads=(1.0,))
+    # The second repeat begins with the arm that the first one ended with: it keeps running.
+    assert bench.log == [
+        *["up one", "one@1-r0", "down one"],
+        *["up two", "two@1-r0", "two@1-r1", "down two"],
+        *["up one", "one@1-r1", "down one"],
+    ]
+    assert [(point.arm.name, point.repeat) for point in outcome.points] == [
+        ("one", 0),
+        ("two", 0),
+        ("two", 1),
+        ("one", 1),
+    ]
+    by_arm = sorted(outcome.points, key=lambda point: (point.arm.name, point.repeat))
+    assert list(Store(tmp_path).points()) == by_arm
+    assert "real/one@1-r0/requests.jsonl" in files(tmp_path)
+
+
+def test_interrupted_run_drops_its_cell_stops_the_arm_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    def interrupt(cell: Cell) -> None:
+        if cell.name == "two@1-r0":
+            raise KeyboardInterrupt
+
+    bench = FakeBench(before=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, bench)
+    assert bench.log[-3:] == ["up two", "two@1-r0", "down two"]
+    assert {name.split("/")[1] for name in files(tmp_path)} == {"one@1-r0", "one@3-r0"}
+
+    again = FakeBench()
+    outcome = run(tmp_path, again)
+    assert len(outcome.points) == 8
+    assert again.log[:3] == ["up two", "two@1-r0", "two@3-r0"]
+    assert not [line for line in again.log if line.endswith("-r0") and line.startswith("one")]
+
+    idle = FakeBench()
+    assert run(tmp_path, idle).points == outcome.points
+    assert idle.log == []
+
+
+def test_failed_cell_is_noted_and_tried_again_next_time_while_the_others_go_on(tmp_path: Path) -> None:
+    def fail(cell: Cell) -> None:
+        if cell.name == "one@3-r0":
+            raise CellFailed("the router is gone")
+
+    outcome = run(tmp_path, FakeBench(before=fail))
+    assert len(outcome.points) == 7
+    assert [(failure.cell.name, failure.reason) for failure in outcome.failures] == [("one@3-r0", "the router is gone")]
+    assert list(Store(tmp_path).failures()) == ["one@3-r0: the router is gone"]
+
+    again = FakeBench()
+    assert len(run(tmp_path, again).points) == 8
+    assert again.log == ["up one", "one@3-r0", "down one"]
+    assert list(Store(tmp_path).failures()) == []
+
+
+def test_arm_that_does_not_start_is_tried_once_and_all_its_cells_fail(tmp_path: Path) -> None:
+    bench = FakeBench(broken=("one",))
+    outcome = run(tmp_path, bench)
+    assert {point.arm.name for point in outcome.points} == {"two"}
+    assert [failure.cell.arm for failure in outcome.failures] == ["one"] * 4
+    assert bench.log[0] == "up two"
+    assert bench.log.count("up two") == 1
+
+
+def test_more_loads_add_to_what_is_there(tmp_path: Path) -> None:
+    run(tmp_path, FakeBench(), loads=(1.0,), repeats=1)
+    bench = FakeBench()
+    assert len(run(tmp_path, bench, loads=(1.0, 2.0), repeats=1).points) == 4
+    assert bench.log == ["up one", "one@2-r0", "down one", "up two", "two@2-r0", "down two"]
+
+
+def test_run_says_beforehand_how_long_it_takes(tmp_path: Path) -> None:
+    lines: list[str] = []
+    cells = cell_order(ARMS, (1.0,), repeats=1, order=Order.ALTERNATING)
+    run_cells(cells[:1], PLANS, keeper(tmp_path), FakeBench())
+    run_cells(cells, PLANS, keeper(tmp_path, lines), FakeBench())
+    assert lines[0] == "1 runs, about 2 s; 1 are kept from earlier"
+    assert lines[1].startswith("[1/1] two at 1/s: 10.00 good requests/s (100.0% of 100), p99 TTFT 0.30 s")
+
+
+def test_searches_use_what_was_measured_before_and_keep_what_they_find(tmp_path: Path) -> None:
+    spec = CapacitySpec(precision=0.5, repeats=1, share=0.9)
+    bench = FakeBench()
+    found = find_capacities(PLANS, spec, keeper(tmp_path), bench, start=1.0)
+    assert [(each.arm.name, each.load) for each in found] == [("one", 2.0), ("two", 2.0)]
+    assert bench.log[0] == "up one"
+    assert bench.log.count("up two") == 1
+    assert tuple(Store(tmp_path).capacities()) == found
+
+    idle = FakeBench()
+    assert find_capacities(PLANS, spec, keeper(tmp_path), idle, start=1.0) == found
+    assert idle.log == []
+
+
+def test_search_on_an_arm_that_fails_goes_on_with_the_next(tmp_path: Path) -> None:
+    def fail(cell: Cell) -> None:
+        if cell.arm == "one" and cell.load == 2:
+            raise CellFailed("too much for it")
+
+    notes, bench = keeper(tmp_path), FakeBench(before=fail)
+    found = find_capacities(PLANS, CapacitySpec(share=0.9), notes, bench, start=1.0)
+    assert [each.arm.name for each in found] == ["two"]
+    assert [failure.cell.name for failure in notes.failures] == ["one@2-r0"]
+    assert bench.log[:4] == ["up one", "one@1-r0", "one@2-r0", "down one"]
+
+
+def test_point_and_its_numbers_survive_the_disk(tmp_path: Path) -> None:
+    store, cell = Store(tmp_path), Cell(arm="1P1D", load=0.1, repeat=0)
+    point = make_point(load=0.1)
+    store.begin(Source.REAL, cell)
+    store.keep(Source.REAL, cell, point)
+    assert store.point(Source.REAL, cell) == point
+    assert store.point(Source.SIMULATED, cell) is None
+
+
+def test_folder_with_results_of_other_settings_is_not_touched(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    assert store.claim({"seed": 1, "arm one": {"threads": 1}}) == ()
+    assert store.claim({"seed": 1, "arm two": {"threads": 2}}) == ()
+    assert store.claim({"seed": 2, "arm one": {"threads": 1}, "arm two": {"threads": 1}}) == ("arm two", "seed")
+    assert store.claim({"seed": 1, "arm two": {"threads": 2}}) == ()
+
+
+def test_forget_removes_results_and_nothing_else(tmp_path: Path) -> None:
+    run(tmp_path, FakeBench())
+    (tmp_path / "mine.txt").write_text("notes", encoding="utf-8")
+    store = Store(tmp_path)
+    store.claim({"seed": 1})
+    store.forget()
+    assert files(tmp_path) == {"mine.txt"}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("a b", "a/b"), ("a b", "a-b"), ("a/b", "a:b"), ("a=1", "a 1"), ("../up", "up"), ("ü", "ö")]
+)
+def test_different_names_have_different_folders_of_plain_characters(one: str, other: str) -> None:
+    assert slug(one) != slug(other)
+    assert all("/" not in slug(each) and slug(each)[0] not in ".-" and " " not in slug(each) for each in (one, other))
+
+
+def test_countdown_tells_what_is_left_by_the_mean_so_far() -> None:
+    now = iter([0.0, 100.0, 160.0])
+    countdown = Countdown(num_cells=2, now=lambda: next(now))
+    assert countdown.step() == "[1/2, about 2 min left]"
+    assert countdown.step() == "[2/2]"
+    assert [span(each) for each in (10, 89, 600, 7200)] == ["10 s", "89 s", "10 min", "2.0 h"]
+
+
+def test_arm_has_its_own_goodput_per_worker() -> None:
+    point = make_point(arm=make_arm("2P2D", num_prefill=2, num_decode=2))
+    assert point.goodput_per_worker == point.goodput_per_s / 4

@@ -1,0 +1,134 @@
+"""An experiment in virtual time from its file to its page."""
+
+import multiprocessing
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.experiment import experiment_app
+from measure.experiment.points import Source
+from measure.experiment.prepare import Choices
+from measure.experiment.report import write_report
+from measure.experiment.side_by_side import Errand, measure_side_by_side
+from measure.experiment.spec import ExperimentError
+from measure.experiment.store import Cell, Store
+from tests.measure.experiment.truths import make_arm, served_up_to
+
+FILE = """
+name: tiny
+workload:
+  streams:
+    - name: chats
+      arrivals: {rate: 0.5}
+      turns: 2
+      think_s: 2
+      first_tokens: 2000
+      turn_tokens: 100
+      output_tokens: 60
+    - {name: documents, arrivals: {rate: 0.5}, first_tokens: "uniform:6000,9000", output_tokens: 20}
+slo: {ttft_s: 2.0, itl_s: 0.05}
+serving:
+  pools:
+    prefill: {block_size: 64, num_blocks: 4000, max_step_tokens: 2048}
+    decode: {block_size: 64, num_blocks: 4000, max_step_tokens: 2048}
+shapes: [1P1D, 2 aggregated]
+loads: [1, 6]
+repeats: 2
+duration_s: 20
+warm_up_s: 5
+simulate: {min_requests: 40}
+capacity: {share: 0.9, precision: 0.5, repeats: 1, max_loads: 4}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(FILE)
+    return path
+
+
+def kvrelay_experiment(*arguments: str | Path) -> str:
+    done = CliRunner().invoke(experiment_app, [str(each) for each in arguments])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_simulated_grid_keeps_points_and_writes_a_page_with_answers_and_plots(file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    kvrelay_experiment("run", file, "--simulate", "--out", out)
+    points = list(Store(out).points())
+    assert [(point.arm.name, point.load, point.repeat, point.source) for point in points] == [
+        (arm, load, repeat, Source.SIMULATED)
+        for arm in ("1P1D", "2 aggregated")
+        for load in (1.0, 6.0)
+        for repeat in (0, 1)
+    ]
+    assert all(point.overall.num_requests >= 20 for point in points)
+    page = (out / "report.html").read_text()
+    for text in (
+        "Experiment tiny",
+        "Does disaggregation pay?",
+        "What should the next worker be?",
+        "What gives way first?",
+        "8 simulated runs of 2 arms",
+        "first token within 2 s per 8,192 prompt tokens",
+        "First token, documents: p99",
+        "KV moved per request",
+    ):
+        assert text in page
+    assert not re.search(r'(src|href)="(https?:)?//', page)
+
+
+def test_simulated_search_finds_a_capacity_for_each_arm_side_by_side_as_one_after_the_other(
+    file: Path, tmp_path: Path
+) -> None:
+    for out, jobs in ((tmp_path / "one", "1"), (tmp_path / "two", "2")):
+        kvrelay_experiment("run", file, "--simulate", "--find-capacity", "--jobs", jobs, "--out", out)
+    stores = [Store(tmp_path / name) for name in ("one", "two")]
+    assert list(stores[0].points()) == list(stores[1].points())
+    assert list(stores[0].capacities()) == list(stores[1].capacities())
+    assert {capacity.arm.name for capacity in stores[0].capacities()} == {"1P1D", "2 aggregated"}
+    assert (tmp_path / "one" / "report.html").read_text() == (tmp_path / "two" / "report.html").read_text()
+
+
+def test_error_of_one_arm_is_raised_at_once_and_ends_the_others(file: Path, tmp_path: Path) -> None:
+    file.write_text(
+        FILE.replace("decode: {block_size: 64, num_blocks: 4000", "decode: {block_size: 64, num_blocks: 5000")
+    )
+    errand = Errand(path=file, choices=Choices(source=Source.SIMULATED), out=tmp_path / "out", is_search=False)
+    with pytest.raises(ExperimentError, match=r"1P1D: pools.prefill.num_blocks must be as in pools.decode"):
+        measure_side_by_side(errand, ["1P1D", "2 aggregated"], num_jobs=2, report=print)
+    for process in multiprocessing.active_children():
+        process.join()
+    assert not list(Store(tmp_path / "out").points())
+
+
+def test_page_is_written_again_from_what_was_kept(file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    kvrelay_experiment("run", file, "--simulate", "--loads", "1", "--out", out)
+    page = out / "report.html"
+    before = page.read_text()
+    page.unlink()
+    kvrelay_experiment("report", out)
+    assert page.read_text() == before
+
+
+def test_page_of_many_sizes_draws_the_best_arms_by_the_load_for_each_worker(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for size in (1, 2, 4, 8):
+        arms = [(make_arm(size, size), 3.0 * size), (make_arm(0, 2 * size), 2.0 * size)]
+        if size > 1:
+            arms += [(make_arm(size - 1, size + 1), 1.5 * size), (make_arm(size + 1, size - 1), 2.5 * size)]
+        for arm, capacity in arms:
+            for point in served_up_to(capacity, arm, [capacity / 2, capacity, 1.5 * capacity]):
+                store.keep(point.source, Cell(arm=arm.name, load=point.load, repeat=point.repeat), point)
+    page = write_report(store).read_text()
+    assert "load for each worker, requests" in page
+    assert "Of each number of workers the best split and the best aggregated arm; the table has all." in page
+    assert "With 2 (+50 %), 4 (+50 %), 8 (+50 %) and 16 (+50 %) workers it pays" in page
+    assert page.count('"name":"8P8D"') > 2
+    assert '"name":"7P9D"' not in page
+    assert re.search(r"<td[^>]*>7P9D</td>", page)  # in the tables it is

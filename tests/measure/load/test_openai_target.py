@@ -1,0 +1,296 @@
+"""The OpenAI target against scripted servers: what it finds out, sends, counts, and what errors become."""
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import (
+    DeadlineExceeded,
+    EngineFault,
+    InvalidRequest,
+    KvrelayError,
+    Overloaded,
+    Unauthenticated,
+    Unreachable,
+)
+from kvrelay.client.records import ChatMessage
+from measure.load.targets.completion import CompletionReader
+from measure.load.targets.interface import Feature, TargetAnswer, TargetRequest, TargetSpec
+from measure.load.targets.openai import OpenAiTarget
+from measure.load.targets.select import make_target
+from measure.load.targets.sse import SseReader
+from tests.measure.load.sse_server import ScriptedServer, serving
+
+ALL = (Feature.IGNORE_EOS, Feature.MIN_TOKENS, Feature.TOKEN_IDS)
+
+
+def request(
+    prompt: str | Sequence[int] | Sequence[ChatMessage] = (1, 2, 3), *, num_output_tokens: int = 4, **fields: Any
+) -> TargetRequest:
+    values: dict[str, Any] = {"seed": 5, "timeout_s": 10.0, **fields}
+    return TargetRequest(prompt=prompt, num_prompt_tokens=3, num_output_tokens=num_output_tokens, **values)
+
+
+async def ask(
+    server: ScriptedServer, asked: TargetRequest, spec: dict[str, Any] | None = None
+) -> tuple[TargetAnswer, int]:
+    """Return an answer, and the sum of what its pieces brought."""
+    async with serving(server):
+        target = OpenAiTarget(TargetSpec(url=server.url, model="m", features=ALL, **(spec or {})))
+        counts: list[int] = []
+        try:
+            return await target.prepare(asked)(counts.append), sum(counts)
+        finally:
+            await target.aclose()
+
+
+@pytest.mark.parametrize(
+    ("server", "features"),
+    [
+        (ScriptedServer(), ALL),
+        (ScriptedServer(tells_ids=False), ALL[:2]),
+        (ScriptedServer(known=frozenset({"ignore_eos", "min_tokens"})), ALL[:2]),
+        (ScriptedServer(known=frozenset()), ()),
+        (ScriptedServer(completes_text=False), ALL),
+        (ScriptedServer(owned_by="kvrelay"), (*ALL, Feature.REPORT)),
+    ],
+)
+async def test_describe_finds_what_the_server_takes_and_says_what_it_does_not(
+    server: ScriptedServer, features: tuple[Feature, ...]
+) -> None:
+    async with serving(server):
+        target = make_target(TargetSpec(url=server.url))
+        try:
+            info = await target.describe()
+        finally:
+            await target.aclose()
+    assert target.spec.features == features
+    assert target.spec.model == info.model == "m"
+    assert (info.system, info.max_model_len) == (f"{server.owned_by} 9.9", 512)
+    assert len(info.notes) == (Feature.TOKEN_IDS not in features) + (Feature.IGNORE_EOS not in features)
+
+
+@pytest.mark.parametrize(("has", "finds"), [(50_000, None), (32_000, None), (31_999, 16_000), (300, 250), (10, None)])
+async def test_describe_finds_token_ids_that_a_small_vocabulary_has(has: int, finds: int | None) -> None:
+    async with serving(ScriptedServer(vocab_size=has)) as server:
+        target = make_target(TargetSpec(url=server.url))
+        info = await target.describe()
+        await target.aclose()
+    assert info.vocab_size == finds
+
+
+async def test_token_prompt_asks_for_exactly_so_many_tokens_and_ids_only_where_they_are_needed() -> None:
+    server = ScriptedServer()
+    answer, num_tokens = await ask(server, request(wants_token_ids=True), {"api_key": "secret"})
+    body = server.bodies[0]
+    assert body["prompt"] == [1, 2, 3]
+    assert (body["max_tokens"], body["min_tokens"], body["ignore_eos"], body["temperature"]) == (4, 4, True, 0)
+    assert body["stream_options"] == {"include_usage": True}
+    assert server.authorizations == ["Bearer secret"]
+    assert answer.token_ids == (100, 101, 102, 103)
+    assert (answer.num_prompt_tokens, answer.num_output_tokens, num_tokens) == (7, 4, 4)
+    assert answer.report.num_cached_tokens == 3
+
+    answer, _ = await ask(server, request())
+    assert "return_token_ids" not in server.bodies[1]
+    assert answer.token_ids is None
+    assert answer.text == "t0 t1 t2 t3 "
+
+
+async def test_chat_goes_to_its_own_endpoint_and_the_role_alone_is_no_token() -> None:
+    server = ScriptedServer()
+    answer, num_tokens = await ask(server, request((ChatMessage(role="user", content="hi"),)))
+    assert server.bodies[0]["messages"] == [{"role": "user", "content": "hi"}]
+    assert (answer.text, num_tokens) == ("t0 t1 t2 t3 ", 4)
+
+
+@pytest.mark.parametrize("prompt", ["text", (ChatMessage(role="user", content="hi"),)])
+async def test_last_event_with_a_reason_alone_is_no_token(prompt: Any) -> None:
+    _answer, num_tokens = await ask(ScriptedServer(tells_reason_apart=True), request(prompt))
+    assert num_tokens == 4
+
+
+def test_last_event_without_text_is_a_token_when_the_total_says_so() -> None:
+    reader = CompletionReader()
+    assert reader.take(b'{"choices":[{"text":"a","finish_reason":null}]}') == 1
+    assert reader.take(b'{"choices":[{"text":"","finish_reason":null}]}') == 1  # half a character
+    assert reader.take(b'{"choices":[{"text":"","finish_reason":"length"}]}') == 0
+    assert reader.take(b'{"choices":[],"usage":{"completion_tokens":3}}') == 1
+    assert reader.build().num_output_tokens == 3
+
+
+async def test_report_of_our_own_door_is_asked_for_and_read() -> None:
+    told = {
+        "request_id": "req-9",
+        "plans": [
+            {
+                "kind": "remote",
+                "prefill_worker_id": "p0",
+                "decode_worker_id": "d0",
+                "predicted_ttft_s": 0.5,
+                "predicted_cached_tokens": 16,
+            }
+        ],
+        "usage": {"num_cached_tokens": 16, "num_pulled_tokens": 0, "num_decode_cached_tokens": 8},
+        "timings": {
+            "queue_s": 0.1,
+            "prefill_s": 0.2,
+            "transfer_s": 0.3,
+            "transfer_exposed_s": 0.05,
+            "ttft_s": 0.4,
+            "e2e_s": 0.9,
+        },
+        "transfer": {"kv_bytes": 1024, "transport": "shm"},
+        "num_attempts": 1,
+    }
+    server = ScriptedServer(report={"requests": [told]})
+    async with serving(server):
+        target = OpenAiTarget(TargetSpec(url=server.url, model="m", features=(*ALL, Feature.REPORT)))
+        answer = await target.prepare(request(ttft_slo_s=1.5))(lambda _num: None)
+        await target.aclose()
+    assert server.bodies[0]["kvrelay"] == {"report": True, "timeout_s": 10.0, "ttft_s": 1.5}
+    report = answer.report
+    assert (report.request_id, report.prefill_worker, report.decode_worker) == ("req-9", "p0", "d0")
+    assert (report.queue_s, report.transfer_exposed_s, report.transfer_bytes, report.transport) == (
+        0.1,
+        0.05,
+        1024,
+        "shm",
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "body", "expected"),
+    [
+        (429, {"Retry-After": "2"}, {"error": {"message": "full"}}, Overloaded),
+        (503, {"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}, "starting", Overloaded),
+        (400, {}, {"error": {"message": "bad", "param": "prompt"}}, InvalidRequest),
+        (422, {}, {"detail": [{"loc": ["body"]}]}, InvalidRequest),
+        (401, {}, {"error": "who?"}, Unauthenticated),
+        (504, {}, {}, DeadlineExceeded),
+        (500, {}, {"message": "oops"}, EngineFault),
+    ],
+)
+async def test_refusal_becomes_the_error_of_its_status(
+    status: int, headers: dict[str, str], body: Any, expected: type[KvrelayError]
+) -> None:
+    with pytest.raises(expected) as caught:
+        await ask(ScriptedServer(refuse_with=(status, headers, body)), request())
+    assert type(caught.value) is expected
+    assert caught.value.retry_after_s == (2.0 if headers.get("Retry-After") == "2" else None)
+    assert caught.value.field == ("prompt" if status == 400 else "")
+
+
+@pytest.mark.parametrize(
+    ("server", "expected"),
+    [
+        (ScriptedServer(break_after=2), Unreachable),
+        (ScriptedServer(error_after=2), EngineFault),
+    ],
+)
+async def test_answer_that_breaks_off_is_an_error(server: ScriptedServer, expected: type[KvrelayError]) -> None:
+    with pytest.raises(expected):
+        await ask(server, request())
+
+
+async def test_nobody_listens_is_unreachable() -> None:
+    async with serving(ScriptedServer()) as server:
+        pass
+    target = OpenAiTarget(TargetSpec(url=server.url, model="m"))
+    with pytest.raises(Unreachable):
+        await target.prepare(request())(lambda _num: None)
+    with pytest.raises(Unreachable):
+        await target.describe()
+    await target.aclose()
+
+
+async def test_answer_that_takes_too_long_is_a_timeout_and_the_server_sees_the_client_leave() -> None:
+    server = ScriptedServer(hold=asyncio.Event())
+    async with serving(server):
+        target = OpenAiTarget(TargetSpec(url=server.url, model="m"))
+        with pytest.raises(DeadlineExceeded):
+            await target.prepare(request(timeout_s=0.05))(lambda _num: None)
+        async with asyncio.timeout(60):
+            await server.client_left.wait()
+        await target.aclose()
+
+
+async def test_cancelled_call_leaves_the_server_at_once() -> None:
+    server = ScriptedServer(hold=asyncio.Event())
+    async with serving(server), asyncio.timeout(60):
+        target = OpenAiTarget(TargetSpec(url=server.url, model="m"))
+        began = asyncio.Event()
+        call = asyncio.ensure_future(target.prepare(request())(lambda _num: began.set()))
+        await began.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await server.client_left.wait()
+        await target.aclose()
+
+
+VLLM_METRICS = """
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 1.0
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="400"} 1.0
+vllm:prompt_tokens_total{engine="0",model_name="m"} 1000.0
+vllm:prefix_cache_hits_total{engine="0",model_name="m"} 600.0
+vllm:time_to_first_token_seconds_bucket{engine="0",le="0.001"} 0.0
+"""
+
+
+async def test_sample_reads_the_engines_of_vllm() -> None:
+    async with serving(ScriptedServer(metrics=VLLM_METRICS)) as server:
+        target = OpenAiTarget(TargetSpec(url=server.url))
+        sample = await target.sample(1.5)
+        await target.aclose()
+    assert sample is not None and sample.at_s == 1.5
+    first, second = sample.workers
+    assert (first.worker_id, first.num_running, first.num_waiting) == ("engine-0", 3, 2)
+    assert (first.num_blocks, first.num_used_blocks) == (400, 100)
+    assert (first.num_computed_tokens, first.num_cached_tokens) == (400, 600)
+    assert (second.worker_id, second.num_running, second.num_blocks) == ("engine-1", 1, 0)
+
+
+@pytest.mark.parametrize("metrics", [None, "# nothing that is known\nup 1\n"])
+async def test_sample_is_none_when_the_server_tells_nothing(metrics: str | None) -> None:
+    async with serving(ScriptedServer(metrics=metrics)) as server:
+        target = OpenAiTarget(TargetSpec(url=server.url))
+        assert await target.sample(0.0) is None
+        await target.aclose()
+
+
+async def test_sample_of_our_router_tells_its_line() -> None:
+    async with serving(ScriptedServer(metrics="kvrelay_requests_queued 4.0\n")) as server:
+        target = OpenAiTarget(TargetSpec(url=server.url))
+        sample = await target.sample(0.0)
+        await target.aclose()
+    assert sample is not None and (sample.num_queued, sample.workers) == (4, ())
+
+
+@pytest.mark.parametrize("url", ["localhost", "host:99999", "grpc://host", "ftp://host:1", "http:///v1", ":80"])
+def test_make_target_refuses_what_is_no_address(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="target"):
+        make_target(TargetSpec(url=url))
+
+
+@given(
+    events=st.lists(st.binary(max_size=20).map(lambda data: data.replace(b"\n", b"").replace(b"\r", b""))),
+    crlf=st.booleans(),
+    cuts=st.lists(st.integers(0, 500), max_size=10),
+)
+def test_sse_events_are_the_same_wherever_the_bytes_are_cut(events: list[bytes], crlf: bool, cuts: list[int]) -> None:
+    end = b"\r\n" if crlf else b"\n"
+    stream = b"".join(b": comment" + end + b"data: " + event + end + end for event in events)
+    reader, edges = SseReader(), [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
+    found = [data for begin, stop in itertools.pairwise(edges) for data in reader.feed(stream[begin:stop])]
+    assert found == events

@@ -1,0 +1,180 @@
+"""Sessions are played at their times, whatever the server does. All times are virtual, so they are exact."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import DeadlineExceeded, EngineFault, Overloaded
+from kvrelay.client.records import ChatMessage
+from measure.load.records import Outcome, RequestRecord
+from measure.workload.sessions import Content, Session
+from tests.measure.load.virtual import ScriptedTarget, Told, in_virtual_time, playing, terms
+from tests.measure.load.workloads import session
+
+
+def played(target: ScriptedTarget, *sessions: Session, content: Content = Content.TOKENS) -> list[RequestRecord]:
+    """Play sessions of an open loop to their ends."""
+    told = Told()
+
+    async def main() -> None:
+        async with playing(target, told, terms(content=content)) as player:
+            for one in sessions:
+                player.play(one)
+
+    in_virtual_time(main)
+    assert told.over == [None] * len(sessions)
+    return told.records
+
+
+def test_request_when_the_server_stalls_shows_the_whole_stall_to_all_that_came_due_in_it() -> None:
+    target = ScriptedTarget(ttft_s=0.1, gap_s=0.01, stall=(2.0, 5.0))
+    records = played(target, *(session(i, start_s=0.5 * i) for i in range(14)))
+
+    by_due = {record.due_s: record for record in records}
+    assert [by_due[0.5 * i].sent_s for i in range(14)] == pytest.approx([0.5 * i for i in range(14)])
+    for due_s, record in by_due.items():
+        stalled_s = 5.0 - due_s if 2.0 <= due_s < 5.0 else 0.0
+        assert record.ttft_s == pytest.approx(stalled_s + 0.1)
+        assert record.e2e_s == pytest.approx(stalled_s + 0.11)
+
+
+def test_later_turn_is_due_its_think_time_after_the_end_of_the_answer() -> None:
+    first, second, third = played(ScriptedTarget(ttft_s=0.1, gap_s=0.01), session(0, start_s=1.0, turns=3, think_s=2.0))
+    assert first.end_s == pytest.approx(1.11)
+    assert (second.due_s, second.sent_s) == pytest.approx((3.11, 3.11))
+    assert third.due_s == pytest.approx(5.22)
+
+
+@pytest.mark.parametrize(
+    ("failure", "outcome"),
+    [
+        (Overloaded("full"), Outcome.REFUSED),
+        (DeadlineExceeded("late"), Outcome.TIMED_OUT),
+        (EngineFault("broken"), Outcome.FAILED),
+    ],
+)
+def test_turn_that_fails_is_recorded_and_ends_its_session(failure: Exception, outcome: Outcome) -> None:
+    target = ScriptedTarget(failures={1: failure})
+    first, second = played(target, session(0, turns=3))
+    assert (first.outcome, second.outcome) == (Outcome.COMPLETED, outcome)
+    assert second.error == f"{type(failure).__name__}: {failure}"
+    assert second.chunk_s == ()
+
+
+def test_later_prompt_continues_what_the_server_really_answered() -> None:
+    target = ScriptedTarget()
+    played(target, session(0, turns=2, tokens=3))
+    assert list(target.requests[0].prompt) == [0, 1, 2]
+    assert list(target.requests[1].prompt) == [0, 1, 2, 1, 2, 1, 2, 3]  # prompt, answer, content 1 of three tokens
+    assert [request.num_prompt_tokens for request in target.requests] == [3, 8]
+    assert [request.wants_token_ids for request in target.requests] == [True, False]
+
+
+def test_later_prompt_of_a_server_without_token_ids_has_as_many_planned_ones() -> None:
+    target = ScriptedTarget(tells_ids=False)
+    played(target, session(0, turns=2, tokens=3), session(1, turns=2, tokens=3))
+    first, second = (list(request.prompt) for request in target.requests[2:])
+    assert len(first) == len(second) == 3 + 2 + 3
+    assert first[3:5] != second[3:5]
+
+
+def test_chat_is_a_growing_list_of_messages() -> None:
+    target = ScriptedTarget()
+    played(target, session(7, turns=2), content=Content.CHAT)
+    assert target.requests[1].prompt == (
+        ChatMessage(role="user", content="c7000"),
+        ChatMessage(role="assistant", content="1 2"),
+        ChatMessage(role="user", content="c7001"),
+    )
+
+
+def test_closed_loop_begins_a_session_the_moment_a_place_is_free() -> None:
+    target, told = ScriptedTarget(ttft_s=0.1, gap_s=0.01), Told()
+
+    async def main() -> None:
+        async with playing(target, told) as player:
+            for index in range(3):
+                player.play_in_place(session(index), 0)
+            player.grant(0, 1)
+
+    in_virtual_time(main)
+    assert [record.due_s for record in told.records] == pytest.approx([0.0, 0.11, 0.22])
+    assert all(record.lag_s == pytest.approx(0.0) for record in told.records)
+
+
+def test_closed_loop_session_that_comes_late_was_due_when_its_place_became_free() -> None:
+    target, told = ScriptedTarget(), Told()
+
+    async def main() -> None:
+        async with playing(target, told) as player:
+            player.grant(0, 1)
+            await asyncio.sleep(0.7)
+            player.play_in_place(session(0), 0)
+
+    in_virtual_time(main)
+    assert (told.records[0].due_s, told.records[0].lag_s) == pytest.approx((0.0, 0.7))
+
+
+def test_closed_loop_begins_nothing_after_the_duration() -> None:
+    target, told = ScriptedTarget(ttft_s=0.6, gap_s=0.0), Told()
+
+    async def main() -> None:
+        async with playing(target, told, terms(duration_s=1.0)) as player:
+            player.grant(0, 1)
+            for index in range(5):
+                player.play_in_place(session(index), 0)
+
+    in_virtual_time(main)
+    assert [record.session for record in told.records] == [0, 1]  # at 0 and 0.6; the third would begin at 1.2
+    assert told.over == [0] * 5
+
+
+@given(
+    concurrency=st.integers(1, 5),
+    num_sessions=st.integers(0, 12),
+    turns=st.integers(1, 3),
+    asked_back=st.integers(0, 5),
+)
+def test_closed_loop_never_exceeds_its_places_and_plays_every_session_once(
+    concurrency: int, num_sessions: int, turns: int, asked_back: int
+) -> None:
+    asked_back = min(asked_back, concurrency - 1)
+    target, told = ScriptedTarget(), Told()
+
+    async def main() -> None:
+        async with playing(target, told) as player:
+            player.grant(0, concurrency)
+            for index in range(num_sessions):
+                player.play_in_place(session(index, turns=turns), 0)
+            await asyncio.sleep(0.05)  # the first answers are under way
+            player.ask_back(0, asked_back)
+
+    in_virtual_time(main)
+    expected = [(index, turn) for index in range(num_sessions) for turn in range(turns)]
+    assert sorted((record.session, record.turn) for record in told.records) == expected
+    assert target.most_running == min(concurrency, num_sessions)
+    assert told.returned == [0] * asked_back
+
+
+def test_stop_cancels_what_runs_and_records_it_and_sends_nothing_more() -> None:
+    target, told = ScriptedTarget(ttft_s=1.0), Told()
+
+    async def main() -> None:
+        async with playing(target, told) as player:
+            player.play(session(0, start_s=0.0))
+            player.play(session(1, start_s=5.0))
+            player.play_in_place(session(2), 0)
+            player.play_in_place(session(3), 0)
+            player.grant(0, 1)
+            await asyncio.sleep(0.5)
+            player.stop()
+
+    in_virtual_time(main)
+    assert sorted((record.session, record.outcome) for record in told.records) == [
+        (0, Outcome.CANCELLED),
+        (2, Outcome.CANCELLED),
+    ]
+    assert [record.end_s for record in told.records] == pytest.approx([0.5, 0.5])
+    assert target.num_cancelled == 2

@@ -1,0 +1,162 @@
+"""Pages of load tests: every panel where there is data, a line why where there is none, small however long the run."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.slo import Slo
+from measure.load.measures import summarize
+from measure.load.records import Outcome, RequestRecord, Run, ServerReport
+from measure.load.report.page import report_page, write_report
+from measure.load.report.phases import lengths_of, spans_of
+from measure.pages.page import Absent, Page, Panel, Tone, render_page
+from measure.pages.theme import Phase
+from tests.measure.load.synthetic import Shape, make_run
+from tests.measure.pages.test_page import HOSTILE, check
+
+SLO = Slo(ttft_s=1.0, itl_s=0.05)
+PLOTLY_BYTES = 2_000_000
+
+
+def page_of(run: Run, slo: Slo = SLO) -> Page:
+    return report_page(run, summarize(run, slo=slo))
+
+
+def panels_of(page: Page) -> dict[str, Panel]:
+    panels = [panel for section in page.sections for panel in section.panels]
+    assert max(Counter(panel.title for panel in panels).values()) == 1
+    return {panel.title: panel for panel in panels}
+
+
+def left_out(page: Page) -> set[str]:
+    return {title for title, panel in panels_of(page).items() if isinstance(panel.content, Absent)}
+
+
+def make_record(**changes: object) -> RequestRecord:
+    record = RequestRecord(
+        index=0, session=0, turn=0, kind="chat", due_s=1.0, sent_s=1.0, chunk_s=(2.0, 2.5, 3.0), chunk_tokens=(1, 1, 1),
+        end_s=3.0, outcome=Outcome.COMPLETED, num_prompt_tokens=10, num_wanted_tokens=3,
+        server=ServerReport(queue_s=0.5, prefill_s=0.25, transfer_s=0.3, transfer_exposed_s=0.125),
+    )  # fmt: skip
+    return replace(record, **changes)  # type: ignore[arg-type]
+
+
+def test_page_of_a_run_that_tells_everything_leaves_nothing_out() -> None:
+    page = page_of(make_run())
+    assert left_out(page) == set()
+    assert [section.title for section in page.sections] == [
+        "Overview", "Latency", "Over time", "Requests", "Handoff", "Pools", "Caches", "What was asked",
+    ]  # fmt: skip
+    assert all(panel.look_for for title, panel in panels_of(page).items())
+    check(render_page(page))
+
+
+def test_page_of_a_silent_server_says_what_is_missing_and_why() -> None:
+    page = page_of(make_run(Shape(is_silent=True)))
+    assert left_out(page) == {
+        "What TTFT is made of", "Where the whole time goes", "Transfers", "Workers", "Cache hits",
+    }  # fmt: skip
+    text = render_page(page)
+    check(text)
+    assert "the target tells nothing of its workers" in text
+
+
+@pytest.mark.parametrize("num_requests", [1, 2, 5])
+def test_page_of_a_tiny_run_is_whole(num_requests: int) -> None:
+    run = make_run(Shape(num_requests=num_requests))
+    check(render_page(report_page(run, summarize(run, slo=SLO, warm_up_s=0.0))))
+
+
+def test_page_of_a_run_in_which_nobody_was_answered_is_whole() -> None:
+    run = make_run(Shape(num_requests=20, is_silent=True))
+    refused = tuple(
+        replace(request, chunk_s=(), chunk_tokens=(), outcome=Outcome.REFUSED, error="Overloaded: full")
+        for request in run.requests
+    )
+    page = page_of(replace(run, requests=refused))
+    assert {"Time to first token (TTFT)", "TTFT by prompt length", "ITL over time"} <= left_out(page)
+    check(render_page(page))
+    card = next(card for card in page.cards if card.label == "Not complete")
+    assert card.tone is Tone.BAD
+
+
+def test_aggregated_run_has_no_transfers() -> None:
+    assert left_out(page_of(make_run(Shape(num_prefill=0)))) == {"Transfers"}
+
+
+def test_warnings_of_the_generator_are_on_the_page_once() -> None:
+    warning = "The generator was late."
+    assert page_of(make_run(Shape(warnings=(warning, warning)))).warnings.count(warning) == 1
+
+
+def test_equal_runs_give_equal_bytes(tmp_path: Path) -> None:
+    for name in ("a.html", "b.html"):
+        run = make_run()
+        write_report(run, summarize(run, slo=SLO), tmp_path / name)
+    assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
+
+
+def test_names_with_tags_stay_names() -> None:
+    run = make_run(Shape(num_requests=60))
+    requests = tuple(
+        replace(
+            request,
+            kind=HOSTILE,
+            error=HOSTILE if request.error else "",
+            server=replace(request.server, decode_worker=HOSTILE, transport=HOSTILE),
+        )
+        for request in run.requests
+    )
+    samples = tuple(
+        replace(
+            sample, workers=tuple(replace(worker, worker_id=HOSTILE + worker.role) for worker in sample.workers[:2])
+        )
+        for sample in run.samples
+    )
+    info = replace(run.info, name=HOSTILE, model=HOSTILE, target=HOSTILE, labels={HOSTILE: HOSTILE})
+    checker = check(render_page(page_of(Run(info=info, requests=requests, samples=samples))))
+    assert {name.rstrip("0123456789") for name in checker.scripts} == {"templates", "plotly-gzip", "main", "data-"}
+    for name, script in checker.scripts.items():
+        if name.startswith("data-"):
+            assert "<script" not in json.dumps(json.loads(script))
+
+
+def test_long_run_of_many_workers_stays_small() -> None:
+    run = make_run(Shape(num_requests=3000, rate=40, num_prefill=6, num_decode=10))
+    size = len(render_page(page_of(run)))
+    assert size < PLOTLY_BYTES + 1_500_000
+
+
+def test_phases_follow_each_other_from_sending_to_end() -> None:
+    spans = spans_of(make_record())
+    assert [(span.phase, span.start_s, span.end_s) for span in spans] == [
+        (Phase.QUEUE, 1.0, 1.5),
+        (Phase.PREFILL, 1.5, 1.75),
+        (Phase.OTHER, 1.75, 2.0),
+        (Phase.TRANSFER, 2.0, 2.125),
+        (Phase.DECODE, 2.125, 3.0),
+    ]
+
+
+def test_phases_without_stamps_are_other_and_decode() -> None:
+    lengths = lengths_of(make_record(server=ServerReport()))
+    assert lengths == {
+        Phase.QUEUE: 0.0, Phase.PREFILL: 0.0, Phase.OTHER: 1.0, Phase.TRANSFER: 0.0, Phase.DECODE: 1.0,
+    }  # fmt: skip
+
+
+def test_phases_that_the_server_counts_longer_than_the_client_end_with_the_first_token() -> None:
+    spans = spans_of(make_record(server=ServerReport(queue_s=0.5, prefill_s=9.0, transfer_exposed_s=9.0)))
+    assert [(span.phase, span.end_s) for span in spans] == [
+        (Phase.QUEUE, 1.5),
+        (Phase.PREFILL, 2.0),
+        (Phase.TRANSFER, 3.0),
+    ]
+
+
+def test_phases_of_a_request_without_a_token_end_with_it() -> None:
+    spans = spans_of(make_record(chunk_s=(), chunk_tokens=(), end_s=1.2, outcome=Outcome.FAILED))
+    assert [(span.phase, span.end_s) for span in spans] == [(Phase.QUEUE, 1.2)]

@@ -1,0 +1,64 @@
+import pytest
+
+from measure.load.records import RequestRecord
+from measure.load.window import NothingMeasured, counted, find_window
+from tests.measure.load.made_runs import make_request
+
+
+def steady(num_requests: int = 101, gap_s: float = 1.0) -> list[RequestRecord]:
+    return [make_request(i, due_s=i * gap_s) for i in range(num_requests)]
+
+
+def test_window_leaves_out_a_tenth_of_the_arrivals_by_default() -> None:
+    window = find_window(steady(), warm_up_s=None, cool_down_s=None)
+    assert (window.start_s, window.end_s, window.rates_end_s, window.duration_s) == (10.0, 100.0, 100.0, 90.0)
+    assert (window.num_before, window.num_counted, window.num_after) == (10, 91, 0)
+    assert window.rule == "due from 10.0 s (a tenth of the arrivals, at most 60 s)"
+
+
+def test_window_of_a_long_run_leaves_out_a_minute() -> None:
+    assert find_window(steady(gap_s=20.0), warm_up_s=None, cool_down_s=None).start_s == 60.0
+
+
+@pytest.mark.parametrize(("warm_up_s", "num_counted"), [(0.0, 101), (5.0, 96), (5.1, 95)])
+def test_window_with_a_warm_up_counts_what_was_due_then_or_later(warm_up_s: float, num_counted: int) -> None:
+    requests = steady()
+    window = find_window(requests, warm_up_s=warm_up_s, cool_down_s=None)
+    assert window.num_counted == num_counted == len(counted(requests, window))
+    assert counted(requests, window)[0].due_s >= warm_up_s
+
+
+def test_window_with_a_cool_down_ends_before_the_last_requests() -> None:
+    window = find_window(steady(), warm_up_s=0, cool_down_s=20.0)
+    assert (window.end_s, window.num_after) == (80.0, 20)
+    assert window.rule == "due from 0.0 s (as asked) to 80.0 s (as asked)"
+
+
+def test_window_ends_where_the_last_session_began() -> None:
+    follow_ups = [make_request(200 + i, session=i, turn=1, due_s=100.5 + i) for i in range(30)]
+    window = find_window([*steady(), *follow_ups], warm_up_s=0, cool_down_s=None)
+    assert (window.end_s, window.num_after) == (100.0, 30)
+    assert "to 100.0 s (the last session began)" in window.rule
+
+
+def test_window_of_sessions_that_begin_together_holds_all_their_turns() -> None:
+    requests = [make_request(i, session=i % 4, turn=i // 4, due_s=float(i // 4)) for i in range(40)]
+    window = find_window(requests, warm_up_s=None, cool_down_s=None)
+    assert (window.start_s, window.end_s, window.num_after) == (0.9, 9.0, 0)
+
+
+def test_window_of_a_burst_counts_everybody_and_rates_until_the_last_answer() -> None:
+    requests = [make_request(i, due_s=0.0, ttft_s=1.0 + i) for i in range(10)]
+    window = find_window(requests, warm_up_s=None, cool_down_s=None)
+    assert (window.num_counted, window.end_s, window.rates_end_s) == (10, 0.0, 10.0)
+
+
+@pytest.mark.parametrize(("warm_up_s", "cool_down_s"), [(100.1, None), (60.0, 60.0), (None, 101.0)])
+def test_window_without_requests_says_when_they_were_due(warm_up_s: float | None, cool_down_s: float | None) -> None:
+    with pytest.raises(NothingMeasured, match="requests were due until 100 s"):
+        find_window(steady(), warm_up_s=warm_up_s, cool_down_s=cool_down_s)
+
+
+def test_window_of_no_requests_is_an_error() -> None:
+    with pytest.raises(NothingMeasured, match="no request was sent"):
+        find_window([], warm_up_s=None, cool_down_s=None)

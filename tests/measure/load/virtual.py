@@ -1,0 +1,158 @@
+"""A player under virtual time, with a scripted target."""
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from common.tokens import TokenArray
+from measure.load.player import Player, Terms, Tools
+from measure.load.records import PoolSample, RequestRecord, ServerReport
+from measure.load.targets.interface import (
+    ChunkSink,
+    PreparedCall,
+    TargetAnswer,
+    TargetInfo,
+    TargetRequest,
+    TargetSpec,
+)
+from measure.simulate.loop import VirtualClock, VirtualLoop
+from measure.workload.sessions import Content, Segment
+
+_T = TypeVar("_T")
+
+ORIGIN_S = 100.0
+
+
+def in_virtual_time(main: Callable[[], Awaitable[_T]]) -> _T:
+    """Run `main` on a loop whose time is virtual."""
+
+    async def run() -> _T:
+        return await main()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(run())
+
+
+class VirtualAlarm:
+    """Wakes tasks of a virtual loop."""
+
+    async def until(self, when_s: float) -> None:
+        if (wait_s := when_s - asyncio.get_running_loop().time()) > 0:
+            await asyncio.sleep(wait_s)
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class CountingWriter:
+    """Writes unit i of content c as c + i."""
+
+    def tokens(self, segments: Sequence[Segment]) -> TokenArray:
+        return array("I", [(s.content + i) % (1 << 32) for s in segments for i in range(s.num_tokens)])
+
+    def text(self, segments: Sequence[Segment]) -> str:
+        return " ".join(f"c{s.content}" for s in segments)
+
+
+@dataclass(slots=True)
+class ScriptedTarget:
+    """Answers with tokens 1, 2, … at the pace that it is told, or not at all."""
+
+    ttft_s: float = 0.1
+    gap_s: float = 0.01
+    tells_ids: bool = True
+    failures: dict[int, Exception] = field(default_factory=dict)
+    """By number of the call; raised after `ttft_s`."""
+    stall: tuple[float, float] | None = None
+    """No answer begins between these two times of the run."""
+    requests: list[TargetRequest] = field(default_factory=list)
+    num_running: int = 0
+    most_running: int = 0
+    num_cancelled: int = 0
+    name: str = "scripted"
+    spec: TargetSpec = field(default_factory=lambda: TargetSpec(url="scripted"))
+
+    async def describe(self) -> TargetInfo:
+        return TargetInfo(system="scripted", model="m", max_model_len=None, vocab_size=None, num_workers={})
+
+    def prepare(self, request: TargetRequest) -> PreparedCall:
+        async def call(on_chunk: ChunkSink) -> TargetAnswer:
+            number = len(self.requests)
+            self.requests.append(request)
+            self.num_running += 1
+            self.most_running = max(self.most_running, self.num_running)
+            try:
+                return await self._answer(request, on_chunk, self.failures.get(number))
+            except asyncio.CancelledError:
+                self.num_cancelled += 1
+                raise
+            finally:
+                self.num_running -= 1
+
+        return call
+
+    async def sample(self, at_s: float) -> PoolSample | None:
+        return None
+
+    async def aclose(self) -> None:
+        """There is nothing to close."""
+
+    async def _answer(self, request: TargetRequest, on_chunk: ChunkSink, failure: Exception | None) -> TargetAnswer:
+        now_s = asyncio.get_running_loop().time() - ORIGIN_S
+        if self.stall is not None and self.stall[0] <= now_s < self.stall[1]:
+            await asyncio.sleep(self.stall[1] - now_s)
+        await asyncio.sleep(self.ttft_s)
+        if failure is not None:
+            raise failure
+        for number in range(request.num_output_tokens):
+            if number:
+                await asyncio.sleep(self.gap_s)
+            on_chunk(1)
+        ids = tuple(range(1, request.num_output_tokens + 1))
+        return TargetAnswer(
+            text=" ".join(map(str, ids)),
+            token_ids=ids if self.tells_ids else None,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=request.num_output_tokens,
+            report=ServerReport(),
+        )
+
+
+@dataclass(slots=True)
+class Told:
+    """A reporter that remembers."""
+
+    records: list[RequestRecord] = field(default_factory=list)
+    over: list[int | None] = field(default_factory=list)
+    begun: list[int] = field(default_factory=list)
+    returned: list[int] = field(default_factory=list)
+
+    def record(self, request: RequestRecord) -> None:
+        self.records.append(request)
+
+    def session_over(self, stream: int | None) -> None:
+        self.over.append(stream)
+
+    def session_begun(self, stream: int) -> None:
+        self.begun.append(stream)
+
+    def place_returned(self, stream: int) -> None:
+        self.returned.append(stream)
+
+
+def terms(*, content: Content = Content.TOKENS, duration_s: float = 100.0) -> Terms:
+    return Terms(content=content, seed=1, origin_s=ORIGIN_S, duration_s=duration_s, timeout_s=30.0, slo=None)
+
+
+@asynccontextmanager
+async def playing(target: ScriptedTarget, told: Told, agreed: Terms | None = None) -> AsyncIterator[Player]:
+    """A player whose run began just now; leaving waits for everything it plays."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    await asyncio.sleep(ORIGIN_S - loop.time())
+    tools = Tools(target=target, writer=CountingWriter(), alarm=VirtualAlarm(), clock=VirtualClock(loop))
+    async with asyncio.TaskGroup() as tasks:
+        yield Player(tools, agreed or terms(), told, tasks)

@@ -1,0 +1,138 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.slo import Slo
+from measure.simulate.comparison import Comparison
+from measure.simulate.replay import Cell, CellResult, ReplayError, ReplaySettings, read_requests
+from measure.simulate.report import write_report
+from tests.measure.pages.test_page import check
+
+SMALL = Path(__file__).parents[2] / "data" / "small.jsonl"
+NUM_REQUESTS = 20
+
+
+def make_settings(*, num_requests: int = NUM_REQUESTS, block_size: int = 512, num_blocks: int = 400) -> ReplaySettings:
+    return ReplaySettings(
+        trace=SMALL,
+        num_requests=num_requests,
+        num_prefill=1,
+        num_decode=2,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_step_tokens=8192,
+        slo=Slo(ttft_s=2.0, itl_s=0.05),
+    )
+
+
+def make_comparison(out: Path, *policies: str, settings: ReplaySettings | None = None) -> Comparison:
+    return Comparison(
+        settings=settings or make_settings(),
+        policies=policies or ("round_robin", "predictive"),
+        speeds=(1.0,),
+        out=out,
+    )
+
+
+def run(comparison: Comparison, *, num_jobs: int = 1) -> tuple[list[CellResult], list[Cell]]:
+    """All results, and the cells in the order in which they were reported."""
+    reported: list[Cell] = []
+    comparison.prepare()
+    results = comparison.run(num_jobs=num_jobs, report=lambda result: reported.append(result.cell))
+    return results, reported
+
+
+def files(out: Path) -> dict[str, bytes]:
+    """Everything that is a function of the settings."""
+    return {
+        str(path.relative_to(out)): path.read_bytes()
+        for path in sorted(out.rglob("*"))
+        if path.is_file() and path.name != "clock.json"
+    }
+
+
+def test_two_runs_are_equal_byte_for_byte_in_one_process_and_in_two(tmp_path: Path) -> None:
+    run(make_comparison(tmp_path / "one"))
+    run(make_comparison(tmp_path / "two"), num_jobs=2)
+    first, second = files(tmp_path / "one"), files(tmp_path / "two")
+    assert len(first) == 1 + 2 * 4
+    assert first == second
+
+
+def test_every_request_of_the_trace_has_one_result(tmp_path: Path) -> None:
+    comparison = make_comparison(tmp_path, "round_robin")
+    (result,), _ = run(comparison)
+    requests = list(read_requests(comparison.folder(result.cell)))
+    assert [request.index for request in requests] == list(range(NUM_REQUESTS))
+    assert result.summary.num_complete == sum(request.is_complete for request in requests) == NUM_REQUESTS
+    assert result.clock.num_choices == NUM_REQUESTS
+
+
+def test_finished_cells_are_not_run_again(tmp_path: Path) -> None:
+    before, _ = run(make_comparison(tmp_path, "round_robin"))
+    results, reported = run(make_comparison(tmp_path, "predictive", "round_robin"))
+    assert [result.cell.policy for result in results] == ["predictive", "round_robin"]
+    assert [cell.policy for cell in reported] == ["round_robin", "predictive"]  # what was there comes first
+    assert results[1] == before[0]  # its clock, too
+
+
+def test_interrupted_cell_is_run_again(tmp_path: Path) -> None:
+    comparison = make_comparison(tmp_path, "round_robin")
+    run(comparison)
+    expected = files(tmp_path)
+    folder = comparison.folder(comparison.cells[0])
+    (folder / "summary.json").unlink()
+    (folder / "requests.jsonl").write_text("half a li")
+    run(comparison)
+    assert files(tmp_path) == expected
+
+
+def test_folder_with_results_of_other_settings_is_refused_until_they_are_forgotten(tmp_path: Path) -> None:
+    run(make_comparison(tmp_path, "round_robin"))
+    other = make_comparison(tmp_path, "round_robin", settings=make_settings(num_requests=5))
+    with pytest.raises(ReplayError, match=r"other settings \(num_requests differ\)"):
+        other.prepare()
+    other.forget()
+    (result,), _ = run(other)
+    assert result.summary.num_requests == 5
+
+
+def test_pages_that_do_not_divide_the_traces_blocks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ReplayError, match="pages of 96 tokens do not divide the trace's blocks of 512"):
+        make_comparison(tmp_path, settings=make_settings(block_size=96)).prepare()
+
+
+def test_worker_that_is_too_small_for_a_request_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ReplayError, match="a worker has 3 pages of 512"):
+        make_comparison(tmp_path, settings=make_settings(num_blocks=3)).prepare()
+    assert not (tmp_path / "settings.json").exists()
+
+
+def test_report_holds_settings_table_and_plots_and_needs_no_other_file(tmp_path: Path) -> None:
+    comparison = make_comparison(tmp_path)
+    results, _ = run(comparison)
+    page = write_report(comparison, results).read_text()
+    scripts = check(page).scripts
+    assert "workers    1P2D, llama-70b on h100-tp4, 400 pages of 512 tokens each" in page
+    assert "predictive" in (tmp_path / "table.txt").read_text()
+    assert sum(name.startswith("data-") for name in scripts) == 6
+
+
+def test_settings_are_told_by_content_of_files(tmp_path: Path) -> None:
+    settings = make_settings()
+    assert str(SMALL) not in json.dumps(settings.fingerprint())
+
+
+def test_oracle_hears_of_everything_at_once_however_late_the_others_do(tmp_path: Path) -> None:
+    soon = make_settings(num_requests=60)
+    late = replace(soon, report_interval_s=5.0, event_lag_s=1.0)
+    fates = []
+    for name, settings in (("soon", soon), ("late", late)):
+        comparison = make_comparison(tmp_path / name, "oracle", "least_load", settings=settings)
+        run(comparison)
+        fates.append([(comparison.folder(cell) / "requests.jsonl").read_bytes() for cell in comparison.cells])
+    (oracle_soon, other_soon), (oracle_late, other_late) = fates
+    assert oracle_soon == oracle_late
+    assert other_soon != other_late

@@ -1,0 +1,163 @@
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+
+from cluster.planner.observation import Observation, Pool, WorkerPhase
+from cluster.planner.plan import PoolSizes, ScalingPlan
+from measure.simulate.cluster import run
+from measure.simulate.elasticity import Elasticity, Stay
+from measure.simulate.records import SimRun
+from tests.measure.simulate.builders import make_arrivals, make_settings, make_shape
+
+
+class Scripted:
+    """Says the next sizes of a list at every interval, and the last ones for ever."""
+
+    def __init__(self, sizes: Sequence[tuple[int, int]]) -> None:
+        self._sizes = list(sizes)
+        self.seen: list[Observation] = []
+
+    def plan(self, observed: Observation) -> ScalingPlan:
+        self.seen.append(observed)
+        prefill, decode = self._sizes.pop(0) if len(self._sizes) > 1 else self._sizes[0]
+        return ScalingPlan(sizes=PoolSizes(prefill=prefill, decode=decode), reason="scripted")
+
+
+def run_scripted(
+    sizes: Sequence[tuple[int, int]], *, count: int = 120, flip_s: float | None = None, grace_s: float = 60.0
+) -> tuple[SimRun, Scripted]:
+    planner = Scripted(sizes)
+    elasticity = Elasticity(
+        make_planner=lambda: planner, interval_s=2.0, startup_s=3.0, flip_s=flip_s, grace_s=grace_s, demand_window_s=5.0
+    )
+    finished = run(make_shape(2, 2), make_settings(elasticity=elasticity), make_arrivals(count))
+    return finished, planner
+
+
+def assert_all_answered(finished: SimRun, count: int) -> None:
+    arrivals = make_arrivals(count)
+    assert len(finished.results) == count
+    for result, arrival in zip(finished.results, arrivals, strict=True):
+        assert result.is_complete, result
+        assert result.num_output_tokens == arrival.num_output_tokens
+
+
+def stays_of(finished: SimRun, pool: Pool) -> list[Stay]:
+    return [stay for stay in finished.stays if stay.pool is pool]
+
+
+def test_pools_when_asked_for_more_pay_from_then_and_serve_after_the_start_up() -> None:
+    finished, planner = run_scripted([(3, 2)])
+
+    new = stays_of(finished, Pool.PREFILL)[2]
+    assert (new.asked_s, new.serving_s, new.gone_s) == (2.0, 5.0, None)
+    assert new.paid_s(until_s=10.0) == 8.0
+    assert [w.phase for w in planner.seen[1].workers if w.worker_id == new.worker_id] == [WorkerPhase.STARTING]
+    assert [w.phase for w in planner.seen[2].workers if w.worker_id == new.worker_id] == [WorkerPhase.SERVING]
+    assert any(result.prefill_worker == new.worker_id for result in finished.results)
+    assert_all_answered(finished, 120)
+
+
+def test_pools_when_asked_for_fewer_move_answers_and_lose_no_token() -> None:
+    finished, _ = run_scripted([(1, 1)])
+
+    gone = [stay for stay in finished.stays if stay.gone_s is not None]
+    assert [stay.worker_id for stay in gone] == ["prefill-1", "decode-1"]
+    for stay in gone:
+        assert stay.leaving_s == 2.0
+        assert stay.gone_s is not None and 2.0 <= stay.gone_s < 10.0
+    assert finished.num_moves > 0
+    assert max(result.num_attempts for result in finished.results) > 1
+    assert not any(result.arrival_s > 2.1 and result.decode_worker == "decode-1" for result in finished.results)
+    assert_all_answered(finished, 120)
+
+
+def test_pools_when_a_start_is_not_wanted_any_more_pay_for_it_until_then() -> None:
+    finished, _ = run_scripted([(2, 3), (2, 2)])
+
+    (called_off,) = [stay for stay in finished.stays if stay.gone_s is not None]
+    assert (called_off.asked_s, called_off.serving_s, called_off.gone_s) == (2.0, None, 4.0)
+    assert_all_answered(finished, 120)
+
+
+def test_pools_when_one_shrinks_and_the_other_grows_flip_a_worker_that_is_paid_once() -> None:
+    finished, _ = run_scripted([(1, 3)], flip_s=0.5)
+
+    left, taken = stays_of(finished, Pool.PREFILL)[1], stays_of(finished, Pool.DECODE)[2]
+    assert taken.is_flipped and not left.is_flipped
+    assert left.worker_id == taken.worker_id
+    assert left.gone_s == taken.asked_s == 2.0
+    assert taken.serving_s is not None and 2.5 <= taken.serving_s < 5.0  # far below the start-up time
+    assert len(finished.stays) == 5
+    assert_all_answered(finished, 120)
+
+
+def test_pools_without_flips_start_one_worker_and_drain_another() -> None:
+    finished, _ = run_scripted([(1, 3)], flip_s=None)
+
+    started = stays_of(finished, Pool.DECODE)[2]
+    assert not started.is_flipped
+    assert started.serving_s == 5.0
+    assert_all_answered(finished, 120)
+
+
+def test_pools_when_a_flip_is_not_wanted_any_more_lose_the_worker() -> None:
+    finished, _ = run_scripted([(1, 3), (1, 2)], flip_s=3.0)
+
+    taken = stays_of(finished, Pool.DECODE)[2]
+    assert taken.serving_s is None
+    assert taken.gone_s is not None
+    assert_all_answered(finished, 120)
+
+
+def test_pools_when_the_grace_is_over_stop_the_worker_and_answers_go_on_elsewhere() -> None:
+    finished, _ = run_scripted([(2, 1)], grace_s=0.0)
+
+    gone = stays_of(finished, Pool.DECODE)[1]
+    assert gone.leaving_s == 2.0
+    assert gone.gone_s == pytest.approx(2.0, abs=1e-6)
+    assert_all_answered(finished, 120)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_pools_that_change_all_the_time_answer_everybody(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = [(draw.randrange(1, 5), draw.randrange(1, 5)) for _ in range(12)]
+
+    finished, planner = run_scripted(sizes, count=200, flip_s=0.5)
+
+    assert_all_answered(finished, 200)
+    assert [note.plan.sizes for note in finished.plans] == [
+        PoolSizes(prefill=p, decode=d) for p, d in [*sizes, *[sizes[-1]] * len(finished.plans)][: len(finished.plans)]
+    ]
+    for before, after in pairwise(finished.plans):
+        assert after.before == before.plan.sizes  # what was asked for is under way at once
+    for observed in planner.seen:
+        assert observed.demand.num_arrived > 0 or observed.now_s > 15.0
+
+
+_PRINT_RUN = """
+from tests.measure.simulate.test_pools import run_scripted
+finished, _ = run_scripted([(3, 1), (1, 3), (4, 4), (2, 2)], flip_s=0.5)
+print(finished.results, finished.workers, finished.stays, finished.plans, finished.gaps, finished.end_s)
+"""
+
+
+def test_pools_that_change_give_the_same_bytes_in_another_process() -> None:
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", _PRINT_RUN],
+            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    }
+
+    assert len(printed) == 1

@@ -1,0 +1,120 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.timing import StepShape
+from measure.simulate.roofline import DEVICES, MODELS, Roofline
+
+PRESETS = [("llama-70b", "h100-tp4"), ("llama-70b", "h200-tp4"), ("qwen3-8b", "h100")]
+LLAMA = Roofline.preset("llama-70b", "h100-tp4")
+
+
+def prefill_shape(num_tokens: int, *, num_cached: int = 0) -> StepShape:
+    pairs = num_tokens * num_cached + num_tokens * (num_tokens + 1) // 2
+    return StepShape(num_prefill_tokens=num_tokens, num_prefill_pairs=pairs)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("llama-70b", 70.55), ("qwen3-8b", 8.19)])
+def test_model_has_the_parameters_that_its_card_states(name: str, billions: float) -> None:
+    model = MODELS[name]
+    embedding = model.num_head_weights  # both models have one beside the head
+    assert (model.num_layer_weights + model.num_head_weights + embedding) / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+def test_llama_70b_token_has_320_kib_of_kv() -> None:
+    assert MODELS["llama-70b"].kv_bytes_per_token == 320 * 1024
+
+
+def test_lone_decode_step_is_bound_by_reading_the_weights() -> None:
+    weights_s = 2 * (68.451e9 + 1.0507e9) / (4 * 3.35e12 * 0.75)
+    assert LLAMA.step_s(StepShape(num_decodes=1)) == pytest.approx(3e-3 + weights_s, rel=1e-3)
+    assert 0.015 < LLAMA.step_s(StepShape(num_decodes=1, num_context_tokens=1000)) < 0.020
+
+
+def test_decode_step_reads_every_context_token_once() -> None:
+    short = LLAMA.step_s(StepShape(num_decodes=32, num_context_tokens=32_000))
+    long = LLAMA.step_s(StepShape(num_decodes=32, num_context_tokens=64_000))
+    assert long - short == pytest.approx(32_000 * 327_680 / (4 * 3.35e12 * 0.75))
+
+
+def test_large_prefill_step_is_bound_by_arithmetic() -> None:
+    products_s = 2 * 68.451e9 * 8192 / (4 * 989e12 * 0.5)
+    attention_s = 4 * 80 * 8192 * (8192 * 8193 / 2) / (4 * 989e12 * 0.5)
+    all_reduce_s = 2 * 80 * 8192 * 8192 * 2 * 1.5 / (450e9 * 0.75)
+    expected = 3e-3 + products_s + attention_s + all_reduce_s
+    assert LLAMA.step_s(prefill_shape(8192)) == pytest.approx(expected, rel=1e-3)
+    assert 0.6 < expected < 0.8
+
+
+@pytest.mark.parametrize(("model", "device"), PRESETS)
+@given(
+    tokens=st.integers(0, 8192),
+    cached=st.integers(0, 65_536),
+    decodes=st.integers(1, 128),
+    context=st.integers(0, 10**6),
+)
+def test_more_work_never_takes_less_time(
+    model: str, device: str, tokens: int, cached: int, decodes: int, context: int
+) -> None:
+    roofline = Roofline.preset(model, device)
+
+    def step_s(tokens: int, cached: int, decodes: int, context: int) -> float:
+        chunk = prefill_shape(tokens, num_cached=cached)
+        return roofline.step_s(
+            StepShape(
+                num_prefill_tokens=tokens,
+                num_prefill_pairs=chunk.num_prefill_pairs,
+                num_decodes=decodes,
+                num_context_tokens=context,
+            )
+        )
+
+    less = step_s(tokens, cached, decodes, context)
+    assert less <= step_s(tokens + 100, cached, decodes, context)
+    assert less <= step_s(tokens, cached + 100, decodes, context)
+    assert less <= step_s(tokens, cached, decodes + 1, context)
+    assert less < step_s(tokens, cached, decodes, context + 1000)
+
+
+@pytest.mark.parametrize("num_decodes", [1, 7, 128])
+def test_decode_line_gives_the_time_of_a_step(num_decodes: int) -> None:
+    fixed_s, per_token_s = LLAMA.decode_line(num_decodes)
+    step = StepShape(num_decodes=num_decodes, num_context_tokens=12_345)
+    assert fixed_s + 12_345 * per_token_s == pytest.approx(LLAMA.step_s(step))
+
+
+@pytest.mark.parametrize(("model", "device"), PRESETS)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        prefill_shape(2048),
+        prefill_shape(1500, num_cached=30_000),
+        StepShape(num_prefill_tokens=900, num_prefill_pairs=10**7, num_decodes=20, num_context_tokens=90_000),
+        StepShape(num_decodes=48, num_context_tokens=300_000),
+        StepShape(num_decodes=1, num_context_tokens=100),
+    ],
+)
+def test_linearized_model_is_near_the_roofline(model: str, device: str, shape: StepShape) -> None:
+    roofline = Roofline.preset(model, device)
+    timing = roofline.linearized(max_step_tokens=2048)
+    assert timing.step_s(shape) == pytest.approx(roofline.step_s(shape), rel=0.02)
+
+
+@pytest.mark.parametrize("max_step_tokens", [1, 64, 512, 8192])
+def test_linearized_model_has_no_negative_weight_at_any_budget(max_step_tokens: int) -> None:
+    timing = LLAMA.linearized(max_step_tokens=max_step_tokens)
+    for step in (timing.prefill, timing.decode):
+        assert min(step.constant_s, step.per_prefill_token_s, step.per_prefill_pair_s) >= 0
+        assert min(step.per_decode_s, step.per_context_token_s) >= 0
+    assert timing.max_step_tokens == max_step_tokens
+
+
+def test_group_pulls_through_all_its_nics() -> None:
+    assert LLAMA.link.bytes_per_s == 4 * 50e9 * 0.75
+    assert LLAMA.linearized(max_step_tokens=512).pull_s(None, 1.5e9) == pytest.approx(2e-3 + 0.01)
+
+
+def test_unknown_preset_is_a_key_error() -> None:
+    assert set(DEVICES) == {"h100", "h100-tp4", "h200-tp4"}
+    with pytest.raises(KeyError):
+        Roofline.preset("llama-70b", "abacus")
