@@ -1,9 +1,11 @@
 """Settings of the whole suite."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import hypothesis
+import pytest
 
 # Without a GPU Triton's kernels run in its interpreter. That has to be said before anybody imports triton, as
 # transformers does.
@@ -16,3 +18,19 @@ _slow = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=_slow)
 hypothesis.settings.register_profile("here", deadline=None, suppress_health_check=_slow)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+_FIRST = ("tests/hosts", "tests/cluster", "tests/e2e", "tests/benchmarks", "tests/measure/experiment")
+"""Folders whose files wait longest for processes: they begin first, so that no process ends alone with one of them."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests of a file in one process, and those that share a machine-wide resource."""
+    for item in items:
+        name = str(item.path.relative_to(item.config.rootpath))
+        item.add_marker(pytest.mark.xdist_group("hosts" if name.startswith("tests/hosts") else name))
+    items.sort(key=lambda item: _position(item.path.relative_to(item.config.rootpath).as_posix(), _FIRST))
+
+
+def _position(name: str, folders: Sequence[str]) -> int:
+    return next((idx for idx, folder in enumerate(folders) if name.startswith(folder)), len(folders))
