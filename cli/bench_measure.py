@@ -1,4 +1,4 @@
-"""What `kvrelay bench` does with a load test: measures it, judges it, shows it."""
+"""Runs a load test for `kvrelay bench`, judges it and shows it."""
 
 import asyncio
 import dataclasses
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 SUMMARY_FILE, REPORT_FILE, COMPARISON_FILE = "summary.json", "report.html", "comparison.html"
 REQUIRED_SHARE = 0.99
-"""Of the requests that must be good for the objectives to be met, where `--check` says nothing else."""
+"""Share of requests that must be good for the objectives to be met, unless `--check` says otherwise."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What a request must be, and which requests count."""
+    """Objectives of a request, and which requests count."""
 
     slo: "Slo"
     warm_up_s: float | None
@@ -38,14 +38,14 @@ class Judgement:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """What is shown and written."""
+    """Outputs of a run."""
 
     as_json: bool
     with_report: bool
 
 
 def measure(spec: "LoadSpec", folder: Path) -> "tuple[Run, bool]":
-    """Send the load; return what was measured, which `folder` keeps, and whether somebody ended it early.
+    """Send the load; return what was measured, which `folder` keeps, and whether it was ended early.
 
     Ctrl-C or SIGTERM end the run; a second one gives it up. Raises LoadTestFailed, KvrelayError, StoreError.
     """

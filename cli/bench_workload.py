@@ -28,7 +28,7 @@ class Arrivals(enum.StrEnum):
 
 
 class ContentKind(enum.StrEnum):
-    """What prompts are made of."""
+    """Content of the prompts."""
 
     TOKENS = "tokens"
     TEXT = "text"

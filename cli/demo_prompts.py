@@ -1,4 +1,4 @@
-"""What the demo asks, and why each question is there."""
+"""Questions of the demo, and the reason for each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class DemoPrompt:
     title: str
     why: str
     shown: str
-    """What the terminal shows of it."""
+    """Text that the terminal shows."""
     messages: tuple[ChatMessage, ...]
     sampling: SamplingOptions
 

@@ -1,4 +1,4 @@
-"""What a person sees when a command fails: what happened, and what to do about it."""
+"""Messages for a command that fails: the reason, and what to do about it."""
 
 import sys
 from typing import Any
@@ -37,7 +37,7 @@ class ErrorReportingGroup(TyperGroup):
 
 
 def explain(error: Exception) -> str | None:
-    """Return the message for an expected error, None for one that nobody expected."""
+    """Return the message for an expected error, None for an unexpected one."""
     if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
         return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
     if type(error).__module__.partition(".")[0] not in _OUR_PACKAGES:

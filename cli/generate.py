@@ -33,7 +33,7 @@ _STDIN = "-"
 
 
 class Device(enum.StrEnum):
-    """Where an in-process model computes."""
+    """Device and threads of an in-process model."""
 
     AUTO = "auto"
     CPU = "cpu"

@@ -113,7 +113,7 @@ def openai_url(address: str, router: RouterStatus) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedRouter:
-    """What a router told of the cluster, or why it told nothing."""
+    """A router's view of the cluster, or the reason why there is none."""
 
     address: str
     status: ClusterStatus | None

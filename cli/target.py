@@ -16,9 +16,9 @@ class ClusterTarget:
     address: str
     """Its routers, with commas."""
     tls: bool | str | None
-    """As `kvrelay.client.tls.Tls`."""
+    """TLS setting, in the form of `kvrelay.client.tls.Tls`."""
     operator_proof: str | None
-    """What shows that an operator of this host is calling; None for a cluster that was named by its address."""
+    """Proof that the caller is an operator of this host; None for a cluster named by its address."""
 
     def client_options(self, api_key: str | None) -> dict[str, Any]:
         """Return what a client of it is made with, besides its addresses; without a key it is an operator's."""

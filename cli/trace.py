@@ -72,7 +72,7 @@ def synth(
     """Write a trace of made-up traffic: chats in turns, agents with growing contexts, long single prompts.
 
     Lengths, bursts and reuse are like those of the published Mooncake conversation trace, whose
-    format it has. No text is in it, and nobody's data.
+    format it has. It holds neither text nor personal data.
     """
     from measure.workload.synth import SynthSettings, synthesize
     from measure.workload.traces import TraceError, write_trace

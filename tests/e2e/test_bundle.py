@@ -76,7 +76,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What deploy/bundle would put into its folder for this Python."""
+    """Packages that deploy/bundle would put into its folder for this Python."""
     folder = tmp_path_factory.mktemp("bundle")
     link([distribution(name) for name in bundled()], folder)
     return folder

@@ -1,4 +1,4 @@
-"""The controller of a cluster in somebody's Ray: killed under load, lost, refused. Nobody but it may notice."""
+"""The controller in an existing Ray cluster is killed under load, lost, refused; clients notice nothing."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ NODES = (
 )
 _LIFETIME_S = 8.0
 _NUM_CERTIFICATES = 4
-"""Of a router that lives on: one, and those of two renewals and of the controller that takes over."""
+"""Certificates of a router that lives on: the first, two renewals, and one from the new controller."""
 _ASK = "import json, ray; ray.init(namespace='kvrelay', log_to_driver=False); print('TOLD', json.dumps({}))"
 
 

@@ -92,7 +92,7 @@ async def test_worker_told_to_end_leaves_what_its_chats_had_cached_to_the_others
     async with running_cluster(tmp_path, fake_config(pools=pools, router=router)) as client:
         await cached_share(client)
         before = await cached_share(client)
-        for name in ("prefill-0", "prefill-1"):  # whoever has them, the other one gets them
+        for name in ("prefill-0", "prefill-1"):  # either worker may hold them; the other one gets them
             told_to_end(tmp_path, name)
 
             async def is_replaced(name: str = name) -> bool:

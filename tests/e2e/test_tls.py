@@ -112,7 +112,7 @@ async def test_status_of_the_cluster_is_for_operators(tmp_path: Path) -> None:
             async with AsyncClient(info.address, api_key=key, timeout_s=60) as client:
                 assert len((await client.status()).workers) == 2
         async with AsyncClient(info.address, api_key=operator_proof(info.run_dir), timeout_s=60) as client:
-            with pytest.raises(Unauthenticated):  # it shows the cluster, and is nobody's key
+            with pytest.raises(Unauthenticated):  # it shows the whole cluster
                 await client.generate("hello")
 
 

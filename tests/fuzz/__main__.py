@@ -24,7 +24,7 @@ _STATUS = re.compile(r"^#(\d+)\s.*?cov: (\d+) ft: (\d+) corp: (\d+)/(\S+).*?exec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What came of fuzzing one target."""
+    """Outcome of fuzzing one target."""
 
     target: str
     num_executions: int

@@ -1,4 +1,4 @@
-"""Who makes a fuzzed call, and what it shows: a proof of the right role, mostly, or anything else.
+"""Callers of fuzzed calls: most show a proof of the right role, the others anything else.
 
 What is drawn here comes from the end of an input, behind all other decisions; where nothing is left the proof is right.
 """
@@ -47,7 +47,7 @@ def audience_at(address: str) -> str:
 
 
 def proof_of(role: Role, audience: str) -> str:
-    """Return a proof of somebody with a role; the same one for half of its life."""
+    """Return a proof for a caller with a role; the same one for half of its life."""
     name = WORKER if role is Role.WORKER else f"{role}-0"
     return _proof(credentials_of(role, name), audience, "")
 
@@ -82,7 +82,7 @@ def with_proof(step: Step, source: Source) -> Step:
         )
     shown = _WRONG[source.below(len(_WRONG))](source, step)
     metadata = () if shown is None else ((METADATA_KEY, shown),)
-    if role is Role.CLIENT:  # nobody looks at it
+    if role is Role.CLIENT:  # not checked
         return dataclasses.replace(step, metadata=metadata)
     return dataclasses.replace(step, metadata=(*metadata, DENIED), is_denied=True)
 

@@ -16,7 +16,7 @@ class MeteredLoop(VirtualLoop):
         self.elsewhere_s = 0.0
         """CPU time of work that belongs to another thread."""
         self.faults: list[BaseException] = []
-        """What callbacks and forgotten tasks have raised."""
+        """Exceptions raised by callbacks and forgotten tasks."""
         self.set_exception_handler(self._note)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Who is who in a fuzzed cluster: guards in front of listeners, and how members call each other.
+"""Identities in a fuzzed cluster: guards in front of listeners, and how members call each other.
 
 Proofs and tickets are real, of one authority in this process. Their times are the clock's on the wall: virtual time
 does not touch them.
@@ -21,7 +21,7 @@ from common.trust.tickets import issuer
 
 AUTHORITY = Authority.new(AuthoritySettings(cluster="test", is_encrypted=False, allows_plain_text=True))
 PORT = 1
-"""Of every listener; hosts tell them apart."""
+"""Port of every listener; hosts tell them apart."""
 
 DENIED = ("fuzz-denied", "1")
 """Metadata of calls whose handler must not run."""
@@ -34,7 +34,7 @@ def credentials_of(role: Role, name: str) -> Credentials:
 
 
 class _Ports:
-    """What a guard listens with: the network is a simulated one."""
+    """Credentials of a guard, for the simulated network."""
 
     def add_insecure_port(self, _address: str) -> int:
         return PORT
@@ -59,12 +59,12 @@ class _SimInsideChannel(InsideChannel):
 
 
 def as_member(credentials: Credentials, role: Role, connect: Connect) -> Connect:
-    """Return what makes channels to processes of a role, as whoever holds these credentials."""
+    """Return what makes channels to processes of a role, as the holder of these credentials."""
     return lambda address: _SimInsideChannel(address, role, credentials, connect)
 
 
 def reach_of(credentials: Credentials, connect: Connect) -> Reach:
-    """Return the reach of whoever holds these credentials."""
+    """Return the reach of the holder of these credentials."""
     return Reach(
         worker=as_member(credentials, Role.WORKER, connect),
         router=as_member(credentials, Role.ROUTER, connect),

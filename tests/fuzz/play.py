@@ -31,7 +31,7 @@ class Step:
     gap_s: float = 0.0
     """Between two messages of a stream."""
     leaves_s: float | None = None
-    """When the client cancels; None: it waits for the end."""
+    """Time at which the client cancels; None: it waits for the end."""
     half_closes: bool = True
     is_stream: bool = False
     is_endless: bool = False
@@ -45,7 +45,7 @@ class Step:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a call."""
+    """Outcome of a call."""
 
     code: grpc.StatusCode | None = None
     """None: the client has left."""

@@ -36,7 +36,7 @@ class Finding:
 
     @property
     def signature(self) -> str:
-        """What findings of one cause have in common."""
+        """Key that findings of one cause share."""
         return f"{self.target} {self.kind} {re.sub(r'0x[0-9a-f]+|[0-9]+', 'N', self.text.splitlines()[0])[:160]}"
 
     def to_json(self) -> str:
@@ -70,7 +70,7 @@ class Runner:
         root = logging.getLogger()
         handlers, root.handlers = root.handlers, [self._log]
         before = signal.signal(signal.SIGVTALRM, _raise_stuck)
-        gc.disable()  # its pauses are nobody's fault: it runs between two inputs
+        gc.disable()  # collected between two inputs, since its pauses are not the input's fault
         try:
             yield self
         finally:

@@ -92,7 +92,7 @@ class BytesServer(SimServer):
     def __init__(self, guard: Guard) -> None:
         super().__init__()
         self.guard = guard
-        """Of the listener whose services are added next."""
+        """Listener whose services are added next."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         """Serve these methods behind the interceptors."""
@@ -137,7 +137,7 @@ def _parsed(parse: Callable[[bytes], Any] | None, message: Any) -> Any:
         return message
     loop = asyncio.get_running_loop()
     assert isinstance(loop, MeteredLoop)
-    with loop.elsewhere():  # nobody here can make it faster: `max_message_mib` bounds it
+    with loop.elsewhere():  # parsing is protobuf's own; `max_message_mib` bounds it
         return parse(message)
 
 
@@ -146,7 +146,7 @@ def _for_members(handler: Any) -> Any:
 
     def behind(behavior: Callable[[Any, Any], Any]) -> Any:
         async def handle(request: Any, context: Any) -> Any:
-            assert DENIED not in context.invocation_metadata(), "a handler runs for whoever may not call it"
+            assert DENIED not in context.invocation_metadata(), "a handler runs for a caller that may not call it"
             return await behavior(request, context)
 
         return handle

@@ -1,4 +1,4 @@
-"""What a target is: from an input's bytes to something done to a world, and what may not come of it."""
+"""A target turns an input's bytes into actions on a world, and says which outcomes are findings."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

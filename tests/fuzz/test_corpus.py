@@ -11,7 +11,7 @@ from tests.fuzz.runner import MAX_LOOP_S, Finding, Runner
 from tests.fuzz.targets.catalog import TARGETS
 
 _NUM_BY_CHANCE = 80
-"""For each target. A number, not a time: the same inputs on every machine."""
+"""Inputs per target: a count, not a time, so that every machine runs the same ones."""
 _MAX_BYTES = 300_000
 
 

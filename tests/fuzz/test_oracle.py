@@ -1,4 +1,4 @@
-"""What fuzzing is to find is found: each fault here is put into the services on purpose."""
+"""The fuzzer finds each fault that these tests put into the services on purpose."""
 
 import asyncio
 import time
@@ -57,7 +57,7 @@ def test_plain_input_has_no_findings(router: Runner) -> None:
 
 def test_unexpected_exception_of_a_handler_is_found(router: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     async def read(*_args: Any, **_options: Any) -> None:
-        raise KeyError("nobody has thought of this")
+        raise KeyError("an unexpected fault")
 
     router.try_input(PLAIN)  # the world itself is warmed up by a request
     monkeypatch.setattr(RequestReader, "read", read)
@@ -115,7 +115,7 @@ def test_pull_that_its_ticket_does_not_allow_is_found(pull_server: Runner, monke
 
 def test_undocumented_exception_of_a_check_is_found(trust: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     def decode(*_args: Any, **_options: Any) -> None:
-        raise KeyError("nobody has thought of this")
+        raise KeyError("an unexpected fault")
 
     monkeypatch.setattr(ProofVerifier, "verify", decode)
     assert kinds(trust, bytes([0])) == {"raised"}

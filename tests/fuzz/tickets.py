@@ -37,7 +37,7 @@ _KINDS: Mapping[str, Callable[[PullRight], str]] = {
     "ticket-damaged": lambda right: _router(right)[:-40] + "A" * 40,
 }
 WORDS = (RIGHT, RIGHT, *_KINDS, "", "x", "a.b.c", "x" * 7000)
-"""What hints offer for a ticket; all but those of `_KINDS` are sent as they are."""
+"""Tickets that hints offer; those outside `_KINDS` are sent unchanged."""
 _PULLING: Mapping[str, type[Message]] = {
     "Decode": decode_pb2.DecodeRequest,
     "DecodeMany": decode_pb2.DecodeManyRequest,

@@ -1,4 +1,4 @@
-"""Which certificates the listeners of a cluster show, as anybody sees who connects."""
+"""Certificates that the listeners of a cluster show to any client that connects."""
 
 import asyncio
 import ssl

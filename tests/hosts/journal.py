@@ -1,4 +1,4 @@
-"""What happens on test hosts, told as it happens."""
+"""Log of the events on test hosts, printed as they happen."""
 
 import sys
 import time

@@ -84,7 +84,7 @@ class Host:
         )
 
     def power_off(self) -> None:
-        """Pull the plug: every process of the host is gone at once, and nobody is told."""
+        """Pull the plug: every process of the host is gone at once, without a word to its peers."""
         if self._init is None:
             return
         # unshare's child is the host's init; the kernel kills everything in its namespace with it.
@@ -104,7 +104,7 @@ class Host:
             _ip(*(part.format("del") for part in route))
 
     def listening_ports(self) -> set[int]:
-        """Return the TCP ports on which somebody listens there, for other hosts or for itself."""
+        """Return the TCP ports that are listened on there, for other hosts or for itself."""
         listed = self.run("ss --listening --tcp --numeric --no-header").stdout.splitlines()
         return {int(line.split()[3].rpartition(":")[2]) for line in listed}
 

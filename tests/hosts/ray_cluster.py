@@ -26,7 +26,7 @@ WORKER_PORTS = "21000-21199"
 NAME = "hosts"
 _CA = f"~/.cache/kvrelay/run/{NAME}/tls/ca.pem"
 IDLE_TIMEOUT_S = 6.0
-"""After which a typed host that nobody uses goes."""
+"""Idle time after which a typed host leaves."""
 _NODES = "import json, ray; ray.init('auto', log_to_driver=False); print('NODES', json.dumps(ray.nodes()))"
 
 
@@ -53,7 +53,7 @@ class RayCluster:
 
     @property
     def address(self) -> str:
-        """Of the router, from outside."""
+        """Address of the router, from outside."""
         return f"{self.head.address}:{ROUTER_PORT}"
 
     @property
@@ -62,7 +62,7 @@ class RayCluster:
         return self._folder / "ca.pem"
 
     def client(self, address: str = "", *, timeout_s: float = 120) -> AsyncClient:
-        """Return a client of the router at an address, else of the head's, for whoever has fetched `ca`."""
+        """Return a client of the router at an address, else of the head's, that trusts `ca`."""
         return AsyncClient(address or self.address, timeout_s=timeout_s, tls=self.ca)
 
     def fetch_ca(self) -> None:

@@ -40,7 +40,7 @@ class Attempt:
     """Which listener."""
     method: str
     shown: str
-    """What it shows of itself."""
+    """Credentials that it shows."""
     code: str
     told: str
 
@@ -69,7 +69,7 @@ async def call_everything(listeners: Mapping[str, Role], *, ca: Path, cluster: s
 
 
 async def stream_with_made_up_capability(addresses: Iterable[str], *, ca: Path, cluster: str) -> list[Attempt]:
-    """Ask every listener of workers for the tokens of an answer whose capability nobody has given out."""
+    """Ask every listener of workers for the tokens of an answer whose capability was never given out."""
 
     async def at_one(address: str) -> Attempt:
         async with _channel(address, Role.WORKER, NO_CERTIFICATE, ca=ca, cluster=cluster) as channel:

@@ -15,7 +15,7 @@ _NUM_BEGUN = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What one client saw."""
+    """Events that one client saw."""
 
     answer: Generation
     pauses_s: tuple[float, ...]

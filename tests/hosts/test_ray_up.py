@@ -1,4 +1,4 @@
-"""`ray up` on four hosts: workers land in their pools, strangers get nowhere, a power cut costs nobody an answer.
+"""`ray up` on four hosts: workers land in their pools, strangers get nowhere, a power cut loses no answer.
 
 `pytest tests/hosts -s` prints the log.
 """
@@ -41,7 +41,7 @@ POOL = {
 }
 _WAIT_S = 120
 _LIFETIME_S = 12.0
-"""Of certificates, where they are to be renewed while somebody looks."""
+"""Lifetime of certificates that are renewed during the test."""
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ class Site:
         disturbed = await stream_all(client, lambda: asyncio.to_thread(lost.power_off))
         self.journal.note(f"{lost.name}, where decode-0 runs, lost its power in mid-stream; {describe(disturbed)}")
         assert [each.answer.text for each in disturbed] == [each.answer.text for each in undisturbed]
-        assert any(each.was_moved for each in disturbed), "nobody decoded on the host that lost its power"
+        assert any(each.was_moved for each in disturbed), "no stream decoded on the host that lost its power"
         self.journal.note("every stream has the text that it had undisturbed")
         lost.boot()
         took_s = await self.until(lambda alive: lost.address in alive)
@@ -112,7 +112,7 @@ class Site:
             while True:
                 if is_so(await asyncio.to_thread(self.cluster.live_addresses)):
                     return time.monotonic() - started_s
-                await asyncio.sleep(0.5)  # nobody tells
+                await asyncio.sleep(0.5)  # there is no event to wait for
 
     def names_of(self, where: dict[str, str]) -> dict[str, str]:
         """Return the hosts' names instead of their addresses."""
@@ -143,7 +143,7 @@ async def test_typed_hosts_follow_their_pool_and_the_doctor_names_what_is_sick(
         known = {port for ports in documented_ports().values() for port in ports}
         unknown = {host.name: host.listening_ports() - known for host in machines.values()}
         assert not any(unknown.values()), unknown
-        site.journal.note("nobody listens on a port that the documentation does not name")
+        site.journal.note("no port is open that the documentation does not name")
         told = await asyncio.to_thread(site.cluster.kvrelay, "scale decode=1")
         site.journal.note(f"kvrelay scale decode=1\n{told}")
         took_s = await site.until(lambda alive: machines[spare].address not in alive)
@@ -204,7 +204,7 @@ async def workers_at(client: AsyncClient, *, count: int) -> dict[str, str]:
                 views = ()
             if sum(view.state == "ready" for view in views) == count:
                 return {view.worker_id: view.address.rpartition(":")[0] for view in views}
-            await asyncio.sleep(0.5)  # nobody tells when a cluster is complete
+            await asyncio.sleep(0.5)  # there is no event for a complete cluster
 
 
 def _serving(num_decode: int, tls: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ _NUM_CERTIFICATES = 3
 
 
 class Listeners:
-    """Where the processes of a cluster listen, as a port scan tells."""
+    """Listeners of a cluster's processes, as a port scan finds them."""
 
     def __init__(self, cluster: RayCluster, hosts: Collection[Host]) -> None:
         """`hosts` run workers."""
@@ -47,7 +47,7 @@ class Listeners:
 async def refuse_strangers_in_mid_stream(
     cluster: RayCluster, hosts: Collection[Host], client: AsyncClient, journal: Journal
 ) -> None:
-    """Have a host that is no member call everything everywhere while streams run: all refused, and nobody notices."""
+    """Call every method from a stranger host while streams run: each is refused, and no stream is disturbed."""
     at = await asyncio.to_thread(Listeners, cluster, hosts)
     undisturbed = await stream_all(client)
     before = await client.status()

@@ -1,1 +1,1 @@
-"""What strangers, tenants and direct clients may not do, tried on real listeners; docs/security.md has the threats."""
+"""Attacks of strangers, tenants and direct clients on real listeners; docs/security.md has the threats."""

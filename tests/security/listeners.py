@@ -31,7 +31,7 @@ def authority(*, is_encrypted: bool, cluster: str = "test", lifetime_s: float = 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listeners:
-    """What there is to attack."""
+    """Listeners to attack."""
 
     authority: Authority
     worker: RunningWorker

@@ -1,4 +1,4 @@
-"""What a process prints can stop that process alone: its supervisor, which runs all the others, goes on."""
+"""Output of a process can stop that process alone; its supervisor and the others go on."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Whoever is no member of the cluster, or has another role, gets nothing from an inside listener: plain and by TLS."""
+"""A caller that is no member, or has another role, gets nothing from an inside listener, with or without TLS."""
 
 import base64
 import datetime
@@ -135,7 +135,7 @@ async def test_doors_serve_what_is_for_clients_and_nothing_else(target: Listener
 
 
 async def test_insider_does_not_take_a_door_or_another_role_for_its_peer() -> None:
-    """A worker that listens where a router is expected, or anybody with a door's certificate, is not believed."""
+    """A worker in the place of a router, or a server with a door's certificate, is refused."""
     async with listeners(is_encrypted=True) as target:
         controller = target.credentials(Role.CONTROLLER)
         async with target.channel(target.worker.address, Role.ROUTER, controller) as channel:
@@ -184,7 +184,7 @@ def encoded(content: bytes) -> str:
 
 
 async def test_proof_with_odd_contents_is_refused_like_any_other() -> None:
-    """What is raised past the guard would be a page of the log for each call of anybody."""
+    """An exception past the guard would write a page of log for each call of a stranger."""
     async with listeners(is_encrypted=False) as target:
         der = ssl.PEM_cert_to_DER_cert(target.authority.ca_pem.decode())
         version = b"\xa0\x03\x02\x01"

@@ -1,4 +1,4 @@
-"""Whoever is nobody has no listener keep anything: neither half a request, nor calls without number."""
+"""Unknown callers make no listener keep state: neither half a request nor unbounded calls."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""What every answer is held to."""
+"""Conditions that every answer has to meet."""
 
 import json
 from collections import Counter
@@ -19,7 +19,7 @@ class Finding:
     what: str
     request: str
     stacks: Sequence[str] = ()
-    """Of the door's tasks, where there was no answer."""
+    """Stacks of the door's tasks, where there was no answer."""
 
     def __str__(self) -> str:
         return "\n".join([f"{self.where}: {self.what}\n    {self.request[:2000]}", *self.stacks])
@@ -27,7 +27,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Log:
-    """What happened; a finding of one kind at one place is kept once."""
+    """Statuses and findings; one finding per kind and place is kept."""
 
     statuses: Counter[tuple[str, int]] = field(default_factory=Counter)
     findings: dict[tuple[str, str], Finding] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Requests made from the door's OpenAPI document: bodies that fit it, and bodies that break it in one place.
 
 Most random bodies are refused at their first field. So a refused one is sent again without the field that was named,
-until it is served: what runs in the end has passed every check with values that nobody would have thought of.
+until it is served: what runs in the end has passed every check with values that no author would think of.
 """
 
 import json

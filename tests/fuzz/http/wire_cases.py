@@ -43,7 +43,7 @@ REQUESTS: tuple[tuple[bytes, int], ...] = (
     (_with_body("/detokenize", {"tokens": ["a"]}), 400),
     (_with_body("/live", {"a": "body that nobody reads"}), 405),
 )
-"""With the status of each."""
+"""Requests, each with its expected status."""
 _LAST = b"GET /live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 

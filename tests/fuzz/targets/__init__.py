@@ -1,1 +1,1 @@
-"""What is fuzzed, door by door."""
+"""Fuzz targets, one file per door."""

@@ -1,4 +1,4 @@
-"""What a worker tells a router: who it is, and its KV events, in batches of msgpack."""
+"""Messages of a worker to a router: its identity, and KV events in batches of msgpack."""
 
 import asyncio
 from typing import Any, cast

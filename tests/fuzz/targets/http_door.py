@@ -229,7 +229,7 @@ class _Transport(asyncio.Transport):
 
 
 class _Responses:
-    """What `httptools` finds in what was sent."""
+    """Requests that `httptools` finds in the bytes that were sent."""
 
     def __init__(self) -> None:
         self.statuses: list[int] = []

@@ -1,4 +1,4 @@
-"""What clients ask the router, and what its controller tells it."""
+"""Requests of clients to the router, and of its controller."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What trust is built from: proofs, tickets, requests for certificates, and the lines in which they come."""
+"""Parts of the trust boundary: proofs, tickets, certificate requests, and the lines that carry them."""
 
 import base64
 import json
@@ -42,7 +42,7 @@ _DEEP = ("[" * 100_000, '{"a":' * 50_000, "[" * 1_000 + "]" * 1_000, "1" * 10_00
 
 
 class TrustTarget(Target):
-    """Each part by itself: it refuses as documented, and certifies and believes nobody wrongly."""
+    """Each part by itself: it refuses as documented and never certifies or accepts a wrong identity."""
 
     name = "trust"
 
@@ -92,7 +92,7 @@ _DER_PLACES: Mapping[bytes, int] = {
     bytes.fromhex("551d11"): 2,
     bytes.fromhex("551d0f"): 2,
 }
-"""Where a certificate or a request has a version, an algorithm or an extension: a byte in each of these places."""
+"""Offsets at which a certificate or a request has a version, an algorithm or an extension."""
 
 
 def _mangle_der(der: bytes, source: Source) -> bytes:
@@ -270,7 +270,7 @@ def _try_line(source: Source) -> Callable[[], str | None]:
 
 
 def _try_answer(source: Source) -> Callable[[], str | None]:
-    """What a process is answered that has asked for a certificate."""
+    """Answer to a process that has asked for a certificate."""
     credentials = Credentials()
     fields = json.loads(_ENROL(credentials.request(())).to_json())
     is_odd = False

@@ -1,4 +1,4 @@
-"""What routers, supervisors and other workers ask a worker."""
+"""Requests of routers, supervisors and other workers to a worker."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
