@@ -47,7 +47,7 @@ MESSAGE_LATENCY_S = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """What became of one request."""
+    """Outcome of one request."""
 
     ttft_s: float
     itl_s: float | None

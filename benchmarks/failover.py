@@ -1,4 +1,4 @@
-"""What do clients see when one of two routers is killed? Sixteen streams, half through each; kill -9 of the first.
+"""Pause of clients when one of two routers is killed: sixteen streams, half through each; kill -9 of the first.
 
     python -m benchmarks.failover [--launcher local|ray] [--engine fake|torch] [--tokens 160] [--json FILE]
     python -m benchmarks.failover --address HOST:1,HOST:2 --kill controller --pid PID [--json FILE]
@@ -42,7 +42,7 @@ _BACK_TIMEOUT_S = 120.0
 
 @dataclass(slots=True, kw_only=True)
 class Stream:
-    """What came of one request."""
+    """Outcome of one request."""
 
     number: int
     text: str = ""

@@ -1,4 +1,4 @@
-"""What a request and a token cost the load generator: CPU time of one generator process, and how exact it is.
+"""Cost of a request and of a token to the load generator: CPU time of one process, and how exact it is.
 
 `python -m benchmarks.generator_cost --out benchmarks/results/generator_cost.json`
 
@@ -49,7 +49,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """What happened between two readings of the process's CPU time."""
+    """Work between two readings of the process's CPU time."""
 
     cpu_s: float
     num_requests: int

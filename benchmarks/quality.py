@@ -1,4 +1,4 @@
-"""What do 8-bit weights and KV pages cost in quality? Perplexity and greedy agreement beside the unquantized model.
+"""Quality lost to 8-bit weights and KV pages: perplexity and greedy agreement beside the unquantized model.
 
     python -m benchmarks.quality [--model default] [--windows 24] [--json FILE]
 
@@ -68,7 +68,7 @@ class Arm:
     num_predicted: int = 0
     num_same_top: int = 0
     agreements: list[list[bool]] = field(default_factory=list)
-    """Of each window: whether its most likely token is the reference's, at each position of the answer."""
+    """Agreement with the reference's most likely token, by window and position of the answer."""
 
     def summary(self) -> dict[str, float | str]:
         """Return the figures of the table."""
@@ -236,7 +236,7 @@ def report(arms: Sequence[Arm], console: Console) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What is kept of a run."""
+    """Results of a run."""
 
     model: str
     python: str

@@ -53,7 +53,7 @@ async def _worker(client: AsyncClient, role: str) -> WorkerStatus | None:
 
 async def _until(condition: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(60):
-        while not await condition():  # noqa: ASYNC110 - a remote state, which tells nobody when it changes
+        while not await condition():  # noqa: ASYNC110 - a remote state, which has no event
             await asyncio.sleep(0.02)
 
 

@@ -1,4 +1,4 @@
-"""What do clients see while the pools grow, change over and shrink? Twenty times under 16 streams, real model.
+"""Gaps of clients while the pools grow, change over and shrink: twenty times under 16 streams, real model.
 
     python -m benchmarks.resize [--launcher local|ray] [--times 20] [--hold 10] [--json FILE]
 
@@ -38,13 +38,13 @@ _CHANGES: tuple[tuple[str, dict[str, int]], ...] = (
     ("back", {"prefill": 2, "decode": 2}),
     ("down", {"prefill": 1, "decode": 1}),
 )
-"""What one *time* is made of: two workers start, one changes its pool, it changes back, two go."""
+"""Steps of one *time*: two workers start, one changes its pool, it changes back, two go."""
 _EDGES_S = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, float("inf"))
 
 
 @dataclass(slots=True, kw_only=True)
 class Answers:
-    """What came of the requests of one pass."""
+    """Outcomes of the requests of one pass."""
 
     texts: dict[int, str] = field(default_factory=dict)
     gaps_s: list[float] = field(default_factory=list)

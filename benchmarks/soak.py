@@ -55,14 +55,14 @@ class MemorySample:
     at_s: float
     rss_bytes: int
     device_bytes: int
-    """Of the CUDA device, all that its allocator holds; 0 without one."""
+    """Memory that the CUDA allocator holds; 0 without a device."""
     python_blocks: int
     """Allocations of the Python interpreter: tells a leak of objects from one below Python."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """What the load was."""
+    """Counts of the load."""
 
     steps: int = 0
     requests: int = 0
@@ -86,7 +86,7 @@ class Load:
         self._live: list[Group] = []
 
     def step(self) -> None:
-        """Top up, perhaps cancel somebody, and run one step. Raises what a request failed with."""
+        """Top up, cancel a request now and then, and run one step. Raises the error of a request that failed."""
         while len(self._live) < _LIVE_REQUESTS and self._arrive():
             pass
         if self._rng.random() < 0.02:

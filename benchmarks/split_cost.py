@@ -1,4 +1,4 @@
-"""What does the split cost? TTFT and ITL of a 1P+1D cluster beside the same engine in one process.
+"""Measures what the split costs: TTFT and ITL of a 1P+1D cluster beside the same engine in one process.
 
     python -m benchmarks.split_cost [--rounds 5] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What a streamed token costs the router: CPU time of its process per token that a client got.
+"""Cost of a streamed token to the router: CPU time of its process per token that a client got.
 
 `python -m benchmarks.token_path --out results/token_path.json`
 
@@ -50,7 +50,7 @@ class Window:
     """Part of it that was spent in system calls."""
     tokens_per_s: float
     tokens_per_message: float
-    """As the client got them."""
+    """Tokens per message, as the client got them."""
     router_cores: float
     """CPU time of the router per wall time."""
 

@@ -1,4 +1,4 @@
-"""Who is who among a benchmark's processes: the benchmark is their authority, and enrols the children that it starts.
+"""Identities of a benchmark's processes: the benchmark is their authority and enrols the children that it starts.
 
 A child gets its certificate over its standard streams, as from a launcher (common/trust/pipe.py): `python -m router`
 does so by itself, a mock by `enrol_child`. What the parent plays itself, the controller or another worker, has its

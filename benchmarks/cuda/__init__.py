@@ -1,1 +1,1 @@
-"""What one GPU shows: `benchmarks/cuda_all.sh` runs every part; each runs by itself and, with --smoke, on a CPU."""
+"""Measurements on one GPU: `benchmarks/cuda_all.sh` runs every part; each runs by itself too, with --smoke on a CPU."""

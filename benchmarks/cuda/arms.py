@@ -41,7 +41,7 @@ class Format(StrEnum):
 
     @property
     def bytes_per_element(self) -> int:
-        """Of the layers' matrices, and of keys and values; the head is never in less than bf16."""
+        """Format of the layers' matrices, and of keys and values; the head is never in less than bf16."""
         return {Format.FP32: 4, Format.BF16: 2, Format.FP8: 1}[self]
 
 
@@ -62,7 +62,7 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name in tables."""
         return f"{self.model} {self.format}"
 
     @property
@@ -84,7 +84,7 @@ class Arm:
 
     @property
     def weight_bytes(self) -> int:
-        """What every decode step reads; of the embedding it reads a few rows only."""
+        """Bytes that every decode step reads; it reads only a few rows of the embedding."""
         per_element = self.format.bytes_per_element
         return per_element * self.num_layer_weights + max(per_element, 2) * self.num_head_weights
 

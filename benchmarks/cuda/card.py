@@ -1,4 +1,4 @@
-"""What the card measures for itself: the bounds that every other part is held against.
+"""Rates of the card, measured in the same run: the bounds of every other part.
 
     python -m benchmarks.cuda.card [--device cuda] [--out DIR] [--smoke]
 

@@ -44,7 +44,7 @@ CopyBlocks = Callable[[Sequence[BlockId], Sequence[BlockId]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is moved."""
+    """Blocks that are moved."""
 
     model: str
     num_blocks: int

@@ -1,4 +1,4 @@
-"""Where a step's time goes: each operation by itself, against what the card measures for itself.
+"""Time of each operation of a step by itself, beside the card's own rates.
 
     python -m benchmarks.cuda.kernels [--device cuda] [--out DIR] [--smoke]
 
@@ -36,7 +36,7 @@ _BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is run."""
+    """Cases that are run."""
 
     model: str
     num_layers: int
@@ -56,7 +56,7 @@ SMOKE = Sizes(model="tiny", num_layers=2, decodes=((1, 33), (4, 64)), num_prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What every case needs."""
+    """Inputs of every case."""
 
     part: Part
     rates: CardRates

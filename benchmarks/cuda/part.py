@@ -1,4 +1,4 @@
-"""What all parts share: their arguments, their time budget, and how a case that fails leaves the others alone."""
+"""Shell of all parts: arguments, a time budget, and isolation of a case that fails."""
 
 import argparse
 import logging

@@ -1,4 +1,4 @@
-"""What a part of the measurements says, as JSON for machines and a table for people."""
+"""Report of one part of the measurements: JSON for machines, a table for people."""
 
 import json
 import math
@@ -16,7 +16,7 @@ class Reading:
     value: float
     unit: str
     bound: float | None = None
-    """What the hardware, as measured in the same run, or the other arm makes of the same work; in the same unit."""
+    """Value of the same work on the hardware's bound, as measured in the same run, or in the other arm; same unit."""
     ratio: float | None = None
     """How good the value is: share of the bound, or advantage over the other arm. Higher is better."""
     goal: float | None = None

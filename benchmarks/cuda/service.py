@@ -32,7 +32,7 @@ from kvrelay.client import AsyncClient, Generation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is asked."""
+    """Requests that are sent."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -160,6 +160,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # The cluster would outlive this process: whoever ends it must let it clean up.
+    # The cluster would outlive this process: a signal has to let it clean up.
     signal.signal(signal.SIGTERM, lambda _signum, _frame: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

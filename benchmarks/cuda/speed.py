@@ -26,12 +26,12 @@ from common.random_models import CONFIGS
 
 _GIB = 1 << 30
 _RESERVE_BYTES = 10 * _GIB
-"""For activations of an 8k prefill, graphs, libraries' workspaces and what other processes hold."""
+"""Memory left for activations of an 8k prefill, graphs, libraries' workspaces and other processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is run."""
+    """Cases that are run."""
 
     decodes: tuple[tuple[int, int, float], ...]
     """(batch size, context length, goal)."""

@@ -33,13 +33,13 @@ _GOAL = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What both arms are given."""
+    """Load of both arms."""
 
     num_requests: int
     num_prompt_tokens: int
     num_output_tokens: int
     peer_limits: Mapping[str, Any]
-    """What transformers would otherwise choose by itself."""
+    """Settings that transformers would otherwise choose by itself."""
 
     @property
     def num_generated(self) -> int:
@@ -47,7 +47,7 @@ class Load:
         return self.num_requests * self.num_output_tokens
 
 
-# Of the memory that our engine and both copies of the weights leave: room for what its attention gathers stays.
+# Share of the memory that our engine and both copies of the weights leave; the rest is for what its attention gathers.
 _PEER_MEMORY = {"max_memory_percent": 0.7}
 FULL = Load(num_requests=256, num_prompt_tokens=512, num_output_tokens=256, peer_limits=_PEER_MEMORY)
 SMOKE = Load(

@@ -14,5 +14,5 @@ prompts near-ties are frequent, but engines that computed different models would
 
 Ours is the engine as a worker runs it: scheduler, block pool, prefix cache, sampler and detokenizing included, network
 and handoff not. vLLM is its offline engine, likewise with scheduler, sampler and detokenizing: `vllm-cpu` at its
-fastest settings (`benchmarks.engine.arms`), `vllm-cpu-default` as it starts when nobody sets anything.
+fastest settings (`benchmarks.engine.arms`), `vllm-cpu-default` as it starts by default.
 """

@@ -48,7 +48,7 @@ def vllm_arm(model_dir: Path, *, venv: Path, max_model_len: int, threads: int) -
 
 
 def default_vllm_arm(model_dir: Path, *, venv: Path, max_model_len: int) -> ArmSpec:
-    """The CPU build of vLLM as it starts when nobody sets anything: processes, threads, binding are its own choice."""
+    """The CPU build of vLLM with its defaults for processes, threads and binding."""
     module = [str(venv / "bin" / "python"), "-m", "benchmarks.peers.vllm_arm", "--model", str(model_dir)]
     env = {
         "HF_HUB_OFFLINE": "1",

@@ -1,4 +1,4 @@
-"""What is measured, and how a rate is read off the times of the tokens."""
+"""Cases, and the rate that follows from the times of the tokens."""
 
 import random
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What the machine could do at best: how fast it reads memory and multiplies matrices, measured, and what a case needs.
+"""The machine's bound: measured rates of memory and of matrix products, and the work that a case needs.
 
 On a shared host both change from minute to minute, memory by a factor of two: they are measured before every case, and
 a case is held against its own.
@@ -66,7 +66,7 @@ class ModelCost:
     head_params: int
     kv_bytes_per_token: int
     attention_flops: int
-    """Of one new token and one token that it attends to, all layers: one product with the key, one with the value."""
+    """Operations for one new token and one attended token, all layers: a product with the key, one with the value."""
 
     @classmethod
     def of(cls, config: DecoderConfig) -> "ModelCost":

@@ -49,7 +49,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseRates:
-    """What the machine could do just before the arms took their turns."""
+    """Rates of the machine just before the arms took their turns."""
 
     case: str
     round_idx: int
@@ -67,7 +67,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to run."""
+    """Cases, arms and rounds to run."""
 
     cases: Sequence[Case]
     num_rounds: int

@@ -1,4 +1,4 @@
-"""Where a step of our engine spends its time: clocks around the seams' public methods, in this process.
+"""Profile of a step of our engine: clocks around the seams' public methods, in this process.
 
 On a CPU every call computes before it returns, so that the clocks add up to the step. "host" is what is left of a step:
 scheduling, input preparation, bookkeeping. Served, a layer of packed weights is one call (`engine.ops.cpu.decoder`);

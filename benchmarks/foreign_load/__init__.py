@@ -1,4 +1,4 @@
-"""Load generators that nobody here wrote, against kvrelay's HTTP door, and ours beside them.
+"""Load generators of other projects against kvrelay's HTTP door, and ours beside them.
 
     python -m benchmarks.foreign_load --out DIR [--tools guidellm,aiperf] [--engine fake] [--rounds 3]
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from benchmarks.foreign_load.report import ToolReport
 
 Results = Mapping[tuple[int, str], Sequence[ToolReport]]
-"""By concurrency and tool: a report for each round."""
+"""Reports of the rounds, by concurrency and tool."""
 
 OURS = "kvrelay bench"
 _MEASURES = {"TTFT p50": "ttft_p50_s", "TPOT p50": "tpot_p50_s", "E2E p50": "e2e_p50_s"}

@@ -1,4 +1,4 @@
-"""What a load generator is asked for, and what it says."""
+"""Request to a load generator, and its report."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Load:
     concurrency: int
     num_requests: int
     num_prompt_tokens: int
-    """Of the user's message; the chat template adds to them."""
+    """Tokens of the user's message; the chat template adds more."""
     num_output_tokens: int
     seed: int
 
@@ -38,7 +38,7 @@ class ToolReport:
     num_complete: int
     num_failed: int
     num_prompt_tokens: int
-    """Of all requests, by the server's count."""
+    """Tokens of all requests, by the server's count."""
     num_output_tokens: int
     ttft_p50_s: float
     ttft_mean_s: float

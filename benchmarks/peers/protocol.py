@@ -1,4 +1,4 @@
-"""What a benchmark and an arm say to each other: one JSON object a line, over the arm's stdin and stdout.
+"""Protocol between a benchmark and an arm: one JSON object a line, over the arm's stdin and stdout.
 
     arm -> benchmark   {"ready": {...}}                                    once, when the model is loaded
     benchmark -> arm   {"prompts": [[id, ...], ...], "max_tokens": n}      generate, greedily, ignoring end-of-text
@@ -25,7 +25,7 @@ class Output:
 
     token_ids: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
-    """Of each token, since the start of the request."""
+    """Time of each token since the start of the request."""
 
 
 Stream = Iterable[tuple[int, int]]

@@ -24,7 +24,7 @@ def main() -> None:
     model.eval()
 
     class Tap:
-        """What generate() calls with each step's tokens; the first call brings the prompts."""
+        """Streamer that generate() calls with each step's tokens; the first call brings the prompts."""
 
         def __init__(self) -> None:
             self.steps: SimpleQueue[list[int] | BaseException | None] = SimpleQueue()

@@ -18,10 +18,10 @@ class VenvFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerPackages:
-    """What to install, step by step."""
+    """Installation steps, in order."""
 
     name: str
-    """Of the folder, version included."""
+    """Name of the folder, version included."""
     steps: tuple[tuple[str, ...], ...]
     """Arguments of pip, in order."""
 

@@ -1,4 +1,4 @@
-"""What the router costs, beside other routers: `python -m benchmarks.router [--quick] [--parts …] [--json FILE]`.
+"""Cost of the router, beside other routers: `python -m benchmarks.router [--quick] [--parts …] [--json FILE]`.
 
 Parts, each measured in turns with its peers in one run; medians over the rounds (5; 2 with --quick) with ranges:
 

@@ -134,7 +134,7 @@ async def _join(address: str, ports: Sequence[str], authority: Authority) -> Non
     async with reach.router(address) as channel, asyncio.timeout(START_TIMEOUT_S):
         admin = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
         request = router_admin_pb2.SetWorkersRequest(workers=workers)
-        while (await admin.SetWorkers(request)).num_ready < len(workers):  # noqa: ASYNC110 - nobody would set an event
+        while (await admin.SetWorkers(request)).num_ready < len(workers):  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.05)
 
 

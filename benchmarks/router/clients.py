@@ -14,7 +14,7 @@ from kvrelay.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What one round sends."""
+    """Load of one round."""
 
     prompts: Sequence[Sequence[int]]
     """Token ids; sent in order, one request each."""
@@ -24,11 +24,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What the client saw."""
+    """Times that the client saw."""
 
     wall_s: float
     first_chunk_s: tuple[float, ...]
-    """Of each request: sent to first token received."""
+    """Time from sending to the first token, of each request."""
 
 
 Ask = Callable[[int], Awaitable[float]]

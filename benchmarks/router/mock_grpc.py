@@ -126,7 +126,7 @@ class MockWorker(
 
 async def _serve(num_workers: int) -> None:
     credentials = await enrol_child()
-    servers: list[Server] = []  # a server that nobody holds stops
+    servers: list[Server] = []  # a server without a reference stops
     for number in range(num_workers):
         worker = MockWorker(number)  # type: ignore[abstract]
 

@@ -10,7 +10,7 @@ from benchmarks.clusters import running_doors
 from benchmarks.peers.vllm_server import VllmServer
 
 KV_MEMORY_GIB = 1
-"""Of an arm in all."""
+"""Cores of an arm in total."""
 MAX_STEP_TOKENS = 512
 MAX_MODEL_LEN = 8192
 NUM_THREADS = 2

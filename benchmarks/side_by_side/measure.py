@@ -25,7 +25,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is run."""
+    """Cases that are run."""
 
     arms: tuple[str, ...]
     workload: WorkloadSpec
@@ -47,7 +47,7 @@ class Cell:
 
     @property
     def folder(self) -> str:
-        """Where it is kept."""
+        """Folder of the results."""
         return f"{self.arm}-{self.load:g}-{self.repeat}"
 
 

@@ -1,4 +1,4 @@
-"""What TLS costs: `python -m benchmarks.tls_cost [--quick] [--parts …] [--json FILE]`.
+"""Cost of TLS: `python -m benchmarks.tls_cost [--quick] [--parts …] [--json FILE]`.
 
 Two arms: `off`, a cluster on one host with `tls.mode: off`, whose processes show each other signed proofs; and `on`,
 the same with `tls.mode: on`, mutual TLS between all processes and TLS at the doors. Both run side by side for the whole

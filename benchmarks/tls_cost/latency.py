@@ -1,4 +1,4 @@
-"""What clients see of whole clusters."""
+"""Latencies that clients of whole clusters see."""
 
 import asyncio
 import itertools
@@ -28,7 +28,7 @@ class Case:
     model: dict[str, Any]
     concurrency: int
     num_requests: int
-    """In a round."""
+    """Requests of a round."""
     num_output_tokens: int
     num_prompt_tokens: int = 200
 

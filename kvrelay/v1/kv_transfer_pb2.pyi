@@ -84,7 +84,7 @@ class OpenFetch(_message.Message):
     epoch: _builtins.int
     """Epoch of the serving worker; another one is refused."""
     first_block: _builtins.int
-    """Index of the first block that the puller lacks."""
+    """Index of the first block that the puller does not hold."""
     layout_fingerprint: _builtins.str
     """The puller's layout; another one is refused."""
     host_id: _builtins.str

@@ -30,7 +30,7 @@ class _RetentionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Retention.V
     """They go first: another worker keeps them. Blocks that were used again meanwhile are kept all the same."""
 
 class Retention(_Retention, metaclass=_RetentionEnumTypeWrapper):
-    """How long blocks that nobody uses stay cached."""
+    """How long unreferenced blocks stay cached."""
 
 RETENTION_UNSPECIFIED: Retention.ValueType  # 0
 """As long as there is room: until they are the least recently used ones."""

@@ -401,7 +401,7 @@ class LoadReport(_message.Message):
     prefill_backlog_s: _builtins.float
     """Predicted seconds until the prompts accepted so far are computed."""
     num_cold_blocks: _builtins.int
-    """Free pages whose content nobody would miss: empty, or used once. Others hold prefixes that were reused."""
+    """Free pages of little value: empty, or used once. Others hold prefixes that were reused."""
     num_cached_blocks: _builtins.int
     """Free pages that hold reusable KV."""
     def __init__(

@@ -1,4 +1,4 @@
-"""What the GPU measurements report, and what they hold it against."""
+"""Reports of the GPU measurements, and the bounds beside them."""
 
 from pathlib import Path
 
