@@ -1,1 +1,1 @@
-"""Generated from proto/ by tools/genproto. Never edited."""
+"""Generated from proto/ by .ci/genproto. Never edited."""

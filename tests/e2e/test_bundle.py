@@ -31,7 +31,7 @@ def normalized(name: str) -> str:
 
 
 def bundled() -> list[str]:
-    listed = subprocess.run([REPOSITORY / "tools" / "bundle", "--list"], capture_output=True, text=True, check=True)
+    listed = subprocess.run([REPOSITORY / "deploy" / "bundle", "--list"], capture_output=True, text=True, check=True)
     return listed.stdout.split()
 
 
