@@ -18,13 +18,12 @@ from common.parity import TextProbes
 from common.timing_wire import timing_from_proto
 from common.trust.reach import Reach
 from kvrelay.v1 import sequence_pb2, worker_pb2
-from router.booking import Booking
 from router.facts import Endpoint, ModelFacts, WorkerFacts, check_report, find_mismatch, summarize
 from router.index import PrefixIndex
 from router.link import WorkerLink
 from router.member import Hold, Member, WorkerState
-from router.placement.decisions import Decision
-from router.placement.plans import FleetView, Plan, Pull, RouteRequest
+from router.placement.decisions import Booking, Decision
+from router.placement.plans import FleetView, PlacementRequest, Plan, Pull
 from router.pool_timing import PoolTiming
 from router.roster import Roster
 from router.worker_client import Streams, WorkerClient
@@ -272,7 +271,7 @@ class Fleet:
         member = self._members.get(worker_id)
         return -1 if member is None else member.load_version
 
-    def book(self, plan: Plan, request: RouteRequest) -> Booking:
+    def book(self, plan: Plan, request: PlacementRequest) -> Booking:
         """Count the plan's work as load of its workers until the booking is released."""
         decode = self._hold(plan.decode, request)
         decode.num_blocks = request.num_decode_blocks
@@ -318,7 +317,7 @@ class Fleet:
             num_blocks=pull.num_blocks,
         )
 
-    def _hold(self, worker_id: WorkerId, request: RouteRequest) -> Hold:
+    def _hold(self, worker_id: WorkerId, request: PlacementRequest) -> Hold:
         member = self._members[worker_id]
         assert member.facts is not None, f"{worker_id} was chosen in state {member.state}"
         return Hold(

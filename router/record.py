@@ -68,7 +68,7 @@ class RequestRecord:
     life: LifeCycle
     clock: Clock
     deadline_s: float
-    """Time of the event loop at which everything must have ended."""
+    """Time on `clock` at which everything must have ended."""
     outbox: Outbox = field(default_factory=Outbox)
     ledger: TokenLedger = field(init=False)
     num_cached_tokens: int = 0

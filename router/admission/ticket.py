@@ -9,8 +9,8 @@ from types import TracebackType
 from common.errors import Overloaded, Refused
 from router.admission.account import Account, Service
 from router.admission.terms import Terms
-from router.booking import Booking
-from router.placement.search import Search
+from router.placement.chooser import Search
+from router.placement.decisions import Booking
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -31,7 +31,7 @@ class Ticket:
     """It has had one; from then on no limit refuses it, and it stands before newcomers."""
     displaced: Refused | None = None
     """Set: its place was given to another tenant's request before it had a plan, and this is what it is told."""
-    seekers: "set[Seeker]" = field(default_factory=set)
+    queued: "set[QueuedRequest]" = field(default_factory=set)
     """Of its samples, those that stand in line."""
     reading: asyncio.Timeout | None = None
     is_closed: bool = False
@@ -62,10 +62,10 @@ class Ticket:
         self.displaced = refused
         if self.reading is not None:
             self.reading.reschedule(asyncio.get_running_loop().time())
-        for seeker in self.seekers:
-            assert seeker.granted is not None, "who stands in line has a future"
-            if not seeker.granted.done():
-                seeker.granted.set_result(refused)
+        for queued in self.queued:
+            assert queued.granted is not None, "who stands in line has a future"
+            if not queued.granted.done():
+                queued.granted.set_result(refused)
 
     def __enter__(self) -> "Ticket":
         return self
@@ -77,7 +77,7 @@ class Ticket:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Seeker:
+class QueuedRequest:
     """Somebody who looks for a plan, over all the refusals that it meets."""
 
     ticket: Ticket

@@ -4,7 +4,7 @@ import enum
 
 from common.errors import RefusalCause, Refused
 from common.timing import GUESSED_TIMING
-from router.placement.plans import FleetView, Plan, RouteRequest, WorkerLoad
+from router.placement.plans import FleetView, PlacementRequest, Plan, WorkerLoad
 
 MIN_RETRY_S = 0.05
 MAX_RETRY_S = 60.0
@@ -20,7 +20,7 @@ class Shed(enum.Enum):
     """Those, and requests that would miss their objective for the time to first token."""
 
 
-def find_hopeless(request: RouteRequest, plan: Plan | Refused, view: FleetView, *, shed: Shed) -> Refused | None:
+def find_hopeless(request: PlacementRequest, plan: Plan | Refused, view: FleetView, *, shed: Shed) -> Refused | None:
     """Return a final refusal when no worker of the view can bring the first token in time.
 
     The policy's own prediction counts; where it makes none, the least that any worker would need: its queue and the
@@ -39,7 +39,7 @@ def find_hopeless(request: RouteRequest, plan: Plan | Refused, view: FleetView, 
     return None
 
 
-def _predicted_ttft_s(request: RouteRequest, plan: Plan | Refused, view: FleetView) -> float | None:
+def _predicted_ttft_s(request: PlacementRequest, plan: Plan | Refused, view: FleetView) -> float | None:
     workers = (*view.prefill, *view.decode)
     if isinstance(plan, Plan) and plan.predicted_ttft_s is not None:
         computes = next(worker for worker in workers if worker.worker_id == plan.computes)
@@ -53,7 +53,7 @@ def _is_measured(worker: WorkerLoad) -> bool:
     return worker.timing.prefill != GUESSED_TIMING.prefill
 
 
-def _least_ttft_s(request: RouteRequest, worker: WorkerLoad) -> float:
+def _least_ttft_s(request: PlacementRequest, worker: WorkerLoad) -> float:
     cached = request.cached_tokens(worker.worker_id)
     return worker.prefill_wait_s(request.now_s) + worker.timing.prefill_s(request.num_tokens - cached, cached)
 

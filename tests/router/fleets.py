@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from common.ids import RequestId, WorkerId
 from common.timing import StepModel, TimingModel
-from router.placement.plans import FleetView, Plan, RouteRequest, WorkerLoad
+from router.placement.plans import FleetView, PlacementRequest, Plan, WorkerLoad
 from router.placement.policies.interface import Policy, PolicySettings
 from router.placement.policies.registry import make_policy
 
@@ -34,19 +34,16 @@ def fleet(*workers: WorkerLoad, num_prefill: int | None = None, block_bytes: int
     )
 
 
-def request(
-    num_tokens: int = 160, *, cached: Mapping[str, int] | None = None, need: int = 11, **fields: object
-) -> RouteRequest:
+def request(num_tokens: int = 160, *, cached: Mapping[str, int] | None = None, **fields: object) -> PlacementRequest:
     """A request in blocks of 16 tokens."""
     values = {
         "request_id": RequestId("req"),
         "num_tokens": num_tokens,
         "block_size": 16,
-        "num_decode_blocks": need,
         "cached_blocks": {WorkerId(name): count for name, count in (cached or {}).items()},
         **fields,
     }
-    return RouteRequest(**values)  # type: ignore[arg-type]
+    return PlacementRequest(**values)  # type: ignore[arg-type]
 
 
 def policy(name: str, **settings: object) -> Policy:
@@ -54,7 +51,7 @@ def policy(name: str, **settings: object) -> Policy:
     return make_policy(name, PolicySettings(**settings))  # type: ignore[arg-type]
 
 
-def choose(policy: Policy, request: RouteRequest, fleet: FleetView) -> Plan:
+def choose(policy: Policy, request: PlacementRequest, fleet: FleetView) -> Plan:
     """The plan that the policy makes; it must make one."""
     plan = policy.choose(request, fleet)
     assert isinstance(plan, Plan), plan

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from prometheus_client import CollectorRegistry
 
-from common.block_hash import NO_HASHES
 from common.clock import ManualClock
 from common.errors import Overloaded, RefusalCause, Refused, WorkerLost
 from common.ids import RequestId, WorkerId
@@ -18,18 +17,16 @@ from kvrelay.v1 import worker_pb2
 from router.admission.account import Service
 from router.admission.line import MAX_CANDIDATES, MAX_OVERTAKEN, Admission
 from router.admission.terms import Terms
-from router.admission.ticket import Seeker, Ticket
-from router.booking import Booking
+from router.admission.ticket import QueuedRequest, Ticket
 from router.facts import Endpoint
 from router.fleet import Fleet
 from router.index import PrefixIndex
 from router.member import Hold, Member
-from router.placement.chooser import Chooser
-from router.placement.decisions import Decision
-from router.placement.plans import Plan, PlanKind
+from router.placement.chooser import Chooser, Search
+from router.placement.decisions import Booking, Decision
+from router.placement.plans import PlacementRequest, Plan
 from router.placement.policies.interface import PolicySettings
 from router.placement.policies.registry import make_policy
-from router.placement.search import Search, Sought
 from router.tenant_metrics import MAX_LABELS, OTHERS, TenantMetrics
 from router.tenants import Tenant
 from tests.trust import ROUTER
@@ -53,20 +50,20 @@ class PageChooser(Chooser):
         self._member = Member(endpoint=endpoint, client=cast(Any, None))
 
     def choose(self, search: Search) -> Booking | Refused:
-        sought = search.sought
-        self.asked.append(sought.request_id)
-        if sought.request_id in self.hopeless:
+        request = search.request
+        self.asked.append(request.request_id)
+        if request.request_id in self.hopeless:
             return Refused(reason="too late", retry_after_s=3.0, cause=RefusalCause.DEADLINE)
-        if sought.num_tokens > self.num_free:
+        if request.num_tokens > self.num_free:
             return Refused(reason=f"{self.num_free} pages are free", retry_after_s=1.0)
-        self.num_free -= sought.num_tokens
-        plan = Plan(kind=PlanKind.LOCAL, decode=WORKER, prefill=None, predicted_cached_tokens=0, reason="")
+        self.num_free -= request.num_tokens
+        plan = Plan(decode=WORKER, predicted_cached_tokens=0, reason="")
         hold = Hold(
             member=self._member,
             epoch=cast(Any, 1),
-            request_id=sought.request_id,
+            request_id=request.request_id,
             booked_s=0.0,
-            num_blocks=sought.num_tokens,
+            num_blocks=request.num_tokens,
         )
 
         def free(booking: Booking) -> None:
@@ -74,11 +71,11 @@ class PageChooser(Chooser):
             booking.decode.num_blocks = 0
             self.change()
 
-        decision = Decision(request_id=sought.request_id, num_tokens=sought.num_tokens, plan=plan, decided_s=0.0)
-        return Booking(decision=decision, decode=hold, prefill=None, on_release=free)
+        decision = Decision(request_id=request.request_id, num_tokens=request.num_tokens, plan=plan, decided_s=0.0)
+        return Booking(decision=decision, decode=hold, on_release=free)
 
-    def work_s(self, sought: Sought) -> float:
-        return float(sought.num_tokens)
+    def work_s(self, request: PlacementRequest) -> float:
+        return float(request.num_tokens)
 
     def change(self) -> None:
         """Let the fleet change."""
@@ -119,17 +116,10 @@ class Line:
         await self.place(name, num_pages)
 
     async def place(self, name: str, num_pages: int, *, patience_s: float = PATIENCE_S) -> None:
-        sought = Sought(
-            request_id=RequestId(name),
-            num_tokens=num_pages,
-            num_samples=1,
-            block_size=1,
-            hashes=NO_HASHES,
-            num_output_tokens=0,
-        )
-        deadline_s = asyncio.get_running_loop().time() + patience_s
-        seeker = Seeker(ticket=self.tickets[name], search=Search(sought=sought), deadline_s=deadline_s)
-        self.waiting[name] = asyncio.create_task(self.admission.place(seeker))
+        request = PlacementRequest(request_id=RequestId(name), num_tokens=num_pages, block_size=1, num_output_tokens=0)
+        deadline_s = self.clock.monotonic() + patience_s
+        queued = QueuedRequest(ticket=self.tickets[name], search=Search(request=request), deadline_s=deadline_s)
+        self.waiting[name] = asyncio.create_task(self.admission.place(queued))
         await turns()
 
     async def end(self, name: str) -> None:

@@ -19,7 +19,7 @@ from router.alarms import (
 )
 from router.member import Member, WorkerState
 from router.placement.decisions import Decision
-from router.placement.plans import Plan, PlanKind
+from router.placement.plans import Plan
 from tests.router.fakes import BLOCK_SIZE
 from tests.router.test_member import make_facts, make_member
 
@@ -41,9 +41,7 @@ class Router:
         self, *, predicted: int = 0, found: int | None = 0, worker_id: WorkerId = P0, num_hashed_blocks: int = 10
     ) -> Decision:
         """Let a request be decided and end; the alarms hear of it."""
-        plan = Plan(
-            kind=PlanKind.LOCAL, decode=worker_id, prefill=None, predicted_cached_tokens=predicted, reason="test"
-        )
+        plan = Plan(decode=worker_id, predicted_cached_tokens=predicted, reason="test")
         decision = Decision(
             request_id=RequestId("r"),
             num_tokens=10 * BLOCK_SIZE,

@@ -9,14 +9,12 @@ from common.errors import Cancelled, WorkerLost
 from common.ids import RequestId, WorkerId
 from router.metrics import RouterMetrics
 from router.placement.decisions import Decision, DecisionLog
-from router.placement.plans import Plan, PlanKind
+from router.placement.plans import Plan
 
 
 def decision(request_id: str = "r0", *, tenant: str = "a", **predicted: float) -> Decision:
     plan = Plan(
-        kind=PlanKind.LOCAL,
         decode=WorkerId("d0"),
-        prefill=None,
         predicted_cached_tokens=64,
         reason="",
         **predicted,  # type: ignore[arg-type]

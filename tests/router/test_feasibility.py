@@ -8,7 +8,7 @@ from common.errors import RefusalCause, Refused
 from common.ids import RequestId, WorkerId
 from common.timing import GUESSED_TIMING, StepModel, TimingModel
 from router.placement.feasibility import Shed, find_hopeless
-from router.placement.plans import FleetView, Plan, PlanKind, RouteRequest, WorkerLoad
+from router.placement.plans import FleetView, PlacementRequest, Plan, WorkerLoad
 
 TIMING = TimingModel(
     prefill=StepModel(constant_s=0.0, per_prefill_token_s=0.001, num_samples=1),
@@ -31,24 +31,22 @@ def view(*prefill: WorkerLoad) -> FleetView:
 
 def request(
     *, time_left_s: float = 1e9, ttft_slo_s: float = 1e9, waited_s: float = 0.0, cached: int = 0
-) -> RouteRequest:
+) -> PlacementRequest:
     """1000 tokens: a second of prefill on an idle worker."""
-    return RouteRequest(
+    return PlacementRequest(
         request_id=RequestId("r"),
         num_tokens=1000,
         block_size=10,
-        num_decode_blocks=100,
         cached_blocks={P: cached},
         now_s=50.0,
-        waited_s=waited_s,
+        received_s=50.0 - waited_s,
         ttft_slo_s=ttft_slo_s,
-        time_left_s=time_left_s,
+        deadline_s=50.0 + time_left_s,
     )
 
 
 def plan(predicted_ttft_s: float | None) -> Plan:
     return Plan(
-        kind=PlanKind.REMOTE,
         prefill=P,
         decode=D,
         predicted_cached_tokens=0,
@@ -87,7 +85,7 @@ def test_time_waited_counts_against_the_objective_and_only_slo_sheds_for_it() ->
     assert refused.cause is RefusalCause.SLO
     assert refused.retry_after_s == pytest.approx(0.5)
     assert find_hopeless(asked, plan(1.0), view(worker(P)), shed=Shed.DEADLINE) is None
-    assert find_hopeless(replace(asked, waited_s=0.9), plan(1.0), view(worker(P)), shed=Shed.SLO) is None
+    assert find_hopeless(replace(asked, received_s=49.1), plan(1.0), view(worker(P)), shed=Shed.SLO) is None
 
 
 @pytest.mark.parametrize("outcome", [plan(None), plan(1e6), NO_PLAN], ids=["silent policy", "prediction", "no plan"])

@@ -9,20 +9,21 @@ from hypothesis import strategies as st
 from common.config import RouterConfig
 from common.errors import Refused
 from common.ids import WorkerId
-from router.placement.plans import FleetView, Plan, PlanKind, RouteRequest, WorkerLoad
-from router.placement.policies.registry import POLICIES
+from router.placement.plans import FleetView, PlacementRequest, Plan, PlanKind, WorkerLoad
+from router.placement.policies.registry import POLICIES, SIMULATED_POLICIES
 from tests.router.fleets import choose, fleet, policy, request, worker
 
-NAMES = sorted(POLICIES)
+NAMES = sorted({**POLICIES, **SIMULATED_POLICIES})
 OWN_THRESHOLD = {"llm_d"}
 """Its published decider says when a prompt is prefilled locally."""
-JOINT = {"oracle"}
-"""It compares local plans with all others, whatever the threshold."""
+JOINT = {"greedy_perfect_signals"}
+"""Compares local plans with all others, whatever the threshold."""
 UNEXPLAINED = {"predictive"}
 
 
-def test_configuration_names_exactly_the_policies() -> None:
-    assert sorted(get_args(RouterConfig.model_fields["policy"].annotation)) == NAMES
+def test_configuration_accepts_exactly_the_policies_that_need_no_simulation() -> None:
+    assert sorted(get_args(RouterConfig.model_fields["policy"].annotation)) == sorted(POLICIES)
+    assert not POLICIES.keys() & SIMULATED_POLICIES.keys()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -35,7 +36,7 @@ def test_policy_without_decode_worker_refuses(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("free", "fits"), [(10, False), (11, True)])
 def test_policy_chooses_only_decode_workers_with_enough_free_pages(name: str, free: int, fits: bool) -> None:
-    plan = policy(name).choose(request(need=11), fleet(worker("p0"), worker("d0", free=free)))
+    plan = policy(name).choose(request(), fleet(worker("p0"), worker("d0", free=free)))
     assert isinstance(plan, Plan) is fits
 
 
@@ -109,23 +110,22 @@ loads = st.builds(
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[RouteRequest, FleetView]:
+def situations(draw: st.DrawFn) -> tuple[PlacementRequest, FleetView]:
     names = [f"p{i}" for i in range(draw(st.integers(0, 4)))] + [f"d{i}" for i in range(draw(st.integers(0, 4)))]
     workers = [worker(name, **draw(loads)) for name in names]
     cached = draw(st.dictionaries(st.sampled_from([*names, "gone"]), st.integers(1, 12)))
     num_tokens = draw(st.integers(1, 200))
-    need = num_tokens // 16 + 1
     slo = {"itl_slo_s": draw(st.sampled_from([0.02, 0.1])), "ttft_slo_s": draw(st.sampled_from([0.1, 10.0]))}
     absent = draw(st.integers(0, 1))
     num_prefill = sum(name.startswith("p") for name in names) + absent
-    return request(num_tokens, cached=cached, need=need, **slo), fleet(*workers, num_prefill=num_prefill)
+    return request(num_tokens, cached=cached, **slo), fleet(*workers, num_prefill=num_prefill)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=40)
 @given(situations=st.lists(situations(), min_size=1, max_size=3), refuses=st.booleans())
 def test_policy_chooses_workers_of_the_view_with_room_or_refuses(
-    name: str, situations: list[tuple[RouteRequest, FleetView]], refuses: bool
+    name: str, situations: list[tuple[PlacementRequest, FleetView]], refuses: bool
 ) -> None:
     chosen = policy(name, refuses_over_slo=refuses, local_prefill_max_tokens=16)
     for wanted, view in situations:
@@ -143,11 +143,11 @@ def test_policy_chooses_workers_of_the_view_with_room_or_refuses(
         assert len(plan.candidates()) <= 16
 
 
-def _fitting(wanted: RouteRequest, workers: tuple[WorkerLoad, ...]) -> set[WorkerId]:
+def _fitting(wanted: PlacementRequest, workers: tuple[WorkerLoad, ...]) -> set[WorkerId]:
     return {each.worker_id for each in workers if each.num_free_blocks >= wanted.num_decode_blocks}
 
 
-def _has_room(wanted: RouteRequest, view: FleetView) -> bool:
+def _has_room(wanted: PlacementRequest, view: FleetView) -> bool:
     """Whether every policy must find a plan."""
     could_prefill = any(each.num_blocks >= wanted.num_prefill_blocks for each in view.prefill)
     return bool(_fitting(wanted, view.decode)) and (could_prefill or not view.num_prefill)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.errors import Refused
 from common.ids import RequestId, WorkerId
 from common.timing import LinkModel, StepModel, TimingModel
-from router.placement.plans import FleetView, Keeper, Plan, PlanKind, RouteRequest, WorkerLoad
+from router.placement.plans import FleetView, Keeper, PlacementRequest, Plan, PlanKind, WorkerLoad
 from router.placement.policies.interface import PolicySettings
 from router.placement.policies.predictive import Predictive
 
@@ -42,12 +42,11 @@ def fleet(*workers: WorkerLoad) -> FleetView:
     )
 
 
-def request(num_tokens: int, cached: dict[str, int] | None = None, **changes: object) -> RouteRequest:
-    plain = RouteRequest(
+def request(num_tokens: int, cached: dict[str, int] | None = None, **changes: object) -> PlacementRequest:
+    plain = PlacementRequest(
         request_id=RequestId("r"),
         num_tokens=num_tokens,
         block_size=BLOCK,
-        num_decode_blocks=num_tokens // BLOCK + 1,
         cached_blocks={WorkerId(name): blocks for name, blocks in (cached or {}).items()},
     )
     return replace(plain, **changes)  # type: ignore[arg-type]
@@ -57,7 +56,7 @@ def policy(*, local_prefill_max_tokens: float = 0, max_wait_s: float = 10.0) -> 
     return Predictive(PolicySettings(local_prefill_max_tokens=local_prefill_max_tokens, max_prefill_wait_s=max_wait_s))
 
 
-def choose(asked: RouteRequest, view: FleetView, **settings: float) -> Plan:
+def choose(asked: PlacementRequest, view: FleetView, **settings: float) -> Plan:
     plan = policy(**settings).choose(asked, view)
     assert isinstance(plan, Plan)
     return plan

@@ -7,7 +7,7 @@ import pytest
 
 from common.errors import Refused
 from common.ids import WorkerId
-from router.placement.plans import FleetView, Plan, PlanKind, Pull, RouteRequest
+from router.placement.plans import FleetView, PlacementRequest, Plan, Pull
 from tests.router.fakes import DECODE, PREFILL, FakeWorker, Reply, make_request, running_cluster
 
 
@@ -17,19 +17,18 @@ class PullingPolicy:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
-    def choose(self, _request: RouteRequest, _fleet: FleetView) -> Plan | Refused:
+    def choose(self, _request: PlacementRequest, _fleet: FleetView) -> Plan | Refused:
         return self.plan
 
 
 REMOTE = Plan(
-    kind=PlanKind.REMOTE,
     prefill=WorkerId("p0"),
     decode=WorkerId("d0"),
     predicted_cached_tokens=8,
     reason="for the test",
     pull=Pull(source=WorkerId("p1"), num_blocks=2),
 )
-LOCAL = replace(REMOTE, kind=PlanKind.LOCAL, prefill=None)
+LOCAL = replace(REMOTE, prefill=None)
 
 
 @pytest.fixture

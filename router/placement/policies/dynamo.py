@@ -21,8 +21,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.placement.plans import RouteRequest, WorkerLoad
-from router.placement.policies.pooled import Score, Selector, uniform
+from router.placement.plans import PlacementRequest, WorkerLoad
+from router.placement.policies.pooled import Score, Selector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +42,14 @@ class DynamoLinear(Selector):
     """The sum of both terms."""
 
     def __init__(self, stage: Stage, *, rng: random.Random) -> None:
-        super().__init__(ties=uniform(rng))
+        super().__init__(rng=rng)
         self._stage = stage
 
-    def score(self, request: RouteRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
+    def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
         """By blocks."""
         return [self._score(request, worker) for worker in workers]
 
-    def _score(self, request: RouteRequest, worker: WorkerLoad) -> Score:
+    def _score(self, request: PlacementRequest, worker: WorkerLoad) -> Score:
         tokens = worker.num_active_missing_tokens + request.num_tokens
         hit = request.cached_blocks.get(worker.worker_id, 0)
         prefill = self._stage.prefill * max(tokens / request.block_size - hit, 0.0)

@@ -18,7 +18,7 @@ replicated by these pulls. Without a prefill pool the decode workers take both p
 from collections.abc import Sequence
 
 from common.errors import Refused
-from router.placement.plans import FleetView, Plan, PlanKind, Pull, RouteRequest, WorkerLoad
+from router.placement.plans import FleetView, PlacementRequest, Plan, Pull, WorkerLoad
 from router.placement.policies.eligible import find_eligible, refuse, refuse_without_prefill
 from router.placement.policies.forecast import (
     PlanForecast,
@@ -38,7 +38,7 @@ class Mooncake:
     def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings
 
-    def choose(self, request: RouteRequest, fleet: FleetView) -> Plan | Refused:
+    def choose(self, request: PlacementRequest, fleet: FleetView) -> Plan | Refused:
         """Choose the worker that computes, and the one that decodes."""
         eligible = find_eligible(request, fleet)
         if isinstance(eligible, Refused):
@@ -58,24 +58,22 @@ class Mooncake:
         return make_forecast_plan(chosen, options)
 
 
-def _local_options(request: RouteRequest, pool: Sequence[WorkerLoad], fleet: FleetView) -> list[PlanForecast]:
+def _local_options(request: PlacementRequest, pool: Sequence[WorkerLoad], fleet: FleetView) -> list[PlanForecast]:
     return [
-        PlanForecast(
-            kind=PlanKind.LOCAL, prompt=prompt, decode=prompt.worker, itl_s=forecast_itl_s(request, prompt.worker)
-        )
+        PlanForecast(prompt=prompt, decode=prompt.worker, itl_s=forecast_itl_s(request, prompt.worker))
         for prompt in _forecast_all(request, pool, fleet)
     ]
 
 
 def _remote_options(
-    request: RouteRequest, pool: Sequence[WorkerLoad], decode: WorkerLoad, fleet: FleetView
+    request: PlacementRequest, pool: Sequence[WorkerLoad], decode: WorkerLoad, fleet: FleetView
 ) -> list[PlanForecast]:
     itl_s = forecast_itl_s(request, decode)
     prompts = _forecast_all(request, pool, fleet)
-    return [PlanForecast(kind=PlanKind.REMOTE, prompt=prompt, decode=decode, itl_s=itl_s) for prompt in prompts]
+    return [PlanForecast(prompt=prompt, decode=decode, itl_s=itl_s) for prompt in prompts]
 
 
-def _forecast_all(request: RouteRequest, pool: Sequence[WorkerLoad], fleet: FleetView) -> list[PromptForecast]:
+def _forecast_all(request: PlacementRequest, pool: Sequence[WorkerLoad], fleet: FleetView) -> list[PromptForecast]:
     def hit(worker: WorkerLoad) -> int:
         return min(request.cached_blocks.get(worker.worker_id, 0), request.num_usable_blocks)
 
@@ -94,7 +92,7 @@ def _forecast_all(request: RouteRequest, pool: Sequence[WorkerLoad], fleet: Flee
     ]
 
 
-def _missed_objective(request: RouteRequest, chosen: PlanForecast) -> Refused | None:
+def _missed_objective(request: PlacementRequest, chosen: PlanForecast) -> Refused | None:
     ttft_s = request.waited_s + chosen.prompt.ttft_s
     if ttft_s > request.ttft_slo_s:
         return refuse(f"the first token would come after {ttft_s:.2f} s, not within {request.ttft_slo_s:g} s")

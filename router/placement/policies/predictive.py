@@ -32,10 +32,9 @@ from dataclasses import replace
 
 from common.errors import Refused
 from common.ids import WorkerId
-from router.placement.plans import Candidate, FleetView, Keeper, Plan, PlanKind, RouteRequest, WorkerLoad
-from router.placement.policies.eligible import Eligible, find_eligible, refuse_busy, refuse_without_prefill
+from router.placement.plans import Candidate, FleetView, Keeper, PlacementRequest, Plan, WorkerLoad
+from router.placement.policies.eligible import Eligible, Turns, find_eligible, refuse_busy, refuse_without_prefill
 from router.placement.policies.interface import PolicySettings
-from router.placement.policies.preselection import preselect
 from router.placement.policies.prices import (
     DELAY_PRICE,
     MIN_PULLED_BLOCKS,
@@ -48,12 +47,13 @@ from router.placement.policies.prices import (
     remote_option,
     token_price,
 )
-from router.placement.policies.turns import Turns
 
 SHORTLIST = 4
 """Workers of each pool that are compared in pairs, after each was ranked by itself."""
 NETWORK_S = 1e-3
 """What calls add to a first token."""
+NUM_PRESELECTED = 6
+"""Workers that are priced for each virtue when a pool is large."""
 
 
 class Predictive:
@@ -64,15 +64,15 @@ class Predictive:
         self._turns = Turns()
         self._dealt = 0.0
 
-    def choose(self, request: RouteRequest, fleet: FleetView) -> Plan | Refused:
+    def choose(self, request: PlacementRequest, fleet: FleetView) -> Plan | Refused:
         """Return the cheapest plan, or why there is none now."""
         eligible = find_eligible(request, fleet)
         if isinstance(eligible, Refused):
             return eligible
         eligible = replace(
             eligible,
-            prefill=preselect(request, eligible.prefill, self._turns),
-            decode=preselect(request, eligible.decode, self._turns),
+            prefill=_preselect(request, eligible.prefill, self._turns),
+            decode=_preselect(request, eligible.decode, self._turns),
         )
         sources = _sources(request, fleet)
         options = [
@@ -89,7 +89,7 @@ class Predictive:
 
     def _remote(
         self,
-        request: RouteRequest,
+        request: PlacementRequest,
         fleet: FleetView,
         sources: Sequence[tuple[int, WorkerId]],
         eligible: Eligible,
@@ -115,7 +115,7 @@ class Predictive:
 
     def _local(
         self,
-        request: RouteRequest,
+        request: PlacementRequest,
         fleet: FleetView,
         sources: Sequence[tuple[int, WorkerId]],
         eligible: Eligible,
@@ -136,13 +136,12 @@ class Predictive:
         for compute in heapq.nsmallest(SHORTLIST, computes, key=self._compute_rank):
             yield local_option(request, compute, work_price=prices[compute.worker.worker_id])
 
-    def _plan(self, request: RouteRequest, fleet: FleetView, options: Sequence[Option]) -> Plan:
+    def _plan(self, request: PlacementRequest, fleet: FleetView, options: Sequence[Option]) -> Plan:
         best = options[0]
         compute, decode = best.compute, best.decode
-        prefill = None if best.kind is PlanKind.LOCAL else compute.worker.worker_id
+        prefill = best.prefill_id
         self._turns.take(compute.worker.worker_id, decode.worker_id)
         return Plan(
-            kind=best.kind,
             decode=decode.worker_id,
             prefill=prefill,
             pull=compute.pull,
@@ -163,7 +162,7 @@ class Predictive:
         turn = self._turns.last_turn
         return turn(option.compute.worker.worker_id), turn(option.decode.worker_id)
 
-    def _keeper(self, request: RouteRequest, fleet: FleetView, compute: Compute, decode: WorkerLoad) -> Keeper:
+    def _keeper(self, request: PlacementRequest, fleet: FleetView, compute: Compute, decode: WorkerLoad) -> Keeper:
         """Return which side keeps the prompt's blocks."""
         held_by_decode = request.cached_blocks.get(decode.worker_id, 0)
         held_by_prefill = request.cached_blocks.get(compute.worker.worker_id, 0)
@@ -181,7 +180,24 @@ class Predictive:
         return Keeper.DECODE
 
 
-def _sources(request: RouteRequest, fleet: FleetView) -> list[tuple[int, WorkerId]]:
+def _preselect(request: PlacementRequest, workers: Sequence[WorkerLoad], turns: Turns) -> Sequence[WorkerLoad]:
+    """Return the workers of a large pool that are worth pricing, in about 1 µs a worker.
+
+    These are the workers that are free soonest (among equals the ones chosen longest ago), that decode least, and that
+    hold most of the prompt.
+    """
+    if len(workers) <= 3 * NUM_PRESELECTED:
+        return workers
+    now_s, cached, last_turn = request.now_s, request.cached_blocks, turns.last_turn
+    soonest = heapq.nsmallest(
+        NUM_PRESELECTED, workers, key=lambda w: (max(now_s, w.prefill_free_at_s), last_turn(w.worker_id))
+    )
+    emptiest = heapq.nsmallest(NUM_PRESELECTED, workers, key=lambda w: (w.num_decodes, w.num_context_tokens))
+    fullest = heapq.nlargest(NUM_PRESELECTED, workers, key=lambda w: cached.get(w.worker_id, 0)) if cached else []
+    return list({worker.worker_id: worker for worker in (*soonest, *emptiest, *fullest)}.values())
+
+
+def _sources(request: PlacementRequest, fleet: FleetView) -> list[tuple[int, WorkerId]]:
     """Return the (blocks, worker) that hold most of the prompt, best first."""
     held = ((blocks, worker_id) for worker_id, blocks in request.cached_blocks.items() if worker_id in fleet.sources)
     most = heapq.nlargest(SHORTLIST, held)
@@ -192,8 +208,7 @@ def _sources(request: RouteRequest, fleet: FleetView) -> list[tuple[int, WorkerI
 def _candidate(option: Option) -> Candidate:
     pull = option.compute.pull
     return Candidate(
-        kind=option.kind,
-        prefill=None if option.kind is PlanKind.LOCAL else option.compute.worker.worker_id,
+        prefill=option.prefill_id,
         decode=option.decode.worker_id,
         source=None if pull is None else pull.source,
         cost=option.cost,
@@ -201,7 +216,7 @@ def _candidate(option: Option) -> Candidate:
     )
 
 
-def _reason(request: RouteRequest, option: Option) -> str:
+def _reason(request: PlacementRequest, option: Option) -> str:
     compute = option.compute
     pulled = "" if compute.pull is None else f", {compute.pull.num_blocks} blocks from {compute.pull.source}"
     return (
