@@ -13,6 +13,7 @@ Both calls belong to the attempt: when one fails, or the client goes away, the o
 
 import asyncio
 import enum
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -25,7 +26,6 @@ from common.structured import TaskCensus
 from common.token_batches import runs_of
 from common.trust.tickets import IssueTicket, PullRight, of_blocks, of_handoff
 from kvrelay.v1 import decode_pb2, inference_pb2, prefill_pb2, sequence_pb2
-from router.direct import direct_access
 from router.explain import plan_to_proto
 from router.member import Hold
 from router.metrics import RouterMetrics
@@ -36,6 +36,12 @@ from router.worker_client import Incoming
 
 END_OF_STREAM_TIMEOUT_S = 1.0
 """How long a worker may take to close a call after its last token."""
+CAPABILITY_BYTES = 32
+"""Size of the secret with which a client streams from a decode worker (decode_worker/direct.py)."""
+DIRECT_TTL_S = 30.0
+"""How long a client may take to connect to the decode worker: as long as a connection may take."""
+CHECKPOINT_TOKENS = 64
+"""At most this many tokens are generated again when the worker is lost."""
 
 Answer: TypeAlias = Incoming[decode_pb2.DecodeResponse]
 _Response = TypeVar("_Response")
@@ -99,7 +105,11 @@ class Attempt:
         decode, prefill = self.booking.decode, self.booking.prefill
         self.life.advance(State.RESERVING)
         if self.record.job.delivery is Delivery.DIRECT:
-            self._access = direct_access()
+            self._access = decode_pb2.DirectAccess(
+                capability=secrets.token_bytes(CAPABILITY_BYTES),
+                ttl_s=DIRECT_TTL_S,
+                checkpoint_tokens=CHECKPOINT_TOKENS,
+            )
         handoff_id = mint_handoff_id()
         request = decode_pb2.DecodeRequest(
             sequence=self.record.sequence(self.samples, _retention(self.booking.plan, Keeper.DECODE)),

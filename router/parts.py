@@ -1,4 +1,4 @@
-"""What a router is made of, put together: for `router.server`, and for whoever runs one without a server."""
+"""The parts of a router, assembled: for `router.server` and for simulations and benchmarks without a server."""
 
 import math
 from dataclasses import dataclass

@@ -1,11 +1,11 @@
 """The one place where a plan is chosen and booked, in one step.
 
-1. Workers that refused this search sit out (`Search.exclusions`).
-2. The index tells who holds the prefix; the policy chooses; the chosen workers' matches are verified by one walk, and
-   where the index was too hopeful the policy chooses again.
-3. A request that cannot be served in time anywhere is refused for good (feasibility.py).
-4. The plan is booked, and its blocks count as cached where they are computed, until events confirm them or time
-   passes (`EXPECTED_TTL_S`); an attempt that fails takes them back (`expecting`).
+1. Workers that refused this search are left out (`Search.exclusions`).
+2. The index returns the holders of the prefix and the policy chooses. The matches of the chosen workers are verified by
+   one walk; when the index promised too much, the policy chooses again.
+3. A request that no worker can serve in time is refused for good (feasibility.py).
+4. The plan is booked. Its blocks count as cached where they are computed until events confirm them or EXPECTED_TTL_S
+   passes; a failed attempt takes them back (`expecting`).
 """
 
 import math
@@ -26,9 +26,9 @@ from router.placement.policies.interface import Policy
 from router.prefix_match import PrefixMatches
 
 EXPECTED_TTL_S = 30.0
-"""How long blocks that a plan will produce count as cached without a word from the worker."""
+"""How long blocks that a plan will produce count as cached without an event from the worker."""
 RETRY_AFTER_S = 1.0
-"""How long a worker that refused without naming a time is left alone."""
+"""Pause for a worker that refused without naming a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class Chooser:
         return booking
 
     def opens_at_s(self) -> float:
-        """Return when, as far as is known, the first worker can begin with another prompt soon enough."""
+        """Return the predicted time at which some worker's prefill wait is short enough for another prompt."""
         return self._fleet.roster.prefill_free_at_s() - self._max_wait_s
 
     def work_s(self, request: PlacementRequest) -> float:
@@ -101,15 +101,15 @@ class Chooser:
         return self._fleet.roster.typical_timing.prefill_s(request.num_tokens - num_cached, num_cached)
 
     def exclude(self, search: Search, worker_id: WorkerId, *, retry_after_s: float | None) -> None:
-        """Do not offer a worker that refused the search before its load changed or the time has passed."""
+        """Leave a worker that refused the search out until its load changes or the time has passed."""
         search.exclusions[worker_id] = Exclusion(
-            # As of the choice: a change between choice and refusal is a reason to ask again at once.
+            # As of the choice: a change between choice and refusal is a reason to try again at once.
             load_version=search.version_when_booked.get(worker_id, 0),
             until_s=self._clock.monotonic() + (RETRY_AFTER_S if retry_after_s is None else retry_after_s),
         )
 
     def expect(self, worker_id: WorkerId, hashes: BlockHashes) -> None:
-        """Count blocks as cached on a worker ahead of its own word: the next request must not race its events."""
+        """Count blocks as cached on a worker before its events arrive, so that the next request does not race them."""
         self._index.expect(worker_id, hashes, expires_s=self._clock.monotonic() + EXPECTED_TTL_S)
 
     def retract(self, booking: Booking, hashes: BlockHashes) -> None:
@@ -135,13 +135,13 @@ class Chooser:
         for worker_id in (plan.decode, plan.prefill):
             if worker_id is not None:
                 search.version_when_booked[worker_id] = self._fleet.load_version(worker_id)
-        # Only where they are computed: a sibling may queue behind them there, but until the blocks have
-        # really arrived at the decode worker of a remote plan, a local plan there would compute them again.
+        # Only where they are computed: a sibling may queue behind them there, but before the blocks have arrived at the
+        # decode worker of a remote plan, a local plan there would compute them again.
         self.expect(plan.computes, request.hashes)
         return booking
 
 
 def _verify(matches: PrefixMatches, plan: Plan) -> bool:
-    """Make the chosen workers' matches exact; returns whether they were."""
+    """Make the matches of the chosen workers exact and return whether they were."""
     chosen = {plan.decode, plan.computes}
     return all(matches.verify(worker_id) for worker_id in chosen)

@@ -1,4 +1,4 @@
-"""Whether a request can still be served in time anywhere; if not, nobody should compute its prompt."""
+"""Refusals of requests that no worker can serve in time, so that no prompt is computed in vain."""
 
 import enum
 
@@ -11,20 +11,20 @@ MAX_RETRY_S = 60.0
 
 
 class Shed(enum.Enum):
-    """What is refused because it cannot be served in time."""
+    """Requests that are refused because no worker can serve them in time."""
 
     NONE = "none"
     DEADLINE = "deadline"
     """Requests whose first token would come after the caller's own deadline."""
     SLO = "slo"
-    """Those, and requests that would miss their objective for the time to first token."""
+    """Also requests that would miss their objective for the time to first token."""
 
 
 def find_hopeless(request: PlacementRequest, plan: Plan | Refused, view: FleetView, *, shed: Shed) -> Refused | None:
     """Return a final refusal when no worker of the view can bring the first token in time.
 
-    The policy's own prediction counts; where it makes none, the least that any worker would need: its queue and the
-    computation. Predictions of workers that have not measured themselves count for nothing.
+    The prediction of the policy counts; without one, the least time that any worker would need for its queue and the
+    computation. Predictions for workers without measurements do not count.
     """
     if shed is Shed.NONE:
         return None
@@ -60,6 +60,6 @@ def _least_ttft_s(request: PlacementRequest, worker: WorkerLoad) -> float:
 
 def _refusal(ttft_s: float, left_s: float, cause: RefusalCause, what: str) -> Refused:
     reason = f"the first token is predicted in {ttft_s:.2f} s; {what} leaves {max(left_s, 0.0):.2f} s"
-    # The excess is what has to be worked off first.
+    # The excess has to be worked off first.
     retry_after_s = min(max(ttft_s - left_s, MIN_RETRY_S), MAX_RETRY_S)
     return Refused(reason=reason, retry_after_s=retry_after_s, cause=cause)

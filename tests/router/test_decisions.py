@@ -1,13 +1,15 @@
-"""The log of decisions, and what is measured of them."""
+"""The log of decisions, and the metrics of the router."""
 
 import asyncio
 from contextlib import suppress
 
 import pytest
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.exposition import generate_latest
 
 from common.errors import Cancelled, WorkerLost
 from common.ids import RequestId, WorkerId
-from router.metrics import RouterMetrics
+from router.metrics import RouterMetrics, WeightedHistogram
 from router.placement.decisions import Decision, DecisionLog
 from router.placement.plans import Plan
 
@@ -85,3 +87,21 @@ def test_metrics_leave_out_what_was_not_predicted_or_is_not_known() -> None:
     metrics.compare_outcome(decision(predicted_ttft_s=1.0, predicted_itl_s=0.03))
     for name in ("cached_tokens_error", "ttft_ratio", "itl_ratio"):
         assert metrics.registry.get_sample_value(f"kvrelay_prediction_{name}_count") == 0
+
+
+def test_weighted_histogram_is_exported_as_one_that_takes_its_values_one_by_one() -> None:
+    bounds = (0.01, 0.1, 1.0)
+    weighted, plain = CollectorRegistry(), CollectorRegistry()
+    histogram = WeightedHistogram("gap_seconds", "Gaps", buckets=bounds)
+    weighted.register(histogram)
+    one_by_one = Histogram("gap_seconds", "Gaps", buckets=bounds, registry=plain)
+
+    for value, count in ((0.25, 3), (0.01, 2), (0.5, 1), (4.0, 5)):
+        histogram.observe(value, count)
+        for _ in range(count):
+            one_by_one.observe(value)
+
+    def lines(registry: CollectorRegistry) -> list[str]:
+        return [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line]
+
+    assert lines(weighted) == lines(plain)

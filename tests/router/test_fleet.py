@@ -128,7 +128,7 @@ def test_worker_with_absurd_blocks_is_refused_before_its_hashes_are_computed(mon
         hash_probe=b"",
     )
     why = find_mismatch(facts, endpoint=endpoint, reference=None, probes=None)
-    assert why == "block_size is 4294967295; at most 4096 is believed"
+    assert why == "block_size is 4294967295; at most 4096 is accepted"
     assert not probed
 
 
