@@ -11,13 +11,12 @@ from kvrelay.v1 import decode_pb2, inference_pb2, sampling_pb2
 from router.decode_stream import DecodeStream
 from tests.router.fakes import (
     DECODE,
-    PREFILL,
-    TIMEOUT_S,
     FakeWorker,
     Reply,
     answer,
     config_with,
     make_request,
+    pair,
     prompt_of,
     running_cluster,
 )
@@ -25,7 +24,7 @@ from tests.router.fakes import (
 
 @pytest.mark.parametrize(("kind", "num_streams"), [("shared", 1), ("per_request", 0)])
 async def test_requests_side_by_side_are_answered_over_either_kind_of_stream(kind: str, num_streams: int) -> None:
-    prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+    prefill, decode = pair()
     async with running_cluster(prefill, decode, config=config_with(decode_streams=kind)) as cluster:
         replies = await asyncio.gather(*(cluster.generate(make_request(10 + i, max_tokens=9)) for i in range(6)))
         for i, reply in enumerate(replies):
@@ -43,9 +42,7 @@ async def test_cancel_of_one_of_many_cancels_its_call_alone() -> None:
             while not (await call.read()).HasField("tokens"):
                 pass
         calls[1].cancel()
-        async with asyncio.timeout(TIMEOUT_S):
-            while not decode.calls["cancelled"]:
-                await cluster.status()
+        await cluster.until(lambda _router: decode.calls["cancelled"])
         assert decode.num_running_calls == 2
         decode.gates.open("token 3")
         for i in (0, 2):
@@ -81,9 +78,7 @@ async def test_death_of_the_worker_fails_every_call_and_a_new_life_gets_a_new_st
     decode.gates.close("token 3")
     async with running_cluster(decode, config=config_with()) as cluster:
         generating = [asyncio.create_task(cluster.generate(make_request(10 + i, max_tokens=8))) for i in range(4)]
-        async with asyncio.timeout(TIMEOUT_S):
-            while decode.num_running_calls < 4:
-                await cluster.status()
+        await cluster.until(lambda _router: decode.num_running_calls == 4)
         await decode.gates.reached("token 3")
         await decode.restart()
         decode.gates.open("token 3")

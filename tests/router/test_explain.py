@@ -5,11 +5,11 @@ import asyncio
 import grpc
 import pytest
 
-from common.config import ServingConfig
 from common.errors import Unauthenticated, from_rpc_error
 from kvrelay.v1 import inference_pb2
 from tests.router.fakes import (
     DECODE,
+    KEYS,
     PREFILL,
     TIMEOUT_S,
     FakeWorker,
@@ -17,10 +17,11 @@ from tests.router.fakes import (
     TestCluster,
     config_with,
     make_request,
+    pair,
     running_cluster,
+    trio,
+    two_tenants,
 )
-
-KEYS = {"a": "key-of-tenant-a-0123456789", "b": "key-of-tenant-b-0123456789"}
 
 
 async def explain(
@@ -60,11 +61,10 @@ async def test_explain_tells_candidates_choice_and_outcome_of_a_finished_request
 
 
 async def test_explain_of_a_running_request_has_no_outcome_yet() -> None:
-    prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+    prefill, decode = pair()
     prefill.gates.close("prefill")
     async with running_cluster(prefill, decode) as cluster:
-        generating = asyncio.create_task(cluster.generate(make_request(10)))
-        await prefill.gates.reached("prefill")
+        generating = await cluster.start(make_request(10), prefill, "prefill")
         (decision,) = await explain(cluster)
         outcome = decision.outcome
         assert outcome == inference_pb2.DecisionOutcome()
@@ -73,12 +73,10 @@ async def test_explain_of_a_running_request_has_no_outcome_yet() -> None:
 
 
 async def test_explain_by_request_tells_each_attempt_and_why_it_ended() -> None:
-    prefill, first, second = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE), FakeWorker("d1", DECODE)
-    second.set_load(num_running=3, num_free_blocks=64)
+    prefill, first, second = trio()
     first.gates.close("token 3")
     async with running_cluster(prefill, first, second) as cluster:
-        generating = asyncio.create_task(cluster.generate(make_request(10)))
-        await first.gates.reached("token 3")
+        generating = await cluster.start(make_request(10), first, "token 3")
         await first.die()
         reply: Reply = await generating
         await cluster.generate(make_request(9))
@@ -93,8 +91,8 @@ async def test_explain_by_request_tells_each_attempt_and_why_it_ended() -> None:
 
 
 async def test_explain_tells_of_a_refusal_by_a_worker() -> None:
-    prefill, full, free = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE, num_refusals=1), FakeWorker("d1", DECODE)
-    free.set_load(num_running=3, num_free_blocks=64)
+    prefill, full, free = trio()
+    full.num_refusals = 1
     async with running_cluster(prefill, full, free) as cluster:
         await cluster.generate(make_request(10))
         ended = [(each.plan.decode_worker_id, each.outcome.ended) for each in await explain(cluster)]
@@ -102,7 +100,7 @@ async def test_explain_tells_of_a_refusal_by_a_worker() -> None:
 
 
 async def test_explain_of_a_request_that_the_client_left_says_so() -> None:
-    prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+    prefill, decode = pair()
     decode.gates.close("token 1")
     async with running_cluster(prefill, decode) as cluster:
         call = cluster.inference.Generate(make_request(10), timeout=TIMEOUT_S)
@@ -121,13 +119,7 @@ async def test_explain_of_an_unknown_request_is_empty() -> None:
 
 
 async def test_explain_tells_a_tenant_nothing_of_another() -> None:
-    config = ServingConfig.model_validate(
-        {
-            "router": {"auth": "api_key", "salt_secret": "a-secret-of-this-test", "local_prefill_max_tokens": 0},
-            "tenants": [{"name": name, "api_keys": [key]} for name, key in KEYS.items()],
-        }
-    )
-    async with running_cluster(FakeWorker("d0", DECODE), config=config) as cluster:
+    async with running_cluster(FakeWorker("d0", DECODE), config=two_tenants()) as cluster:
         reply = Reply()
         metadata = (("authorization", f"Bearer {KEYS['a']}"),)
         await cluster.read(cluster.inference.Generate(make_request(10), timeout=TIMEOUT_S, metadata=metadata), reply)

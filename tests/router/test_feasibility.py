@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 
 from common.errors import RefusalCause, Refused
-from common.ids import RequestId, WorkerId
+from common.ids import WorkerId
 from common.timing import GUESSED_TIMING, StepModel, TimingModel
 from router.placement.feasibility import Shed, find_hopeless
 from router.placement.plans import FleetView, PlacementRequest, Plan, WorkerLoad
+from tests.router import fleets
+from tests.router.fleets import fleet
 
 TIMING = TimingModel(
     prefill=StepModel(constant_s=0.0, per_prefill_token_s=0.001, num_samples=1),
@@ -19,25 +21,22 @@ NO_PLAN = Refused(reason="full", retry_after_s=1.0)
 P, D = WorkerId("p0"), WorkerId("d0")
 
 
-def worker(worker_id: WorkerId, *, queue_s: float = 0.0, timing: TimingModel = TIMING) -> WorkerLoad:
-    return WorkerLoad(
-        worker_id=worker_id, num_blocks=1000, num_free_blocks=1000, prefill_free_at_s=50.0 + queue_s, timing=timing
-    )
+def worker(name: str, *, queue_s: float = 0.0, timing: TimingModel = TIMING) -> WorkerLoad:
+    return fleets.worker(name, prefill_free_at_s=50.0 + queue_s, timing=timing)
 
 
-def view(*prefill: WorkerLoad) -> FleetView:
-    return FleetView(prefill=prefill, decode=(worker(D, queue_s=100.0),), num_prefill=len(prefill))
+def view(prefill: WorkerLoad) -> FleetView:
+    return fleet(prefill, worker(D, queue_s=100.0))
 
 
 def request(
     *, time_left_s: float = 1e9, ttft_slo_s: float = 1e9, waited_s: float = 0.0, cached: int = 0
 ) -> PlacementRequest:
-    """1000 tokens: a second of prefill on an idle worker."""
-    return PlacementRequest(
-        request_id=RequestId("r"),
-        num_tokens=1000,
+    """Return a request of 1000 tokens: a second of prefill on an idle worker."""
+    return fleets.request(
+        1000,
         block_size=10,
-        cached_blocks={P: cached},
+        cached={P: cached},
         now_s=50.0,
         received_s=50.0 - waited_s,
         ttft_slo_s=ttft_slo_s,
@@ -99,5 +98,4 @@ def test_shedding_that_is_off_refuses_nobody() -> None:
 
 
 def test_empty_fleet_is_no_reason_to_give_up() -> None:
-    empty = FleetView(prefill=(), decode=(), num_prefill=0)
-    assert find_hopeless(request(time_left_s=0.1), NO_PLAN, empty, shed=Shed.SLO) is None
+    assert find_hopeless(request(time_left_s=0.1), NO_PLAN, fleet(), shed=Shed.SLO) is None

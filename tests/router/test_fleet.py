@@ -18,6 +18,7 @@ from tests.router.fakes import (
     Shape,
     TestCluster,
     make_request,
+    pair,
     prompt_of,
     running_cluster,
 )
@@ -98,8 +99,7 @@ async def test_removed_worker_gets_no_new_requests_but_ends_what_it_has() -> Non
     old, new = FakeWorker("d0", DECODE), FakeWorker("d1", DECODE)
     old.gates.close("token 3")
     async with running_cluster(old) as cluster:
-        generating = asyncio.create_task(cluster.generate(make_request()))
-        await old.gates.reached("token 3")
+        generating = await cluster.start(make_request(), old, "token 3")
         await new.start()
         await cluster.set_workers(new)
         await cluster.until_state("d1", "ready")
@@ -145,7 +145,7 @@ async def test_status_is_told_although_a_worker_leaves_the_membership_while_it_i
 
 
 async def test_status_shows_every_worker_and_its_own_report() -> None:
-    prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+    prefill, decode = pair()
     decode.set_load(num_running=3)
     async with running_cluster(decode, prefill) as cluster:
         status = await cluster.status()
@@ -161,7 +161,7 @@ async def test_status_shows_every_worker_and_its_own_report() -> None:
 
 
 async def test_events_feed_the_index() -> None:
-    prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+    prefill, decode = pair()
     prefill.blocks.update(HASHES[:1])
     async with running_cluster(prefill, decode) as cluster:
         await cluster.until_index_blocks(1)  # the snapshot
@@ -173,7 +173,7 @@ async def test_events_feed_the_index() -> None:
 
 
 async def test_gap_in_events_leads_to_a_snapshot() -> None:
-    prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+    prefill, decode = pair()
     async with running_cluster(prefill, decode) as cluster:
         prefill.blocks.update(HASHES)  # the messages that told of these are lost
         prefill.publish(lost=1)
@@ -183,7 +183,7 @@ async def test_gap_in_events_leads_to_a_snapshot() -> None:
 
 
 async def test_new_epoch_forgets_the_blocks_of_the_old_one() -> None:
-    prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+    prefill, decode = pair()
     prefill.blocks.update(HASHES)
     async with running_cluster(prefill, decode) as cluster:
         await cluster.until_index_blocks(3)
@@ -194,6 +194,6 @@ async def test_new_epoch_forgets_the_blocks_of_the_old_one() -> None:
 
 
 async def test_routing_expects_the_blocks_that_it_sends() -> None:
-    prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+    prefill, decode = pair()
     async with running_cluster(prefill, decode) as cluster:
         assert [await predicted(cluster), await predicted(cluster)] == [0, 3 * BLOCK_SIZE]

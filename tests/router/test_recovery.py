@@ -15,6 +15,7 @@ from common.errors import (
 )
 from common.ids import mint_epoch
 from kvrelay.v1 import inference_pb2
+from tests.router.fake_service import sent_output, sent_prompt
 from tests.router.fakes import (
     DECODE,
     PREFILL,
@@ -23,33 +24,22 @@ from tests.router.fakes import (
     FakeWorker,
     Reply,
     Shape,
-    TestCluster,
     answer,
     config_with,
     make_request,
+    pair,
     prompt_of,
     running_cluster,
-    sent_output,
-    sent_prompt,
+    trio,
 )
-
-
-def pair() -> tuple[FakeWorker, FakeWorker]:
-    return FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
-
-
-async def start(cluster: TestCluster, request: inference_pb2.GenerateRequest) -> "asyncio.Task[Reply]":
-    return asyncio.create_task(cluster.generate(request))
 
 
 @pytest.mark.parametrize("index", [1, 3, 5])
 async def test_decode_dies_midstream_then_the_answer_goes_on_elsewhere(index: int) -> None:
-    prefill, first, second = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE), FakeWorker("d1", DECODE)
-    second.set_load(num_running=3, num_free_blocks=64)
+    prefill, first, second = trio()
     first.gates.close(f"token {index}")
     async with running_cluster(prefill, first, second) as cluster:
-        generating = await start(cluster, make_request(10))
-        await first.gates.reached(f"token {index}")
+        generating = await cluster.start(make_request(10), first, f"token {index}")
         await first.die()
         reply = await generating
         assert reply.token_ids() == answer(prompt_of(10), 6)
@@ -75,8 +65,7 @@ async def test_client_cancels_during_prefill_then_its_blocks_are_no_longer_expec
     prefill, decode = pair()
     prefill.gates.close("first_token")
     async with running_cluster(prefill, decode) as cluster:
-        generating = await start(cluster, make_request(10))
-        await prefill.gates.reached("first_token")
+        generating = await cluster.start(make_request(10), prefill, "first_token")
         assert (await cluster.status()).router.num_index_blocks == 2
         generating.cancel()
         assert (await cluster.until_idle()).num_index_blocks == 0
@@ -86,8 +75,7 @@ async def test_only_decode_dies_then_the_answer_waits_for_its_restart() -> None:
     prefill, decode = pair()
     decode.gates.close("token 3")
     async with running_cluster(prefill, decode) as cluster:
-        generating = await start(cluster, make_request(10))
-        await decode.gates.reached("token 3")
+        generating = await cluster.start(make_request(10), decode, "token 3")
         await decode.die()
         await cluster.until_state("d0", "lost")
         assert not generating.done()
@@ -103,9 +91,8 @@ async def test_request_that_lost_its_worker_is_served_before_those_that_wait() -
     decode = FakeWorker("d0", DECODE, shape=Shape(num_blocks=4))
     decode.gates.close("token 3")
     async with running_cluster(decode) as cluster:
-        first = await start(cluster, make_request(10))
-        await decode.gates.reached("token 3")
-        second = await start(cluster, make_request(9))  # no pages are left for it
+        first = await cluster.start(make_request(10), decode, "token 3")
+        second = asyncio.create_task(cluster.generate(make_request(9)))  # no pages are left for it
         await cluster.until_queued(1)
         await decode.die()
         await cluster.until_queued(2)
@@ -137,8 +124,7 @@ async def test_prefill_dies_before_first_token_then_decode_serves_alone() -> Non
     prefill.gates.close("first_token")
     decode.gates.close("fetch")
     async with running_cluster(prefill, decode) as cluster:
-        generating = await start(cluster, make_request(10))
-        await prefill.gates.reached("first_token")
+        generating = await cluster.start(make_request(10), prefill, "first_token")
         await prefill.die()
         reply = await generating
         assert reply.token_ids() == answer(prompt_of(10), 6)
@@ -152,8 +138,7 @@ async def test_prefill_dies_then_another_one_takes_over() -> None:
     second.set_load(num_pending_prefill_tokens=50)
     first.gates.close("prefill")
     async with running_cluster(first, second, decode) as cluster:
-        generating = await start(cluster, make_request(10))
-        await first.gates.reached("prefill")
+        generating = await cluster.start(make_request(10), first, "prefill")
         await first.die()
         reply = await generating
         assert reply.token_ids() == answer(prompt_of(10), 6)
@@ -206,12 +191,10 @@ async def test_decode_restarted_unnoticed_then_its_stale_epoch_leads_to_the_new_
 
 
 async def test_two_samples_and_decode_dies_then_each_goes_on_by_itself() -> None:
-    prefill, first, second = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE), FakeWorker("d1", DECODE)
-    second.set_load(num_running=9, num_free_blocks=64)
+    prefill, first, second = trio()
     first.gates.close("token 3")
     async with running_cluster(prefill, first, second) as cluster:
-        generating = await start(cluster, make_request(10, n=2))
-        await first.gates.reached("token 3")
+        generating = await cluster.start(make_request(10, n=2), first, "token 3")
         await first.die()
         reply = await generating
         assert [reply.token_ids(0), reply.token_ids(1)] == [answer(prompt_of(10), 6, i) for i in (0, 1)]
@@ -259,8 +242,7 @@ async def test_workers_come_back_with_another_model_then_the_answer_is_not_conti
     prefill, decode = pair()
     decode.gates.close("token 3")
     async with running_cluster(prefill, decode) as cluster:
-        generating = await start(cluster, make_request(10))
-        await decode.gates.reached("token 3")
+        generating = await cluster.start(make_request(10), decode, "token 3")
         for worker in (prefill, decode):
             worker.shape = Shape(fingerprint="other")
             await worker.die()

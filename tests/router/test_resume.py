@@ -7,27 +7,22 @@ import pytest
 from common.errors import InvalidRequest, WorkerLost
 from common.wire import pack_tokens
 from kvrelay.v1 import inference_pb2
+from tests.router.fake_service import VOCAB_SIZE, sent_output
 from tests.router.fakes import (
     DECODE,
     FINGERPRINT,
-    PREFILL,
-    VOCAB_SIZE,
     FakeWorker,
     Reply,
     TestCluster,
     answer,
     config_with,
     make_request,
+    pair,
     prompt_of,
     running_cluster,
-    sent_output,
 )
 
 LOCAL = config_with(local_prefill_max_tokens=64)
-
-
-def pair() -> tuple[FakeWorker, FakeWorker]:
-    return FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
 
 
 def resumed(

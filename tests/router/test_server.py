@@ -26,6 +26,7 @@ from tests.router.fakes import (
     answer,
     config_with,
     make_request,
+    pair,
     prompt_of,
     running_cluster,
 )
@@ -75,7 +76,7 @@ async def test_start_router_on_a_taken_port_raises_and_holds_nothing() -> None:
 
 
 async def test_get_demand_tells_what_was_asked_and_what_every_worker_is_like() -> None:
-    async with running_cluster(FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)) as cluster:
+    async with running_cluster(*pair()) as cluster:
         await cluster.generate(make_request())
         report = await cluster.admin.GetDemand(router_admin_pb2.GetDemandRequest(window_s=10))
         assert [(each.worker_id, each.is_serving) for each in report.workers] == [("p0", True), ("d0", True)]
@@ -89,8 +90,7 @@ async def test_stop_lets_running_requests_end_and_takes_no_new_ones() -> None:
     decode = FakeWorker("d0", DECODE)
     decode.gates.close("token 2")
     async with running_cluster(decode) as cluster:
-        generating = asyncio.create_task(cluster.generate(make_request()))
-        await decode.gates.reached("token 2")
+        generating = await cluster.start(make_request(), decode, "token 2")
         stopping = asyncio.create_task(cluster.router.stop(TIMEOUT_S))
         decode.gates.open("token 2")
         assert (await generating).token_ids() == answer(prompt_of(10), 6)

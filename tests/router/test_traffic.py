@@ -8,7 +8,6 @@ import pytest
 
 from common.block_hash import hash_blocks
 from common.clock import ManualClock
-from common.config import ServingConfig, parse_config
 from common.errors import EngineFault, InvalidRequest, Overloaded, Unauthenticated
 from common.ids import RequestId
 from common.lifecycle import LifeCycle
@@ -20,34 +19,22 @@ from router import traffic
 from router.facts import ModelFacts
 from router.record import Job, RequestRecord
 from router.traffic import MAX_RECORDINGS, TrafficRecordings
+from tests.router.fake_service import VOCAB_SIZE
 from tests.router.fakes import (
     BLOCK_SIZE,
-    DECODE,
     FINGERPRINT,
-    PREFILL,
+    KEYS,
     ROOT,
     TIMEOUT_S,
-    VOCAB_SIZE,
-    FakeWorker,
     TestCluster,
     config_with,
     hashes_of,
+    pair,
     prompt_of,
     running_cluster,
+    two_tenants,
 )
 from tests.router.http.clients import http_cluster
-
-KEYS = {name: f"key-of-tenant-{name}-0001" for name in "ab"}
-
-
-def two_tenants() -> ServingConfig:
-    tenants = [{"name": name, "api_keys": [key]} for name, key in KEYS.items()]
-    door = {"local_prefill_max_tokens": 0, "auth": "api_key", "salt_secret": "x" * 32}
-    return parse_config({"router": door, "tenants": tenants}, source="test")
-
-
-def pair() -> tuple[FakeWorker, FakeWorker]:
-    return FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
 
 
 def client_of(cluster: TestCluster, tenant: str | None = None) -> AsyncClient:
@@ -194,9 +181,7 @@ async def test_recorder_that_goes_leaves_nothing_behind() -> None:
         for _ in range(2 * MAX_RECORDINGS):
             async with client.record():
                 pass
-            async with asyncio.timeout(TIMEOUT_S):
-                while cluster.router.recordings.num_open:
-                    await cluster.status()
+            await cluster.until(lambda _router: not cluster.router.recordings.num_open)
         await ask(client, prompt_of(5))
 
 
