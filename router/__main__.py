@@ -1,6 +1,6 @@
 """`python -m router`: the router as a plain process.
 
-The certificate comes on stdin (common/trust/pipe.py), one ready line goes to stdout, logs go to stderr; SIGTERM drains.
+Its certificate comes on stdin (common/trust/pipe.py); one ready line on stdout, logs on stderr, SIGTERM drains it.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, help="0 picks a free one; default: serving.yaml's")
     parser.add_argument("--index", type=int, default=0, help="number of this router; added to the ports of the file")
     parser.add_argument(
-        "--die-with-parent", action="store_true", help="end when the process that started this one ends"
+        "--die-with-parent", action="store_true", help="never outlive the process that started this one"
     )
     args = parser.parse_args()
     if args.die_with_parent:
@@ -73,7 +73,7 @@ async def _serve(config: ServingConfig, model_dir: Path | None, host: str, port:
     pipe = EnrolmentPipe(credentials, lambda: [*names_of(host), *config.tls.names])
     await pipe.open()
     renewing = asyncio.create_task(pipe.keep_renewed(), name="renew certificate")
-    # Loaded objects stay, so the collector need not visit them again; the garbage of requests may wait a little.
+    # What was loaded stays, and need not be looked at again; what requests leave behind may wait a little.
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     router = await start_router(config, credentials, model_dir=model_dir, host=host, port=port)

@@ -1,4 +1,4 @@
-"""From a client's message to a job: every field is checked once, here; later code never sees the message."""
+"""From a client's message to a job: every field is checked here, once, and nothing later looks at the message."""
 
 import secrets
 import time
@@ -20,24 +20,26 @@ from router.token_cache import Encoded
 
 CHAT_ROLES = ("system", "user", "assistant")
 MAX_CHARS_PER_TOKEN = 64
-"""Text with more characters per token of the context is refused before it is tokenized."""
+"""Text with more characters than this for each token of the context is refused before it is tokenized."""
 MAX_RENDER_AGE_S = 86_400
-"""Largest distance of a resumed chat's render time from this router's clock; covers an answer and clock errors."""
+"""How far the time that a resumed chat was rendered at may be from this router's: an answer and two clocks fit in."""
 DEFAULT_MAX_CHARS = 4 << 20
-"""Bound on characters while no worker has reported the context length."""
+"""The same bound while no worker has told the context length."""
+
+
 MAX_PROMPT_LOGPROBS_BYTES = 48 << 20
-"""Log-probabilities of a whole prompt go out in one message: 20 for each of 131,072 tokens take at most 35 MiB, and
-gRPC sends at most 64 MiB."""
+"""Log-probabilities of a whole prompt go out in one message: 20 of them for 131,072 tokens take at most 35 MiB, and
+gRPC sends 64."""
 _LOGPROB_BYTES = 13
 _POSITION_BYTES = 8
-"""Upper bound on the wire."""
+"""On the wire, at most."""
 
 
 class RequestReader:
     """Reads and checks clients' messages."""
 
     def __init__(self, codec: Codec, *, default_max_tokens: int, unix_s: Callable[[], float] = time.time) -> None:
-        """`unix_s` returns the time of day, which a chat template may write."""
+        """`unix_s` tells the time of day, which a chat template may write."""
         self._codec = codec
         self._unix_s = unix_s
         self._default_max_tokens = default_max_tokens
@@ -82,7 +84,7 @@ class RequestReader:
         scope: bytes | None = None,
         rendered_unix_s: int | None = None,
     ) -> Encoded:
-        """Render and tokenize a conversation, as of now or of `rendered_unix_s`, with the cache of `scope`.
+        """Render, as of now or of a time, and tokenize a conversation, with what is remembered in a scope.
 
         Raises RequestError.
         """
@@ -103,11 +105,11 @@ class RequestReader:
         return await self._codec.encode_chat(messages, rendered_unix_s=rendered_unix_s, tenant=tenant, scope=scope)
 
     def pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
-        """Return the text of each token."""
+        """Return the text of each token by itself."""
         return self._codec.decode_pieces(token_ids)
 
     async def all_pieces(self, token_ids: Sequence[int], *, tenant: Tenant) -> tuple[str, ...]:
-        """Return the text of each of many tokens, off the event loop."""
+        """Return the text of each of very many tokens by itself."""
         return await self._codec.pieces(token_ids, tenant=tenant)
 
     async def decode(self, token_ids: Sequence[int], *, tenant: Tenant) -> str:
@@ -115,14 +117,16 @@ class RequestReader:
         return await self._codec.decode(token_ids, tenant=tenant)
 
     def _render_time(self, message: inference_pb2.GenerateRequest) -> int:
-        """Return the time at which a chat is rendered, here and wherever it is resumed. Raises InvalidRequest."""
+        """Return the one time that a request's chat is rendered at, here and wherever it is resumed, in seconds.
+
+        Raises InvalidRequest.
+        """
         now_unix_s, resume = int(self._unix_s()), message.resume
         given_unix_s = resume.rendered_unix_s
         if not given_unix_s:
             if any(sample.tokens for sample in resume.samples):
                 raise InvalidRequest(
-                    "cannot resume a chat without its render time: send the one of Accepted",
-                    field="resume.rendered_unix_s",
+                    "needed to go on with a chat: the time that Accepted told", field="resume.rendered_unix_s"
                 )
             return now_unix_s
         if abs(given_unix_s - now_unix_s) > MAX_RENDER_AGE_S:
@@ -166,7 +170,7 @@ class RequestReader:
 
 
 def _begun(message: inference_pb2.GenerateRequest, sampling: SamplingParams, model: ModelFacts) -> tuple[Begun, ...]:
-    """Return the samples that another router began. Raises InvalidRequest; WorkerLost when the model differs."""
+    """Return how far another router came. Raises InvalidRequest; WorkerLost when it had another model."""
     resume = message.resume
     if resume.fingerprint and resume.fingerprint != model.fingerprint:
         raise WorkerLost(f"the workers of the model that began this answer ({resume.fingerprint[:64]}) are gone")
@@ -182,10 +186,10 @@ def _begun(message: inference_pb2.GenerateRequest, sampling: SamplingParams, mod
             )
         tokens = unpack_tokens(sample.tokens, vocab_size=model.vocab_size, field=f"{field}.tokens")
         if sample.is_finished and not tokens:
-            raise InvalidRequest("a sample without tokens cannot be finished", field=f"{field}.is_finished")
+            raise InvalidRequest("no token, and yet an end", field=f"{field}.is_finished")
         samples.append(Begun(token_ids=tokens, is_finished=sample.is_finished))
     if any(sample.token_ids for sample in samples) and not message.sampling.HasField("seed"):
-        raise InvalidRequest("cannot resume without the seed: send the one of Accepted", field="sampling.seed")
+        raise InvalidRequest("needed to go on: the one that Accepted told", field="sampling.seed")
     return tuple(samples)
 
 
@@ -217,7 +221,7 @@ def _check_prompt_logprobs(num_prompt_tokens: int, sampling: SamplingParams) -> 
 
 
 def _check_pages(num_prompt_tokens: int, sampling: SamplingParams, model: ModelFacts) -> None:
-    """Refuse requests that can never fit: each sample alone at its end, or all samples together at their start."""
+    """Refuse what would never fit: each sample alone to its end, and all samples together at their start."""
     num_tokens = num_prompt_tokens + sampling.max_tokens
     num_blocks = max(-(-num_tokens // model.block_size), num_prompt_tokens // model.block_size + sampling.n)
     if num_blocks > model.max_decode_blocks:

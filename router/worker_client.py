@@ -24,12 +24,12 @@ _Received = TypeVar("_Received", covariant=True)
 
 
 class Streams(enum.Enum):
-    """How decode calls are transported."""
+    """How decode calls travel."""
 
     SHARED = "shared"
-    """All calls to one worker process on one stream."""
+    """All to one worker process on one stream."""
     PER_REQUEST = "per_request"
-    """A stream for each call."""
+    """Each on a stream of its own."""
 
 
 class Incoming(Protocol[_Received]):
@@ -90,7 +90,7 @@ async def _answer(call: "grpc.aio.UnaryUnaryCall[Any, _Response]") -> _Response:
 
 
 class WorkerClient:
-    """Stubs of one worker process, made once per address; the channel reconnects by itself."""
+    """Stubs of one worker process. Made once per address and reused; the channel connects again by itself."""
 
     def __init__(self, address: str, connect: Connect, *, streams: Streams = Streams.SHARED) -> None:
         self._channel = connect(address)
@@ -114,7 +114,7 @@ class WorkerClient:
         return OwnStream(self._worker.WatchWorker(worker_pb2.WatchWorkerRequest()))
 
     def decode(self, request: decode_pb2.DecodeRequest, *, timeout_s: float) -> Incoming[decode_pb2.DecodeResponse]:
-        """Start a decode call; on a shared stream `timeout_s` is up to the caller."""
+        """Start decoding; on a shared stream the caller closes the call itself when its time is up."""
         if self._streams is Streams.PER_REQUEST:
             return OwnStream(self._decode.Decode(request, timeout=timeout_s))
         if self._shared is None or self._shared.is_over:

@@ -39,16 +39,6 @@ def next_token(tokens: Sequence[int], sample_index: int) -> int:
     return xxhash.xxh3_64_intdigest(bytes(tokens), seed=sample_index) % VOCAB_SIZE
 
 
-def sent_prompt(sequence: sequence_pb2.SequenceSpec) -> list[int]:
-    """Return the prompt that a worker was sent."""
-    return tokens_from_bytes(sequence.prompt_tokens).tolist()
-
-
-def sent_output(sequence: sequence_pb2.SequenceSpec) -> list[int]:
-    """Return the tokens that a worker was told to continue from."""
-    return tokens_from_bytes(sequence.output_tokens).tolist()
-
-
 class WorkerService(
     worker_pb2_grpc.WorkerServiceServicer,
     prefill_pb2_grpc.PrefillServiceServicer,
@@ -197,18 +187,16 @@ class WorkerService(
 def _prompt_logprobs(sequence: sequence_pb2.SequenceSpec) -> list[sampling_pb2.PositionLogprobs]:
     if not sequence.sampling.HasField("prompt_logprobs"):
         return []
-    chosen = [sampling_pb2.TokenLogprob(token_id=token) for token in sent_prompt(sequence)]
+    chosen = [sampling_pb2.TokenLogprob(token_id=token) for token in tokens_from_bytes(sequence.prompt_tokens)]
     return [sampling_pb2.PositionLogprobs(chosen=token) for token in chosen]
 
 
 def _steps(sequence: sequence_pb2.SequenceSpec) -> Iterator[list[sampling_pb2.SampleToken]]:
     """Yield the tokens of each step: one for every sample that has not ended. Token ids of `stop_token_ids` end one."""
     sampling = sequence.sampling
-    first = len(sequence.output_tokens) // 4
-    tokens = {
-        sequence.first_sample_index + i: [*sent_prompt(sequence), *sent_output(sequence)] for i in range(sampling.n)
-    }
-    for token_index in range(first, sampling.max_tokens):
+    known = tokens_from_bytes(sequence.prompt_tokens + sequence.output_tokens).tolist()
+    tokens = {sequence.first_sample_index + i: list(known) for i in range(sampling.n)}
+    for token_index in range(len(sequence.output_tokens) // 4, sampling.max_tokens):
         step: list[sampling_pb2.SampleToken] = []
         for sample_index in list(tokens):
             token = next_token(tokens[sample_index], sample_index)

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from common.block_hash import BlockHashes, hash_blocks, hash_root
-from common.config import RouterConfig, ServingConfig, parse_config
+from common.config import RouterConfig, ServingConfig
 from common.errors import KvrelayError, Overloaded, StaleEpoch, from_rpc_error
 from common.ids import BlockHash, HashRoot, mint_epoch
 from common.kv_events import KvEvents
@@ -44,7 +44,6 @@ FINGERPRINT = "fake-model"
 BLOCK_KEY = bytes.fromhex(credentials_of(Role.ROUTER, "router-0").held.enrolment.block_key)
 ROOT = hash_root(model_fingerprint=FINGERPRINT, key=BLOCK_KEY)
 TIMEOUT_S = 60.0
-KEYS = {name: f"key-of-tenant-{name}-0001" for name in "ab"}
 
 
 def answer(prompt: Sequence[int], num_tokens: int, sample_index: int = 0) -> list[int]:
@@ -53,6 +52,16 @@ def answer(prompt: Sequence[int], num_tokens: int, sample_index: int = 0) -> lis
     for _ in range(num_tokens):
         tokens.append(next_token(tokens, sample_index))
     return tokens[len(prompt) :]
+
+
+def sent_prompt(sequence: sequence_pb2.SequenceSpec) -> list[int]:
+    """Return the prompt that a worker was sent."""
+    return tokens_from_bytes(sequence.prompt_tokens).tolist()
+
+
+def sent_output(sequence: sequence_pb2.SequenceSpec) -> list[int]:
+    """Return the tokens that a worker was told to continue from."""
+    return tokens_from_bytes(sequence.output_tokens).tolist()
 
 
 def hashes_of(sequence: sequence_pb2.SequenceSpec) -> BlockHashes:
@@ -398,10 +407,3 @@ def config_with(**fields: Any) -> RouterConfig:
         **fields,
     }
     return RouterConfig.model_validate(values)
-
-
-def two_tenants(*, a: dict[str, Any] | None = None, b: dict[str, Any] | None = None, **router: Any) -> ServingConfig:
-    """Return a configuration with the tenants a and b and their KEYS."""
-    tenants = [{"name": name, "api_keys": [KEYS[name]], **(fields or {})} for name, fields in (("a", a), ("b", b))]
-    door = {"local_prefill_max_tokens": 0, "auth": "api_key", "salt_secret": "x" * 32, **router}
-    return parse_config({"router": door, "tenants": tenants}, source="test")

@@ -5,8 +5,9 @@ from common.errors import Unauthenticated
 from common.slo import Slo
 from kvrelay.client import AsyncClient
 from router.demand import NUM_SAMPLED, REMEMBERED_S, Answered, DemandMeter
-from tests.router.fakes import DECODE, KEYS, FakeWorker, make_request, running_cluster, two_tenants
+from tests.router.fakes import DECODE, FakeWorker, make_request, running_cluster
 from tests.router.http.clients import fetch
+from tests.router.test_tenants import KEYS, serving
 
 
 def make_answer(*, num_prompt_tokens: int = 100, ttft_s: float = 0.1, itl_s: float | None = 0.01) -> Answered:
@@ -108,7 +109,7 @@ def arrivals(monkeypatch: pytest.MonkeyPatch) -> list[DemandMeter]:
 
 
 async def test_calls_without_a_key_are_no_demand_that_scales_the_pools(arrivals: list[DemandMeter]) -> None:
-    async with running_cluster(FakeWorker("d0", DECODE), config=two_tenants(http_port=0)) as cluster:
+    async with running_cluster(FakeWorker("d0", DECODE), config=serving(http_port=0)) as cluster:
         with pytest.raises(Unauthenticated):
             await cluster.generate(make_request())
         for path in ("/v1/completions", "/v1/chat/completions"):
@@ -118,7 +119,7 @@ async def test_calls_without_a_key_are_no_demand_that_scales_the_pools(arrivals:
 
 
 async def test_every_request_of_a_known_caller_is_demand_once_by_either_door(arrivals: list[DemandMeter]) -> None:
-    config = two_tenants(http_port=0, a={"requests_per_min": 3}, local_prefill_max_tokens=64)
+    config = serving(http_port=0, a={"requests_per_min": 3}, local_prefill_max_tokens=64)
     async with running_cluster(FakeWorker("d0", DECODE), config=config) as cluster:
         async with AsyncClient(cluster.router.address, api_key=KEYS["a"]) as client:
             await client.generate([1, 2, 3], max_tokens=1)

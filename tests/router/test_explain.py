@@ -9,7 +9,6 @@ from common.errors import Unauthenticated, from_rpc_error
 from kvrelay.v1 import inference_pb2
 from tests.router.fakes import (
     DECODE,
-    KEYS,
     PREFILL,
     TIMEOUT_S,
     FakeWorker,
@@ -20,8 +19,8 @@ from tests.router.fakes import (
     pair,
     running_cluster,
     trio,
-    two_tenants,
 )
+from tests.router.test_tenants import KEYS, serving
 
 
 async def explain(
@@ -119,7 +118,7 @@ async def test_explain_of_an_unknown_request_is_empty() -> None:
 
 
 async def test_explain_tells_a_tenant_nothing_of_another() -> None:
-    async with running_cluster(FakeWorker("d0", DECODE), config=two_tenants()) as cluster:
+    async with running_cluster(FakeWorker("d0", DECODE), config=serving()) as cluster:
         reply = Reply()
         metadata = (("authorization", f"Bearer {KEYS['a']}"),)
         await cluster.read(cluster.inference.Generate(make_request(10), timeout=TIMEOUT_S, metadata=metadata), reply)

@@ -11,7 +11,7 @@ from common.errors import DeadlineExceeded, KvrelayError, Overloaded, WorkerLost
 from common.ids import BlockHash
 from common.wire import unpack_tokens
 from kvrelay.v1 import inference_pb2, sampling_pb2
-from tests.router.fake_service import VOCAB_SIZE, sent_prompt
+from tests.router.fake_service import VOCAB_SIZE
 from tests.router.fakes import (
     BLOCK_SIZE,
     DECODE,
@@ -27,6 +27,7 @@ from tests.router.fakes import (
     pair,
     prompt_of,
     running_cluster,
+    sent_prompt,
     trio,
 )
 

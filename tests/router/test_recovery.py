@@ -15,7 +15,6 @@ from common.errors import (
 )
 from common.ids import mint_epoch
 from kvrelay.v1 import inference_pb2
-from tests.router.fake_service import sent_output, sent_prompt
 from tests.router.fakes import (
     DECODE,
     PREFILL,
@@ -30,6 +29,8 @@ from tests.router.fakes import (
     pair,
     prompt_of,
     running_cluster,
+    sent_output,
+    sent_prompt,
     trio,
 )
 

@@ -7,7 +7,7 @@ import pytest
 from common.errors import InvalidRequest, WorkerLost
 from common.wire import pack_tokens
 from kvrelay.v1 import inference_pb2
-from tests.router.fake_service import VOCAB_SIZE, sent_output
+from tests.router.fake_service import VOCAB_SIZE
 from tests.router.fakes import (
     DECODE,
     FINGERPRINT,
@@ -20,6 +20,7 @@ from tests.router.fakes import (
     pair,
     prompt_of,
     running_cluster,
+    sent_output,
 )
 
 LOCAL = config_with(local_prefill_max_tokens=64)

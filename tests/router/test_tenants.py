@@ -1,17 +1,17 @@
 """Tenants at the front door."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from common.block_hash import hash_root
-from common.config import parse_config
+from common.config import ServingConfig, parse_config
 from common.errors import InvalidRequest, Overloaded, Unauthenticated
 from kvrelay.client import AsyncClient
 from tests.router.fakes import (
     BLOCK_KEY,
     FINGERPRINT,
-    KEYS,
     ROOT,
     answer,
     config_with,
@@ -21,9 +21,17 @@ from tests.router.fakes import (
     prompt_of,
     running_cluster,
     timing_of,
-    two_tenants,
 )
 from tests.router.http.clients import fetch
+
+KEYS = {name: f"key-of-tenant-{name}-0001" for name in "ab"}
+
+
+def serving(*, a: dict[str, Any] | None = None, b: dict[str, Any] | None = None, **router: Any) -> ServingConfig:
+    """Return a configuration with the tenants a and b and their KEYS."""
+    tenants = [{"name": name, "api_keys": [KEYS[name]], **(fields or {})} for name, fields in (("a", a), ("b", b))]
+    door = {"local_prefill_max_tokens": 0, "auth": "api_key", "salt_secret": "x" * 32, **router}
+    return parse_config({"router": door, "tenants": tenants}, source="test")
 
 
 async def ask(client: AsyncClient, num_tokens: int = 10, *, timeout_s: float = 60.0) -> list[int]:
@@ -32,7 +40,7 @@ async def ask(client: AsyncClient, num_tokens: int = 10, *, timeout_s: float = 6
 
 
 async def test_generate_with_a_key_is_served_and_without_one_or_with_another_is_not() -> None:
-    async with running_cluster(*pair(), config=two_tenants()) as cluster:
+    async with running_cluster(*pair(), config=serving()) as cluster:
         async with AsyncClient(cluster.router.address, api_key=KEYS["a"]) as client:
             assert await ask(client) == answer(prompt_of(10), 6)
         for key in (None, "key-of-nobody-000000"):
@@ -46,7 +54,7 @@ async def test_generate_with_a_key_is_served_and_without_one_or_with_another_is_
 
 async def test_blocks_of_two_tenants_with_one_prompt_have_nothing_in_common() -> None:
     prefill, decode = pair()
-    async with running_cluster(prefill, decode, config=two_tenants()) as cluster:
+    async with running_cluster(prefill, decode, config=serving()) as cluster:
         for name in "aba":
             async with AsyncClient(cluster.router.address, api_key=KEYS[name]) as client:
                 await ask(client)
@@ -69,7 +77,7 @@ async def test_hashes_of_clients_without_a_key_cannot_be_computed_without_the_bl
 
 async def test_tenants_that_share_their_cache_have_equal_blocks() -> None:
     prefill, decode = pair()
-    config = two_tenants(a={"share_cache": True}, b={"share_cache": True})
+    config = serving(a={"share_cache": True}, b={"share_cache": True})
     async with running_cluster(prefill, decode, config=config) as cluster:
         for name in "ab":
             async with AsyncClient(cluster.router.address, api_key=KEYS[name]) as client:
@@ -82,7 +90,7 @@ async def test_tenants_that_share_their_cache_have_equal_blocks() -> None:
     [("/tokenize", b'{"prompt": "hi", "return_token_strs": true}'), ("/detokenize", b'{"tokens": [104, 105]}')],
 )
 async def test_tokenizing_counts_at_the_request_rate_by_either_door(path: str, body: bytes) -> None:
-    config = two_tenants(a={"requests_per_min": 2}, http_port=0)
+    config = serving(a={"requests_per_min": 2}, http_port=0)
     async with running_cluster(*pair(), config=config) as cluster:
         async with AsyncClient(cluster.router.address, api_key=KEYS["a"]) as client:
             assert (await client.tokenize("hi")).token_ids == (104, 105)
@@ -98,7 +106,7 @@ async def test_tokenizing_counts_at_the_request_rate_by_either_door(path: str, b
 
 
 async def test_request_rate_of_one_tenant_refuses_it_with_the_time_to_come_back_and_nobody_else() -> None:
-    async with running_cluster(*pair(), config=two_tenants(a={"requests_per_min": 2})) as cluster:
+    async with running_cluster(*pair(), config=serving(a={"requests_per_min": 2})) as cluster:
         async with AsyncClient(cluster.router.address, api_key=KEYS["a"]) as client:
             await ask(client)
             await ask(client)
@@ -111,7 +119,7 @@ async def test_request_rate_of_one_tenant_refuses_it_with_the_time_to_come_back_
 
 
 async def test_token_rate_counts_prompt_and_output_that_was_really_written() -> None:
-    async with running_cluster(*pair(), config=two_tenants(a={"tokens_per_min": 40})) as cluster:
+    async with running_cluster(*pair(), config=serving(a={"tokens_per_min": 40})) as cluster:
         async with AsyncClient(cluster.router.address, api_key=KEYS["a"]) as client:
             await ask(client)  # 10 tokens in, 6 out
             await ask(client)
@@ -124,7 +132,7 @@ async def test_token_rate_counts_prompt_and_output_that_was_really_written() -> 
 async def test_waiting_requests_of_two_tenants_are_served_in_turn() -> None:
     prefill, decode = pair()
     decode.report.num_free_blocks, decode.report.num_running = 0, 1
-    async with running_cluster(prefill, decode, config=two_tenants()) as cluster:
+    async with running_cluster(prefill, decode, config=serving()) as cluster:
         waiting = []
         async with (
             AsyncClient(cluster.router.address, api_key=KEYS["a"]) as a,

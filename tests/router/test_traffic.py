@@ -23,7 +23,6 @@ from tests.router.fake_service import VOCAB_SIZE
 from tests.router.fakes import (
     BLOCK_SIZE,
     FINGERPRINT,
-    KEYS,
     ROOT,
     TIMEOUT_S,
     TestCluster,
@@ -32,9 +31,9 @@ from tests.router.fakes import (
     pair,
     prompt_of,
     running_cluster,
-    two_tenants,
 )
 from tests.router.http.clients import http_cluster
+from tests.router.test_tenants import KEYS, serving
 
 
 def client_of(cluster: TestCluster, tenant: str | None = None) -> AsyncClient:
@@ -104,7 +103,7 @@ async def test_keys_link_neither_two_recordings_nor_a_recording_and_the_cache() 
 
 
 async def test_only_requests_of_the_callers_tenant_are_told() -> None:
-    async with running_cluster(*pair(), config=two_tenants()) as cluster:
+    async with running_cluster(*pair(), config=serving()) as cluster:
         async with client_of(cluster, "a") as a, client_of(cluster, "b") as b, a.record() as stream:
             await ask(b, prompt_of(4))
             await ask(a, prompt_of(9))
@@ -186,7 +185,7 @@ async def test_recorder_that_goes_leaves_nothing_behind() -> None:
 
 
 async def test_tenant_has_only_so_many_recordings_at_a_time() -> None:
-    async with running_cluster(*pair(), config=two_tenants()) as cluster, contextlib.AsyncExitStack() as stack:
+    async with running_cluster(*pair(), config=serving()) as cluster, contextlib.AsyncExitStack() as stack:
         a, b = [await stack.enter_async_context(client_of(cluster, name)) for name in "ab"]
         for _ in range(MAX_RECORDINGS):
             await stack.enter_async_context(a.record())
