@@ -8,6 +8,7 @@ finished in them.
 import heapq
 import math
 import random
+import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -121,12 +122,10 @@ class DemandMeter:
     def _burstiness(self, num_known: int, now: int) -> float:
         """Return variance over mean of the arrivals per second; 1.0 while it is unknown."""
         counts = [second.num_arrived for second in self._seconds if now - num_known <= second.number < now]
-        num_arrived = sum(counts)
-        if num_known < 2 or not num_arrived:
+        if num_known < 2 or not sum(counts):
             return 1.0
-        mean = num_arrived / num_known  # seconds without any event are not in the list
-        squares = sum(count * count for count in counts)
-        return (squares - num_known * mean * mean) / (num_known - 1) / mean
+        counts += [0] * (num_known - len(counts))  # seconds without any event are not in the list
+        return statistics.variance(counts) / statistics.fmean(counts)
 
 
 def _p90(values: Sequence[float]) -> float | None:

@@ -65,13 +65,9 @@ class RouterMetrics:
         self._requests = self._counter("kvrelay_requests", "Requests ended", "outcome")
         self._replans = self._counter("kvrelay_replans", "Plans made again after a failure", "reason")
         self._refusals = self._counter("kvrelay_worker_refusals", "Requests sent back by a full worker", "role")
-        self._cancels = Counter("kvrelay_cancels", "Requests cancelled by the client", registry=self.registry)
-        self._predicted = Counter(
-            "kvrelay_predicted_cached_tokens", "Prompt tokens expected in the cache", registry=self.registry
-        )
-        self._actual = Counter(
-            "kvrelay_actual_cached_tokens", "Prompt tokens found in the cache", registry=self.registry
-        )
+        self._cancels = self._counter("kvrelay_cancels", "Requests cancelled by the client")
+        self._predicted = self._counter("kvrelay_predicted_cached_tokens", "Prompt tokens expected in the cache")
+        self._actual = self._counter("kvrelay_actual_cached_tokens", "Prompt tokens found in the cache")
         self._cache_error = self._histogram(
             "kvrelay_prediction_cached_tokens_error", "(predicted - actual cached tokens) / tokens", _ERRORS
         )
@@ -84,8 +80,8 @@ class RouterMetrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, buckets=buckets, registry=self.registry)
 
-    def _counter(self, name: str, text: str, label: str) -> Counter:
-        return Counter(name, text, [label], registry=self.registry)
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
 
     def watch(self, name: str, text: str, read: Callable[[], int]) -> None:
         """Export a gauge that is read at each scrape, on the scraper's thread."""

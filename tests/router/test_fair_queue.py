@@ -1,5 +1,7 @@
 """The order of the line, by itself."""
 
+from collections.abc import Container
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +25,14 @@ def push(
     """Let a request come at second `number`."""
     key = rank(priority=priority, work_s=work_s, due_s=number, number=number)
     return queue.push(number, tenant=tenant, rank=key)
+
+
+def serve(queue: FairQueue[int], *, cost: float = 0.0, skipping: Container[str] = ()) -> Place[int]:
+    """Take out the next place, which must exist, and charge its tenant."""
+    place = queue.pop(now_s=0.0, skipping=skipping)
+    assert place is not None
+    queue.charge(place.tenant, cost)
+    return place
 
 
 def drain(queue: FairQueue[int]) -> list[int]:
@@ -76,10 +86,7 @@ def test_tenant_with_three_times_the_weight_is_served_three_times_as_much() -> N
         push(queue, number, tenant="heavy")
     served = {"a": 0, "heavy": 0}
     for _ in range(80):
-        place = queue.pop(now_s=0.0)
-        assert place is not None
-        served[place.tenant] += 1
-        queue.charge(place.tenant, 100)
+        served[serve(queue, cost=100).tenant] += 1
     assert served == {"a": 20, "heavy": 60}
 
 
@@ -88,19 +95,11 @@ def test_tenant_that_comes_back_has_not_saved_up_its_share() -> None:
     for number in range(40):
         push(queue, number, tenant="a")
     for _ in range(20):
-        place = queue.pop(now_s=0.0)
-        assert place is not None
-        queue.charge("a", 100)
+        assert serve(queue, cost=100).tenant == "a"
     for number in range(40, 60):
         push(queue, number, tenant="b")
     assert queue.counter("b") == 2000
-    served = []
-    for _ in range(10):
-        place = queue.pop(now_s=0.0)
-        assert place is not None
-        served.append(place.tenant)
-        queue.charge(place.tenant, 100)
-    assert served.count("a") == 5
+    assert [serve(queue, cost=100).tenant for _ in range(10)].count("a") == 5
 
 
 def test_newcomer_to_an_empty_line_is_lifted_to_who_left_it_last() -> None:
@@ -129,8 +128,7 @@ def test_skipped_tenant_keeps_its_place() -> None:
     queue = make_queue(a=1, b=1)
     push(queue, 0, tenant="a")
     push(queue, 1, tenant="b")
-    place = queue.pop(now_s=0.0, skipping={"a"})
-    assert place is not None
+    place = serve(queue, skipping={"a"})
     assert place.item == 1
     queue.restore(place)
     assert drain(queue) == [0, 1]
@@ -174,8 +172,7 @@ def test_weighted_service_of_tenants_that_keep_waiting_differs_by_one_request_at
         waiting[tenant] += 1
     started = {tenant: queue.counter(tenant) for tenant in TENANTS}
     for _ in range(num_served):
-        place = queue.pop(now_s=0.0)
-        assert place is not None
+        place = serve(queue)
         queue.charge(place.tenant, costs[place.item])
         waiting[place.tenant] -= 1
         if not all(waiting.values()):

@@ -119,22 +119,11 @@ def test_prefill_wait_of_a_booking_on_an_idle_worker_runs_from_the_booking() -> 
 def test_first_token_ends_the_prefill_of_a_booking_that_no_report_has_shown() -> None:
     member = make_member()
     hold = book(member, now_s=1.0, prefill_s=5.0, num_prompt_tokens=8, num_missing_tokens=6)
-    load = member.load()
-    assert (load.num_pending_prefill_tokens, load.num_active_prefill_tokens, load.num_active_missing_tokens) == (
-        6,
-        8,
-        6,
-    )
+    assert prompt_tokens(member) == (6, 8, 6)
     for _ in range(2):
         member.note_prefilled(hold)
-    load = member.load()
-    assert (load.num_pending_prefill_tokens, load.num_active_prefill_tokens, load.num_active_missing_tokens) == (
-        0,
-        0,
-        0,
-    )
-    assert load.prefill_wait_s(1.0) == 0.0
-    assert load.num_active_requests == 1
+    assert prompt_tokens(member) == (0, 0, 0)
+    assert (member.load().prefill_wait_s(1.0), member.load().num_active_requests) == (0.0, 1)
 
 
 @pytest.mark.parametrize(("role", "num_decodes"), [(DECODE, 6), (PREFILL, 0)])

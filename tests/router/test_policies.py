@@ -1,5 +1,6 @@
 """What every routing policy must do, whatever it prefers."""
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -9,9 +10,10 @@ from hypothesis import strategies as st
 from common.config import RouterConfig
 from common.errors import Refused
 from common.ids import WorkerId
+from common.timing import LinkModel
 from router.placement.plans import FleetView, PlacementRequest, Plan, PlanKind, WorkerLoad
 from router.placement.policies.registry import POLICIES, SIMULATED_POLICIES
-from tests.router.fleets import choose, fleet, policy, request, worker
+from tests.router.fleets import TIMING, choose, fleet, policy, request, worker
 
 NAMES = sorted({**POLICIES, **SIMULATED_POLICIES})
 OWN_THRESHOLD = {"llm_d"}
@@ -19,6 +21,7 @@ OWN_THRESHOLD = {"llm_d"}
 JOINT = {"greedy_perfect_signals"}
 """Compares local plans with all others, whatever the threshold."""
 UNEXPLAINED = {"predictive"}
+LINKED = replace(TIMING, links={None: LinkModel(latency_s=0.001, bytes_per_s=1e9)})
 
 
 def test_configuration_accepts_exactly_the_policies_that_need_no_simulation() -> None:
@@ -102,8 +105,8 @@ loads = st.builds(
         "num_context_tokens": tokens,
         "prefill_free_at_s": tokens / 1000,
     },
-    st.integers(0, 60),
-    st.integers(0, 60),
+    st.integers(0, 400),
+    st.integers(0, 400),
     st.tuples(*[st.integers(0, 100)] * 5),
     st.integers(0, 5000),
 )
@@ -112,13 +115,13 @@ loads = st.builds(
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[PlacementRequest, FleetView]:
     names = [f"p{i}" for i in range(draw(st.integers(0, 4)))] + [f"d{i}" for i in range(draw(st.integers(0, 4)))]
-    workers = [worker(name, **draw(loads)) for name in names]
-    cached = draw(st.dictionaries(st.sampled_from([*names, "gone"]), st.integers(1, 12)))
-    num_tokens = draw(st.integers(1, 200))
+    workers = [worker(name, timing=LINKED, **draw(loads)) for name in names]
+    cached = draw(st.dictionaries(st.sampled_from([*names, "gone"]), st.integers(1, 60)))
+    num_tokens = draw(st.integers(1, 200) | st.integers(1, 5000))
     slo = {"itl_slo_s": draw(st.sampled_from([0.02, 0.1])), "ttft_slo_s": draw(st.sampled_from([0.1, 10.0]))}
     absent = draw(st.integers(0, 1))
     num_prefill = sum(name.startswith("p") for name in names) + absent
-    return request(num_tokens, cached=cached, **slo), fleet(*workers, num_prefill=num_prefill)
+    return request(num_tokens, cached=cached, **slo), fleet(*workers, num_prefill=num_prefill, block_bytes=1000)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -132,6 +135,7 @@ def test_policy_chooses_workers_of_the_view_with_room_or_refuses(
         plan = chosen.choose(wanted, view)
         if isinstance(plan, Refused):
             assert plan.reason
+            assert plan.retry_after_s > 0
             assert refuses or not _has_room(wanted, view)
             continue
         assert plan.decode in _fitting(wanted, view.decode)
@@ -141,6 +145,8 @@ def test_policy_chooses_workers_of_the_view_with_room_or_refuses(
             assert prefill.num_blocks >= wanted.num_prefill_blocks
         assert 0 <= plan.predicted_cached_tokens < wanted.num_tokens
         assert len(plan.candidates()) <= 16
+        if plan.pull is not None:
+            assert plan.pull.source in view.sources - {plan.computes}
 
 
 def _fitting(wanted: PlacementRequest, workers: tuple[WorkerLoad, ...]) -> set[WorkerId]:

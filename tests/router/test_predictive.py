@@ -8,13 +8,11 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from common.errors import Refused
 from common.ids import WorkerId
 from common.timing import LinkModel, StepModel, TimingModel
-from router.placement.plans import FleetView, Keeper, PlacementRequest, Plan, PlanKind, Pull, WorkerLoad
+from router.placement.plans import FleetView, Keeper, PlacementRequest, Plan, PlanKind, Pull
 from router.placement.policies.interface import Policy
 from tests.router import fleets
 from tests.router.fleets import worker
@@ -146,45 +144,6 @@ def test_candidates_tell_every_term_and_the_chosen_one_first() -> None:
     for candidate in candidates:
         assert sum(candidate.terms.values()) == pytest.approx(candidate.cost)
     assert [c.cost for c in candidates] == sorted(c.cost for c in candidates)
-
-
-@st.composite
-def views(draw: st.DrawFn) -> FleetView:
-    def any_worker(name: str) -> WorkerLoad:
-        return load(
-            name,
-            num_free_blocks=draw(st.integers(0, 1000)),
-            num_decodes=draw(st.integers(0, 50)),
-            num_context_tokens=draw(st.integers(0, 10**6)),
-            prefill_free_at_s=draw(st.floats(0, 100)),
-        )
-
-    prefill = [any_worker(f"p{i}") for i in range(draw(st.integers(0, 3)))]
-    return fleet(*prefill, *[any_worker(f"d{i}") for i in range(draw(st.integers(0, 3)))])
-
-
-@given(
-    view=views(),
-    num_tokens=st.integers(1, 5000),
-    cached=st.dictionaries(st.sampled_from(["p0", "p1", "d0", "d2"]), st.integers(1, 60)),
-    slo_s=st.sampled_from([0.01, 1.0, float("inf")]),
-)
-def test_choice_is_among_the_workers_with_room_whatever_the_fleet_looks_like(
-    view: FleetView, num_tokens: int, cached: dict[str, int], slo_s: float
-) -> None:
-    asked = request(num_tokens, cached, ttft_slo_s=slo_s, itl_slo_s=slo_s)
-    plan = policy(local_prefill_max_tokens=64).choose(asked, view)
-    if isinstance(plan, Refused):
-        assert plan.retry_after_s > 0
-        return
-    decode = {worker.worker_id: worker for worker in view.decode}[plan.decode]
-    assert decode.num_free_blocks >= asked.num_decode_blocks
-    assert plan.prefill is None or plan.prefill in {worker.worker_id for worker in view.prefill}
-    assert (plan.kind is PlanKind.REMOTE) == (plan.prefill is not None)
-    assert 0 <= plan.predicted_cached_tokens < num_tokens
-    if plan.pull is not None:
-        assert plan.pull.source in view.sources
-        assert plan.pull.source != plan.computes
 
 
 def test_prompt_of_any_length_goes_to_an_idle_decode_worker_rather_than_wait_long() -> None:

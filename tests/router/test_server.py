@@ -3,14 +3,17 @@
 import asyncio
 import signal
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.config import parse_config
-from common.process import parse_ready
+from common.process import Ready, parse_ready
 from common.rpc import client_channel
 from common.trust.identity import Role
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2
@@ -43,6 +46,31 @@ async def scrape(port: int) -> dict[str, float]:
     writer.close()
     lines = [line for line in body.splitlines() if line.startswith("kvrelay_")]
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+@asynccontextmanager
+async def router_process(folder: Path, **options: Any) -> AsyncIterator[tuple[asyncio.subprocess.Process, Ready]]:
+    """Run a router of the fake engine as a process, which is ready inside the block."""
+    config = folder / "serving.yaml"
+    config.write_text("model: {engine: fake}\n")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "router", "--config", str(config), "--port", "0", "--die-with-parent"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        **options,
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(TIMEOUT_S):
+            await enrol_child(process, Role.ROUTER, "router-0")
+            ready = parse_ready((await process.stdout.readline()).decode())
+        assert ready is not None
+        yield process, ready
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 MINE = credentials_of(Role.ROUTER, "router-0")
@@ -126,33 +154,16 @@ async def test_byte_codec_is_a_codec_and_takes_any_text() -> None:
 async def test_router_process_prints_one_ready_line_serves_and_stops_on_a_signal(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    config = tmp_path / "serving.yaml"
-    config.write_text("model: {engine: fake}\n")
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "router", "--config", str(config), "--port", "0", "--die-with-parent"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    try:
-        assert process.stdout is not None
-        async with asyncio.timeout(60):
-            await enrol_child(process, Role.ROUTER, "router-0")
-            ready = parse_ready((await process.stdout.readline()).decode())
-        assert ready is not None
+    async with router_process(tmp_path) as (process, ready):
         assert ready.pid == process.pid
         assert ready.metrics_port > 0
         async with asyncio.timeout(TIMEOUT_S), client_channel(ready.address) as channel:
             health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert health.status == health_pb2.HealthCheckResponse.SERVING
         process.send_signal(number)
+        assert process.stdout is not None
         async with asyncio.timeout(TIMEOUT_S):
             assert (await process.stdout.read(), await process.wait()) == (b"", 0)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
 
 
 async def test_router_process_with_a_bad_config_names_the_key(tmp_path: Path) -> None:

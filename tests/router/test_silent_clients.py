@@ -3,18 +3,14 @@
 import asyncio
 import resource
 import socket
-import sys
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
-from common.process import parse_ready
 from common.rpc import client_channel
-from common.trust.identity import Role
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
 from tests.router.fakes import TIMEOUT_S
 from tests.router.http.clients import fetch
-from tests.trust import enrol_child
+from tests.router.test_server import router_process
 
 MAX_OPEN_FILES = 256
 NUM_SILENT = 300
@@ -26,30 +22,6 @@ def limit_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_OPEN_FILES // 2, MAX_OPEN_FILES))
 
 
-@asynccontextmanager
-async def small_router(folder: Path) -> AsyncIterator[str]:
-    """Run a router that may open few files; yields its address."""
-    config = folder / "serving.yaml"
-    config.write_text("model: {engine: fake}\n")
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "router", "--config", str(config), "--port", "0", "--die-with-parent"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        preexec_fn=limit_open_files,
-    )
-    try:
-        assert process.stdout is not None
-        async with asyncio.timeout(RECOVERY_S):
-            await enrol_child(process, Role.ROUTER, "router-0")
-            ready = parse_ready((await process.stdout.readline()).decode())
-        assert ready is not None
-        yield ready.address
-    finally:
-        process.terminate()
-        await process.wait()
-
-
 async def http_port_of(address: str) -> int:
     async with client_channel(address) as channel:
         call = inference_pb2_grpc.InferenceServiceStub(channel).GetClusterStatus(
@@ -59,7 +31,8 @@ async def http_port_of(address: str) -> int:
 
 
 async def test_silent_connections_beyond_the_open_files_end_neither_door(tmp_path: Path) -> None:
-    async with small_router(tmp_path) as address:
+    async with router_process(tmp_path, preexec_fn=limit_open_files) as (_process, ready):
+        address = ready.address
         host, _, port = address.rpartition(":")
         http_port = await http_port_of(address)
         with ExitStack() as silent:

@@ -63,27 +63,9 @@ def trained(tokenizer: tokenizers.Tokenizer, *, initial_alphabet: Sequence[str] 
 
 
 TOKENIZERS = {"byte level": byte_level(), "metaspace": metaspace(), "prepending": prepending()}
-PIECES = st.sampled_from(
-    [
-        "the ",
-        " fox",
-        "\n",
-        "  ",
-        "<|end|>",
-        "<|start|>",
-        "<|trim|>",
-        "<|en",
-        "d>",
-        "|>",
-        "日本",
-        "é",
-        "café",
-        "q",
-        "<",
-        "",
-    ]
-)
-CONTENT = st.lists(PIECES, max_size=6).map("".join)
+WORDS = ["the ", " fox", "\n", "  ", "日本", "é", "café", "q", ""]
+MARKS = ["<|end|>", "<|start|>", "<|trim|>", "<|en", "d>", "|>", "<"]
+CONTENT = st.lists(st.sampled_from(WORDS + MARKS), max_size=6).map("".join)
 TURNS = st.lists(st.tuples(st.sampled_from(["user", "assistant"]), CONTENT), min_size=1, max_size=6)
 
 

@@ -45,11 +45,11 @@ class Mooncake:
             return eligible
         decode = min(eligible.decode, key=lambda worker: forecast_itl_s(request, worker))
         if eligible.must_be_local:
-            options = _local_options(request, eligible.decode, fleet)
+            options = _options(request, eligible.decode, fleet)
         elif request.missing_tokens(decode.worker_id) <= self._settings.local_prefill_max_tokens:
-            options = _local_options(request, (decode,), fleet)
+            options = _options(request, (decode,), fleet)
         else:
-            options = _remote_options(request, eligible.prefill, decode, fleet)
+            options = _options(request, eligible.prefill, fleet, decode=decode)
         if not options:
             return refuse_without_prefill()
         chosen = min(options, key=lambda option: option.prompt.ttft_s)
@@ -58,19 +58,14 @@ class Mooncake:
         return make_forecast_plan(chosen, options)
 
 
-def _local_options(request: PlacementRequest, pool: Sequence[WorkerLoad], fleet: FleetView) -> list[PlanForecast]:
-    return [
-        PlanForecast(prompt=prompt, decode=prompt.worker, itl_s=forecast_itl_s(request, prompt.worker))
-        for prompt in _forecast_all(request, pool, fleet)
-    ]
-
-
-def _remote_options(
-    request: PlacementRequest, pool: Sequence[WorkerLoad], decode: WorkerLoad, fleet: FleetView
+def _options(
+    request: PlacementRequest, pool: Sequence[WorkerLoad], fleet: FleetView, *, decode: WorkerLoad | None = None
 ) -> list[PlanForecast]:
-    itl_s = forecast_itl_s(request, decode)
-    prompts = _forecast_all(request, pool, fleet)
-    return [PlanForecast(prompt=prompt, decode=decode, itl_s=itl_s) for prompt in prompts]
+    """Return a plan for each worker of the pool; without `decode` the worker also decodes."""
+    pairs = [(prompt, decode or prompt.worker) for prompt in _forecast_all(request, pool, fleet)]
+    return [
+        PlanForecast(prompt=prompt, decode=worker, itl_s=forecast_itl_s(request, worker)) for prompt, worker in pairs
+    ]
 
 
 def _forecast_all(request: PlacementRequest, pool: Sequence[WorkerLoad], fleet: FleetView) -> list[PromptForecast]:
