@@ -129,13 +129,13 @@ class Fleet:
                 self._links[worker_id] = WorkerLink(member, self, clock=self._clock)
                 self._links[worker_id].restart()
         for member in self._members.values():
-            with self._noting_drain(member):
-                member.is_told_to_drain = member.endpoint.worker_id in draining
+            with self._logging_drain(member):
+                member.is_set_to_drain = member.endpoint.worker_id in draining
         self._notify()
         return self.count_ready()
 
     @contextmanager
-    def _noting_drain(self, member: Member) -> Iterator[None]:
+    def _logging_drain(self, member: Member) -> Iterator[None]:
         """Log when the block changes whether the member drains."""
         was_draining = member.is_draining
         yield
@@ -193,7 +193,7 @@ class Fleet:
         if member.facts is not None and member.facts.epoch != facts.epoch:
             self._index.drop(member.endpoint.worker_id)
         was_ready = member.state is WorkerState.READY
-        with self._noting_drain(member):
+        with self._logging_drain(member):
             member.begin_life(facts)
         # After a gap in the updates, the last report stands until the new subscription brings the next one.
         self._enter(member, WorkerState.READY if was_ready else WorkerState.CONNECTING, "")
@@ -211,7 +211,7 @@ class Fleet:
             self._index.apply(worker_id, events)
         if events.stored:
             member.stored_s = self._clock.monotonic()
-        with self._noting_drain(member):
+        with self._logging_drain(member):
             member.is_leaving = update.leaving
         member.take_report(update.load, update.accepted_request_ids, now_s=self._clock.monotonic())
         if timing is not None:

@@ -27,7 +27,7 @@ from common.ids import WorkerId
 from common.kv_events import KvEvents
 from router.block_ages import BlockAges
 from router.expectations import Expectations
-from router.prefix_match import STAMP_BITS, Look, PrefixMatches, slot_bit
+from router.prefix_match import STAMP_BITS, IndexView, PrefixMatches, slot_bit
 
 CHUNK_KEYS = 4096
 """Keys that are aged, evicted or scrubbed at a time, in about a millisecond."""
@@ -148,7 +148,7 @@ class PrefixIndex:
         get = self._values.get
         alive = get(keys[0], 0) & self._live if keys else 0
         if not alive:
-            return PrefixMatches(groups, self._owners, self._look_at(keys))
+            return PrefixMatches(groups, self._owners, self._view(keys))
         last = len(keys) - 1
         hold_all = alive & get(keys[last], 0)
         # Each worker of an entry holds block `low` but not block `high`. Workers with fewer blocks come first.
@@ -168,10 +168,10 @@ class PrefixIndex:
             groups.append((high, workers >> STAMP_BITS))
         if hold_all:
             groups.append((len(keys), hold_all >> STAMP_BITS))
-        return PrefixMatches(groups, self._owners, self._look_at(keys))
+        return PrefixMatches(groups, self._owners, self._view(keys))
 
-    def _look_at(self, keys: list[int]) -> Look:
-        return Look(keys=keys, values=self._values, slots=self._slots, expectations=self._expectations)
+    def _view(self, keys: list[int]) -> IndexView:
+        return IndexView(keys=keys, values=self._values, slots=self._slots, expectations=self._expectations)
 
     # Inside.
 

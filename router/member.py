@@ -83,7 +83,7 @@ class Member:
     state: WorkerState = WorkerState.CONNECTING
     why: str = ""
     """Reason of a refused or lost state."""
-    is_told_to_drain: bool = False
+    is_set_to_drain: bool = False
     """The membership says that the worker is leaving."""
     is_leaving: bool = False
     """The worker itself says that it is leaving."""
@@ -96,7 +96,7 @@ class Member:
     """Time of the last event about stored blocks."""
     timing: TimingModel = GUESSED_TIMING
     """Model of its speed that the router uses."""
-    told_timing: TimingModel | None = None
+    reported_timing: TimingModel | None = None
     """Model that the present life has reported."""
     load_version: int = 0
     """Number of reports that differed from the previous one."""
@@ -129,7 +129,7 @@ class Member:
     @property
     def is_draining(self) -> bool:
         """Whether the worker is leaving."""
-        return self.is_told_to_drain or self.is_leaving
+        return self.is_set_to_drain or self.is_leaving
 
     @property
     def state_text(self) -> str:
@@ -167,7 +167,7 @@ class Member:
             self.holds.clear()
             self.unreported.clear()
             self._active = _Active()
-            self.told_timing = None
+            self.reported_timing = None
             self.is_leaving = False
         self.facts = facts
         self.state = WorkerState.CONNECTING
@@ -186,10 +186,10 @@ class Member:
         self._load = None
         if not self.unreported:
             return
-        told = Counter(accepted)
+        num_accepted = Counter(accepted)
         for hold in list(self.unreported):
-            if told[hold.request_id] > 0:
-                told[hold.request_id] -= 1
+            if num_accepted[hold.request_id] > 0:
+                num_accepted[hold.request_id] -= 1
             elif now_s - hold.booked_s < SETTLE_S:
                 continue
             del self.unreported[hold]

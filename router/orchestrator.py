@@ -68,7 +68,7 @@ class Totals:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Leg:
-    """Some samples of a request that are served together."""
+    """Samples of a request that are served together."""
 
     record: RequestRecord
     ticket: Ticket
@@ -229,7 +229,7 @@ class Orchestrator:
     def _raise_if_final(self, leg: _Leg, failure: AttemptFailed) -> None:
         """Raise the failure's error unless the request may be planned again, which is then counted."""
         error = failure.error
-        # A worker that cancels a call nobody cancelled here is shutting down.
+        # When no one here has cancelled the call, a worker that cancels it is shutting down.
         if not isinstance(error, WorkerError | TransferError | Cancelled):
             raise error
         if leg.num_attempts - leg.num_moves >= self._config.max_attempts:

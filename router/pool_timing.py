@@ -35,11 +35,11 @@ class PoolTiming:
     def __init__(self) -> None:
         self._latest: dict[tuple[int, str], deque[tuple[WorkerId, StepModel]]] = {}
 
-    def take(self, member: Member, told: TimingModel, members: Iterable[Member]) -> None:
+    def take(self, member: Member, reported: TimingModel, members: Iterable[Member]) -> None:
         """Take the measured parts of a worker's model, and complete all `members` again."""
-        member.told_timing = told
+        member.reported_timing = reported
         role, worker_id = member.endpoint.role, member.endpoint.worker_id
-        for kind, model in (("prefill", told.prefill), ("decode", told.decode)):
+        for kind, model in (("prefill", reported.prefill), ("decode", reported.decode)):
             if model.num_samples >= MIN_SAMPLES:
                 latest = self._latest.setdefault((role, kind), deque(maxlen=NUM_LATEST))
                 for known in [known for known in latest if known[0] == worker_id]:
@@ -57,8 +57,8 @@ class PoolTiming:
         members = list(members)
         link = self._usual_link(members)
         for member in members:
-            told, role = member.told_timing, member.endpoint.role
-            own = GUESSED_TIMING if told is None else told
+            reported, role = member.reported_timing, member.endpoint.role
+            own = GUESSED_TIMING if reported is None else reported
             timing = replace(
                 own,
                 prefill=own.prefill if own.prefill.num_samples >= MIN_SAMPLES else usual[role, "prefill"],
@@ -69,8 +69,8 @@ class PoolTiming:
                 member.take_timing(timing)
 
     def _usual_link(self, members: Iterable[Member]) -> LinkModel | None:
-        told = [member.told_timing.links.get(None) for member in members if member.told_timing is not None]
-        links = [link for link in told if link is not None]
+        reported = [member.reported_timing.links.get(None) for member in members if member.reported_timing is not None]
+        links = [link for link in reported if link is not None]
         return _median_of(links, lambda link: link.seconds(_TRANSFER_BYTES)) if links else None
 
     def _usual(self, role: int, kind: str) -> StepModel:

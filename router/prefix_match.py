@@ -30,7 +30,7 @@ def count_before_gap(firsts: Mapping[int, int], bit: int, num_keys: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class IndexView:
     """The state of the index at a lookup, and the keys that were looked up."""
 
     keys: list[int]
@@ -46,13 +46,13 @@ class PrefixMatches(Mapping[WorkerId, int]):
     the longest prefix reads `groups` or `best`. Valid for one decision; event loop only.
     """
 
-    __slots__ = ("_by_worker", "_firsts", "_look", "_owners", "groups")
+    __slots__ = ("_by_worker", "_firsts", "_owners", "_view", "groups")
 
-    def __init__(self, groups: Sequence[tuple[int, int]], owners: Sequence[WorkerId | None], look: Look) -> None:
+    def __init__(self, groups: Sequence[tuple[int, int]], owners: Sequence[WorkerId | None], view: IndexView) -> None:
         """`groups` are (blocks, bit mask of slots), fewest blocks first; `owners` go by slot and never change."""
         self.groups = groups
         self._owners = owners
-        self._look = look
+        self._view = view
         self._by_worker: dict[WorkerId, int] | None = None
         self._firsts: dict[int, int] | None = None
 
@@ -82,20 +82,20 @@ class PrefixMatches(Mapping[WorkerId, int]):
     def count_present(self, worker_id: WorkerId) -> int:
         """Return exactly how many leading blocks events have confirmed; others are only expected."""
         num_blocks = min(self.get(worker_id), self._count_exactly(worker_id))
-        expected = self._look.expectations.of(self._look.slots.get(worker_id, -1))
+        expected = self._view.expectations.of(self._view.slots.get(worker_id, -1))
         if not expected or not num_blocks:
             return num_blocks
-        leading = self._look.keys[:num_blocks]
+        leading = self._view.keys[:num_blocks]
         return next((position for position, key in enumerate(leading) if key in expected), num_blocks)
 
     def _count_exactly(self, worker_id: WorkerId) -> int:
         """Count without holes. One walk over the keys serves all workers, because their values are few."""
-        look = self._look
-        if worker_id not in look.slots:
+        view = self._view
+        if worker_id not in view.slots:
             return 0
         if self._firsts is None:
-            self._firsts = first_positions(look.values, look.keys[: self.longest])
-        return count_before_gap(self._firsts, slot_bit(look.slots[worker_id]), self.longest)
+            self._firsts = first_positions(view.values, view.keys[: self.longest])
+        return count_before_gap(self._firsts, slot_bit(view.slots[worker_id]), self.longest)
 
     def __getitem__(self, worker_id: WorkerId) -> int:
         return self._expanded()[worker_id]

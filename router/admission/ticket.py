@@ -23,9 +23,9 @@ class Ticket:
     received_s: float
     on_close: "Callable[[Ticket], None]"
     expected: Service = field(default_factory=Service)
-    """What was charged to the token rate of its tenant."""
+    """Charge to the token rate of its tenant."""
     service: Service = field(default_factory=Service)
-    """What was charged to the share of its tenant."""
+    """Charge to the share of its tenant."""
     has_plan: bool = False
     """The request has had a plan: no limit refuses it any more, and it goes before newcomers."""
     displaced: Refused | None = None

@@ -45,7 +45,7 @@ class Candidate:
     decode: WorkerId
     source: WorkerId | None = None
     cost: float
-    """What the policy minimizes."""
+    """Cost that the policy minimizes."""
     terms: Mapping[str, float]
     """Parts of the cost by name; seconds unless the name says otherwise."""
 
@@ -66,7 +66,7 @@ class Plan:
     """Cached tokens on the worker that computes the prompt, pulled ones included."""
     reason: str
     pull: Pull | None = None
-    """What the worker that computes the prompt pulls first."""
+    """Pull of the worker that computes the prompt."""
     keeper: Keeper = Keeper.BOTH
     predicted_prefill_s: float | None = None
     """Computation alone. None without a prediction: the booking then uses the worker's own timing model."""

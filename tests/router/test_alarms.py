@@ -1,4 +1,4 @@
-"""When routing by prefixes is said not to work, of whom, and when it is said to work again."""
+"""Alarms about prefix routing: when they are raised, which worker they name, and when they clear."""
 
 import logging
 
@@ -27,7 +27,7 @@ P0, P1 = WorkerId("p0"), WorkerId("p1")
 
 
 class Router:
-    """The alarms of a router with two workers, and the moves that they hear of."""
+    """The alarms of a router with two workers, and the events that they see."""
 
     def __init__(self) -> None:
         self.clock = ManualClock(1000.0)
@@ -40,7 +40,7 @@ class Router:
     def decide(
         self, *, predicted: int = 0, found: int | None = 0, worker_id: WorkerId = P0, num_hashed_blocks: int = 10
     ) -> Decision:
-        """Let a request be decided and end; the alarms hear of it."""
+        """Decide a request and end it; the alarms see the decision."""
         plan = Plan(decode=worker_id, predicted_cached_tokens=predicted, reason="test")
         decision = Decision(
             request_id=RequestId("r"),
@@ -71,7 +71,7 @@ class Router:
 # ── promises ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_promises_that_come_true_raise_nothing() -> None:
+def test_kept_promises_raise_nothing() -> None:
     router = Router()
     for _ in range(2 * WINDOW_DECISIONS):
         router.decide(predicted=100, found=100)
@@ -89,7 +89,7 @@ def test_broken_promises_raise_an_alarm_that_names_the_worst_worker() -> None:
 
 
 @pytest.mark.parametrize(("num_decisions", "kinds"), [(MIN_DECISIONS - 1, []), (MIN_DECISIONS, ["predicted_hits"])])
-def test_few_decisions_prove_nothing(num_decisions: int, kinds: list[str]) -> None:
+def test_few_decisions_raise_nothing(num_decisions: int, kinds: list[str]) -> None:
     router = Router()
     for _ in range(num_decisions):
         router.decide(predicted=100, found=0)
@@ -138,7 +138,7 @@ def compute_unheard(router: Router, num_prompts: int) -> None:
         router.clock.advance(SILENCE_S / 2)
 
 
-def test_worker_that_computes_and_tells_of_no_block_raises_an_alarm_until_it_does() -> None:
+def test_worker_that_computes_but_reports_no_block_raises_an_alarm() -> None:
     router = Router()
     compute_unheard(router, MIN_UNHEARD)
     assert router.standing() == ["no_kv_events"]
@@ -158,7 +158,7 @@ def test_few_prompts_or_a_short_time_without_blocks_raise_nothing(num_prompts: i
     assert router.standing() == []
 
 
-def test_worker_that_tells_of_blocks_between_decision_and_end_raises_nothing() -> None:
+def test_worker_that_reports_blocks_before_the_end_raises_nothing() -> None:
     router = Router()
     for _ in range(10):
         decision = router.decide(found=0, num_hashed_blocks=0)
@@ -179,7 +179,7 @@ def test_prompts_without_a_new_full_block_need_no_event() -> None:
 
 
 @pytest.mark.parametrize("what", ["leaves", "restarts"])
-def test_worker_that_leaves_or_restarts_takes_its_silence_along(what: str) -> None:
+def test_worker_that_leaves_or_restarts_clears_its_alarm(what: str) -> None:
     router = Router()
     compute_unheard(router, MIN_UNHEARD)
     assert router.standing() == ["no_kv_events"]
@@ -194,7 +194,7 @@ def test_worker_that_leaves_or_restarts_takes_its_silence_along(what: str) -> No
 
 
 @pytest.mark.parametrize(("num_running", "kinds"), [(1, ["no_updates"]), (0, [])])
-def test_only_a_worker_that_was_busy_owes_an_update(num_running: int, kinds: list[str]) -> None:
+def test_only_a_worker_that_was_busy_must_send_updates(num_running: int, kinds: list[str]) -> None:
     router = Router()
     router.hear_load(num_running=num_running)
     router.clock.advance(SILENCE_S - 0.5)

@@ -37,7 +37,7 @@ def test_log_keeps_the_latest_and_no_more_than_its_capacity() -> None:
     assert ids(log.latest(tenant="a", limit=2)) == ["r4", "r3"]
 
 
-def test_log_tells_a_tenant_of_its_own_requests_alone() -> None:
+def test_log_shows_a_tenant_only_its_own_requests() -> None:
     log = DecisionLog()
     for request_id, tenant in (("r0", "a"), ("r1", "b"), ("r0", "a"), ("r2", "a")):
         log.add(decision(request_id, tenant=tenant))
@@ -50,7 +50,7 @@ def test_log_tells_a_tenant_of_its_own_requests_alone() -> None:
     ("error", "ended"),
     [(None, "completed"), (WorkerLost("gone"), "WorkerLost"), (asyncio.CancelledError(), Cancelled.__name__)],
 )
-def test_following_notes_how_the_attempt_ended_and_tells_the_listeners(error: BaseException | None, ended: str) -> None:
+def test_following_notes_how_the_attempt_ended_and_calls_the_listeners(error: BaseException | None, ended: str) -> None:
     log, one, heard = DecisionLog(), decision(), list[tuple[str, int, str]]()
     log.subscribe(lambda each: heard.append((each.tenant, each.attempt, each.ended)))
     with suppress(WorkerLost, asyncio.CancelledError), log.following(one, tenant="b", attempt=2):

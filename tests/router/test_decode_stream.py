@@ -1,4 +1,4 @@
-"""All calls to a worker on one stream: what one does or suffers does not concern the others."""
+"""All calls to a worker on one stream: no call affects another."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -54,12 +54,12 @@ async def test_cancel_of_one_of_many_cancels_its_call_alone() -> None:
 
 
 async def _rest(call: Any) -> AsyncIterator[inference_pb2.GenerateResponse]:
-    """The messages behind those that were `read`."""
+    """Yield the messages after those that were `read`."""
     while message := await call.read():
         yield message
 
 
-async def test_a_client_that_does_not_read_blocks_nobody_and_misses_nothing() -> None:
+async def test_client_that_does_not_read_blocks_no_other_and_misses_nothing() -> None:
     decode = FakeWorker("d0", DECODE)
     async with running_cluster(decode) as cluster:
         lazy: Any = cluster.inference.Generate(make_request(10, max_tokens=150))
@@ -147,7 +147,7 @@ async def test_follow_hands_over_what_came_before_and_what_comes_until_enough() 
     await stream.aclose()
 
 
-async def test_a_handler_that_fails_ends_its_own_call_alone() -> None:
+async def test_handler_that_fails_ends_only_its_own_call() -> None:
     wire = Wire()
     stream = DecodeStream(wire)  # type: ignore[arg-type]
     bad, good = stream.open(decode_pb2.DecodeRequest()), stream.open(decode_pb2.DecodeRequest())
@@ -164,7 +164,7 @@ async def test_a_handler_that_fails_ends_its_own_call_alone() -> None:
     await stream.aclose()
 
 
-async def test_an_end_that_cannot_be_read_fails_every_call_and_ends_the_stream() -> None:
+async def test_unreadable_status_fails_every_call_and_ends_the_stream() -> None:
     wire = Wire()
     stream = DecodeStream(wire)  # type: ignore[arg-type]
     call = stream.open(decode_pb2.DecodeRequest())
@@ -175,7 +175,7 @@ async def test_an_end_that_cannot_be_read_fails_every_call_and_ends_the_stream()
     assert stream.is_over
 
 
-async def test_close_is_told_once_and_not_after_the_end() -> None:
+async def test_close_is_sent_once_and_not_after_the_end() -> None:
     wire = Wire()
     stream = DecodeStream(wire)  # type: ignore[arg-type]
     with stream.open(decode_pb2.DecodeRequest()):
@@ -190,7 +190,7 @@ async def test_close_is_told_once_and_not_after_the_end() -> None:
 
 
 def test_a_token_delta_of_the_router_has_room_for_what_a_batch_of_a_worker_brings() -> None:
-    """`merge_tokens` serves both."""
+    """`merge_tokens` handles both."""
     for name in ("tokens", "runs", "prompt_logprobs"):
         ours = inference_pb2.TokenDelta.DESCRIPTOR.fields_by_name[name]
         theirs = decode_pb2.TokenBatch.DESCRIPTOR.fields_by_name[name]

@@ -1,4 +1,4 @@
-"""`Explain` through a real router: what it tells of requests that went well, badly, or elsewhere."""
+"""`Explain` through a real router: requests that succeed, fail, or move."""
 
 import asyncio
 
@@ -39,7 +39,7 @@ def request_id_of(reply: Reply) -> str:
     return reply.messages[0].accepted.request_id
 
 
-async def test_explain_tells_candidates_choice_and_outcome_of_a_finished_request() -> None:
+async def test_explain_shows_candidates_choice_and_outcome_of_a_request() -> None:
     workers = FakeWorker("p0", PREFILL, num_cached_tokens=4), FakeWorker("p1", PREFILL), FakeWorker("d0", DECODE)
     async with running_cluster(*workers, config=config_with(policy="dynamo")) as cluster:
         reply = await cluster.generate(make_request(10))
@@ -71,7 +71,7 @@ async def test_explain_of_a_running_request_has_no_outcome_yet() -> None:
         await generating
 
 
-async def test_explain_by_request_tells_each_attempt_and_why_it_ended() -> None:
+async def test_explain_of_one_request_shows_each_attempt_and_why_it_ended() -> None:
     prefill, first, second = trio()
     first.gates.close("token 3")
     async with running_cluster(prefill, first, second) as cluster:
@@ -89,7 +89,7 @@ async def test_explain_by_request_tells_each_attempt_and_why_it_ended() -> None:
         assert [each.num_tokens for each in await explain(cluster, limit=1)] == [9]
 
 
-async def test_explain_tells_of_a_refusal_by_a_worker() -> None:
+async def test_explain_shows_a_refusal_by_a_worker() -> None:
     prefill, full, free = trio()
     full.num_refusals = 1
     async with running_cluster(prefill, full, free) as cluster:
@@ -114,10 +114,10 @@ async def test_explain_of_a_request_that_the_client_left_says_so() -> None:
 
 async def test_explain_of_an_unknown_request_is_empty() -> None:
     async with running_cluster(FakeWorker("d0", DECODE)) as cluster:
-        assert await explain(cluster, "req-of-somebody") == []
+        assert await explain(cluster, "req-unknown") == []
 
 
-async def test_explain_tells_a_tenant_nothing_of_another() -> None:
+async def test_explain_shows_a_tenant_nothing_of_another() -> None:
     async with running_cluster(FakeWorker("d0", DECODE), config=serving()) as cluster:
         reply = Reply()
         metadata = (("authorization", f"Bearer {KEYS['a']}"),)
@@ -149,7 +149,7 @@ async def test_a_prompt_that_is_computed_is_no_prefill_load_any_more(name: str) 
 
 
 def prefill_load(cluster: TestCluster, worker: FakeWorker) -> tuple[int, int]:
-    """What the router counts as prompts under way on the worker: how many, and tokens to compute."""
+    """Return the prompts that the router counts as pending on the worker, and their tokens to compute."""
     view = cluster.router.fleet.view(excluded=())
     load = next(each for each in (*view.prefill, *view.decode) if each.worker_id == worker.worker_id)
     return load.num_active_prefills, load.num_active_missing_tokens

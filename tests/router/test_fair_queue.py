@@ -1,4 +1,4 @@
-"""The order of the line, by itself."""
+"""The fair queue by itself."""
 
 from collections.abc import Container
 
@@ -22,7 +22,7 @@ def make_queue(**weights: float) -> FairQueue[int]:
 def push(
     queue: FairQueue[int], number: int, *, tenant: str = "a", priority: int = 0, work_s: float = 0.0
 ) -> Place[int]:
-    """Let a request come at second `number`."""
+    """Add a request that arrives at second `number`."""
     key = rank(priority=priority, work_s=work_s, due_s=number, number=number)
     return queue.push(number, tenant=tenant, rank=key)
 
@@ -64,7 +64,7 @@ def test_long_prompt_gives_way_only_to_those_that_come_within_its_own_work() -> 
     assert drain(queue) == [9, 0, 11]
 
 
-def test_those_who_were_on_already_go_before_all_newcomers_in_order_of_arrival() -> None:
+def test_requests_that_lost_a_plan_go_before_newcomers_in_order_of_arrival() -> None:
     queue = make_queue(a=1)
     push(queue, 3, priority=9)
     queue.push_first(2, number=2)
@@ -72,7 +72,7 @@ def test_those_who_were_on_already_go_before_all_newcomers_in_order_of_arrival()
     assert (queue.num_first, drain(queue)) == (2, [1, 2, 3])
 
 
-def test_samples_of_one_request_that_were_on_already_go_in_the_order_in_which_they_came() -> None:
+def test_samples_of_one_request_that_lost_a_plan_go_in_order_of_arrival() -> None:
     queue = make_queue(a=1)
     for item in (7, 5, 6):
         queue.push_first(item, number=1)
@@ -90,7 +90,7 @@ def test_tenant_with_three_times_the_weight_is_served_three_times_as_much() -> N
     assert served == {"a": 20, "heavy": 60}
 
 
-def test_tenant_that_comes_back_has_not_saved_up_its_share() -> None:
+def test_tenant_that_returns_has_not_saved_up_its_share() -> None:
     queue = make_queue(a=1, b=1)
     for number in range(40):
         push(queue, number, tenant="a")
@@ -102,7 +102,7 @@ def test_tenant_that_comes_back_has_not_saved_up_its_share() -> None:
     assert [serve(queue, cost=100).tenant for _ in range(10)].count("a") == 5
 
 
-def test_newcomer_to_an_empty_line_is_lifted_to_who_left_it_last() -> None:
+def test_newcomer_to_an_empty_line_is_lifted_to_the_tenant_that_left_last() -> None:
     queue = make_queue(a=1, b=1)
     push(queue, 0, tenant="a")
     assert drain(queue) == [0]
@@ -111,7 +111,7 @@ def test_newcomer_to_an_empty_line_is_lifted_to_who_left_it_last() -> None:
     assert queue.counter("b") == 700
 
 
-def test_held_tenant_does_not_go_and_comes_back_as_after_a_pause() -> None:
+def test_held_tenant_is_skipped_and_returns_as_after_a_pause() -> None:
     queue = make_queue(a=1, b=1)
     push(queue, 0, tenant="a")
     push(queue, 1, tenant="b")
@@ -134,7 +134,7 @@ def test_skipped_tenant_keeps_its_place() -> None:
     assert drain(queue) == [0, 1]
 
 
-def test_restored_place_is_the_same_place_and_lifts_nobody() -> None:
+def test_restored_place_is_the_same_place_and_lifts_no_tenant() -> None:
     queue = make_queue(a=1, b=1)
     queue.charge("b", 50)
     push(queue, 0, tenant="b")
@@ -147,7 +147,7 @@ def test_restored_place_is_the_same_place_and_lifts_nobody() -> None:
 
 
 @pytest.mark.parametrize("num_leaving", [1, 63, 64, 200])
-def test_those_who_leave_are_never_returned(num_leaving: int) -> None:
+def test_discarded_items_are_never_returned(num_leaving: int) -> None:
     queue = make_queue(a=1)
     places = [push(queue, number) for number in range(num_leaving + 3)]
     for place in places[:num_leaving]:
@@ -161,7 +161,7 @@ def test_those_who_leave_are_never_returned(num_leaving: int) -> None:
     st.lists(st.tuples(st.sampled_from(sorted(TENANTS)), st.integers(1, 1000)), min_size=60, max_size=200),
     st.integers(10, 60),
 )
-def test_weighted_service_of_tenants_that_keep_waiting_differs_by_one_request_at_most(
+def test_weighted_service_of_waiting_tenants_differs_by_one_request_at_most(
     requests: list[tuple[str, int]], num_served: int
 ) -> None:
     queue = make_queue(**TENANTS)
@@ -182,7 +182,7 @@ def test_weighted_service_of_tenants_that_keep_waiting_differs_by_one_request_at
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Any order of coming, going, looking, holding and charging: nobody is lost or returned twice."""
+    """Any order of operations: no item is lost or returned twice."""
 
     tenants = st.sampled_from(sorted(TENANTS))
 
@@ -247,7 +247,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.held.discard(tenant)
 
     @invariant()
-    def nobody_is_lost(self) -> None:
+    def no_item_is_lost(self) -> None:
         assert len(self.queue) == len(self.places)
 
 
@@ -255,7 +255,7 @@ TestQueueMachine = QueueMachine.TestCase
 TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_pop_serves_who_can_still_be_in_time_before_who_cannot() -> None:
+def test_pop_serves_requests_in_time_before_late_ones() -> None:
     queue: FairQueue[str] = FairQueue()
     queue.add_tenant("a", weight=1.0)
     for number, (name, due_s) in enumerate([("late first", 1.0), ("late second", 2.0), ("in time", 9.0)]):

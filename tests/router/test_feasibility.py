@@ -1,4 +1,4 @@
-"""Requests that cannot be served in time anywhere."""
+"""Requests that no worker can serve in time."""
 
 from dataclasses import replace
 
@@ -88,12 +88,12 @@ def test_time_waited_counts_against_the_objective_and_only_slo_sheds_for_it() ->
 
 
 @pytest.mark.parametrize("outcome", [plan(None), plan(1e6), NO_PLAN], ids=["silent policy", "prediction", "no plan"])
-def test_guessed_times_refuse_nobody(outcome: Plan | Refused) -> None:
+def test_guessed_times_refuse_no_request(outcome: Plan | Refused) -> None:
     asked = request(time_left_s=0.001, ttft_slo_s=0.001)
     assert find_hopeless(asked, outcome, view(worker(P, timing=GUESSED_TIMING)), shed=Shed.SLO) is None
 
 
-def test_shedding_that_is_off_refuses_nobody() -> None:
+def test_shedding_that_is_off_refuses_no_request() -> None:
     assert find_hopeless(request(time_left_s=0.1), plan(9.0), view(worker(P)), shed=Shed.NONE) is None
 
 

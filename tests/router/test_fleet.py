@@ -75,7 +75,7 @@ async def test_worker_of_another_name_or_role_is_refused() -> None:
         await worker.die()
 
 
-async def test_refused_worker_that_comes_back_right_is_used() -> None:
+async def test_refused_worker_that_comes_back_with_right_facts_is_used() -> None:
     good, bad = FakeWorker("d0", DECODE), FakeWorker("d1", DECODE, shape=Shape(fingerprint="other"))
     async with running_cluster(good) as cluster:
         await bad.start()
@@ -132,7 +132,7 @@ def test_worker_with_absurd_blocks_is_refused_before_its_hashes_are_computed(mon
     assert not probed
 
 
-async def test_status_is_told_although_a_worker_leaves_the_membership_while_it_is_asked() -> None:
+async def test_status_is_returned_although_a_worker_leaves_meanwhile() -> None:
     stays, goes = FakeWorker("d0", DECODE), FakeWorker("d1", DECODE)
     async with running_cluster(stays, goes) as cluster:
         goes.gates.close("status")

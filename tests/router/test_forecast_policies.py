@@ -15,7 +15,7 @@ from tests.router.fleets import TIMING, choose, fleet, policy, request, worker
 
 
 def costs(plan: Plan) -> dict[str, float]:
-    """The costs that the plan explains, by the worker that computes."""
+    """Return the explained costs by the worker that computes."""
     return {each.prefill or each.decode: each.cost for each in plan.candidates()}
 
 
@@ -69,7 +69,7 @@ def test_mooncake_pulls_only_from_sources() -> None:
 @pytest.mark.parametrize(
     ("ttft_slo_s", "itl_slo_s", "reason"), [(0.15, 1.0, "first token"), (1.0, 0.0109, "every 0.011 s")]
 )
-def test_mooncake_refuses_a_missed_objective_only_if_told_to(ttft_slo_s: float, itl_slo_s: float, reason: str) -> None:
+def test_mooncake_refuses_a_missed_objective_only_when_set_to(ttft_slo_s: float, itl_slo_s: float, reason: str) -> None:
     wanted, view = request(ttft_slo_s=ttft_slo_s, itl_slo_s=itl_slo_s), fleet(worker("p0"), worker("d0"))
     assert choose(policy("mooncake"), wanted, view).predicted_ttft_s == pytest.approx(0.16)
     refusal = policy("mooncake", refuses_over_slo=True).choose(wanted, view)

@@ -1,4 +1,4 @@
-"""Requests that meet no failure."""
+"""Requests without failures."""
 
 import asyncio
 from contextlib import suppress
@@ -182,7 +182,7 @@ async def test_generate_text_and_chat_are_tokenized_as_tokenize_does() -> None:
     assert bytes(sent_prompt(decode.requests[1].sequence)) == b"hi"
 
 
-async def test_list_models_tells_what_workers_told() -> None:
+async def test_list_models_returns_the_facts_of_the_workers() -> None:
     async with running_cluster(FakeWorker("d0", DECODE)) as cluster:
         models = (await cluster.inference.ListModels(inference_pb2.ListModelsRequest())).models
         assert [(m.name, m.max_model_len, m.vocab_size, m.fingerprint) for m in models] == [

@@ -1,4 +1,4 @@
-"""When a busy router writes to its clients."""
+"""The merge window of a busy router."""
 
 import asyncio
 
@@ -25,7 +25,7 @@ async def test_over_without_a_window_returns_at_once() -> None:
     await asyncio.wait_for(MergeWindow().over(), 0.001)
 
 
-async def test_all_who_wait_share_one_window_and_one_that_leaves_does_not_end_it() -> None:
+async def test_waiting_clients_share_one_window_that_outlives_one_of_them() -> None:
     window = MergeWindow()
     window.adapt(1.0)
     waiting = [asyncio.create_task(window.over()) for _ in range(3)]

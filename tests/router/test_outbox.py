@@ -1,4 +1,4 @@
-"""What waits for a client."""
+"""The outbox of a client."""
 
 import asyncio
 

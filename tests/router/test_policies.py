@@ -1,4 +1,4 @@
-"""What every routing policy must do, whatever it prefers."""
+"""Properties of every routing policy."""
 
 from dataclasses import replace
 from typing import get_args
@@ -17,9 +17,9 @@ from tests.router.fleets import TIMING, choose, fleet, policy, request, worker
 
 NAMES = sorted({**POLICIES, **SIMULATED_POLICIES})
 OWN_THRESHOLD = {"llm_d"}
-"""Its published decider says when a prompt is prefilled locally."""
+"""Policies whose published rule decides about local prefills."""
 JOINT = {"greedy_perfect_signals"}
-"""Compares local plans with all others, whatever the threshold."""
+"""Policies that compare local plans with all others, without a threshold."""
 UNEXPLAINED = {"predictive"}
 LINKED = replace(TIMING, links={None: LinkModel(latency_s=0.001, bytes_per_s=1e9)})
 
@@ -154,6 +154,6 @@ def _fitting(wanted: PlacementRequest, workers: tuple[WorkerLoad, ...]) -> set[W
 
 
 def _has_room(wanted: PlacementRequest, view: FleetView) -> bool:
-    """Whether every policy must find a plan."""
+    """Return whether every policy must find a plan."""
     could_prefill = any(each.num_blocks >= wanted.num_prefill_blocks for each in view.prefill)
     return bool(_fitting(wanted, view.decode)) and (could_prefill or not view.num_prefill)

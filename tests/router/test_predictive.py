@@ -70,7 +70,7 @@ def test_decode_worker_that_wrote_the_last_answer_is_a_source_for_the_next_turn(
     assert plan.pull == Pull(source=WorkerId("d0"), num_blocks=9)
 
 
-def test_blocks_that_nobody_has_stored_yet_are_not_pulled() -> None:
+def test_blocks_that_are_only_expected_are_not_pulled() -> None:
     asked = request(1001, {"p0": 8}, count_present=lambda _worker: 0)
     assert choose(asked, fleet(load("p0", prefill_free_at_s=3.0), load("p1"), load("d0"))).pull is None
 
@@ -100,7 +100,7 @@ def test_short_suffix_stays_on_the_decode_worker_that_has_the_rest() -> None:
     assert plan.kind is PlanKind.LOCAL
 
 
-def test_long_prompt_is_not_computed_on_a_decode_worker_while_there_are_prefill_workers() -> None:
+def test_long_prompt_is_not_computed_on_a_decode_worker_beside_prefill_workers() -> None:
     view = fleet(load("p0", prefill_free_at_s=2.0), load("d0"))
     assert choose(request(1001), view, local_prefill_max_tokens=32).kind is PlanKind.REMOTE
 
@@ -153,7 +153,7 @@ def test_prompt_of_any_length_goes_to_an_idle_decode_worker_rather_than_wait_lon
         assert choose(request(1001), view, local_prefill_max_tokens=math.inf).kind is kind, wait_s
 
 
-def test_prompt_is_not_computed_where_it_would_break_the_gap_objective_of_those_who_decode() -> None:
+def test_prompt_is_not_computed_where_it_would_break_the_gap_objective() -> None:
     # A second for the prompt, over 100 tokens: 10 ms on top of 24 of the batch, where 30 were promised.
     view = fleet(load("p0", prefill_free_at_s=1.0), load("d0", num_decodes=3))
     asked = request(1001, num_output_tokens=100, ttft_slo_s=10.0)

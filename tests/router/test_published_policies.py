@@ -14,13 +14,13 @@ from tests.router.fleets import choose, fleet, policy, request, worker
 
 
 def decode_chosen(name: str, *workers: WorkerLoad, cached: Mapping[str, int] | None = None, times: int = 1) -> str:
-    """The last choice among decode workers that prefill too."""
+    """Return the last of several choices among decode workers without a prefill pool."""
     chosen = policy(name)
     return [choose(chosen, request(cached=cached), fleet(*workers)).decode for _ in range(times)][-1]
 
 
 def costs(plan: Plan) -> dict[str, float]:
-    """The costs that the plan explains, by the worker that computes."""
+    """Return the explained costs by the worker that computes."""
     return {each.prefill or each.decode: each.cost for each in plan.candidates()}
 
 

@@ -172,7 +172,7 @@ async def test_worker_faults_every_time_then_the_error_reaches_the_client() -> N
         assert (await cluster.until_idle()).num_replans == 2
 
 
-async def test_worker_rejects_the_request_then_the_client_hears_it_and_nobody_else_is_asked() -> None:
+async def test_worker_rejects_the_request_then_the_client_gets_the_error_at_once() -> None:
     prefill, decode = pair()
     decode.faults["reserve"] = InvalidRequest("no", field="sampling.n")
     async with running_cluster(prefill, decode) as cluster:

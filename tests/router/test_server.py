@@ -103,7 +103,7 @@ async def test_start_router_on_a_taken_port_raises_and_holds_nothing() -> None:
         await router.stop(0)
 
 
-async def test_get_demand_tells_what_was_asked_and_what_every_worker_is_like() -> None:
+async def test_get_demand_reports_arrivals_and_every_worker() -> None:
     async with running_cluster(*pair()) as cluster:
         await cluster.generate(make_request())
         report = await cluster.admin.GetDemand(router_admin_pb2.GetDemandRequest(window_s=10))
@@ -125,7 +125,7 @@ async def test_stop_lets_running_requests_end_and_takes_no_new_ones() -> None:
         await stopping
 
 
-async def test_metrics_tell_outcomes_latencies_and_cache_predictions() -> None:
+async def test_metrics_show_outcomes_latencies_and_cache_predictions() -> None:
     prefill, decode = FakeWorker("p0", PREFILL, num_cached_tokens=4), FakeWorker("d0", DECODE)
     async with running_cluster(prefill, decode, config=config_with(metrics_port=0)) as cluster:
         await cluster.generate(make_request(10, max_tokens=6))

@@ -1,4 +1,4 @@
-"""More silent connections than a router may have open files, at both doors: both go on answering."""
+"""More silent connections than a router may have open files, at both doors: both keep answering."""
 
 import asyncio
 import resource

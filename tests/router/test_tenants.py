@@ -105,7 +105,7 @@ async def test_tokenizing_counts_at_the_request_rate_by_either_door(path: str, b
         assert [account.num_inquiries for account in cluster.router.door.parts.admission.accounts] == [0, 0]
 
 
-async def test_request_rate_of_one_tenant_refuses_it_with_the_time_to_come_back_and_nobody_else() -> None:
+async def test_request_rate_refuses_only_its_tenant_and_says_when_to_retry() -> None:
     async with running_cluster(*pair(), config=serving(a={"requests_per_min": 2})) as cluster:
         async with AsyncClient(cluster.router.address, api_key=KEYS["a"]) as client:
             await ask(client)
@@ -165,7 +165,7 @@ async def test_higher_priority_goes_first_as_far_as_the_tenant_may_claim_it() ->
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
-async def test_objective_that_is_no_time_is_refused_by_name(seconds: float) -> None:
+async def test_objective_that_is_not_a_time_is_refused_by_name(seconds: float) -> None:
     async with running_cluster(*pair()) as cluster:
         request = make_request()
         request.objective.ttft_s = seconds
@@ -190,9 +190,7 @@ async def test_request_that_cannot_meet_its_deadline_is_refused_before_any_prefi
 
 
 @pytest.mark.parametrize(("shed", "is_refused"), [("slo", True), ("deadline", False)])
-async def test_request_that_cannot_meet_its_objective_is_refused_where_the_configuration_says_so(
-    shed: str, is_refused: bool
-) -> None:
+async def test_request_that_cannot_meet_its_objective_is_refused_when_configured(shed: str, is_refused: bool) -> None:
     prefill, decode = pair()
     prefill.timing = decode.timing = timing_of(s_per_prompt_token=0.5)
     async with running_cluster(prefill, decode, config=config_with(shed=shed)) as cluster:

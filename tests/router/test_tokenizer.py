@@ -204,7 +204,7 @@ async def test_encode_chat_of_a_bad_conversation_raises_invalid_request_naming_t
     assert raised.value.field == field
 
 
-async def test_encode_chat_when_the_template_refuses_tells_its_words(codec: TextCodec) -> None:
+async def test_encode_chat_when_the_template_refuses_repeats_its_reason(codec: TextCodec) -> None:
     with pytest.raises(InvalidRequest, match="roles must alternate, not user"):
         await codec.encode_chat([("user", "x"), ("user", "y")], rendered_unix_s=NOW_UNIX_S)
 
@@ -229,7 +229,7 @@ async def test_encode_of_a_lone_surrogate_raises_invalid_request(codec: TextCode
         "{{ messages.__class__.__mro__[1].__subclasses__() }}",
     ],
 )
-def test_render_when_the_template_fails_or_leaves_its_sandbox_raises_invalid_request(source: str) -> None:
+def test_render_of_a_failing_or_escaping_template_raises_invalid_request(source: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         ChatTemplate(source, special_tokens={}).render([("user", "x")], rendered_unix_s=NOW_UNIX_S)
     assert raised.value.field == "chat.messages"

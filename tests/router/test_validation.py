@@ -32,7 +32,7 @@ TEXT = inference_pb2.GenerateRequest(text="x")
 
 
 class DatedCodec(ByteCodec):
-    """Its template writes the time."""
+    """A codec whose template writes the time."""
 
     async def encode_chat(
         self,
@@ -98,7 +98,7 @@ async def test_time_of_another_routers_clock_is_taken(age_s: int) -> None:
     assert job.rendered_unix_s == rendered_unix_s
 
 
-async def test_client_is_told_the_time_and_a_resumed_answer_tells_it_again() -> None:
+async def test_client_gets_the_render_time_and_a_resumed_answer_repeats_it() -> None:
     async with running_cluster(FakeWorker("d0", DECODE), config=config_with(local_prefill_max_tokens=64)) as cluster:
         told = (await cluster.generate(chat())).messages[0].accepted.rendered_unix_s
         assert told > BEGAN_UNIX_S - 10**9
@@ -115,7 +115,7 @@ def with_logprobs(num_tokens: int, prompt_logprobs: int) -> inference_pb2.Genera
     )
 
 
-async def test_log_probabilities_of_a_prompt_that_fit_in_no_message_are_refused_at_the_door() -> None:
+async def test_log_probabilities_that_fit_in_no_message_are_refused() -> None:
     assert (await read(with_logprobs(131_072, 20))).sampling.num_prompt_logprobs == 20
     assert (await read(with_logprobs(600_000, 0))).sampling.num_prompt_logprobs == 0
     with pytest.raises(InvalidRequest, match="20 for each of 262144 tokens do not fit") as caught:
@@ -123,7 +123,7 @@ async def test_log_probabilities_of_a_prompt_that_fit_in_no_message_are_refused_
     assert caught.value.field == "sampling.prompt_logprobs"
 
 
-def test_largest_log_probabilities_on_the_wire_take_no_more_than_what_is_reckoned_with() -> None:
+def test_log_probabilities_on_the_wire_stay_below_the_assumed_size() -> None:
     entry = sampling_pb2.TokenLogprob(token_id=2**32 - 1, logprob=-1.0)
     position = sampling_pb2.PositionLogprobs(chosen=entry, top=[entry] * 20)
     message = inference_pb2.TokenDelta(prompt_logprobs=[position] * 100)

@@ -41,10 +41,10 @@ Count = Callable[[WorkerLoad], int]
 
 
 class AibrixWhole(Selector):
-    """`prefix-cache`."""
+    """Rule `prefix-cache`, for whole requests."""
 
     def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
-        """By match among those not overloaded, else by requests."""
+        """Return scores by match among workers that are not overloaded, else by requests."""
         counts = [worker.num_active_requests for worker in workers]
         may_match = _least_busy(workers, _active) if _is_imbalanced(counts) else workers
         limit = _usual(counts)
@@ -57,10 +57,10 @@ class AibrixWhole(Selector):
 
 
 class AibrixPrefill(Selector):
-    """`prefix_cache` of a prefill pool."""
+    """Score `prefix_cache`, for a prefill pool."""
 
     def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
-        """By match and requests whose prompts are not computed yet."""
+        """Return scores by match and by requests whose prompts are not computed yet."""
         counts = [worker.num_active_prefills for worker in workers]
         if max(counts) - min(counts) > PREFILL_MIN_SPREAD:
             return [_by_count(worker, _prefills) for worker in workers]
@@ -70,10 +70,10 @@ class AibrixPrefill(Selector):
 
 
 class AibrixDecode(Selector):
-    """`load_balancing` of a decode pool."""
+    """Score `load_balancing`, for a decode pool."""
 
     def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
-        """By requests, throughput and free KV."""
+        """Return scores by requests, throughput and free KV."""
         counts = [worker.num_active_requests for worker in workers]
         if max(counts) - min(counts) >= DECODE_MIN_SPREAD:
             return [_by_count(worker, _active) for worker in workers]

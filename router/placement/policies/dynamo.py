@@ -27,7 +27,7 @@ from router.placement.policies.pooled import Score, Selector
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Which terms count, as weights."""
+    """Weights of the terms in one stage."""
 
     prefill: float
     decode: float
@@ -39,14 +39,14 @@ DECODE = Stage(prefill=0.0, decode=1.0)
 
 
 class DynamoLinear(Selector):
-    """The sum of both terms."""
+    """Minimizes the sum of both terms."""
 
     def __init__(self, stage: Stage, *, rng: random.Random) -> None:
         super().__init__(rng=rng)
         self._stage = stage
 
     def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
-        """By blocks."""
+        """Return the costs in blocks."""
         return [self._score(request, worker) for worker in workers]
 
     def _score(self, request: PlacementRequest, worker: WorkerLoad) -> Score:
@@ -62,7 +62,7 @@ class DynamoLinear(Selector):
 
 
 class DynamoLmetric(DynamoLinear):
-    """The product, where both terms count."""
+    """Minimizes the product where both terms count."""
 
     def _combine(self, prefill: float, decode: float) -> float:
         if not self._stage.prefill:

@@ -1,4 +1,4 @@
-"""What policies share: which workers could serve a request, the refusals, and whose turn it is."""
+"""Shared by policies: the workers that could serve a request, refusals, and turns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

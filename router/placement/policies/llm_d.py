@@ -27,7 +27,7 @@ NON_CACHED_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """What each score counts."""
+    """Weights of the scores."""
 
     queue: float
     kv: float
@@ -39,14 +39,14 @@ DISAGGREGATED = Weights(queue=1.0, kv=0.0, prefix=2.0)
 
 
 class LlmD(Selector):
-    """Highest weighted sum."""
+    """Maximizes the weighted sum."""
 
     def __init__(self, weights: Weights, *, rng: random.Random) -> None:
         super().__init__(rng=rng)
         self._weights = weights
 
     def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
-        """By the sum, negated."""
+        """Return the negated sums."""
         waiting = [worker.num_waiting for worker in workers]
         most, spread = max(waiting), max(waiting) - min(waiting)
         return [

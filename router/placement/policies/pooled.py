@@ -25,9 +25,9 @@ class Score:
 
     worker: WorkerLoad
     cost: float
-    """What the selector minimizes."""
+    """Cost that the selector minimizes."""
     then: tuple[float, ...] = ()
-    """What it minimizes among scores of equal cost."""
+    """Further costs, minimized among scores of equal cost."""
     terms: Mapping[str, float] = field(default_factory=dict)
     """Parts of the cost."""
 

@@ -50,7 +50,7 @@ class Option:
 
     @property
     def cost(self) -> float:
-        """What the policy minimizes."""
+        """Cost that the policy minimizes."""
         return sum(self.terms.values())
 
     @property

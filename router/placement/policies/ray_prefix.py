@@ -21,20 +21,20 @@ MATCH_RATE_THRESHOLD = 0.1
 
 
 class RayPrefix(Selector):
-    """Longest match, else smallest tenant."""
+    """The longest match, else the smallest tree."""
 
     def __init__(self) -> None:
         super().__init__()
         self._sent_tokens: dict[WorkerId, int] = {}
 
     def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
-        """By match or by tokens sent."""
+        """Return scores by match, or by tokens sent."""
         best = max(request.cached_blocks.get(worker.worker_id, 0) for worker in workers) * request.block_size
         is_match = best >= MATCH_RATE_THRESHOLD * request.num_tokens
         return [self._by_match(request, worker) if is_match else self._by_size(worker) for worker in workers]
 
     def note(self, request: PlacementRequest, worker: WorkerLoad) -> None:
-        """The worker's tree has grown by what was new to it."""
+        """Grow the worker's tree by the tokens that were new to it."""
         worker_id = worker.worker_id
         self._sent_tokens[worker_id] = self._sent_tokens.get(worker_id, 0) + request.missing_tokens(worker_id)
 

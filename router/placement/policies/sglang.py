@@ -28,10 +28,10 @@ CACHE_THRESHOLD = 0.3
 
 
 class CacheAware(Selector):
-    """Longest match if it is a good part of the prompt."""
+    """The longest match if it is a large enough part of the prompt."""
 
     def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
-        """By load or by match, whichever rules."""
+        """Return scores by match, or by load."""
         matches = [request.cached_blocks.get(worker.worker_id, 0) for worker in workers]
         if _is_imbalanced(workers) or not self._is_enough(request, max(matches)):
             return [_by_load(worker) for worker in workers]
@@ -46,7 +46,7 @@ class CacheAware(Selector):
 
 
 class CacheAwareEvents(CacheAware):
-    """Longest match, however short."""
+    """The longest match of any length."""
 
     def _is_enough(self, request: PlacementRequest, match: int) -> bool:
         return match > 0
