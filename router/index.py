@@ -212,20 +212,22 @@ class PrefixIndex:
 
     def _remove(self, slot: int, keys: list[int]) -> None:
         """Remove distinct keys from a worker."""
-        bit, pop = slot_bit(slot), self._values.pop
+        self._clear_bits(keys, keep=self._live & ~slot_bit(slot))
+
+    def _clear_bits(self, keys: list[int], *, keep: int) -> None:
+        """Clear all worker bits but `keep` from the values of distinct keys; keys without any bit left go."""
+        pop = self._values.pop
         olds = list(map(self._values.get, keys, repeat(0)))
-        keep = self._live & ~bit
-        kinds = set(olds)
-        becomes = {old: old & (keep | _STAMP) if old & keep else 0 for old in kinds}
-        if any(becomes.values()):
+        becomes = {old: old & (keep | _STAMP) if old & keep else 0 for old in set(olds)}
+        if not any(becomes.values()):
+            deque(map(pop, keys, repeat(None)), maxlen=0)
+        elif any(old != new for old, new in becomes.items()):
             for key, old in zip(keys, olds, strict=True):
                 new = becomes[old]
                 if new:
                     self._values[key] = new
                 else:
                     pop(key, None)
-        else:
-            deque(map(pop, keys, repeat(None)), maxlen=0)
 
     def _evict(self, num_blocks: int) -> None:
         while num_blocks > 0:
@@ -268,24 +270,12 @@ class PrefixIndex:
         num_seen = 0
         while self._scrub_next < self._scrub_end and num_seen < self._chunk_keys:
             keys = self._ages.fresh(self._scrub_next)
-            self._scrub_keys(keys)
+            self._clear_bits(keys, keep=self._live)
             self._scrub_next += 1
             num_seen += len(keys) + 1
         if self._scrub_next >= self._scrub_end:
             self._free_slots.extend(self._scrub_slots)
             self._scrub_slots = set()
-
-    def _scrub_keys(self, keys: list[int]) -> None:
-        olds = list(map(self._values.__getitem__, keys))
-        becomes = {old: old & (self._live | _STAMP) if old & self._live else 0 for old in set(olds)}
-        if all(old == new for old, new in becomes.items()):
-            return
-        for key, old in zip(keys, olds, strict=True):
-            new = becomes[old]
-            if new:
-                self._values[key] = new
-            else:
-                del self._values[key]
 
 
 def _unique(keys: list[int]) -> list[int]:

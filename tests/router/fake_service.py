@@ -39,7 +39,16 @@ def next_token(tokens: Sequence[int], sample_index: int) -> int:
     return xxhash.xxh3_64_intdigest(bytes(tokens), seed=sample_index) % VOCAB_SIZE
 
 
-class WorkerService(
+def add_worker_service(worker: "FakeWorker", server: grpc.aio.Server) -> list[str]:
+    """Serve a scripted worker on a server."""
+    service = _WorkerService(worker)  # type: ignore[abstract]
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, server)
+    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(service, server)
+    decode_pb2_grpc.add_DecodeServiceServicer_to_server(service, server)
+    return []
+
+
+class _WorkerService(
     worker_pb2_grpc.WorkerServiceServicer,
     prefill_pb2_grpc.PrefillServiceServicer,
     decode_pb2_grpc.DecodeServiceServicer,
@@ -192,27 +201,25 @@ def _prompt_logprobs(sequence: sequence_pb2.SequenceSpec) -> list[sampling_pb2.P
 
 
 def _steps(sequence: sequence_pb2.SequenceSpec) -> Iterator[list[sampling_pb2.SampleToken]]:
-    """Yield the tokens of each step: one for every sample that has not ended. Token ids of `stop_token_ids` end one."""
-    sampling = sequence.sampling
-    known = tokens_from_bytes(sequence.prompt_tokens + sequence.output_tokens).tolist()
-    tokens = {sequence.first_sample_index + i: list(known) for i in range(sampling.n)}
+    """Yield the tokens of each step: one for every sample that has not ended."""
+    first = sequence.first_sample_index
+    samples = [_tokens(sequence, sample_index) for sample_index in range(first, first + sequence.sampling.n)]
+    for step in itertools.zip_longest(*samples):
+        yield [token for token in step if token is not None]
+
+
+def _tokens(sequence: sequence_pb2.SequenceSpec, sample_index: int) -> Iterator[sampling_pb2.SampleToken]:
+    """Yield the tokens of one sample, to `max_tokens` or the first of `stop_token_ids`."""
+    sampling, reason = sequence.sampling, sampling_pb2.FINISH_REASON_UNSPECIFIED
+    tokens = tokens_from_bytes(sequence.prompt_tokens + sequence.output_tokens).tolist()
     for token_index in range(len(sequence.output_tokens) // 4, sampling.max_tokens):
-        step: list[sampling_pb2.SampleToken] = []
-        for sample_index in list(tokens):
-            token = next_token(tokens[sample_index], sample_index)
-            tokens[sample_index].append(token)
-            reason = sampling_pb2.FINISH_REASON_UNSPECIFIED
-            if token in sampling.stop_token_ids:
-                reason = sampling_pb2.FINISH_REASON_STOP
-            elif token_index + 1 == sampling.max_tokens:
-                reason = sampling_pb2.FINISH_REASON_LENGTH
-            step.append(
-                sampling_pb2.SampleToken(
-                    sample_index=sample_index, token_index=token_index, token_id=token, finish_reason=reason
-                )
-            )
-            if reason:
-                del tokens[sample_index]
-        yield step
-        if not tokens:
+        tokens.append(next_token(tokens, sample_index))
+        if tokens[-1] in sampling.stop_token_ids:
+            reason = sampling_pb2.FINISH_REASON_STOP
+        elif token_index + 1 == sampling.max_tokens:
+            reason = sampling_pb2.FINISH_REASON_LENGTH
+        yield sampling_pb2.SampleToken(
+            sample_index=sample_index, token_index=token_index, token_id=tokens[-1], finish_reason=reason
+        )
+        if reason:
             return

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
@@ -22,20 +23,17 @@ from common.tokens import tokens_from_bytes
 from common.trust.identity import Role
 from kvrelay.client.requests import credentials
 from kvrelay.v1 import (
-    decode_pb2_grpc,
     inference_pb2,
     inference_pb2_grpc,
-    prefill_pb2_grpc,
     router_admin_pb2,
     router_admin_pb2_grpc,
     sampling_pb2,
     sequence_pb2,
     worker_pb2,
-    worker_pb2_grpc,
 )
 from router.fake_codec import ByteCodec
 from router.server import RunningRouter, serve_router
-from tests.router.fake_service import VOCAB_SIZE, WorkerService, next_token
+from tests.router.fake_service import VOCAB_SIZE, add_worker_service, next_token
 from tests.trust import as_controller_of_router, credentials_of, operator_token, worker_guard
 
 PREFILL, DECODE = worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE
@@ -162,15 +160,8 @@ class FakeWorker:
         return self.calls["started"] - self.calls["finished"] - self.calls["cancelled"] - self.calls["failed"]
 
     async def start(self) -> "FakeWorker":
-        servicer = WorkerService(self)  # type: ignore[abstract]
-
-        def add(server: grpc.aio.Server) -> list[str]:
-            worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
-            prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
-            decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
-            return []
-
-        self.server = await start_server(add, host="127.0.0.1", port=self.port, guard=worker_guard(self.worker_id))
+        add, guard = partial(add_worker_service, self), worker_guard(self.worker_id)
+        self.server = await start_server(add, host="127.0.0.1", port=self.port, guard=guard)
         self.port = self.server.port
         return self
 

@@ -27,7 +27,7 @@ cooperative caching: Dahlin et al., OSDI 1994).
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from common.errors import Refused
@@ -74,11 +74,7 @@ class Predictive:
             prefill=_preselect(request, eligible.prefill, self._turns),
             decode=_preselect(request, eligible.decode, self._turns),
         )
-        sources = _sources(request, fleet)
-        options = [
-            *self._remote(request, fleet, sources, eligible),
-            *self._local(request, fleet, sources, eligible),
-        ]
+        options = list(self._options(request, fleet, eligible))
         if not options:
             return refuse_without_prefill()
         options.sort(key=lambda option: (option.cost, self._last_turns(option)))
@@ -87,54 +83,38 @@ class Predictive:
             return refuse_busy(best.compute.wait_s, self._settings.max_prefill_wait_s)
         return self._plan(request, fleet, options)
 
-    def _remote(
-        self,
-        request: PlacementRequest,
-        fleet: FleetView,
-        sources: Sequence[tuple[int, WorkerId]],
-        eligible: Eligible,
-    ) -> Iterator[Option]:
-        computes = (
-            compute_on(request, fleet, sources, prefill, work_price=PREFILL_WORK_PRICE) for prefill in eligible.prefill
-        )
-        best_prefills = heapq.nsmallest(SHORTLIST, computes, key=self._compute_rank)
-        last_turn = self._turns.last_turn
-        priced = (
-            (
-                token_price(request, decode),
-                -request.cached_tokens(decode.worker_id),
-                last_turn(decode.worker_id),
-                decode,
-            )
-            for decode in eligible.decode
-        )
-        best_decodes = heapq.nsmallest(SHORTLIST, priced, key=lambda entry: entry[:3])
-        for compute in best_prefills:
-            for price, _cached, _turn, decode in best_decodes:
-                yield remote_option(request, fleet, compute, decode, price)
+    def _options(self, request: PlacementRequest, fleet: FleetView, eligible: Eligible) -> Iterator[Option]:
+        """Yield the plans of the best workers of each pool: remote ones in pairs, then local ones."""
+        sources = _sources(request, fleet)
 
-    def _local(
-        self,
-        request: PlacementRequest,
-        fleet: FleetView,
-        sources: Sequence[tuple[int, WorkerId]],
-        eligible: Eligible,
-    ) -> Iterator[Option]:
+        def shortlist(work_prices: Iterable[tuple[WorkerLoad, float]]) -> list[Compute]:
+            computes = (compute_on(request, fleet, sources, worker, work_price=price) for worker, price in work_prices)
+            return heapq.nsmallest(SHORTLIST, computes, key=self._compute_rank)
+
+        def decode_rank(priced: tuple[float, WorkerLoad]) -> tuple[float, int, int]:
+            price, worker = priced
+            return price, -request.cached_tokens(worker.worker_id), self._turns.last_turn(worker.worker_id)
+
+        token_prices = ((token_price(request, decode), decode) for decode in eligible.decode)
+        best_decodes = heapq.nsmallest(SHORTLIST, token_prices, key=decode_rank)
+        for compute in shortlist((prefill, PREFILL_WORK_PRICE) for prefill in eligible.prefill):
+            for price, decode in best_decodes:
+                yield remote_option(request, fleet, compute, decode, price)
+        local_prices = self._local_prices(request, eligible)
+        local = [worker for worker in eligible.decode if worker.worker_id in local_prices]
+        for compute in shortlist((worker, local_prices[worker.worker_id]) for worker in local):
+            yield local_option(request, compute, work_price=local_prices[compute.worker.worker_id])
+
+    def _local_prices(self, request: PlacementRequest, eligible: Eligible) -> dict[WorkerId, float]:
+        """Return the work price of each decode worker that may compute the prompt itself."""
         at_most = math.inf if eligible.must_be_local else self._settings.local_prefill_max_tokens
         is_reserved = at_most == math.inf and not eligible.must_be_local
-        reserve = RESERVE_PRICE if is_reserved else 0.0  # prompts below a limit that was set are welcome
-        prices = {
+        reserve = RESERVE_PRICE if is_reserved else 0.0  # prompts below a configured limit are welcome
+        return {
             decode.worker_id: PREFILL_WORK_PRICE + reserve + DELAY_PRICE * decode.num_decodes
             for decode in eligible.decode
             if request.missing_tokens(decode.worker_id) <= at_most
         }
-        computes = (
-            compute_on(request, fleet, sources, decode, work_price=prices[decode.worker_id])
-            for decode in eligible.decode
-            if decode.worker_id in prices
-        )
-        for compute in heapq.nsmallest(SHORTLIST, computes, key=self._compute_rank):
-            yield local_option(request, compute, work_price=prices[compute.worker.worker_id])
 
     def _plan(self, request: PlacementRequest, fleet: FleetView, options: Sequence[Option]) -> Plan:
         best = options[0]
