@@ -4,9 +4,9 @@
 2. RESERVING, PREFILLING, HANDOFF, DECODING: an attempt runs the plan (attempt.py). Tokens go to the client as they
    come, each index of each sample once and in order (ledger.py).
 3. A worker refuses (Overloaded): the booking is released and the request goes back to its place in line.
-4. A worker is lost, restarted, faulty, or the transfer breaks: the workers in question have to show that they are
-   still there, and the request is planned again, at most `max_attempts` plans in all. A single sample goes on behind
-   its last delivered token; several samples that have begun go on one by one, side by side.
+4. A worker is lost, restarted or faulty, or the transfer breaks: the workers concerned are out of use until they answer
+   again, and the request gets another plan, at most `max_attempts` in all. A single sample continues behind its last
+   delivered token; several samples that have begun continue separately, side by side.
    A draining decode worker hands its requests over in the same way, behind the next token, as often as needed:
    nothing has failed, and the next worker pulls the KV from it.
 5. FINISHED, FAILED or CANCELLED: calls, bookings, tasks and the ticket are gone before the client's call ends.
@@ -17,7 +17,7 @@ A client that goes away, or whose deadline passes, cancels the task that runs th
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -46,7 +46,7 @@ from router.fleet import Fleet
 from router.metrics import RouterMetrics
 from router.outbox import Outbox
 from router.placement.chooser import Chooser, Search
-from router.placement.decisions import Booking, Decision
+from router.placement.decisions import Booking
 from router.placement.feasibility import Shed
 from router.placement.plans import PlacementRequest
 from router.record import Job, RequestRecord
@@ -106,12 +106,12 @@ class Orchestrator:
 
     @property
     def num_request_tasks(self) -> int:
-        """Tasks that serve requests: the client's calls, and what they started."""
+        """Tasks that serve requests: the clients' calls and the tasks that these started."""
         return self._num_calls + self._census.num_tasks
 
     @contextmanager
     def account(self, life: LifeCycle, *, time_left_s: Callable[[], float | None]) -> Iterator[None]:
-        """Count a client's call and how it ends, whatever happens inside.
+        """Count a client's call and how it ends.
 
         The call is not demand yet, because strangers must not scale the pools: the door notes an arrival when it admits
         the request. gRPC cancels a call whose client went away and one whose deadline passed alike;
@@ -150,7 +150,7 @@ class Orchestrator:
         logger.info("request ended", extra=extra)
 
     def take_tokens(self, ticket: Ticket, job: Job) -> None:
-        """Count the request's size against its tenant's rate, before it runs. Raises Overloaded."""
+        """Count the size of a request against the rate of its tenant, before it runs. Raises Overloaded."""
         output = ticket.account.expected_output_tokens(at_most=job.sampling.max_tokens) * job.sampling.n
         expected = Service(num_prompt_tokens=len(job.prompt_token_ids), num_output_tokens=output)
         refused = self._admission.take_tokens(ticket, expected)
@@ -178,8 +178,7 @@ class Orchestrator:
         try:
             async with asyncio.timeout(record.deadline_s - self._clock.monotonic()):
                 samples = range(record.job.sampling.n)
-                leg = _Leg(record=record, ticket=ticket, samples=samples, life=record.life)
-                await (self._resume(leg) if record.job.begun else self._serve(leg))
+                await self._serve(_Leg(record=record, ticket=ticket, samples=samples, life=record.life))
             record.life.advance(State.FINISHED)
             record.outbox.put(inference_pb2.GenerateResponse(completed=record.completed))
             self._metrics.observe(record)
@@ -189,27 +188,23 @@ class Orchestrator:
             error = DeadlineExceeded("the deadline passed before the answer was complete")
         except KvrelayError as caught:
             error = caught
-        except Exception as caught:  # the top of a task: the client gets a terminal status, whatever happened
+        except Exception as caught:  # top of a task: the client always gets a terminal status
             logger.exception("request failed", extra={"request_id": record.job.request_id})
             error = EngineFault(f"the router failed: {type(caught).__name__}: {caught}")
         finally:
             self._admission.settle(ticket, record.service)
         record.outbox.close(error)
 
-    async def _resume(self, leg: _Leg) -> None:
-        """Serve the rest of a request that another router began."""
-        remaining = leg.record.ledger.unfinished(leg.samples)
-        if not remaining:
-            return
-        if len(leg.samples) > 1 and leg.record.ledger.num_tokens:
-            await self._serve_apart(leg, remaining)
-        else:
-            await self._serve(leg)
-
     async def _serve(self, leg: _Leg) -> None:
-        """Serve a leg until its samples have ended, with a new plan after every lost worker."""
-        record = leg.record
-        while True:
+        """Serve a leg until its samples have ended, with a new plan after every worker that is lost or leaves.
+
+        Several samples that have begun, here or at another router, are served separately.
+        """
+        ledger = leg.record.ledger
+        while remaining := ledger.unfinished(leg.samples):
+            if len(leg.samples) > 1 and ledger.num_tokens:
+                await self._serve_apart(leg, remaining)
+                return
             leg.num_attempts += 1
             try:
                 if await self._attempt(leg) is AttemptOutcome.COMPLETED:
@@ -217,14 +212,10 @@ class Orchestrator:
                 leg.num_moves += 1
                 self.totals.num_moves += 1
             except AttemptFailed as failure:
-                if not record.ledger.unfinished(leg.samples):
+                if not ledger.unfinished(leg.samples):
                     return
                 self._raise_if_final(leg, failure)
             leg.life.advance(State.QUEUED)
-            remaining = record.ledger.unfinished(leg.samples)
-            if len(leg.samples) > 1 and record.ledger.num_tokens:
-                await self._serve_apart(leg, remaining)
-                return
 
     def _raise_if_final(self, leg: _Leg, failure: AttemptFailed) -> None:
         """Raise the failure's error unless the request may be planned again, which is then counted."""
@@ -253,7 +244,7 @@ class Orchestrator:
                 record=leg.record,
                 ticket=leg.ticket,
                 samples=range(sample_index, sample_index + 1),
-                # The request's own life cycle follows the first of them.
+                # The life cycle of the request follows the first sample.
                 life=LifeCycle(leg.life.request_id, self._clock) if position else leg.life,
                 num_attempts=leg.num_attempts,
                 num_moves=leg.num_moves,
@@ -265,10 +256,11 @@ class Orchestrator:
 
     async def _attempt(self, leg: _Leg) -> AttemptOutcome:
         """Find a plan and run it; after a worker's refusal, queue again. Raises AttemptFailed."""
-        queued = self._queued(leg)
+        queued, tenant = self._queued(leg), leg.ticket.account.tenant.name
+        following = partial(self._chooser.decisions.following, tenant=tenant, attempt=leg.num_attempts)
         hashes = queued.search.request.hashes
         while True:
-            with await self._admission.place(queued) as booking, self._following(leg, booking.decision):
+            with await self._admission.place(queued) as booking, following(booking.decision):
                 self._check_model(leg)
                 attempt = Attempt(
                     record=leg.record,
@@ -282,7 +274,7 @@ class Orchestrator:
                     on_transferred=partial(self._chooser.expect, booking.plan.decode, hashes),
                     must_move=partial(self._fleet.is_leaving, booking.decode.member),
                     issue=self._fleet.issue,
-                    tenant=leg.ticket.account.tenant.name,
+                    tenant=tenant,
                 )
                 try:
                     with self._chooser.expecting(booking, hashes):
@@ -301,10 +293,6 @@ class Orchestrator:
                     if outcome is AttemptOutcome.MOVED:
                         self._chooser.retract(booking, hashes)
                     return outcome
-
-    def _following(self, leg: _Leg, decision: Decision) -> AbstractContextManager[None]:
-        tenant = leg.ticket.account.tenant.name
-        return self._chooser.decisions.following(decision, tenant=tenant, attempt=leg.num_attempts)
 
     def _check_model(self, leg: _Leg) -> None:
         """Raise WorkerLost when the workers now serve another model, which would continue with other tokens."""
