@@ -31,7 +31,7 @@ RAISE_BELOW = 0.7
 CLEAR_ABOVE = 0.85
 """Shares of the promised tokens that are found."""
 NUM_WORST = 3
-MIN_UNHEARD = 3
+MIN_UNREPORTED = 3
 """Prompts with new blocks that a worker may leave unreported."""
 SILENCE_S = 10.0
 
@@ -105,7 +105,7 @@ class PromiseWatch:
 
 
 @dataclass(slots=True)
-class _Unheard:
+class _Unreported:
     """Prompts that one life of a worker has computed since its last report of a stored block."""
 
     epoch: Epoch
@@ -117,7 +117,7 @@ class EventWatch:
     """Finds workers that compute prompts without reporting any new block."""
 
     def __init__(self) -> None:
-        self._unheard: dict[WorkerId, _Unheard] = {}
+        self._unreported: dict[WorkerId, _Unreported] = {}
 
     def note(self, decision: Decision, member: Member | None, *, block_size: int) -> None:
         """Count a decision that led to a first token."""
@@ -127,22 +127,22 @@ class EventWatch:
         worker_id = member.endpoint.worker_id
         if decision.num_hashed_blocks <= found // block_size or member.stored_s >= decision.decided_s:
             return
-        unheard = self._unheard.get(worker_id)
-        if unheard is None or unheard.epoch != member.facts.epoch or unheard.since_s <= member.stored_s:
-            unheard = self._unheard[worker_id] = _Unheard(member.facts.epoch, decision.decided_s, 0)
-        unheard.num_prompts += 1
+        unreported = self._unreported.get(worker_id)
+        if unreported is None or unreported.epoch != member.facts.epoch or unreported.since_s <= member.stored_s:
+            unreported = self._unreported[worker_id] = _Unreported(member.facts.epoch, decision.decided_s, 0)
+        unreported.num_prompts += 1
 
     def check(self, members: Mapping[WorkerId, Member], *, now_s: float) -> str | None:
         """Return the text of the alarm, or None."""
-        for worker_id, unheard in list(self._unheard.items()):
+        for worker_id, unreported in list(self._unreported.items()):
             member = members.get(worker_id)
-            is_same_life = member is not None and member.facts is not None and member.facts.epoch == unheard.epoch
-            if member is None or not is_same_life or member.stored_s > unheard.since_s:
-                del self._unheard[worker_id]
+            is_same_life = member is not None and member.facts is not None and member.facts.epoch == unreported.epoch
+            if member is None or not is_same_life or member.stored_s > unreported.since_s:
+                del self._unreported[worker_id]
         silent = [
-            f"{worker_id} ({unheard.num_prompts} prompts in {now_s - unheard.since_s:.0f} s)"
-            for worker_id, unheard in sorted(self._unheard.items())
-            if unheard.num_prompts >= MIN_UNHEARD and now_s - unheard.since_s >= SILENCE_S
+            f"{worker_id} ({unreported.num_prompts} prompts in {now_s - unreported.since_s:.0f} s)"
+            for worker_id, unreported in sorted(self._unreported.items())
+            if unreported.num_prompts >= MIN_UNREPORTED and now_s - unreported.since_s >= SILENCE_S
         ]
         if not silent:
             return None

@@ -3,7 +3,7 @@
 Remote plan:
 1. Decode(D) opens with the handoff; D grants pages (`reserved`) or refuses, and begins to fetch from P.
 2. Prefill(P) opens. P computes; D pulls block by block meanwhile.
-3. P returns the first token of each sample: to the client at once.
+3. P returns the first token of each sample, which goes to the client at once.
 4. D has verified the manifest (`transferred`) and sends the tokens after the first, until every sample has ended.
 
 Local plan: 1 without a handoff; D computes the prompt and sends every token.

@@ -156,6 +156,11 @@ class FakeWorker:
         return router_admin_pb2.WorkerEndpoint(worker_id=self.worker_id, role=self.role, address=self.address)
 
     @property
+    def prompt_lengths(self) -> list[int]:
+        """Lengths of the prompts of all requests, in order of arrival."""
+        return [len(sent_prompt(request.sequence)) for request in self.requests]
+
+    @property
     def num_running_calls(self) -> int:
         return self.calls["started"] - self.calls["finished"] - self.calls["cancelled"] - self.calls["failed"]
 
@@ -298,6 +303,14 @@ class TestCluster:
         """Wait until that many requests wait for a plan."""
         await self.until(lambda router: router.num_queued == count)
 
+    async def queue(self, *requests: inference_pb2.GenerateRequest) -> "asyncio.Future[list[Reply]]":
+        """Start requests one after the other while no worker has room, and return their replies to come."""
+        generating = []
+        for position, request in enumerate(requests, 1):
+            generating.append(asyncio.create_task(self.generate(request)))
+            await self.until_queued(position)
+        return asyncio.gather(*generating)
+
     async def start(
         self, request: inference_pb2.GenerateRequest, worker: FakeWorker, gate: str
     ) -> "asyncio.Task[Reply]":
@@ -356,6 +369,13 @@ async def running_cluster(
 def pair() -> tuple[FakeWorker, FakeWorker]:
     """Return a prefill and a decode worker."""
     return FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+
+
+def full_pair() -> tuple[FakeWorker, FakeWorker]:
+    """Return a prefill worker and a decode worker without free pages, whose `set_load` makes room."""
+    prefill, decode = pair()
+    decode.report.num_free_blocks, decode.report.num_running = 0, 1
+    return prefill, decode
 
 
 def trio() -> tuple[FakeWorker, FakeWorker, FakeWorker]:

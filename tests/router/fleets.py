@@ -56,3 +56,8 @@ def choose(policy: Policy, request: PlacementRequest, fleet: FleetView) -> Plan:
     plan = policy.choose(request, fleet)
     assert isinstance(plan, Plan), plan
     return plan
+
+
+def costs(plan: Plan) -> dict[str, float]:
+    """Return the explained costs by the worker that computes."""
+    return {each.prefill or each.decode: each.cost for each in plan.candidates()}

@@ -10,7 +10,7 @@ from kvrelay.v1 import worker_pb2
 from router.alarms import (
     CLEAR_ABOVE,
     MIN_DECISIONS,
-    MIN_UNHEARD,
+    MIN_UNREPORTED,
     RAISE_BELOW,
     SILENCE_S,
     WINDOW_DECISIONS,
@@ -132,7 +132,7 @@ def test_alarm_of_promises_clears_only_well_above_where_it_was_raised() -> None:
 # ── events ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def compute_unheard(router: Router, num_prompts: int) -> None:
+def compute_unreported(router: Router, num_prompts: int) -> None:
     for _ in range(num_prompts):
         router.decide(found=BLOCK_SIZE)
         router.clock.advance(SILENCE_S / 2)
@@ -140,7 +140,7 @@ def compute_unheard(router: Router, num_prompts: int) -> None:
 
 def test_worker_that_computes_but_reports_no_block_raises_an_alarm() -> None:
     router = Router()
-    compute_unheard(router, MIN_UNHEARD)
+    compute_unreported(router, MIN_UNREPORTED)
     assert router.standing() == ["no_kv_events"]
     assert "p0 (3 prompts in 15 s)" in router.alarms.texts[0]
     router.hear_of_blocks(P1)
@@ -149,7 +149,7 @@ def test_worker_that_computes_but_reports_no_block_raises_an_alarm() -> None:
     assert router.standing() == []
 
 
-@pytest.mark.parametrize(("num_prompts", "wait_s"), [(MIN_UNHEARD - 1, 100.0), (MIN_UNHEARD, 0.0)])
+@pytest.mark.parametrize(("num_prompts", "wait_s"), [(MIN_UNREPORTED - 1, 100.0), (MIN_UNREPORTED, 0.0)])
 def test_few_prompts_or_a_short_time_without_blocks_raise_nothing(num_prompts: int, wait_s: float) -> None:
     router = Router()
     for _ in range(num_prompts):
@@ -172,7 +172,7 @@ def test_worker_that_reports_blocks_before_the_end_raises_nothing() -> None:
 def test_prompts_without_a_new_full_block_need_no_event() -> None:
     router = Router()
     for found, num_hashed_blocks in ((10 * BLOCK_SIZE, 10), (0, 0), (2 * BLOCK_SIZE + 1, 2)):
-        for _ in range(MIN_UNHEARD):
+        for _ in range(MIN_UNREPORTED):
             router.decide(found=found, num_hashed_blocks=num_hashed_blocks)
             router.clock.advance(SILENCE_S)
     assert router.standing() == []
@@ -181,7 +181,7 @@ def test_prompts_without_a_new_full_block_need_no_event() -> None:
 @pytest.mark.parametrize("what", ["leaves", "restarts"])
 def test_worker_that_leaves_or_restarts_clears_its_alarm(what: str) -> None:
     router = Router()
-    compute_unheard(router, MIN_UNHEARD)
+    compute_unreported(router, MIN_UNREPORTED)
     assert router.standing() == ["no_kv_events"]
     if what == "leaves":
         del router.members[P0]

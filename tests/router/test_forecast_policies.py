@@ -11,13 +11,7 @@ import pytest
 from common.errors import Refused
 from common.timing import LinkModel
 from router.placement.plans import FleetView, Plan, PlanKind
-from tests.router.fleets import TIMING, choose, fleet, policy, request, worker
-
-
-def costs(plan: Plan) -> dict[str, float]:
-    """Return the explained costs by the worker that computes."""
-    return {each.prefill or each.decode: each.cost for each in plan.candidates()}
-
+from tests.router.fleets import TIMING, choose, costs, fleet, policy, request, worker
 
 # mooncake
 

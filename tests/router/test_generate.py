@@ -22,6 +22,7 @@ from tests.router.fakes import (
     Shape,
     answer,
     config_with,
+    full_pair,
     hashes_of,
     make_request,
     pair,
@@ -279,32 +280,25 @@ async def test_generate_never_books_more_pages_than_decode_has() -> None:
 
 
 async def test_generate_when_queue_is_full_is_refused_with_retry_info() -> None:
-    prefill, decode = pair()
-    decode.report.num_free_blocks, decode.report.num_running = 0, 1
+    prefill, decode = full_pair()
     async with running_cluster(prefill, decode, config=config_with(max_queued=2)) as cluster:
-        waiting = [asyncio.create_task(cluster.generate(make_request(10))) for _ in range(2)]
-        await cluster.until_queued(2)
+        replies = await cluster.queue(make_request(10), make_request(10))
         with pytest.raises(Overloaded) as caught:
             await cluster.generate(make_request())
         assert caught.value.retry_after_s == 1.0
         decode.set_load(num_free_blocks=64)
-        for reply in await asyncio.gather(*waiting):
+        for reply in await replies:
             assert reply.token_ids() == answer(prompt_of(10), 6)
         assert (await cluster.until_idle()).num_failed == 1
 
 
 async def test_waiting_requests_are_served_in_order_of_arrival() -> None:
-    prefill, decode = pair()
-    decode.report.num_free_blocks, decode.report.num_running = 0, 1
+    prefill, decode = full_pair()
     async with running_cluster(prefill, decode) as cluster:
-        waiting = []
-        for position in range(3):
-            request = make_request(10 + position)
-            waiting.append(asyncio.create_task(cluster.generate(request)))
-            await cluster.until_queued(position + 1)
+        replies = await cluster.queue(*map(make_request, (10, 11, 12)))
         decode.set_load(num_free_blocks=64)
-        await asyncio.gather(*waiting)
-        assert [len(sent_prompt(request.sequence)) for request in decode.requests] == [10, 11, 12]
+        await replies
+        assert decode.prompt_lengths == [10, 11, 12]
 
 
 @pytest.mark.parametrize("gate", ["queue", "reserve", "prefill", "first_token", "token 2"])

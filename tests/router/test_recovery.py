@@ -30,7 +30,6 @@ from tests.router.fakes import (
     prompt_of,
     running_cluster,
     sent_output,
-    sent_prompt,
     trio,
 )
 
@@ -101,7 +100,7 @@ async def test_request_that_lost_its_worker_is_served_before_those_that_wait() -
         await decode.restart()
         assert (await first).token_ids() == answer(prompt_of(10), 6)
         assert (await second).token_ids() == answer(prompt_of(9), 6)
-        assert [len(sent_prompt(request.sequence)) for request in decode.requests] == [10, 10, 9]
+        assert decode.prompt_lengths == [10, 10, 9]
 
 
 async def test_decode_never_comes_back_then_the_request_fails_by_name() -> None:

@@ -15,6 +15,7 @@ from tests.router.fakes import (
     ROOT,
     answer,
     config_with,
+    full_pair,
     hashes_of,
     make_request,
     pair,
@@ -130,8 +131,7 @@ async def test_token_rate_counts_prompt_and_output_that_was_really_written() -> 
 
 
 async def test_waiting_requests_of_two_tenants_are_served_in_turn() -> None:
-    prefill, decode = pair()
-    decode.report.num_free_blocks, decode.report.num_running = 0, 1
+    prefill, decode = full_pair()
     async with running_cluster(prefill, decode, config=serving()) as cluster:
         waiting = []
         async with (
@@ -143,25 +143,22 @@ async def test_waiting_requests_of_two_tenants_are_served_in_turn() -> None:
                 await cluster.until_queued(position + 1)
             decode.set_load(num_free_blocks=64)
             await asyncio.gather(*waiting)
-    assert [len(request.sequence.prompt_tokens) // 4 for request in decode.requests] == [8, 11, 9, 10]
+    assert decode.prompt_lengths == [8, 11, 9, 10]
 
 
 async def test_higher_priority_goes_first_as_far_as_the_tenant_may_claim_it() -> None:
-    prefill, decode = pair()
-    decode.report.num_free_blocks, decode.report.num_running = 0, 1
+    prefill, decode = full_pair()
     config = parse_config(
         {"router": {"local_prefill_max_tokens": 0}, "tenants": [{"name": "default", "max_priority": 1}]}, source="test"
     )
     async with running_cluster(prefill, decode, config=config) as cluster:
-        waiting = []
-        for position, priority in enumerate([0, 1, 99]):
-            request = make_request(10 + position)
+        requests = [make_request(num_tokens) for num_tokens in (10, 11, 12)]
+        for request, priority in zip(requests, (0, 1, 99), strict=True):
             request.priority = priority
-            waiting.append(asyncio.create_task(cluster.generate(request)))
-            await cluster.until_queued(position + 1)
+        replies = await cluster.queue(*requests)
         decode.set_load(num_free_blocks=64)
-        await asyncio.gather(*waiting)
-    assert [len(request.sequence.prompt_tokens) // 4 for request in decode.requests] == [11, 12, 10]
+        await replies
+    assert decode.prompt_lengths == [11, 12, 10]
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
@@ -210,10 +207,7 @@ async def test_long_cold_prompt_gives_way_to_a_short_one_that_comes_soon_after_i
     prefill.timing = decode.timing = timing_of(s_per_prompt_token=0.01)
     decode.report.num_free_blocks, decode.report.num_running = 0, 1
     async with running_cluster(prefill, decode, config=config_with(shed="none")) as cluster:
-        waiting = []
-        for position, num_tokens in enumerate([100, 10]):
-            waiting.append(asyncio.create_task(cluster.generate(make_request(num_tokens))))
-            await cluster.until_queued(position + 1)
+        replies = await cluster.queue(make_request(100), make_request(10))
         decode.set_load(num_free_blocks=64)
-        await asyncio.gather(*waiting)
-    assert [len(request.sequence.prompt_tokens) // 4 for request in decode.requests] == [10, 100]
+        await replies
+    assert decode.prompt_lengths == [10, 100]

@@ -5,23 +5,23 @@ For a prefill worker P and a decode worker D, and for a decode worker that compu
     remote(P, D) = first token on P + work(P) + exposed transfer(P → D) + tokens(D) + missed(P, D)
     local(D)     = first token on D + work(D)                           + tokens(D) + missed(D)
 
-- *First token*: max(wait, pull) + compute. The wait is for prompts accepted before, as the worker's own model and the
-  bookings since its last report predict. A pull fetches leading blocks from the worker that holds most of them, and
-  goes on during the wait; it is planned when computing them would take longer.
-- *Work*: what the computation takes from others: half of it from those that will come, and all of it from every
-  sequence that decodes on a worker which does both.
+- *First token*: max(wait, pull) + compute. The wait is for prompts accepted before, as predicted by the worker's own
+  model and the bookings since its last report. A pull fetches leading blocks, during the wait, from the worker that
+  holds most of them; it is planned when computing the blocks would take longer.
+- *Work*: the cost of the computation to others: half of it for later requests, and all of it for every sequence that
+  decodes on a worker which does both.
 - *Exposed transfer*: the part of the handoff that the computation cannot hide, and its calls.
-- *Tokens*: the newcomer's own answer at the gap between tokens that it will see, and what it adds to the gaps of all
+- *Tokens*: the request's own answer at its predicted gap between tokens, and the increase of the gaps of all sequences
   that decode there already.
-- *Missed*: objectives that will probably be missed, the newcomer's and those of the sequences that it slows down, each
-  priced at a multiple of the objective, so that it outweighs everything else.
+- *Missed*: objectives that will probably be missed, of the request and of the sequences that it slows down, each priced
+  at a multiple of the objective, so that it outweighs everything else.
 
 A plan whose wait is longer than `max_prefill_wait_s` is not made yet: the request stays in the router's line, where the
-order can still change and where the next worker that is free, whichever that will be, takes the one that needs it most.
+order can still change and where the next free worker takes the most urgent request.
 
-One copy is enough: after a handoff the same blocks lie on both workers. One of them keeps them for later, the other
-lets them go first, so that both pools together hold twice as many different blocks; a pull brings them to where they
-are needed. The worker that had them keeps them; new ones are dealt out by the sizes of the pools (cf. singlets in
+One copy is enough: after a handoff, both workers hold the same blocks. One of them keeps its copy for later and the
+other evicts it first, so that both pools together hold twice as many different blocks; pulls bring them to where they
+are needed. The worker that had the blocks keeps them; new ones are dealt out by the sizes of the pools (cf. singlets in
 cooperative caching: Dahlin et al., OSDI 1994).
 """
 
