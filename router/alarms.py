@@ -12,7 +12,7 @@ Alarms are raised and cleared with hysteresis, so that they do not flap; each ch
 import asyncio
 import enum
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -44,7 +44,7 @@ class AlarmKind(enum.Enum):
     NO_UPDATES = "no_updates"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Promise:
     worker_id: WorkerId
     num_predicted: int
@@ -56,52 +56,37 @@ class PromiseWatch:
     """Compares predicted with found tokens over a window of decisions."""
 
     def __init__(self) -> None:
-        self._window: deque[_Promise] = deque()
-        self._num_predicted = 0
-        self._num_found = 0
+        self._window: deque[_Promise] = deque(maxlen=WINDOW_DECISIONS)
         self._is_raised = False
 
     def note(self, decision: Decision) -> None:
         """Count a decision whose worker has reported what it found."""
         predicted, found = decision.plan.predicted_cached_tokens, decision.num_cached_tokens
-        if found is None or predicted <= 0:
-            return
-        if len(self._window) == WINDOW_DECISIONS:
-            self._count(self._window.popleft(), -1)
-        promise = _Promise(
-            worker_id=decision.plan.computes, num_predicted=predicted, num_found=max(0, min(found, predicted))
-        )
-        self._window.append(promise)
-        self._count(promise, 1)
+        if found is not None and predicted > 0:
+            found = max(0, min(found, predicted))
+            self._window.append(_Promise(decision.plan.computes, num_predicted=predicted, num_found=found))
 
     def check(self) -> str | None:
         """Return the text of the alarm, or None."""
         if len(self._window) < MIN_DECISIONS:
             self._is_raised = False
-        else:
-            share = self._num_found / self._num_predicted
-            self._is_raised = share < (CLEAR_ABOVE if self._is_raised else RAISE_BELOW)
-        return self._text() if self._is_raised else None
-
-    def _count(self, promise: _Promise, sign: int) -> None:
-        self._num_predicted += sign * promise.num_predicted
-        self._num_found += sign * promise.num_found
-
-    def _text(self) -> str:
-        share = self._num_found / self._num_predicted
-        worst = ", ".join(f"{worker_id} {found:.0%}" for found, worker_id in self._worst())
+            return None
+        predicted: Counter[WorkerId] = Counter()
+        found: Counter[WorkerId] = Counter()
+        for promise in self._window:
+            predicted[promise.worker_id] += promise.num_predicted
+            found[promise.worker_id] += promise.num_found
+        share = found.total() / predicted.total()
+        self._is_raised = share < (CLEAR_ABOVE if self._is_raised else RAISE_BELOW)
+        if not self._is_raised:
+            return None
+        shares = sorted((found[worker_id] / predicted[worker_id], worker_id) for worker_id in predicted)
+        worst = ", ".join(f"{worker_id} {worker_share:.0%}" for worker_share, worker_id in shares[:NUM_WORST])
         return (
             f"of the cached tokens promised by the last {len(self._window)} decisions, {share:.0%} were found"
             f" (worst: {worst}); prefixes leave the caches before they are used, or the index is stale:"
             " see `kvrelay explain`, then give the workers more pages or restart the worst"
         )
-
-    def _worst(self) -> list[tuple[float, WorkerId]]:
-        totals: dict[WorkerId, tuple[int, int]] = {}
-        for promise in self._window:
-            found, predicted = totals.get(promise.worker_id, (0, 0))
-            totals[promise.worker_id] = found + promise.num_found, predicted + promise.num_predicted
-        return sorted((found / predicted, worker_id) for worker_id, (found, predicted) in totals.items())[:NUM_WORST]
 
 
 @dataclass(slots=True)

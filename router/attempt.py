@@ -154,19 +154,12 @@ class Attempt:
     def _handoff(self, prefill: Hold, handoff_id: HandoffId) -> decode_pb2.Handoff:
         """Return where the decode worker pulls the prompt's KV from, with its ticket."""
         source = prefill.member.endpoint.worker_id
-        right = PullRight(
-            puller=self.booking.decode.member.endpoint.worker_id,
-            source=source,
-            epoch=prefill.epoch,
-            subject=of_handoff(handoff_id),
-            tenant=self.tenant,
-        )
         return decode_pb2.Handoff(
             handoff_id=handoff_id,
             prefill_worker_id=source,
             prefill_address=prefill.member.kv_address,
             prefill_epoch=prefill.epoch,
-            ticket=self.issue(right),
+            ticket=self._ticket(self.booking.decode, source, prefill.epoch, of_handoff(handoff_id)),
         )
 
     def _source(self, computes: Hold) -> sequence_pb2.KvSource | None:
@@ -182,20 +175,19 @@ class Attempt:
         output = record.output_of(self.samples)
         num_tokens = len(record.job.prompt_token_ids) + len(output)
         num_blocks = min(source.num_blocks, (num_tokens - 1) // record.job.model.block_size)
-        right = PullRight(
-            puller=computes.member.endpoint.worker_id,
-            source=WorkerId(source.worker_id),
-            epoch=Epoch(source.epoch),
-            subject=of_blocks(record.job.hashes(output)[:num_blocks].packed),
-            tenant=self.tenant,
-        )
+        subject = of_blocks(record.job.hashes(output)[:num_blocks].packed)
         return sequence_pb2.KvSource(
             worker_id=source.worker_id,
             address=source.address,
             epoch=source.epoch,
             num_blocks=num_blocks,
-            ticket=self.issue(right),
+            ticket=self._ticket(computes, WorkerId(source.worker_id), Epoch(source.epoch), subject),
         )
+
+    def _ticket(self, puller: Hold, source: WorkerId, epoch: Epoch, subject: str) -> str:
+        """Return the ticket with which a worker pulls from one life of another."""
+        puller_id = puller.member.endpoint.worker_id
+        return self.issue(PullRight(puller=puller_id, source=source, epoch=epoch, subject=subject, tenant=self.tenant))
 
     # Remote plan.
 
