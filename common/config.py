@@ -200,7 +200,6 @@ class RouterConfig(_Section):
         "ray_prefix",
         "aibrix",
         "mooncake",
-        "oracle",
     ] = "predictive"
     local_prefill_max_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """A prompt with at most this many uncached tokens on the decode worker may be prefilled there. auto: any prompt for

@@ -1,1 +1,1 @@
-"""The front door: tokenizes, places, orchestrates, streams."""
+"""The router: tokenizes, places, orchestrates and streams requests."""

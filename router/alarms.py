@@ -1,18 +1,18 @@
-"""Whether routing by prefixes still works: alarms that name what is wrong, and what to do.
+"""Alarms when routing by prefixes stops working; each names the problem and what to do.
 
-Three things can turn prefix-aware routing into routing by load alone without an error anywhere:
+Three problems turn prefix-aware routing into routing by load alone without an error anywhere:
 
-- `predicted_hits`: the index promises tokens that workers do not find. Over the latest decisions that promised some.
-- `no_kv_events`: a worker computes prompts, but says of no new block that it has stored it.
-- `no_updates`: a worker said that it is busy, and has said nothing since.
+- `predicted_hits`: the index promises tokens that workers do not find, over the latest decisions with a promise.
+- `no_kv_events`: a worker computes prompts but never reports a stored block.
+- `no_updates`: a worker reported that it is busy and has been silent since.
 
-An alarm is raised and cleared with hysteresis, so that it does not flap, and each change is logged once.
+Alarms are raised and cleared with hysteresis, so that they do not flap; each change is logged once.
 """
 
 import asyncio
 import enum
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -26,87 +26,72 @@ logger = logging.getLogger(__name__)
 CHECK_INTERVAL_S = 1.0
 WINDOW_DECISIONS = 200
 MIN_DECISIONS = 20
-"""Decisions that promised something, before anything is said about promises."""
+"""Decisions with a promise that are needed for a verdict."""
 RAISE_BELOW = 0.7
 CLEAR_ABOVE = 0.85
-"""Shares of the promised tokens that were found."""
+"""Shares of the promised tokens that are found."""
 NUM_WORST = 3
-MIN_UNHEARD = 3
-"""Prompts with new blocks, of which the worker has told nothing."""
+MIN_UNREPORTED = 3
+"""Prompts with new blocks that a worker may leave unreported."""
 SILENCE_S = 10.0
 
 
 class AlarmKind(enum.Enum):
-    """What is wrong."""
+    """The problem that an alarm names."""
 
     PREDICTED_HITS = "predicted_hits"
     NO_KV_EVENTS = "no_kv_events"
     NO_UPDATES = "no_updates"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Promise:
     worker_id: WorkerId
     num_predicted: int
     num_found: int
-    """Of the predicted ones: what was found beyond them makes up for nothing."""
+    """At most `num_predicted`: further tokens do not make up for other promises."""
 
 
 class PromiseWatch:
-    """Compares predicted with found tokens, over a window of decisions and weighted by tokens."""
+    """Compares predicted with found tokens over a window of decisions."""
 
     def __init__(self) -> None:
-        self._window: deque[_Promise] = deque()
-        self._num_predicted = 0
-        self._num_found = 0
+        self._window: deque[_Promise] = deque(maxlen=WINDOW_DECISIONS)
         self._is_raised = False
 
     def note(self, decision: Decision) -> None:
-        """Take a decision into account whose worker has told what it found."""
+        """Count a decision whose worker has reported what it found."""
         predicted, found = decision.plan.predicted_cached_tokens, decision.num_cached_tokens
-        if found is None or predicted <= 0:
-            return
-        if len(self._window) == WINDOW_DECISIONS:
-            self._count(self._window.popleft(), -1)
-        promise = _Promise(
-            worker_id=decision.plan.computes, num_predicted=predicted, num_found=max(0, min(found, predicted))
-        )
-        self._window.append(promise)
-        self._count(promise, 1)
+        if found is not None and predicted > 0:
+            found = max(0, min(found, predicted))
+            self._window.append(_Promise(decision.plan.computes, num_predicted=predicted, num_found=found))
 
     def check(self) -> str | None:
-        """Return what is wrong, or None."""
+        """Return the text of the alarm, or None."""
         if len(self._window) < MIN_DECISIONS:
             self._is_raised = False
-        else:
-            share = self._num_found / self._num_predicted
-            self._is_raised = share < (CLEAR_ABOVE if self._is_raised else RAISE_BELOW)
-        return self._text() if self._is_raised else None
-
-    def _count(self, promise: _Promise, sign: int) -> None:
-        self._num_predicted += sign * promise.num_predicted
-        self._num_found += sign * promise.num_found
-
-    def _text(self) -> str:
-        share = self._num_found / self._num_predicted
-        worst = ", ".join(f"{worker_id} {found:.0%}" for found, worker_id in self._worst())
+            return None
+        predicted: Counter[WorkerId] = Counter()
+        found: Counter[WorkerId] = Counter()
+        for promise in self._window:
+            predicted[promise.worker_id] += promise.num_predicted
+            found[promise.worker_id] += promise.num_found
+        share = found.total() / predicted.total()
+        self._is_raised = share < (CLEAR_ABOVE if self._is_raised else RAISE_BELOW)
+        if not self._is_raised:
+            return None
+        shares = sorted((found[worker_id] / predicted[worker_id], worker_id) for worker_id in predicted)
+        worst = ", ".join(f"{worker_id} {worker_share:.0%}" for worker_share, worker_id in shares[:NUM_WORST])
         return (
-            f"of the cached tokens promised by the last {len(self._window)} decisions {share:.0%} were found"
+            f"of the cached tokens promised by the last {len(self._window)} decisions, {share:.0%} were found"
             f" (worst: {worst}); prefixes leave the caches before they are used, or the index is stale:"
             " see `kvrelay explain`, then give the workers more pages or restart the worst"
         )
 
-    def _worst(self) -> list[tuple[float, WorkerId]]:
-        totals: dict[WorkerId, tuple[int, int]] = {}
-        for promise in self._window:
-            found, predicted = totals.get(promise.worker_id, (0, 0))
-            totals[promise.worker_id] = found + promise.num_found, predicted + promise.num_predicted
-        return sorted((found / predicted, worker_id) for worker_id, (found, predicted) in totals.items())[:NUM_WORST]
-
 
 @dataclass(slots=True)
-class _Unheard:
-    """Prompts that one life of a worker has computed since it last told of a stored block."""
+class _Unreported:
+    """Prompts that one life of a worker has computed since its last report of a stored block."""
 
     epoch: Epoch
     since_s: float
@@ -114,46 +99,46 @@ class _Unheard:
 
 
 class EventWatch:
-    """Looks for workers that compute prompts, and of whose new blocks no event tells."""
+    """Finds workers that compute prompts without reporting any new block."""
 
     def __init__(self) -> None:
-        self._unheard: dict[WorkerId, _Unheard] = {}
+        self._unreported: dict[WorkerId, _Unreported] = {}
 
     def note(self, decision: Decision, member: Member | None, *, block_size: int) -> None:
-        """Take a decision into account that led to a first token."""
+        """Count a decision that led to a first token."""
         found = decision.num_cached_tokens
         if member is None or member.facts is None or found is None or decision.ttft_s is None:
             return
         worker_id = member.endpoint.worker_id
         if decision.num_hashed_blocks <= found // block_size or member.stored_s >= decision.decided_s:
             return
-        unheard = self._unheard.get(worker_id)
-        if unheard is None or unheard.epoch != member.facts.epoch or unheard.since_s <= member.stored_s:
-            unheard = self._unheard[worker_id] = _Unheard(member.facts.epoch, decision.decided_s, 0)
-        unheard.num_prompts += 1
+        unreported = self._unreported.get(worker_id)
+        if unreported is None or unreported.epoch != member.facts.epoch or unreported.since_s <= member.stored_s:
+            unreported = self._unreported[worker_id] = _Unreported(member.facts.epoch, decision.decided_s, 0)
+        unreported.num_prompts += 1
 
     def check(self, members: Mapping[WorkerId, Member], *, now_s: float) -> str | None:
-        """Return what is wrong, or None."""
-        for worker_id, unheard in list(self._unheard.items()):
+        """Return the text of the alarm, or None."""
+        for worker_id, unreported in list(self._unreported.items()):
             member = members.get(worker_id)
-            is_same_life = member is not None and member.facts is not None and member.facts.epoch == unheard.epoch
-            if member is None or not is_same_life or member.stored_s > unheard.since_s:
-                del self._unheard[worker_id]
+            is_same_life = member is not None and member.facts is not None and member.facts.epoch == unreported.epoch
+            if member is None or not is_same_life or member.stored_s > unreported.since_s:
+                del self._unreported[worker_id]
         silent = [
-            f"{worker_id} ({unheard.num_prompts} prompts in {now_s - unheard.since_s:.0f} s)"
-            for worker_id, unheard in sorted(self._unheard.items())
-            if unheard.num_prompts >= MIN_UNHEARD and now_s - unheard.since_s >= SILENCE_S
+            f"{worker_id} ({unreported.num_prompts} prompts in {now_s - unreported.since_s:.0f} s)"
+            for worker_id, unreported in sorted(self._unreported.items())
+            if unreported.num_prompts >= MIN_UNREPORTED and now_s - unreported.since_s >= SILENCE_S
         ]
         if not silent:
             return None
         return (
-            f"computed prompts, but told of no stored block: {', '.join(silent)}; what they cache is not found"
-            " by others: look into their logs, and restart them"
+            f"computed prompts but reported no stored block: {', '.join(silent)}; nothing finds what they cache:"
+            " read their logs, then restart them"
         )
 
 
 def find_silent(members: Iterable[Member], *, now_s: float) -> str | None:
-    """Return which workers were busy when last heard of, and have said nothing for long; None without any."""
+    """Return the text about workers that were busy at their last report and silent for long since; None without any."""
     silent = [
         f"{member.endpoint.worker_id} ({now_s - member.reported_s:.0f} s)"
         for member in members
@@ -162,8 +147,8 @@ def find_silent(members: Iterable[Member], *, now_s: float) -> str | None:
     if not silent:
         return None
     return (
-        f"busy, but silent: {', '.join(silent)}; a step that takes so long, or an update stream that hangs, makes"
-        " their load and caches unknown: look into their logs, and restart them"
+        f"busy but silent: {', '.join(silent)}; a very long step or a hanging update stream makes their load and caches"
+        " unknown: read their logs, then restart them"
     )
 
 
@@ -173,7 +158,7 @@ class Alarms:
     def __init__(
         self, *, members: Callable[[], Mapping[WorkerId, Member]], block_size: Callable[[], int], clock: Clock
     ) -> None:
-        """`members` and `block_size` tell of the workers as they are now."""
+        """`members` and `block_size` return the present state of the workers."""
         self._members = members
         self._block_size = block_size
         self._clock = clock
@@ -183,21 +168,21 @@ class Alarms:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What is wrong, each with its kind in front; none when all is well."""
+        """Texts of the raised alarms, each after its kind."""
         return tuple(f"{kind.value}: {text}" for kind, text in self._raised.items())
 
     def is_raised(self, kind: AlarmKind) -> bool:
-        """Whether an alarm stands."""
+        """Whether an alarm is raised. Any thread."""
         return kind in self._raised
 
     def note(self, decision: Decision) -> None:
-        """Learn from a decision whose attempt has ended."""
+        """Count a decision whose attempt has ended."""
         self._promises.note(decision)
         member = self._members().get(decision.plan.computes)
         self._events.note(decision, member, block_size=max(1, self._block_size()))
 
     def check(self) -> None:
-        """Raise and clear what has changed."""
+        """Raise and clear alarms by the present state."""
         members, now_s = self._members(), self._clock.monotonic()
         found = {
             AlarmKind.PREDICTED_HITS: self._promises.check(),
@@ -212,7 +197,7 @@ class Alarms:
         self._raised = {kind: text for kind, text in found.items() if text is not None}
 
     async def watch(self) -> None:
-        """Check again and again, until cancelled."""
+        """Check repeatedly until cancelled."""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
             self.check()

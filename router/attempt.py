@@ -3,7 +3,7 @@
 Remote plan:
 1. Decode(D) opens with the handoff; D grants pages (`reserved`) or refuses, and begins to fetch from P.
 2. Prefill(P) opens. P computes; D pulls block by block meanwhile.
-3. P returns the first token of each sample: to the client at once.
+3. P returns the first token of each sample, which goes to the client at once.
 4. D has verified the manifest (`transferred`) and sends the tokens after the first, until every sample has ended.
 
 Local plan: 1 without a handoff; D computes the prompt and sends every token.
@@ -12,6 +12,8 @@ Both calls belong to the attempt: when one fails, or the client goes away, the o
 """
 
 import asyncio
+import enum
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,17 +26,22 @@ from common.structured import TaskCensus
 from common.token_batches import runs_of
 from common.trust.tickets import IssueTicket, PullRight, of_blocks, of_handoff
 from kvrelay.v1 import decode_pb2, inference_pb2, prefill_pb2, sequence_pb2
-from router.booking import Booking
-from router.direct import direct_access
 from router.explain import plan_to_proto
 from router.member import Hold
 from router.metrics import RouterMetrics
+from router.placement.decisions import Booking
 from router.placement.plans import Keeper, Plan, PlanKind
 from router.record import Delivery, RequestRecord
 from router.worker_client import Incoming
 
 END_OF_STREAM_TIMEOUT_S = 1.0
 """How long a worker may take to close a call after its last token."""
+CAPABILITY_BYTES = 32
+"""Size of the secret with which a client streams from a decode worker (decode_worker/direct.py)."""
+DIRECT_TTL_S = 30.0
+"""How long a client may take to connect to the decode worker: as long as a connection may take."""
+CHECKPOINT_TOKENS = 64
+"""At most this many tokens are generated again when the worker is lost."""
 
 Answer: TypeAlias = Incoming[decode_pb2.DecodeResponse]
 _Response = TypeVar("_Response")
@@ -49,8 +56,13 @@ class AttemptFailed(Exception):
         self.error = error
 
 
-class AttemptMoved(Exception):
-    """The decode worker is about to go. Nothing has failed: the rest of the answer needs another plan."""
+class AttemptOutcome(enum.Enum):
+    """How an attempt that did not fail ended."""
+
+    COMPLETED = "completed"
+    """Every sample has ended."""
+    MOVED = "moved"
+    """The decode worker is leaving; the rest of the answer needs another plan."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -60,38 +72,44 @@ class Attempt:
     record: RequestRecord
     samples: range
     life: LifeCycle
-    """Of these samples; the request's own for its leading ones."""
+    """Life cycle of these samples; the request's own for its leading ones."""
     booking: Booking
     number: int
     metrics: RouterMetrics
     census: TaskCensus
     on_started: Callable[[int], None]
-    """Hears how many tokens of the prompt were found in the cache, once its computation begins."""
+    """Called with the cached tokens of the prompt when its computation begins."""
     on_transferred: Callable[[], None]
-    """Hears that the decode worker holds the blocks of all known tokens."""
+    """Called when the decode worker holds the blocks of all known tokens."""
     must_move: Callable[[], bool]
-    """Whether the decode worker is about to go: the attempt then ends behind the next token."""
+    """Returns whether the decode worker is leaving; the attempt then ends behind the next token."""
     issue: IssueTicket
     tenant: str
     _access: decode_pb2.DirectAccess | None = None
-    """Set: the client gets the decode worker's tokens from there."""
-    num_gaps_before: int = 0
-    """Gaps between tokens before the first token of this attempt, and the gap that ended with it."""
+    """Set when the client streams its tokens from the decode worker itself."""
+    _outcome: AttemptOutcome | None = None
+    """Known once the decode worker's messages settle it; None while the attempt runs."""
+    _num_gaps_before: int = 0
+    """Gaps between tokens up to the first token of this attempt."""
 
-    async def run(self) -> None:
-        """Deliver every missing token of the samples. Raises AttemptFailed, AttemptMoved."""
+    async def run(self) -> AttemptOutcome:
+        """Deliver the missing tokens of the samples. Raises AttemptFailed."""
         try:
-            await self._run()
+            return await self._run()
         finally:
             decision = self.booking.decision
             if decision.ttft_s is not None:
-                decision.mean_itl_s = self.record.ledger.mean_gap_s(skip=self.num_gaps_before)
+                decision.mean_itl_s = self.record.ledger.mean_gap_s(skip=self._num_gaps_before)
 
-    async def _run(self) -> None:
+    async def _run(self) -> AttemptOutcome:
         decode, prefill = self.booking.decode, self.booking.prefill
         self.life.advance(State.RESERVING)
         if self.record.job.delivery is Delivery.DIRECT:
-            self._access = direct_access()
+            self._access = decode_pb2.DirectAccess(
+                capability=secrets.token_bytes(CAPABILITY_BYTES),
+                ttl_s=DIRECT_TTL_S,
+                checkpoint_tokens=CHECKPOINT_TOKENS,
+            )
         handoff_id = mint_handoff_id()
         request = decode_pb2.DecodeRequest(
             sequence=self.record.sequence(self.samples, _retention(self.booking.plan, Keeper.DECODE)),
@@ -103,17 +121,21 @@ class Attempt:
         with decode.member.client.decode(request, timeout_s=self._time_left_s()) as answer:
             await self._reserve(answer)
             if prefill is None:
-                await self._decode_locally(answer)
+                await self._follow(answer, self._take_local)
             else:
                 await self._prefill_and_decode(prefill, handoff_id, answer)
-        if missing := self._unfinished():
-            raise AttemptFailed(decode, EngineFault(f"the stream ended before samples {missing}"))
+        missing = self._unfinished()
+        if not missing:
+            return AttemptOutcome.COMPLETED
+        if self._outcome is AttemptOutcome.MOVED:
+            return AttemptOutcome.MOVED
+        raise AttemptFailed(decode, EngineFault(f"the stream ended before samples {missing} did"))
 
     async def _reserve(self, answer: Answer) -> None:
         decode = self.booking.decode
         response = await _receive(answer, decode)
         if response is None or not response.HasField("reserved"):
-            raise AttemptFailed(decode, EngineFault("the first message does not tell of a reservation"))
+            raise AttemptFailed(decode, EngineFault("the first message of a decode call is not a reservation"))
         if self.booking.prefill is not None and not self.record.ledger.has_tokens:
             num_prompt_tokens = len(self.record.job.prompt_token_ids)
             self.record.num_decode_cached_tokens = min(response.reserved.num_cached_tokens, num_prompt_tokens)
@@ -130,27 +152,21 @@ class Attempt:
             self.record.outbox.put(inference_pb2.GenerateResponse(direct=grant))
 
     def _handoff(self, prefill: Hold, handoff_id: HandoffId) -> decode_pb2.Handoff:
-        """Return where the decode worker pulls the prompt's KV from, and its right to."""
+        """Return where the decode worker pulls the prompt's KV from, with its ticket."""
         source = prefill.member.endpoint.worker_id
-        right = PullRight(
-            puller=self.booking.decode.member.endpoint.worker_id,
-            source=source,
-            epoch=prefill.epoch,
-            subject=of_handoff(handoff_id),
-            tenant=self.tenant,
-        )
         return decode_pb2.Handoff(
             handoff_id=handoff_id,
             prefill_worker_id=source,
             prefill_address=prefill.member.kv_address,
             prefill_epoch=prefill.epoch,
-            ticket=self.issue(right),
+            ticket=self._ticket(self.booking.decode, source, prefill.epoch, of_handoff(handoff_id)),
         )
 
     def _source(self, computes: Hold) -> sequence_pb2.KvSource | None:
-        """Return where the worker that computes the prompt pulls leading blocks from, and its right to; None: nowhere.
+        """Return where the worker that computes the prompt pulls leading blocks from, with its ticket; None: nowhere.
 
-        The ticket is for exactly the blocks that are asked for, so the last token's, which is computed, is left out.
+        The ticket covers exactly the blocks that are asked for. The last token is always computed, so its block is
+        left out.
         """
         source = self.booking.source
         if source is None:
@@ -159,20 +175,19 @@ class Attempt:
         output = record.output_of(self.samples)
         num_tokens = len(record.job.prompt_token_ids) + len(output)
         num_blocks = min(source.num_blocks, (num_tokens - 1) // record.job.model.block_size)
-        right = PullRight(
-            puller=computes.member.endpoint.worker_id,
-            source=WorkerId(source.worker_id),
-            epoch=Epoch(source.epoch),
-            subject=of_blocks(record.job.hashes(output)[:num_blocks].packed),
-            tenant=self.tenant,
-        )
+        subject = of_blocks(record.job.hashes(output)[:num_blocks].packed)
         return sequence_pb2.KvSource(
             worker_id=source.worker_id,
             address=source.address,
             epoch=source.epoch,
             num_blocks=num_blocks,
-            ticket=self.issue(right),
+            ticket=self._ticket(computes, WorkerId(source.worker_id), Epoch(source.epoch), subject),
         )
+
+    def _ticket(self, puller: Hold, source: WorkerId, epoch: Epoch, subject: str) -> str:
+        """Return the ticket with which a worker pulls from one life of another."""
+        puller_id = puller.member.endpoint.worker_id
+        return self.issue(PullRight(puller=puller_id, source=source, epoch=epoch, subject=subject, tenant=self.tenant))
 
     # Remote plan.
 
@@ -185,8 +200,8 @@ class Attempt:
             for task in (prefilling, decoding):
                 if task.done():
                     task.result()
-            # A first token that is the last one needs no decoding; and a prefill call that
-            # stays open after the last token is not waited for.
+            # No decoding is needed when the first token is the last one; nothing waits for a prefill call that stays
+            # open after the last token.
             if prefilling.done() and self._unfinished():
                 await decoding
 
@@ -200,7 +215,7 @@ class Attempt:
         with prefill.member.client.prefill(request, timeout_s=self._time_left_s()) as answer:
             while (response := await _receive(answer, prefill)) is not None:
                 if response.HasField("started"):
-                    self._note_started(prefill, response.started)
+                    self._note_started(response.started)
                 elif response.HasField("finished") and not has_first_tokens.is_set():
                     self._take_first_tokens(prefill, response.finished)
                     has_first_tokens.set()
@@ -223,30 +238,25 @@ class Attempt:
         self._note_first_token()
 
     async def _decode_after(self, has_first_tokens: asyncio.Event, answer: Answer) -> None:
-        """Follow the decode worker; what it sends waits until the first tokens are out, for it comes after them."""
+        """Follow the decode worker. Its tokens come after the first ones, so they wait until those are delivered."""
         response = await _receive(answer, self.booking.decode)
         await has_first_tokens.wait()
         if response is not None:
-            if self._take_decoded(response):
-                self._move_if_due()
-            else:
+            self._take_decoded(response)
+            if self._outcome is None:
                 await self._follow(answer, self._take_decoded)
 
-    def _take_decoded(self, response: decode_pb2.DecodeResponse) -> bool:
+    def _take_decoded(self, response: decode_pb2.DecodeResponse) -> None:
         self._enter_decoding()
         if response.HasField("tokens"):
-            return self._deliver(response.tokens)
-        if response.HasField("transferred"):
+            self._deliver(response.tokens)
+        elif response.HasField("transferred"):
             self.record.add_transfer(response.transferred)
             self.on_transferred()
-        return False
 
     # Local plan.
 
-    async def _decode_locally(self, answer: Answer) -> None:
-        await self._follow(answer, self._take_local)
-
-    def _take_local(self, response: decode_pb2.DecodeResponse) -> bool:
+    def _take_local(self, response: decode_pb2.DecodeResponse) -> None:
         if response.HasField("tokens"):
             if self.life.state is not State.DECODING:
                 self._enter_prefilling()
@@ -254,59 +264,62 @@ class Attempt:
                 self._enter_decoding()
                 if not self.record.ledger.has_tokens:
                     self.record.prefill_s = response.tokens.prefill_s
-            return self._deliver(response.tokens)
-        if response.HasField("prefill_started"):
-            self._note_started(self.booking.decode, response.prefill_started)
-        return False
+            self._deliver(response.tokens)
+        elif response.HasField("prefill_started"):
+            self._note_started(response.prefill_started)
 
     # Both.
 
-    def _deliver(self, batch: decode_pb2.TokenBatch) -> bool:
-        """Deliver tokens of the decode worker; returns whether every sample has ended. Raises AttemptFailed."""
+    def _deliver(self, batch: decode_pb2.TokenBatch) -> None:
+        """Deliver tokens of the decode worker and note when they settle the outcome. Raises AttemptFailed."""
         try:
             take = self.record.deliver if self._access is None else self.record.note_checkpoint
             has_end = take(batch, expected=self.samples)
         except KvrelayError as error:
             raise AttemptFailed(self.booking.decode, error) from error
         self._note_first_token()  # of a local plan; a remote one has had it by now
-        return (has_end and not self._unfinished()) or self.must_move()
+        if has_end and not self._unfinished():
+            self._outcome = AttemptOutcome.COMPLETED
+        elif self.must_move():
+            self._outcome = AttemptOutcome.MOVED
 
-    async def _follow(self, answer: Answer, handle: Callable[[decode_pb2.DecodeResponse], bool]) -> None:
-        """Take messages until every sample has ended; then only a good end is waited for, and not long."""
+    async def _follow(self, answer: Answer, take: Callable[[decode_pb2.DecodeResponse], None]) -> None:
+        """Take messages until the outcome is known; after the last token, wait shortly for a good end."""
+
+        def settles(response: decode_pb2.DecodeResponse) -> bool:
+            take(response)
+            return self._outcome is not None
+
         with _blaming(self.booking.decode):
-            await answer.follow(handle)
+            await answer.follow(settles)
         if self._unfinished():
-            self._move_if_due()
+            if self.must_move():
+                self._outcome = AttemptOutcome.MOVED
             return
         with suppress(TimeoutError, KvrelayError):
             async with asyncio.timeout(END_OF_STREAM_TIMEOUT_S):
                 while await answer.receive() is not None:
                     pass
 
-    def _move_if_due(self) -> None:
-        """End the attempt when its decode worker is about to go and samples are left. Raises AttemptMoved."""
-        if self.must_move() and self._unfinished():
-            raise AttemptMoved
-
-    def _note_started(self, hold: Hold, started: prefill_pb2.PrefillStarted | decode_pb2.LocalPrefillStarted) -> None:
+    def _note_started(self, started: prefill_pb2.PrefillStarted | decode_pb2.LocalPrefillStarted) -> None:
         self._enter_prefilling()
         self.metrics.compare_cached_tokens(
             predicted=self.booking.plan.predicted_cached_tokens, actual=started.num_cached_tokens
         )
         self.booking.decision.num_cached_tokens = started.num_cached_tokens
         if not self.record.ledger.has_tokens:
-            # Of an answer that another router began, output tokens may be cached, too.
+            # When another router began the answer, output tokens may be cached, too.
             num_cached_tokens = min(started.num_cached_tokens, len(self.record.job.prompt_token_ids))
             self.record.num_cached_tokens = num_cached_tokens
             self.record.num_pulled_tokens = min(started.num_pulled_tokens, num_cached_tokens)
             self.on_started(num_cached_tokens)
 
     def _note_first_token(self) -> None:
-        """Note, once, when the first token came; gaps between tokens count from here on."""
+        """Note the time of the attempt's first token; gaps between tokens count from here on."""
         decision = self.booking.decision
         if decision.ttft_s is None:
             decision.ttft_s = self.record.clock.monotonic() - decision.decided_s
-            self.num_gaps_before = len(self.record.ledger.gaps)
+            self._num_gaps_before = len(self.record.ledger.gaps)
 
     def _enter_prefilling(self) -> None:
         if self.life.state is State.RESERVING:
@@ -322,7 +335,7 @@ class Attempt:
         return self.record.ledger.unfinished(self.samples)
 
     def _time_left_s(self) -> float:
-        return max(self.record.deadline_s - asyncio.get_running_loop().time(), 0.001)
+        return max(self.record.deadline_s - self.record.clock.monotonic(), 0.001)
 
 
 def _retention(plan: Plan, side: Keeper) -> "sequence_pb2.Retention.ValueType":

@@ -1,8 +1,8 @@
-"""In which order blocks were last used: numbered chunks of keys, oldest first.
+"""The order in which blocks were last used: numbered chunks of keys, oldest first.
 
-A key lies in the chunk of its last use, and whoever owns the keys remembers that number (its *stamp*). An entry whose
-chunk is not the key's stamp is stale: the key was used again later, or is gone. Stale entries are swept out a chunk at
-a time, so nothing here ever walks over all keys at once. 8 bytes an entry, and at most about two entries a key.
+A key lies in the chunk of its last use, and the owner of the keys remembers that number (the key's *stamp*). An entry
+whose chunk is not the key's stamp is stale: the key was used again later, or is gone. Stale entries are swept out one
+chunk at a time, so nothing walks over all keys at once. An entry takes 8 bytes; a key has at most about two entries.
 """
 
 from array import array
@@ -14,7 +14,7 @@ class BlockAges:
     """The chunks."""
 
     def __init__(self, values: Mapping[int, int], *, stamp_mask: int, chunk_keys: int) -> None:
-        """`values`, under the mask, are the keys' stamps; read whenever they are needed."""
+        """`values`, under the mask, are the stamps of the keys; they are read on every use."""
         self._values = values
         self._stamp_mask = stamp_mask
         self._chunk_keys = chunk_keys
@@ -37,16 +37,16 @@ class BlockAges:
         return len(self._chunks[self.stamp]) >= self._chunk_keys
 
     def begin_chunk(self, *, num_keys: int) -> None:
-        """Stamp what is used from now on with the next number. `num_keys` is how many keys there are."""
+        """Begin the next chunk, whose number stamps later uses. `num_keys` is the number of all keys."""
         self.stamp += 1
         self._chunks[self.stamp] = array("Q")
-        # When more than half of the entries are stale, two chunks of them lose as many as one new chunk brings.
+        # When more than half of the entries are stale, sweeping two chunks removes as many as one new chunk adds.
         for _ in range(2):
             if self.num_entries > 2 * num_keys + 2 * self._chunk_keys:
                 self._sweep()
 
     def _sweep(self) -> None:
-        """Throw out the stale entries of the next old chunk."""
+        """Remove the stale entries of the next old chunk."""
         while self.oldest not in self._chunks:
             self.oldest += 1
         number = max(self._next_swept, self.oldest)
@@ -59,13 +59,13 @@ class BlockAges:
         self._next_swept = number + 1
 
     def fresh(self, number: int) -> list[int]:
-        """Return the keys whose last use is in a chunk."""
+        """Return the keys whose last use lies in a chunk."""
         keys, mask = dict.fromkeys(self._chunks.get(number, ())), self._stamp_mask
         values = map(self._values.get, keys, repeat(-1))  # no chunk has the stamp of -1
         return [key for key, value in zip(keys, values, strict=True) if value & mask == number]
 
     def pop_oldest(self, num_keys: int) -> list[int]:
-        """Remove and return the least recently used keys: at most so many, none only when there are none."""
+        """Remove and return at most `num_keys` least recently used keys; none only when there are none."""
         while True:
             keys = self.fresh(self.oldest)
             if keys:

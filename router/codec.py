@@ -1,4 +1,4 @@
-"""What the router needs of a tokenizer."""
+"""The tokenizer interface of the router."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,11 +10,11 @@ from router.token_cache import Encoded
 
 
 class Codec(Protocol):
-    """Turns text into token ids. Encoding runs off the event loop, in an order that is fair between tenants."""
+    """Turns text into token ids. Encoding runs off the event loop, fair between tenants."""
 
     @property
     def probes(self) -> TextProbes:
-        """What it makes of the fixed texts: workers have to make the same of them."""
+        """Results for the fixed texts; workers must have the same."""
         ...
 
     async def encode(self, text: str, *, tenant: Tenant = ANYBODY) -> TokenArray:
@@ -31,21 +31,20 @@ class Codec(Protocol):
     ) -> Encoded:
         """Return the ids of a conversation of (role, content), rendered by the model's chat template.
 
-        A template that writes the date writes that of `rendered_unix_s`, seconds since 1970: nothing else than the
-        arguments and the model decides what comes out.
-        What it remembers of them it remembers for callers of the same scope; without one, nothing. Raises
-        InvalidRequest when the template refuses it.
+        A template that writes the date writes that of `rendered_unix_s`, seconds since 1970, so the result depends on
+        the arguments and the model alone. Beginnings are remembered for callers of the same scope; without a scope,
+        not at all. Raises InvalidRequest when the template refuses the conversation.
         """
         ...
 
     def decode_pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
-        """Return the text of each id by itself."""
+        """Return the text of each id separately."""
         ...
 
     async def pieces(self, token_ids: Sequence[int], *, tenant: Tenant = ANYBODY) -> tuple[str, ...]:
-        """Return what `decode_pieces` does, for very many ids."""
+        """Return the same as `decode_pieces`, off the event loop, for many ids."""
         ...
 
     async def decode(self, token_ids: Sequence[int], *, tenant: Tenant = ANYBODY) -> str:
-        """Return the text of consecutive ids, special tokens included; ids that are no tokens have none."""
+        """Return the text of consecutive ids, special tokens included; unknown ids have no text."""
         ...

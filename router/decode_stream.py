@@ -1,19 +1,18 @@
 """All decode calls to one worker process on one stream.
 
-The worker sends one message per engine step (decode.proto, DecodeMany). Its parts are handed to the calls that they
-belong to in the turn of the event loop in which it arrives; a call whose messages are followed (`SharedCall.follow`)
-takes them right there, without a task in between. Nobody waits for anybody: what a call does with its messages must not
-block, and a client that is slow gathers its tokens in its outbox.
+The worker sends one message per engine step (decode.proto, DecodeMany). Its parts go to their calls in the same turn of
+the event loop; a call whose messages are followed (`SharedCall.follow`) handles them right there, without a task in
+between. Calls never wait for each other: handlers must not block, and the tokens of a slow client gather in its outbox.
 
-A call ends with its status. Closing it tells the worker, which frees everything within one step and one way. When the
-stream breaks, every call on it fails like a call of its own whose connection broke; the next call opens a new stream.
+A call ends with its status. Closing a call tells the worker, which frees everything within one step and one network
+delay. When the stream breaks, every call on it fails as if its own connection had broken; the next call opens a new
+stream.
 """
 
 import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
@@ -28,7 +27,7 @@ Handler = Callable[[decode_pb2.DecodeResponse], bool]
 
 
 class SharedCall:
-    """One call on a shared stream. Leaving its `with` block, for whatever reason, closes what is left of it."""
+    """One call on a shared stream. Leaving its `with` block closes the call if it still runs."""
 
     def __init__(self, stream: "DecodeStream", call_id: int) -> None:
         self._stream = stream
@@ -36,7 +35,7 @@ class SharedCall:
         self._messages: deque[decode_pb2.DecodeResponse] = deque()
         self._handle: Handler | None = None
         self._failure: Exception | None = None
-        """Raised by the handler."""
+        """Exception that the handler raised."""
         self._is_over = False
         self._error: KvrelayError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -54,8 +53,8 @@ class SharedCall:
     async def follow(self, handle: Handler) -> None:
         """Hand over every further message until `handle` returns True or the call ends well. Raises like `receive`.
 
-        Messages that have not come yet are handed over as they come, in the middle of other work: `handle` must be
-        quick. What it raises is raised here.
+        `handle` runs as messages arrive, in the middle of other work, so it must be quick. Its exceptions are raised
+        here.
         """
         while self._messages:
             if handle(self._messages.popleft()):
@@ -73,7 +72,7 @@ class SharedCall:
             raise self._error
 
     def take(self, update: decode_pb2.CallUpdate) -> None:
-        """Take what a step brought for this call. For the stream alone."""
+        """Take this call's part of a step. For the stream alone."""
         for message in update.responses:
             if self._handle is None:
                 self._messages.append(message)
@@ -90,7 +89,7 @@ class SharedCall:
             self.end(from_status_bytes(update.status) if update.status_code else None)
 
     def end(self, error: KvrelayError | None) -> None:
-        """The call is over. For the stream alone."""
+        """End the call. For the stream alone."""
         self._is_over = True
         self._error = error
         self._wake()
@@ -107,14 +106,12 @@ class SharedCall:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._stream.close(self._call_id)
 
 
 class DecodeStream:
-    """A stream to one worker process and the calls on it. Event loop only. Ends with the connection or by `aclose`."""
+    """A stream to one worker process and the calls on it, until `aclose` or a broken connection. Event loop only."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -122,13 +119,13 @@ class DecodeStream:
         self._next_id = 1
         self._outgoing: asyncio.Queue[decode_pb2.DecodeManyRequest] = asyncio.Queue()
         self.is_over = False
-        """No further call can be opened: the stream has ended."""
+        """Whether the stream has ended, so that no further call can be opened."""
         self._tasks = (asyncio.create_task(self._read()), asyncio.create_task(self._write()))
 
     def open(self, request: decode_pb2.DecodeRequest) -> SharedCall:
         """Start a call."""
         call_id, self._next_id = self._next_id, self._next_id % 0xFFFFFFFF + 1
-        assert call_id not in self._calls, "four billion calls, and this one is still open"
+        assert call_id not in self._calls, f"call {call_id} is still open after all ids were used"
         call = self._calls[call_id] = SharedCall(self, call_id)
         self._outgoing.put_nowait(decode_pb2.DecodeManyRequest(call_id=call_id, open=request))
         return call
@@ -140,7 +137,7 @@ class DecodeStream:
             self._outgoing.put_nowait(close)
 
     async def aclose(self) -> None:
-        """Cancel the stream and what runs on it."""
+        """Cancel the stream and its calls."""
         self._call.cancel()
         for task in self._tasks:
             task.cancel()
@@ -153,15 +150,15 @@ class DecodeStream:
                 for update in message.updates:
                     call = self._calls.get(update.call_id)
                     if call is None:
-                        continue  # closed meanwhile
+                        continue  # closed in the meantime
                     call.take(update)
                     if update.HasField("status_code"):
                         self._calls.pop(update.call_id, None)
         except grpc.aio.AioRpcError as caught:
             error = from_rpc_error(caught)
-        except Exception as caught:  # the top of a task: whatever a worker sends must not leave its calls waiting
+        except Exception as caught:  # top of a task: no message of a worker may leave its calls waiting
             logger.exception("reading a worker's stream failed")
-            error = EngineFault(f"the worker sent what cannot be read: {type(caught).__name__}: {caught}")
+            error = EngineFault(f"a message of the worker cannot be read: {type(caught).__name__}: {caught}")
             self._call.cancel()
         finally:
             self.is_over = True
@@ -176,4 +173,4 @@ class DecodeStream:
             try:
                 await self._call.write(request)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                return  # the stream has ended: the reader knows why
+                return  # the stream has ended; the reader reports why

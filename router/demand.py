@@ -1,12 +1,14 @@
-"""What was asked of this router lately: counts by the second, and a sample of what the requests were like.
+"""Recent demand on this router: counts by the second, and a sample of the finished requests.
 
-Nothing is done per token, and little per request. Each second keeps the finished requests with the smallest of random
-numbers: the smallest of several seconds together are a uniform sample of all that finished in them.
+The meter does nothing per token and little per request. Each finished request draws a random number, and each second
+keeps the requests with the smallest numbers; the smallest of several seconds are a uniform sample of all requests that
+finished in them.
 """
 
 import heapq
 import math
 import random
+import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,17 +19,17 @@ from common.slo import Slo
 
 REMEMBERED_S = 120
 NUM_SAMPLED = 128
-"""Requests of a window that are told, and at most kept of each second."""
+"""Size of the sample of a window, and most requests kept of one second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """A request that was answered to its end. A Served (common/slo.py)."""
+    """A request that was answered completely. A Served (common/slo.py)."""
 
     num_prompt_tokens: int
     num_computed_tokens: int
     num_output_tokens: int
-    """Of one sample."""
+    """Tokens of one sample."""
     ttft_s: float | None
     itl_s: float | None
     is_complete: bool = True
@@ -36,7 +38,7 @@ class Answered:
 @dataclass(slots=True)
 class _Second:
     number: int
-    """Since the clock's zero."""
+    """Seconds since the clock's zero."""
     num_arrived: int = 0
     num_refused: int = 0
     num_finished: int = 0
@@ -46,7 +48,7 @@ class _Second:
 
 
 class DemandMeter:
-    """Counts. Event loop only."""
+    """Counts arrivals, refusals and answers. Event loop only."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -56,19 +58,19 @@ class DemandMeter:
         self._began_s = clock.monotonic()
 
     def judge_by(self, slo: Slo) -> None:
-        """Count answers as good that are within these objectives; without any, all are."""
+        """Count answers within these objectives as good; without objectives, all are good."""
         self._slo = slo
 
     def note_arrival(self) -> None:
-        """A request has come."""
+        """Count a request that arrives."""
         self._now().num_arrived += 1
 
     def note_refusal(self) -> None:
-        """One that came was refused for want of room or time."""
+        """Count an arrival that is refused because room or time is missing."""
         self._now().num_refused += 1
 
     def note_answer(self, answered: Answered) -> None:
-        """One was answered to its end."""
+        """Count a request that was answered completely."""
         second = self._now()
         second.num_finished += 1
         second.num_good += self._slo is None or self._slo.is_good(answered)
@@ -79,7 +81,7 @@ class DemandMeter:
             heapq.heappushpop(second.sample, entry)
 
     def demand(self, window_s: float, *, num_queued: int, num_queued_tokens: int) -> Demand:
-        """Return the last full seconds: as many as asked for, as there were, and as are remembered."""
+        """Return the demand of the last `window_s` full seconds, or of as many as are known."""
         self._now()
         now = self._seconds[-1].number
         num_known = min(now - math.ceil(self._began_s), REMEMBERED_S)
@@ -109,7 +111,7 @@ class DemandMeter:
         )
 
     def _now(self) -> _Second:
-        """Return the present second; what is too old goes."""
+        """Return the current second; drop those that are too old."""
         number = math.floor(self._clock.monotonic())
         if not self._seconds or self._seconds[-1].number < number:
             self._seconds.append(_Second(number))
@@ -118,14 +120,12 @@ class DemandMeter:
         return self._seconds[-1]
 
     def _burstiness(self, num_known: int, now: int) -> float:
-        """Return variance over mean of the arrivals in each second; 1.0 while that cannot be told."""
+        """Return variance over mean of the arrivals per second; 1.0 while it is unknown."""
         counts = [second.num_arrived for second in self._seconds if now - num_known <= second.number < now]
-        num_arrived = sum(counts)
-        if num_known < 2 or not num_arrived:
+        if num_known < 2 or not sum(counts):
             return 1.0
-        mean = num_arrived / num_known  # seconds without anything are not in the list
-        squares = sum(count * count for count in counts)
-        return (squares - num_known * mean * mean) / (num_known - 1) / mean
+        counts += [0] * (num_known - len(counts))  # seconds without any event are not in the list
+        return statistics.variance(counts) / statistics.fmean(counts)
 
 
 def _p90(values: Sequence[float]) -> float | None:

@@ -1,13 +1,13 @@
-"""Who is calling: from an API key to a tenant, and what keeps tenants' cached KV apart.
+"""Identifies callers: from an API key to a tenant, with the salts that keep the cached KV of tenants apart.
 
-Keys are known by their SHA-256 alone. They are looked up under a digest that is keyed with a number drawn at start, so
-that the time of a look-up tells nothing about the keys that exist, and then compared in constant time.
+Only the SHA-256 of a key is stored. Keys are looked up under a digest that is keyed with a random number of this
+process, so that the duration of a look-up reveals nothing about existing keys, and then compared in constant time.
 
 A tenant's cache salt is blake2b(its name, keyed with `router.salt_secret`), and goes into the first link of its block
-hashes: tenants with different salts have no block in common, on whichever worker, so that neither cached tokens nor
-times tell one of them what another has sent. The salt is never taken from a request. The block key, which keys the
-first link of everybody's hashes, follows from the same secret: without it nobody can compute a hash. Routers with the
-same secret derive the same salts and the same key; a changed secret makes every cached prefix unreachable.
+hashes: tenants with different salts have no block in common on any worker, so that neither cached tokens nor times
+reveal to one tenant what another has sent. The salt is never taken from a request. The block key, which keys the first
+link of all hashes, follows from the same secret: without the secret no hash can be computed. Routers with the same
+secret derive the same salts and the same key; a changed secret makes every cached prefix unreachable.
 """
 
 import hashlib
@@ -34,14 +34,14 @@ _JWT_DOTS = 2
 
 
 class Doorkeeper:
-    """Knows every tenant."""
+    """Maps credentials to tenants."""
 
     def __init__(
         self, *, anybody: Tenant | None, tenants: Mapping[bytes, Tenant], credentials: Credentials | None = None
     ) -> None:
-        """`anybody` is who calls when nobody has to say; else `tenants` are looked up by the SHA-256 of their keys.
+        """`anybody` is the tenant of all calls without authentication; `tenants` go by the SHA-256 of their keys.
 
-        `credentials` know operators of this cluster by their proofs.
+        `credentials` verify the proofs of operators of this cluster.
         """
         self._credentials = credentials
         self._anybody = anybody
@@ -49,30 +49,30 @@ class Doorkeeper:
         self._tenants = {self._digest(key): (key, tenant) for key, tenant in tenants.items()}
 
     def identify(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Tenant:
-        """Return the tenant that a call's metadata names. Raises Unauthenticated, which never repeats the key."""
+        """Return the tenant of a call by its metadata. Raises Unauthenticated, which never repeats the key."""
         return self._anybody if self._anybody is not None else self._tenant_of(_bearer(metadata))
 
     def _tenant_of(self, token: str) -> Tenant:
         key = hashlib.sha256(token.encode()).digest()
         known, tenant = self._tenants.get(self._digest(key), (b"", None))
         if tenant is None or not hmac.compare_digest(known, key):
-            raise Unauthenticated("the API key is unknown here", field="authorization")
+            raise Unauthenticated("the API key is unknown", field="authorization")
         return tenant
 
     def check_operator(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
-        """Return when a call comes from an operator, by its API key or by a proof. Raises KvrelayError."""
+        """Return if a call comes from an operator, by API key or proof. Raises KvrelayError otherwise."""
         if self._anybody is not None:
             return
         token = _bearer(metadata)
         if self._credentials is not None and token.count(".") == _JWT_DOTS:
-            with suppress(Unauthenticated):  # a key may have dots, too
+            with suppress(Unauthenticated):  # an API key may have dots, too
                 identity = self._credentials.held.verifier.identify(token, audience=OPERATOR_AUDIENCE)
                 if identity.role is Role.OPERATOR:
                     return
         tenant = self._tenant_of(token)
         if not tenant.is_operator:
             raise AccessDenied(
-                f"cannot show the cluster: tenant {tenant.name} is no operator;"
+                f"cannot show the cluster: tenant {tenant.name} is not an operator;"
                 " set `operator: true` for it, or ask on the host where the cluster's run folder is"
             )
 
@@ -81,7 +81,7 @@ class Doorkeeper:
 
 
 def _bearer(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """Return what a call shows. Raises Unauthenticated."""
+    """Return the bearer token of a call. Raises Unauthenticated."""
     given = next((value for name, value in metadata or () if name == "authorization"), None)
     if given is None:
         raise Unauthenticated(
@@ -94,7 +94,7 @@ def _bearer(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
 
 
 def make_doorkeeper(config: ServingConfig, credentials: Credentials | None = None) -> Doorkeeper:
-    """Return who knows the tenants of serving.yaml. Raises ConfigError for keys that cannot be used."""
+    """Return the doorkeeper for the tenants of serving.yaml. Raises ConfigError for unusable keys."""
     if config.router.auth == "none":
         limits = next(iter(config.tenants), None)
         anybody = ANYBODY if limits is None else replace(_tenant(limits, cache_salt=""), is_operator=True)
@@ -112,9 +112,9 @@ def make_doorkeeper(config: ServingConfig, credentials: Credentials | None = Non
 
 
 def make_block_key(config: ServingConfig, issued: bytes) -> bytes:
-    """Return what block hashes are keyed with: from `router.salt_secret`, else what the cluster's authority has issued.
+    """Return the key of all block hashes: derived from `router.salt_secret`, else the one that the authority `issued`.
 
-    Raises ConfigError for a secret that is missing where the configuration says it is.
+    Raises ConfigError when the environment variable of the secret is not set.
     """
     secret = _resolve(config.router.salt_secret or "", "router.salt_secret")
     if not secret:
@@ -124,7 +124,7 @@ def make_block_key(config: ServingConfig, issued: bytes) -> bytes:
 
 
 def _keys(config: TenantConfig, where: str) -> Sequence[bytes]:
-    """Return the SHA-256 of every key."""
+    """Return the SHA-256 of every key of a tenant."""
     keys = [bytes.fromhex(digest) for digest in config.api_key_sha256]
     for position, value in enumerate(config.api_keys):
         key = _resolve(value, f"{where}.api_keys.{position}")
@@ -135,7 +135,7 @@ def _keys(config: TenantConfig, where: str) -> Sequence[bytes]:
 
 
 def _resolve(value: str, where: str) -> str:
-    """Return the value, or what the environment variable that it names holds."""
+    """Return the value, or the content of the environment variable that it names."""
     if not value.startswith(ENV_PREFIX):
         return value
     name = value.removeprefix(ENV_PREFIX)

@@ -1,4 +1,4 @@
-"""Blocks that plans were sent to compute and that no event has confirmed yet. Each lapses after a time."""
+"""Blocks that booked plans will compute and that no event has confirmed yet. Each expectation lapses after a time."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -15,11 +15,11 @@ class _Batch:
 
 
 class Expectations:
-    """Expected keys by slot. What is expected again lapses with its last batch."""
+    """Expected keys by slot. A key that is expected again lapses with its last batch."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, dict[int, int]] = {}
-        """By slot and key: the last batch that expects it."""
+        """Number of the last batch that expects a key, by slot and key."""
         self._batches: deque[_Batch] = deque()
         self._next_number = 0
 
@@ -27,7 +27,7 @@ class Expectations:
         return sum(map(len, self._numbers.values()))
 
     def of(self, slot: int) -> dict[int, int]:
-        """Return what is expected of a slot, as the keys of a dict; not to be changed."""
+        """Return the expected keys of a slot as the keys of a dict, which must not be changed."""
         return self._numbers.get(slot, {})
 
     def add(self, slot: int, keys: list[int], *, expires_s: float) -> None:
@@ -38,17 +38,17 @@ class Expectations:
             self._next_number += 1
 
     def settle(self, slot: int, keys: Iterable[int]) -> None:
-        """An event told of keys, or they are given up: nothing is expected of them."""
+        """Drop expectations of keys, confirmed or given up."""
         expected = self._numbers.get(slot)
         if expected:
             deque(map(expected.pop, keys, repeat(None)), maxlen=0)
 
     def drop(self, slot: int) -> None:
-        """Expect nothing of a slot."""
+        """Drop all expectations of a slot."""
         self._numbers.pop(slot, None)
 
     def lapse(self, now_s: float) -> Iterable[tuple[int, list[int]]]:
-        """Yield (slot, keys) whose time has passed; they are no longer expected."""
+        """Drop expectations whose time has passed and yield them as (slot, keys)."""
         while self._batches and self._batches[0].expires_s <= now_s:
             batch = self._batches.popleft()
             expected = self._numbers.get(batch.slot, {})

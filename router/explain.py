@@ -1,4 +1,4 @@
-"""Plans and decisions as messages."""
+"""Plans and decisions as wire messages."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ _KINDS = {PlanKind.REMOTE: pb.PLAN_KIND_REMOTE, PlanKind.LOCAL: pb.PLAN_KIND_LOC
 
 
 def plan_to_proto(plan: Plan, *, attempt: int) -> pb.PlanChosen:
-    """Return what a client hears of a plan."""
+    """Return the part of a plan that its client sees."""
     return pb.PlanChosen(
         kind=_KINDS[plan.kind],
         prefill_worker_id=plan.prefill or "",
@@ -26,7 +26,7 @@ def plan_to_proto(plan: Plan, *, attempt: int) -> pb.PlanChosen:
 
 
 def explain(decisions: Iterable[Decision], *, policy: str, now_s: float) -> pb.ExplainResponse:
-    """Return the decisions with everything that was compared for them."""
+    """Return the decisions with all options that were compared."""
     return pb.ExplainResponse(decisions=[_decision(decision, policy, now_s) for decision in decisions])
 
 

@@ -1,7 +1,7 @@
-"""What workers say about themselves, and whether it fits together.
+"""Facts that workers report about themselves, and the check that they fit together.
 
-KV blocks are exchanged, and hashes are compared, only between processes that agree on weights, layout and hash code.
-A worker that disagrees is not used, and its state says why.
+KV blocks are exchanged and hashes are compared only between processes that agree on weights, layout and hash code. A
+worker that disagrees is not used, and its state says why.
 """
 
 import math
@@ -14,7 +14,7 @@ from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import worker_pb2
 
 MAX_BLOCK_SIZE = 4096
-"""Tokens of a block that are believed: larger than any KV page, and hashed in a millisecond."""
+"""Largest block size that is accepted: larger than any KV page, and hashed in a millisecond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,20 +36,20 @@ class WorkerFacts:
     role: "worker_pb2.WorkerRole.ValueType"
     model_name: str
     fingerprint: str
-    """Of weights and KV layout."""
+    """Fingerprint of weights and KV layout."""
     block_size: int
     num_blocks: int
     vocab_size: int
     max_model_len: int
     hash_probe: bytes
     text_probes: TextProbes = NO_PROBES
-    """What its tokenizer and chat template make of fixed texts."""
+    """Results of its tokenizer and chat template for fixed texts."""
     block_bytes: int = 0
     """KV bytes of one block."""
     kv_port: int = 0
-    """Where other workers pull from it, at its host."""
+    """Port on its host where other workers pull from it."""
     direct_port: int = 0
-    """Where clients stream their tokens, at its host."""
+    """Port on its host where clients stream their tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,22 +61,22 @@ class ModelFacts:
     block_size: int
     vocab_size: int
     max_model_len: int
-    """The smallest of all workers."""
+    """Smallest context length of all workers."""
     max_decode_blocks: int
     """Pages of the largest decode worker."""
     root: HashRoot
-    """First link of the block hashes; keyed once it belongs to a request (`keyed`)."""
+    """First link of the block hashes; keyed for each request (`keyed`)."""
     block_bytes: int = 0
     """KV bytes of one block."""
 
     def keyed(self, block_key: bytes, *, cache_salt: str) -> "ModelFacts":
-        """Return the facts for one tenant: block hashes follow from the cluster's block key and the tenant's salt."""
+        """Return the facts for one tenant, with hashes keyed by the cluster's block key and the tenant's salt."""
         root = hash_root(model_fingerprint=self.fingerprint, cache_salt=cache_salt, key=block_key)
         return replace(self, root=root)
 
 
 def facts_from_proto(described: worker_pb2.DescribeWorkerResponse) -> WorkerFacts:
-    """Return the record of a description."""
+    """Return the facts of a description."""
     return WorkerFacts(
         worker_id=WorkerId(described.worker_id),
         epoch=Epoch(described.epoch),
@@ -96,7 +96,7 @@ def facts_from_proto(described: worker_pb2.DescribeWorkerResponse) -> WorkerFact
 
 
 def check_report(report: worker_pb2.LoadReport) -> None:
-    """Raise ValueError for a load with which one could not reckon."""
+    """Raise ValueError for a load that cannot be used: not finite, or negative."""
     if not (math.isfinite(report.prefill_backlog_s) and report.prefill_backlog_s >= 0):
         raise ValueError(f"load.prefill_backlog_s is {report.prefill_backlog_s}")
 
@@ -106,8 +106,7 @@ def find_mismatch(
 ) -> str | None:
     """Return why the worker cannot be used, or None.
 
-    `reference` is any worker that is in use, `probes` what the router makes of the fixed texts; None where no text is
-    served.
+    `reference` is any worker in use; `probes` are the router's own results for the fixed texts, None to skip the check.
     """
     if facts.worker_id != endpoint.worker_id:
         return f"{endpoint.address} is worker {facts.worker_id!r}, not {endpoint.worker_id!r}"
@@ -116,7 +115,7 @@ def find_mismatch(
     if min(facts.block_size, facts.num_blocks, facts.vocab_size, facts.max_model_len) < 1:
         return "block_size, num_blocks, vocab_size and max_model_len must be positive"
     if facts.block_size > MAX_BLOCK_SIZE:
-        return f"block_size is {facts.block_size}; at most {MAX_BLOCK_SIZE} is believed"
+        return f"block_size is {facts.block_size}; at most {MAX_BLOCK_SIZE} is accepted"
     if facts.hash_probe != hash_probe(hash_root(model_fingerprint=facts.fingerprint), facts.block_size):
         return "hash_probe differs: worker and router hash blocks differently; start both from one version of kvrelay"
     if probes is not None and (why := find_text_mismatch(facts.text_probes, probes)) is not None:
@@ -131,7 +130,7 @@ def find_mismatch(
 
 
 def summarize(workers: list[WorkerFacts]) -> ModelFacts | None:
-    """Return the model that these workers, already found equal, serve; None without a decode worker."""
+    """Return the model that these matching workers serve; None without a decode worker."""
     decode_blocks = [facts.num_blocks for facts in workers if facts.role == worker_pb2.WORKER_ROLE_DECODE]
     if not decode_blocks:
         return None

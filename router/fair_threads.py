@@ -1,11 +1,11 @@
 """A few threads for work of many tenants: tokenizing, which takes 0.2 s for a million characters.
 
-1. Between tenants work goes by the virtual counters of the line for plans (admission/fair_queue.py), charged by
-   characters and divided by weights: whoever sends the most waits the longest, and nobody behind all of another.
-2. Inside a tenant short work goes before long work that came at about the same time, by size with ageing.
-3. Work cannot be interrupted. So long work has all threads but one, and short work never waits for it to end.
-4. A thread counts as busy until its work has ended, even if who asked for it is gone: calls that are sent and cancelled
-   cannot pile up work that nobody waits for. Work that has not begun by then never does.
+1. Between tenants, work goes by the virtual counters of the fair queue (admission/fair_queue.py), charged by characters
+   and divided by weights: the tenant that sends most waits longest, and none waits behind all of another's work.
+2. Within a tenant, short work goes before long work that arrived at about the same time, by size with ageing.
+3. Work cannot be interrupted, so long work gets all threads but one, and short work never waits for it to end.
+4. A thread counts as busy until its work has ended, even when the call was cancelled: calls that are sent and cancelled
+   cannot pile up abandoned work. Work that has not begun by then never begins.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from router.admission.fair_queue import FairQueue, Place, rank
 from router.tenants import Tenant
 
 LONG_CHARS = 1 << 16
-"""Work of more characters than this is long: a good 10 ms of one thread."""
+"""Work of more characters than this is long: more than 10 ms of one thread."""
 CALL_CHARS = 256
-"""What a call costs besides its characters."""
+"""Cost of a call besides its characters."""
 _S_PER_CHAR = 2e-7
 
 _Result = TypeVar("_Result")
@@ -29,7 +29,7 @@ _Turn = asyncio.Future[None]
 
 
 class _Lane:
-    """Work of one kind, and how many threads it may have."""
+    """Waiting work of one kind, and the number of threads that it may still take."""
 
     def __init__(self, num_threads: int) -> None:
         self.num_free = num_threads
@@ -37,34 +37,34 @@ class _Lane:
 
 
 class FairThreads:
-    """Threads and the line before them. Event loop only."""
+    """Threads and the fair queue before them. Event loop only."""
 
     def __init__(self, num_threads: int, *, name: str) -> None:
-        """Take at least two threads; they start when they are needed."""
-        assert num_threads >= 2, f"{num_threads} threads: one is for short work alone"
+        """Prepare at least two threads, which start when they are needed."""
+        assert num_threads >= 2, f"{num_threads} threads: one is reserved for short work"
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._num_free = num_threads
         self._long, self._short = _Lane(num_threads - 1), _Lane(num_threads)
         self._num_calls = 0
 
     async def run(self, work: Callable[[], _Result], *, tenant: Tenant, num_chars: int) -> _Result:
-        """Return or raise what `work` does, on a thread, when it is the tenant's turn."""
+        """Run `work` on a thread when it is the tenant's turn; return its result or raise its exception."""
         lane = self._long if num_chars > LONG_CHARS else self._short
         await self._wait(lane, tenant, num_chars + CALL_CHARS)
         try:
             running = self._threads.submit(work)
-        except RuntimeError:  # they were closed meanwhile
+        except RuntimeError:  # the threads were closed in the meantime
             self._end(lane)
             raise
         running.add_done_callback(partial(self._end_from_thread, asyncio.get_running_loop(), lane))
         return await asyncio.wrap_future(running)
 
     def close(self) -> None:
-        """Stop the threads once their work has ended; nothing can be run any more."""
+        """Stop the threads when their current work ends; nothing can be run any more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _wait(self, lane: _Lane, tenant: Tenant, cost: int) -> None:
-        """Wait for a thread, which is then taken."""
+        """Wait for a thread and take it."""
         turn: _Turn = asyncio.get_running_loop().create_future()
         self._num_calls += 1
         key = rank(priority=0, work_s=cost * _S_PER_CHAR, due_s=time.monotonic(), number=self._num_calls)
@@ -77,15 +77,15 @@ class FairThreads:
             if turn.cancelled():
                 lane.queue.discard(place)
             else:
-                self._end(lane)  # it was its turn, and it leaves before it has begun
+                self._end(lane)  # its turn had come, and it leaves before it begins
             raise
 
     def _serve(self) -> None:
-        # Long work first: it never takes the last thread, while short work, of which there may always be more, may.
+        # Long work first: it never takes the last thread, but an endless supply of short work could take all.
         for lane in (self._long, self._short):
             while self._num_free and lane.num_free and (place := lane.queue.pop(now_s=0.0)) is not None:
                 turn, cost = place.item
-                if turn.done():  # cancelled: its task is about to leave the line
+                if turn.done():  # cancelled: its task is leaving the queue
                     continue
                 lane.queue.grant(place)
                 lane.queue.charge(place.tenant, cost)

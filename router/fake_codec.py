@@ -29,19 +29,19 @@ class ByteCodec:
         tenant: Tenant = ANYBODY,
         scope: bytes | None = None,
     ) -> Encoded:
-        """Return the bytes of one `role: content` line per message, and of the line that the answer continues."""
+        """Return the bytes of one `role: content` line per message and of the line that the answer continues."""
         return Encoded(as_tokens(_TEMPLATE.render(messages, rendered_unix_s=rendered_unix_s).encode()))
 
     def decode_pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
-        """Return each byte as a character, where it is one; ids beyond bytes have no text."""
+        """Return the character of each byte, or U+FFFD; ids beyond bytes have no text."""
         return tuple(
             bytes([token_id]).decode(errors="replace") if token_id < NUM_BYTES else "" for token_id in token_ids
         )
 
     async def pieces(self, token_ids: Sequence[int], *, tenant: Tenant = ANYBODY) -> tuple[str, ...]:
-        """Return each byte as a character."""
+        """Return the same as `decode_pieces`."""
         return self.decode_pieces(token_ids)
 
     async def decode(self, token_ids: Sequence[int], *, tenant: Tenant = ANYBODY) -> str:
-        """Return the text of the bytes; ids beyond bytes have none."""
+        """Return the text of the bytes; ids beyond bytes have no text."""
         return bytes(token_id for token_id in token_ids if token_id < NUM_BYTES).decode(errors="replace")

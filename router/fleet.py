@@ -1,7 +1,7 @@
-"""The workers: who belongs, who is ready, what they hold, and what was booked on them.
+"""The workers: membership, readiness, cached prefixes, and bookings.
 
-Membership is level-triggered: `set_workers` names everybody, again and again. Each member has a link that keeps its
-state, load and prefix entries current. A removed member takes no new requests; its channel closes with its last one.
+Membership is level-triggered: every `set_workers` names all workers. Each member has a link that keeps its state, load
+and prefix entries current. A removed member gets no new requests; its channel closes with its last one.
 """
 
 import asyncio
@@ -18,13 +18,12 @@ from common.parity import TextProbes
 from common.timing_wire import timing_from_proto
 from common.trust.reach import Reach
 from kvrelay.v1 import sequence_pb2, worker_pb2
-from router.booking import Booking
 from router.facts import Endpoint, ModelFacts, WorkerFacts, check_report, find_mismatch, summarize
 from router.index import PrefixIndex
 from router.link import WorkerLink
 from router.member import Hold, Member, WorkerState
-from router.placement.decisions import Decision
-from router.placement.plans import FleetView, Plan, Pull, RouteRequest
+from router.placement.decisions import Booking, Decision
+from router.placement.plans import FleetView, PlacementRequest, Plan, Pull
 from router.pool_timing import PoolTiming
 from router.roster import Roster
 from router.worker_client import Streams, WorkerClient
@@ -33,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Fleet:
-    """The router's picture of all workers. Event loop only. Close with `aclose`."""
+    """The router's view of all workers. Event loop only. Close with `aclose`."""
 
     def __init__(
         self,
@@ -44,7 +43,7 @@ class Fleet:
         streams: Streams = Streams.SHARED,
         probes: TextProbes | None = None,
     ) -> None:
-        """`reach` is the router's; `probes`: what the router makes of the fixed texts; None where no text is served."""
+        """`probes` are the router's results for the fixed texts, which workers must match; None to skip the check."""
         self._index = index
         self._connect = reach.worker
         self._direct_name = reach.direct_name
@@ -57,7 +56,7 @@ class Fleet:
         self._links: dict[WorkerId, WorkerLink] = {}
         self._timing = PoolTiming()
         self._bookings: set[Booking] = set()
-        # Left the membership, but requests still run there.
+        # Removed members on which requests still run.
         self._retired: dict[Member, WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._model: ModelFacts | None = None
@@ -67,7 +66,7 @@ class Fleet:
 
     @property
     def model(self) -> ModelFacts | None:
-        """What is served; the last known facts while no worker is ready, None before any was."""
+        """The served model; while no worker is ready, as last known; None before the first one."""
         return self._model
 
     @property
@@ -77,7 +76,7 @@ class Fleet:
 
     @property
     def members_by_id(self) -> Mapping[WorkerId, Member]:
-        """The membership, in no order."""
+        """The membership by id, in no order."""
         return self._members
 
     @property
@@ -92,7 +91,7 @@ class Fleet:
 
     @property
     def has_ready_decode(self) -> bool:
-        """Whether anybody could write an answer."""
+        """Whether any worker could write an answer."""
         return self.count_ready(worker_pb2.WORKER_ROLE_DECODE) > 0
 
     def subscribe(self, listener: Callable[[], None]) -> None:
@@ -100,7 +99,7 @@ class Fleet:
         self._listeners.append(listener)
 
     async def wait_for_model(self, *, timeout_s: float) -> ModelFacts:
-        """Return the model's facts once a decode worker has told them. Raises WorkerLost."""
+        """Return the model once a decode worker has described it. Raises WorkerLost."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self._model is None:
@@ -112,9 +111,9 @@ class Fleet:
     # Membership.
 
     def set_workers(self, endpoints: Sequence[Endpoint], *, draining: Collection[WorkerId] = ()) -> int:
-        """Make exactly these the membership; returns how many are ready. Idempotent.
+        """Make these workers the membership and return how many are ready. Idempotent.
 
-        Draining ones get no new requests, and what they decode is to move (`is_leaving`).
+        Draining workers get no new requests, and their running ones should move (`is_leaving`).
         """
         wanted = {endpoint.worker_id: endpoint for endpoint in endpoints}
         for worker_id, member in list(self._members.items()):
@@ -130,14 +129,14 @@ class Fleet:
                 self._links[worker_id] = WorkerLink(member, self, clock=self._clock)
                 self._links[worker_id].restart()
         for member in self._members.values():
-            with self._noting_drain(member):
-                member.is_told_to_drain = member.endpoint.worker_id in draining
+            with self._logging_drain(member):
+                member.is_set_to_drain = member.endpoint.worker_id in draining
         self._notify()
         return self.count_ready()
 
     @contextmanager
-    def _noting_drain(self, member: Member) -> Iterator[None]:
-        """Inside the block the membership, or the worker itself, says whether it is about to go."""
+    def _logging_drain(self, member: Member) -> Iterator[None]:
+        """Log when the block changes whether the member drains."""
         was_draining = member.is_draining
         yield
         if member.is_draining is not was_draining:
@@ -146,7 +145,7 @@ class Fleet:
             self._roster = None
 
     def is_leaving(self, member: Member) -> bool:
-        """Return whether what runs on a worker should move: it drains, and another of its pool can take over."""
+        """Return whether requests should move from a worker: it drains, and another of its pool can take over."""
         return member.is_draining and member.endpoint.worker_id in self.roster.leaving
 
     async def aclose(self) -> None:
@@ -179,10 +178,10 @@ class Fleet:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    # What the links learn.
+    # Reports of the links.
 
     def on_described(self, member: Member, facts: WorkerFacts) -> bool:
-        """Accept or refuse a worker; a new epoch drops what was known and booked of the old one."""
+        """Accept or refuse a worker; a new epoch voids the blocks and bookings of the old one."""
         others = [m for m in self._members.values() if m is not member and m.is_accepted]
         reference = others[0].facts if others else None
         why = find_mismatch(facts, endpoint=member.endpoint, reference=reference, probes=self._probes)
@@ -194,14 +193,14 @@ class Fleet:
         if member.facts is not None and member.facts.epoch != facts.epoch:
             self._index.drop(member.endpoint.worker_id)
         was_ready = member.state is WorkerState.READY
-        with self._noting_drain(member):
+        with self._logging_drain(member):
             member.begin_life(facts)
-        # Subscribing again after a gap: its last report stands until the next one, in a moment.
+        # After a gap in the updates, the last report stands until the new subscription brings the next one.
         self._enter(member, WorkerState.READY if was_ready else WorkerState.CONNECTING, "")
         return True
 
     def on_update(self, member: Member, update: worker_pb2.WatchWorkerResponse) -> None:
-        """Take over load, events and timing; the first update of a stream makes the worker ready. Raises ValueError."""
+        """Apply load, events and timing; the first update of a stream makes the worker ready. Raises ValueError."""
         worker_id = member.endpoint.worker_id
         events = decode_events(update.kv_events) if update.kv_events else KvEvents()
         timing = timing_from_proto(update.timing) if update.HasField("timing") else None
@@ -212,7 +211,7 @@ class Fleet:
             self._index.apply(worker_id, events)
         if events.stored:
             member.stored_s = self._clock.monotonic()
-        with self._noting_drain(member):
+        with self._logging_drain(member):
             member.is_leaving = update.leaving
         member.take_report(update.load, update.accepted_request_ids, now_s=self._clock.monotonic())
         if timing is not None:
@@ -238,12 +237,12 @@ class Fleet:
         self._notify()
 
     def _enter(self, member: Member, state: WorkerState, why: str) -> None:
-        """Change a member's state: nobody else does, so that the roster is right."""
+        """Change the state of a member; the only way to do so, because the roster depends on it."""
         member.state, member.why = state, why
         self._roster = None
 
     def suspect(self, hold: Hold, why: str) -> None:
-        """A call to the worker failed: take it out of use until it has described itself again. Others keep theirs."""
+        """After a failed call, take the worker out of use until it describes itself again; other calls go on."""
         member = hold.member
         worker_id = member.endpoint.worker_id
         if self._members.get(worker_id) is not member or member.state is not WorkerState.READY:
@@ -257,7 +256,7 @@ class Fleet:
 
     @property
     def roster(self) -> Roster:
-        """Who is ready."""
+        """The ready workers by pool."""
         if self._roster is None:
             self._roster = Roster.of(self._members.values())
         return self._roster
@@ -272,8 +271,8 @@ class Fleet:
         member = self._members.get(worker_id)
         return -1 if member is None else member.load_version
 
-    def book(self, plan: Plan, request: RouteRequest) -> Booking:
-        """Count the plan's work as load of its workers until the booking is released."""
+    def book(self, plan: Plan, request: PlacementRequest) -> Booking:
+        """Count the plan as load of its workers until the booking is released."""
         decode = self._hold(plan.decode, request)
         decode.num_blocks = request.num_decode_blocks
         decode.num_decodes = request.num_samples
@@ -307,7 +306,7 @@ class Fleet:
         return booking
 
     def _source(self, pull: Pull) -> sequence_pb2.KvSource | None:
-        """Return where to pull from, or None when the worker is not in use any more."""
+        """Return where to pull from, or None when the worker is no longer in use."""
         member = self._members.get(pull.source)
         if member is None or member.facts is None or member.state is not WorkerState.READY:
             return None
@@ -318,7 +317,7 @@ class Fleet:
             num_blocks=pull.num_blocks,
         )
 
-    def _hold(self, worker_id: WorkerId, request: RouteRequest) -> Hold:
+    def _hold(self, worker_id: WorkerId, request: PlacementRequest) -> Hold:
         member = self._members[worker_id]
         assert member.facts is not None, f"{worker_id} was chosen in state {member.state}"
         return Hold(

@@ -1,12 +1,12 @@
-"""What every door of the router does with a request, whatever the protocol: gRPC (service.py) and HTTP (http/).
+"""The path of a request that all doors share: gRPC (service.py) and HTTP (http/).
 
     with door.account(life, time_left_s=…):          # counted, however it ends
         tenant = door.identify(headers)               # Unauthenticated
         async with door.serving(request, caller) as served:
             …                                         # Overloaded, RequestError; then served.outbox until None
 
-`serving` admits the request, reads it, counts its tokens and runs it beside the block; a request that failed raises its
-error when the block ends.
+`serving` admits the request, reads it, counts its tokens and runs it beside the block. The error of a failed request is
+raised when the block ends.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -36,7 +36,7 @@ TimeLeft = Callable[[], float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who sends a request, and what the router knows of it before it has read it."""
+    """The sender of a request, and what is known before the request is read."""
 
     tenant: Tenant
     life: LifeCycle
@@ -64,9 +64,9 @@ class FrontDoor:
         merging: MergeWindow | None = None,
         block_key: bytes,
     ) -> None:
-        """`merging` is for who watches how busy the process is; without it every token goes out at once.
+        """`merging` adapts to the load of the process; without it every token goes out at once.
 
-        `block_key` keys every request's block hashes; the same for all routers that share workers.
+        `block_key` keys the block hashes of all requests; routers that share workers have the same key.
         """
         self.parts = parts
         self.reader = reader
@@ -76,15 +76,15 @@ class FrontDoor:
         self._block_key = block_key
         self._is_closed = False
         self.is_leaving = False
-        """Whether new requests are refused for now, like after `close`."""
+        """Whether new requests are refused for now, as after `close`."""
 
     def close(self) -> None:
-        """Refuse new requests from now on, as if nobody were here: clients of several routers go to another one."""
+        """Refuse new requests from now on, so that clients of several routers go to another one."""
         self._is_closed = True
 
     @property
     def obstacle(self) -> KvrelayError | None:
-        """Why a request that came now would not be served, whatever it asks; None when it would."""
+        """Why no request could be served now; None when requests can be served."""
         if self._is_closed or self.is_leaving:
             return Unreachable("this router is going")
         if not self.parts.fleet.has_ready_decode:
@@ -92,7 +92,7 @@ class FrontDoor:
         return None
 
     def new_life(self) -> LifeCycle:
-        """Return the life of a request that has just come, under an id of our own."""
+        """Return the life cycle of a request that arrives now, under a new id."""
         return LifeCycle(mint_request_id(), self.parts.clock)
 
     def account(self, life: LifeCycle, *, time_left_s: TimeLeft) -> AbstractContextManager[None]:
@@ -100,11 +100,11 @@ class FrontDoor:
         return self.parts.orchestrator.account(life, time_left_s=time_left_s)
 
     def identify(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Tenant:
-        """Return whom a call's metadata or headers name. Raises Unauthenticated."""
+        """Return the tenant that metadata or headers name. Raises Unauthenticated."""
         return self._doorkeeper.identify(metadata)
 
     def screen(self, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
-        """Return when a call of a gRPC method may be read: a known caller makes it. Raises KvrelayError."""
+        """Return if a call of a gRPC method comes from a known caller and may be read. Raises KvrelayError."""
         try:
             if method.endswith("/GetClusterStatus"):
                 self.check_operator(metadata)
@@ -117,14 +117,14 @@ class FrontDoor:
             raise
 
     def check_operator(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
-        """Return when a call's metadata name an operator. Raises Unauthenticated, AccessDenied."""
+        """Return if the metadata of a call name an operator. Raises Unauthenticated, AccessDenied."""
         self._doorkeeper.check_operator(metadata)
 
     @asynccontextmanager
     async def serving(self, request: pb.GenerateRequest, caller: Caller) -> AsyncIterator[Served]:
-        """Serve a request beside the block, which takes its messages; leaving the block early cancels it.
+        """Serve a request beside the block, which takes its messages; leaving the block early cancels the request.
 
-        Raises KvrelayError: before the block when the request is refused, after it when it failed.
+        Raises KvrelayError before the block when the request is refused, and after it when the request failed.
         """
         orchestrator = self.parts.orchestrator
         with self._admit(request, caller.tenant) as ticket:
@@ -138,11 +138,11 @@ class FrontDoor:
                 raise outbox.error
 
     def tokenizing(self, tenant: Tenant) -> AbstractContextManager[None]:
-        """Let a call in that only tokenizes, for the block: it counts as a request of its tenant. Raises Overloaded."""
+        """Count a call that only tokenizes, inside the block, as a request of its tenant. Raises Overloaded."""
         return self.parts.admission.inquiry(tenant)
 
     def _admit(self, request: pb.GenerateRequest, tenant: Tenant) -> Ticket:
-        """Return a place in line. Raises Overloaded, which is demand as well, Unreachable while the door is closed."""
+        """Return a ticket. Raises Overloaded, which also counts as demand, and Unreachable while the door is closed."""
         if self._is_closed or self.is_leaving:
             raise Unreachable("this router is going")
         self.parts.orchestrator.demand.note_arrival()
@@ -153,7 +153,7 @@ class FrontDoor:
         return admitted
 
     async def _read(self, request: pb.GenerateRequest, caller: Caller, request_id: RequestId) -> Job:
-        """Return the checked request; waits for the first worker to tell what the model is. Raises KvrelayError."""
+        """Return the checked request; waits until a worker has described the model. Raises KvrelayError."""
         patience_s = _at_most(self.parts.config.queue_timeout_s, caller.time_left_s)
         model = await self.parts.fleet.wait_for_model(timeout_s=patience_s)
         keyed = model.keyed(self._block_key, cache_salt=caller.tenant.cache_salt)

@@ -1,4 +1,4 @@
-"""Which worker holds which blocks: one dictionary from block key to a bit mask of workers.
+"""The prefix index: one dictionary from block key to a bit mask of the workers that hold the block.
 
 A key is the first 60 bits of a block hash; a wrong match by collision costs a recomputation, never a wrong answer,
 because workers compare whole hashes. Each worker owns a bit (its *slot*), above the low bits of a value, which tell
@@ -6,16 +6,16 @@ when the block was last used:
 
     value = workers' bits << STAMP_BITS | number of the chunk (router.block_ages) that the key was last used in
 
-- *Lookup*: binary search over all workers at once, which splits where some hold a block and others do not. Workers
-  evict leaves before parents, so what one holds of a prompt has no holes, but for messages that have not come yet:
-  whoever acts on a number verifies it (`PrefixMatches.verify`).
-- *Updates* work on batches: the values of a batch are few different ones, so each is computed once and shared by all
-  its keys, and the rest is dictionary operations on whole lists.
-- *Memory* is bounded: beyond `max_blocks` the blocks go that were neither stored nor routed to for the longest time.
+- *Lookup*: a binary search over all workers at once, which splits where some hold a block and others do not. Workers
+  evict leaves before parents, so a worker's part of a prompt has no holes except for messages still on their way: a
+  number must be verified before it is used (`PrefixMatches.verify`).
+- *Updates* work on batches: a batch has few different values, so each is computed once and shared by all its keys, and
+  the rest is dictionary operations on whole lists.
+- *Memory* is bounded: beyond `max_blocks`, the blocks that were neither stored nor routed to for the longest time go.
 - *A snapshot* moves its worker to a fresh slot, so replacing or dropping everything that a worker holds is O(1). The
-  old bit is scrubbed in slices, a slice with every later change, and only then used again.
+  old bit is scrubbed in slices, one with every later change, and only then used again.
 
-It assumes nothing about being the only router: it holds what workers publish, and what this router expects of them.
+Other routers may use the same workers: the index holds what workers publish and what this router expects of them.
 """
 
 from collections import deque
@@ -27,12 +27,12 @@ from common.ids import WorkerId
 from common.kv_events import KvEvents
 from router.block_ages import BlockAges
 from router.expectations import Expectations
-from router.prefix_match import STAMP_BITS, Look, PrefixMatches, slot_bit
+from router.prefix_match import STAMP_BITS, IndexView, PrefixMatches, slot_bit
 
 CHUNK_KEYS = 4096
-"""So many keys at a time are aged, evicted and scrubbed: about a millisecond."""
+"""Keys that are aged, evicted or scrubbed at a time, in about a millisecond."""
 BYTES_PER_BLOCK = 230
-"""At most, all structures together, with 512 workers; see benchmarks/router."""
+"""Upper bound for all structures together, with 512 workers; see benchmarks/router."""
 _STAMP = (1 << STAMP_BITS) - 1
 _NO_LIMIT = 1 << 62
 
@@ -45,12 +45,12 @@ class PrefixIndex:
         self._chunk_keys = chunk_keys
         self._values: dict[int, int] = {}
         self._shared: dict[int, int] = {}
-        """Values given in this chunk: equal ones are one object, whoever stored them."""
+        """Values given in this chunk; equal values are one object."""
         self._ages = BlockAges(self._values, stamp_mask=_STAMP, chunk_keys=chunk_keys)
         self._expectations = Expectations()
         self._slots: dict[WorkerId, int] = {}
         self._owners: list[WorkerId | None] = []
-        """By slot. Replaced, never changed: matches keep it."""
+        """Owner of each slot. Replaced, never changed, because matches keep a reference."""
         self._free_slots: list[int] = []
         self._live = 0
         """Bits of the slots that have owners, as in values."""
@@ -58,27 +58,27 @@ class PrefixIndex:
         self._scrub_slots: set[int] = set()
         self._scrub_next = self._scrub_end = 0
         self.num_evicted = 0
-        """Blocks forgotten for want of memory."""
+        """Blocks forgotten because memory is bounded."""
 
     @property
     def num_blocks(self) -> int:
-        """Distinct blocks known, entries not scrubbed yet included."""
+        """Distinct known blocks, including entries that are not scrubbed yet."""
         return len(self._values)
 
     @property
     def num_expected(self) -> int:
-        """Entries that no worker has confirmed yet."""
+        """Expected entries that no worker has confirmed."""
         return len(self._expectations)
 
     @property
     def num_age_entries(self) -> int:
-        """Entries in the order of use, stale ones included."""
+        """Entries of the order of use, including stale ones."""
         return self._ages.num_entries
 
     # Changes.
 
     def apply(self, worker_id: WorkerId, events: KvEvents) -> None:
-        """Follow a batch of the worker's own events. A snapshot replaces everything, expectations included."""
+        """Apply a batch of events of the worker. A snapshot replaces everything, expectations included."""
         if events.is_snapshot:
             self.drop(worker_id)
         slot = self._slot(worker_id)
@@ -116,7 +116,7 @@ class PrefixIndex:
         self._remove(slot, keys)
 
     def expire(self, now_s: float) -> int:
-        """Forget expectations whose time has passed; returns how many."""
+        """Forget expectations whose time has passed and return how many they were."""
         num_expired = 0
         for slot, lapsed in self._expectations.lapse(now_s):
             keys = _unique(lapsed)
@@ -125,7 +125,7 @@ class PrefixIndex:
         return num_expired
 
     def drop(self, worker_id: WorkerId) -> None:
-        """Forget everything that the worker holds. Harmless for an unknown one."""
+        """Forget everything that the worker holds. Harmless for an unknown worker."""
         slot = self._slots.pop(worker_id, None)
         if slot is None:
             return
@@ -140,7 +140,7 @@ class PrefixIndex:
     def match(self, hashes: BlockHashes) -> PrefixMatches:
         """Return, for each worker that holds the first block, how many leading blocks it holds.
 
-        Reads a few dozen of the keys. Where a worker's blocks have holes the number may be too high, never too low:
+        Reads a few dozen of the keys. When a worker's blocks have holes, its number may be too high, never too low:
         confirm a choice with `PrefixMatches.verify`.
         """
         keys = hashes.keys
@@ -148,10 +148,10 @@ class PrefixIndex:
         get = self._values.get
         alive = get(keys[0], 0) & self._live if keys else 0
         if not alive:
-            return PrefixMatches(groups, self._owners, self._look_at(keys))
+            return PrefixMatches(groups, self._owners, self._view(keys))
         last = len(keys) - 1
         hold_all = alive & get(keys[last], 0)
-        # Each worker of an entry holds block `low` and lacks block `high`. Those with fewer blocks come first.
+        # Each worker of an entry holds block `low` but not block `high`. Workers with fewer blocks come first.
         ranges = [(alive ^ hold_all, 0, last)] if hold_all != alive else []
         while ranges:
             workers, low, high = ranges.pop()
@@ -168,10 +168,10 @@ class PrefixIndex:
             groups.append((high, workers >> STAMP_BITS))
         if hold_all:
             groups.append((len(keys), hold_all >> STAMP_BITS))
-        return PrefixMatches(groups, self._owners, self._look_at(keys))
+        return PrefixMatches(groups, self._owners, self._view(keys))
 
-    def _look_at(self, keys: list[int]) -> Look:
-        return Look(keys=keys, values=self._values, slots=self._slots, expectations=self._expectations)
+    def _view(self, keys: list[int]) -> IndexView:
+        return IndexView(keys=keys, values=self._values, slots=self._slots, expectations=self._expectations)
 
     # Inside.
 
@@ -183,7 +183,7 @@ class PrefixIndex:
             yield keys[begin : begin + self._chunk_keys]
 
     def _unconfirmed(self, slot: int, keys: list[int], olds: list[int]) -> list[int]:
-        """Return the keys that no event has told of: those not held, and those only expected."""
+        """Return the keys that no event has confirmed: those not held and those only expected."""
         bit, expected, kinds = slot_bit(slot), self._expectations.of(slot), set(olds)
         without = {old for old in kinds if not old & bit}
         if len(without) == len(kinds):
@@ -193,11 +193,11 @@ class PrefixIndex:
         return [key for key, old in zip(keys, olds, strict=True) if old in without or key in expected]
 
     def _put(self, slot: int, keys: list[int], olds: list[int]) -> None:
-        """Let a worker hold at most a chunk of keys, whose values were `olds`; they have been used just now."""
+        """Add at most a chunk of keys, whose values were `olds`, to a worker and mark them as just used."""
         bit, stamp, share = slot_bit(slot), self._ages.stamp, self._shared.setdefault
         becomes: dict[int, int] = {}
         for old in set(olds):
-            new = old & self._live | bit | stamp  # bits of retired slots go: a key is scrubbed where it is used again
+            new = old & self._live | bit | stamp  # a key that is used again loses the bits of retired slots
             becomes[old] = share(new, new)
         if len(becomes) == 1:
             news = dict.fromkeys(keys, becomes[olds[0]])
@@ -211,21 +211,23 @@ class PrefixIndex:
             self._evict(len(self._values) - self._max_blocks)
 
     def _remove(self, slot: int, keys: list[int]) -> None:
-        """Let a worker hold keys, all different, no longer."""
-        bit, pop = slot_bit(slot), self._values.pop
+        """Remove distinct keys from a worker."""
+        self._clear_bits(keys, keep=self._live & ~slot_bit(slot))
+
+    def _clear_bits(self, keys: list[int], *, keep: int) -> None:
+        """Clear all worker bits but `keep` from the values of distinct keys; keys without any bit left go."""
+        pop = self._values.pop
         olds = list(map(self._values.get, keys, repeat(0)))
-        keep = self._live & ~bit
-        kinds = set(olds)
-        becomes = {old: old & (keep | _STAMP) if old & keep else 0 for old in kinds}
-        if any(becomes.values()):
+        becomes = {old: old & (keep | _STAMP) if old & keep else 0 for old in set(olds)}
+        if not any(becomes.values()):
+            deque(map(pop, keys, repeat(None)), maxlen=0)
+        elif any(old != new for old, new in becomes.items()):
             for key, old in zip(keys, olds, strict=True):
                 new = becomes[old]
                 if new:
                     self._values[key] = new
                 else:
                     pop(key, None)
-        else:
-            deque(map(pop, keys, repeat(None)), maxlen=0)
 
     def _evict(self, num_blocks: int) -> None:
         while num_blocks > 0:
@@ -257,8 +259,8 @@ class PrefixIndex:
 
     def _scrub(self) -> None:
         """Clear retired bits from one slice of the keys."""
-        # Slots retired during a pass wait for the next one: the pass may be past their keys. Keys that are used
-        # during a pass lose retired bits then, so those that still have some lie in the chunks of its beginning.
+        # Slots retired during a pass wait for the next one, because the pass may be past their keys. Keys that are used
+        # during a pass lose retired bits at once, so keys that still have some lie in chunks from before the pass.
         if not self._scrub_slots:
             if not self._retired:
                 return
@@ -268,24 +270,12 @@ class PrefixIndex:
         num_seen = 0
         while self._scrub_next < self._scrub_end and num_seen < self._chunk_keys:
             keys = self._ages.fresh(self._scrub_next)
-            self._scrub_keys(keys)
+            self._clear_bits(keys, keep=self._live)
             self._scrub_next += 1
             num_seen += len(keys) + 1
         if self._scrub_next >= self._scrub_end:
             self._free_slots.extend(self._scrub_slots)
             self._scrub_slots = set()
-
-    def _scrub_keys(self, keys: list[int]) -> None:
-        olds = list(map(self._values.__getitem__, keys))
-        becomes = {old: old & (self._live | _STAMP) if old & self._live else 0 for old in set(olds)}
-        if all(old == new for old, new in becomes.items()):
-            return
-        for key, old in zip(keys, olds, strict=True):
-            new = becomes[old]
-            if new:
-                self._values[key] = new
-            else:
-                del self._values[key]
 
 
 def _unique(keys: list[int]) -> list[int]:

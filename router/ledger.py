@@ -1,4 +1,4 @@
-"""Which tokens of a request were delivered: each index of each sample at most once, in order."""
+"""The delivered tokens of a request: each index of each sample at most once, in order."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class Sample:
 
 
 class TokenLedger:
-    """The answers so far, and when their tokens came. Event loop only."""
+    """The answers so far and the times of their tokens. Event loop only."""
 
     def __init__(self, *, num_samples: int, clock: Clock) -> None:
         self._samples = [Sample() for _ in range(num_samples)]
@@ -29,15 +29,15 @@ class TokenLedger:
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.gaps: list[tuple[float, int]] = []
-        """Seconds between consecutive tokens of the first sample, and how many such gaps follow each other.
+        """Gaps between consecutive tokens of the first sample, as (seconds, number of such gaps in a row).
 
-        Recovery pauses are included. The tokens of a run are taken as evenly spaced.
+        Includes recovery pauses. The tokens of a run count as evenly spaced.
         """
         self._previous_s: float | None = None
 
     @property
     def has_tokens(self) -> bool:
-        """Whether anything was delivered."""
+        """Whether any token was delivered."""
         return self.first_token_s is not None
 
     @property
@@ -46,18 +46,18 @@ class TokenLedger:
         return sum(len(sample.token_ids) for sample in self._samples)
 
     def mean_gap_s(self, *, skip: int = 0) -> float | None:
-        """Return the mean gap, the first `skip` entries of `gaps` left out; None without any."""
+        """Return the mean gap without the first `skip` entries of `gaps`; None when none is left."""
         gaps = self.gaps[skip:]
         return sum(gap_s * count for gap_s, count in gaps) / sum(count for _, count in gaps) if gaps else None
 
     def resume(self, sample_index: int, token_ids: TokenArray) -> None:
-        """Take tokens that another router has delivered; they count, and have no time."""
+        """Take tokens that another router has delivered; they count but have no time."""
         assert not self._samples[sample_index].token_ids, "a sample is resumed before its first token"
         self._samples[sample_index].token_ids = token_ids[:]
         self.has_prompt_logprobs |= bool(token_ids)  # they come with the first token
 
     def finish(self, sample_index: int) -> None:
-        """Take a sample as ended."""
+        """Mark a sample as ended."""
         self._finish(self._samples[sample_index])
 
     def output(self, sample_index: int) -> TokenArray:
@@ -65,17 +65,17 @@ class TokenLedger:
         return self._samples[sample_index].token_ids[:]
 
     def unfinished(self, sample_indices: Iterable[int]) -> list[int]:
-        """Return those of the samples that have not ended."""
+        """Return the samples that have not ended."""
         return [index for index in sample_indices if not self._samples[index].is_finished]
 
     def accept(
         self, tokens: Sequence[sampling_pb2.SampleToken], *, expected: range
     ) -> Sequence[sampling_pb2.SampleToken]:
-        """Take tokens of the samples `expected` and return the new ones; duplicates fall away.
+        """Take tokens of the samples `expected` and return the new ones, without duplicates.
 
         Raises EngineFault, and takes nothing, when an index is missing or a token belongs to another sample.
         """
-        if len(tokens) == 1 and tokens[0].sample_index in expected:  # what nearly every message is
+        if len(tokens) == 1 and tokens[0].sample_index in expected:  # nearly every message
             token, sample = tokens[0], self._samples[tokens[0].sample_index]
             if token.token_index == len(sample.token_ids) and not sample.is_finished:
                 self._take(token, sample)
@@ -104,10 +104,10 @@ class TokenLedger:
         self._stamp(token.sample_index, 1)
 
     def accept_runs(self, runs: Sequence[sampling_pb2.TokenRun], *, expected: range) -> list[sampling_pb2.TokenRun]:
-        """Take runs of the samples `expected` and return what is new of them; duplicates are cut away.
+        """Take runs of the samples `expected` and return their new parts.
 
-        Costs the same for every length but for copying bytes. Raises EngineFault, and takes nothing, when tokens are
-        missing before a run or it belongs to another sample.
+        Apart from copying bytes, the cost does not depend on the length. Raises EngineFault, and takes nothing, when
+        tokens are missing before a run or it belongs to another sample.
         """
         lengths: dict[int, int] = {}
         new: list[sampling_pb2.TokenRun] = []
@@ -134,7 +134,7 @@ class TokenLedger:
             new.append(run)
         for run in new:
             sample = self._samples[run.sample_index]
-            sample.token_ids.frombytes(run.tokens)  # little-endian 32-bit, as every processor that we run on
+            sample.token_ids.frombytes(run.tokens)  # little-endian, 32 bits, like all supported processors
             if run.finish_reason:
                 self._finish(sample)
             self._stamp(run.sample_index, len(run.tokens) // 4)

@@ -1,20 +1,22 @@
-"""The connection to one worker: describe, subscribe, follow; begin again whenever something is wrong.
+"""The connection to one worker: describe, subscribe, follow; start again whenever something is wrong.
 
-1. Connect and ask for the worker's facts; one that does not fit is refused, and asked again later.
-2. Subscribe: the first update brings a snapshot of its blocks, and makes it ready.
+1. Connect and ask for the worker's facts. A worker that does not fit is refused and asked again later.
+2. Subscribe. The first update brings a snapshot of its blocks and makes the worker ready.
 3. Follow. A gap in the sequence, another epoch or the end of the stream leads back to 1; a failure also takes the
    worker out of use until it answers again.
 """
 
 import asyncio
 import logging
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from common.clock import Clock
 from common.errors import KvrelayError
-from kvrelay.v1 import worker_pb2
-from router.facts import WorkerFacts, facts_from_proto
+from router.facts import facts_from_proto
 from router.member import Member
+
+if TYPE_CHECKING:
+    from router.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 
@@ -22,42 +24,26 @@ DESCRIBE_TIMEOUT_S = 5.0
 MIN_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
 STABLE_S = 5.0
-"""A connection that held this long begins again without a growing pause."""
-
-
-class LinkListener(Protocol):
-    """Hears what a link learns. All methods are quick and run on the event loop."""
-
-    def on_described(self, member: Member, facts: WorkerFacts) -> bool:
-        """Check the facts; returns whether to go on and subscribe."""
-        ...
-
-    def on_update(self, member: Member, update: worker_pb2.WatchWorkerResponse) -> None:
-        """Take one update of a stream whose epoch and sequence are right. Raises ValueError for malformed events."""
-        ...
-
-    def on_lost(self, member: Member, why: str) -> None:
-        """Hear that the worker cannot be reached, or talks nonsense."""
-        ...
+"""After a connection that lasted this long, the pause before the next one is the shortest again."""
 
 
 class WorkerLink:
-    """Follows one worker until it is stopped."""
+    """Follows one worker until it is stopped, and reports to the fleet. Event loop only."""
 
-    def __init__(self, member: Member, listener: LinkListener, *, clock: Clock) -> None:
+    def __init__(self, member: Member, fleet: "Fleet", *, clock: Clock) -> None:
         self._member = member
-        self._listener = listener
+        self._fleet = fleet
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
 
     def restart(self) -> None:
-        """Begin to follow the worker, or begin anew at once: it has to show that it is still there."""
+        """Start to follow the worker, or start again at once, so that it must describe itself anew."""
         self.stop()
         self._task = asyncio.create_task(self._run(), name=f"link {self._member.endpoint.worker_id}")
 
     def stop(self) -> None:
-        """Stop following; `wait_stopped` tells when the call has ended."""
+        """Stop following; `wait_stopped` waits for the end of the call."""
         if self._task is not None:
             self._task.cancel()
             self._ending.add(self._task)
@@ -76,10 +62,10 @@ class WorkerLink:
             try:
                 await self._session()
             except (KvrelayError, ValueError) as error:
-                self._listener.on_lost(self._member, str(error))
-            except Exception as error:  # the top of a task: whatever a worker sends must not end it
+                self._fleet.on_lost(self._member, str(error))
+            except Exception as error:  # top of a task: no message of a worker may end it
                 logger.exception("link failed", extra={"worker_id": self._member.endpoint.worker_id})
-                self._listener.on_lost(self._member, f"{type(error).__name__}: {error}")
+                self._fleet.on_lost(self._member, f"{type(error).__name__}: {error}")
             if self._clock.monotonic() - started_s >= STABLE_S:
                 backoff_s = MIN_BACKOFF_S
             await asyncio.sleep(backoff_s)
@@ -88,7 +74,7 @@ class WorkerLink:
     async def _session(self) -> None:
         worker_id = self._member.endpoint.worker_id
         facts = facts_from_proto(await self._member.client.describe(timeout_s=DESCRIBE_TIMEOUT_S))
-        if not self._listener.on_described(self._member, facts):
+        if not self._fleet.on_described(self._member, facts):
             return
         with self._member.client.watch() as updates:
             expected_seq = 0
@@ -99,5 +85,5 @@ class WorkerLink:
                         extra={"worker_id": worker_id, "seq": update.seq, "expected_seq": expected_seq},
                     )
                     return
-                self._listener.on_update(self._member, update)
+                self._fleet.on_update(self._member, update)
                 expected_seq += 1

@@ -1,4 +1,4 @@
-"""One worker as the router holds it: its state, its last report, and what was booked on it since."""
+"""One worker as the router sees it: its state, its last report, and the bookings since."""
 
 import enum
 from collections import Counter
@@ -14,11 +14,11 @@ from router.placement.plans import WorkerLoad
 from router.worker_client import WorkerClient
 
 SETTLE_S = 1.0
-"""A report that comes this long after a booking includes it, said or not: the net under a lost update."""
+"""A report this long after a booking counts as including it, in case the update that says so was lost."""
 
 
 class WorkerState(enum.Enum):
-    """Whether a worker can be used."""
+    """Whether and why a worker can be used."""
 
     CONNECTING = "connecting"
     READY = "ready"
@@ -35,21 +35,21 @@ class Hold:
     request_id: RequestId
     booked_s: float
     num_blocks: int
-    """Pages that it will occupy."""
+    """Pages that the request will occupy."""
     num_prompt_tokens: int = 0
-    """Tokens of its prompt, when the worker is to compute that; else 0."""
+    """Prompt tokens if the worker computes the prompt; else 0."""
     num_missing_tokens: int = 0
-    """Those of them that the worker is expected to compute."""
+    """Prompt tokens that the worker is expected to compute."""
     prefill_s: float = 0.0
     """Predicted time of that computation."""
     num_decodes: int = 0
-    """Sequences that it adds to the worker's decode batch."""
+    """Sequences that the request adds to the worker's decode batch."""
     num_context_tokens: int = 0
-    """KV tokens of those."""
+    """KV tokens of these sequences."""
     is_prefilled: bool = False
-    """The first token has come."""
+    """The first token has arrived."""
     has_left: bool = False
-    """The worker has nothing more to do for it."""
+    """The worker has nothing more to do for the request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,11 +58,11 @@ class _Active:
 
     num_blocks: int = 0
     num_prefills: int = 0
-    """Prompts to be computed whose first token has not come."""
+    """Prompts to be computed whose first token has not arrived."""
     num_prompt_tokens: int = 0
-    """Of those."""
+    """Tokens of these prompts."""
     num_missing_tokens: int = 0
-    """Of those, the ones that are expected to be computed."""
+    """Tokens of these prompts that are expected to be computed."""
 
     def count(self, hold: Hold, sign: int) -> None:
         self.num_blocks += sign * hold.num_blocks
@@ -74,7 +74,7 @@ class _Active:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Member:
-    """A worker of the membership. The fleet alone changes it; everybody else reads."""
+    """A worker of the membership. Only the fleet changes it."""
 
     endpoint: Endpoint
     client: WorkerClient
@@ -82,34 +82,34 @@ class Member:
     """DNS name in the certificate of its direct door; empty: the host of its address."""
     state: WorkerState = WorkerState.CONNECTING
     why: str = ""
-    """Why it is refused or lost."""
-    is_told_to_drain: bool = False
-    """The membership says that it is about to go."""
+    """Reason of a refused or lost state."""
+    is_set_to_drain: bool = False
+    """The membership says that the worker is leaving."""
     is_leaving: bool = False
-    """It says so itself."""
+    """The worker itself says that it is leaving."""
     facts: WorkerFacts | None = None
-    """Of its last known life."""
+    """Facts of its last known life."""
     report: worker_pb2.LoadReport = field(default_factory=worker_pb2.LoadReport)
     reported_s: float = 0.0
-    """When the report came."""
+    """Arrival time of the report."""
     stored_s: float = 0.0
-    """When it last told of blocks that it has stored."""
+    """Time of the last event about stored blocks."""
     timing: TimingModel = GUESSED_TIMING
-    """What is believed of its speed."""
-    told_timing: TimingModel | None = None
-    """What the present life has said of it."""
+    """Model of its speed that the router uses."""
+    reported_timing: TimingModel | None = None
+    """Model that the present life has reported."""
     load_version: int = 0
-    """Counts the reports that differed from the one before."""
+    """Number of reports that differed from the previous one."""
     holds: dict[Hold, None] = field(default_factory=dict)
-    """Booked on the present life, in order."""
+    """Bookings on the present life, in order."""
     unreported: dict[Hold, None] = field(default_factory=dict)
-    """Those of them that the worker's own report does not include yet, in order."""
+    """Bookings that the last report does not include yet, in order."""
     num_users: int = 0
-    """Bookings on any life for which the worker still has something to do: their calls use the channel."""
+    """Bookings on any life for which the worker still has work; their calls use the channel."""
     _active: _Active = field(default_factory=_Active)
-    """Sums over `holds`, kept so that a load costs only what is not reported."""
+    """Sums over `holds`, so that computing a load costs only the unreported ones."""
     _load: WorkerLoad | None = None
-    """As of the last change."""
+    """Load as of the last change."""
 
     @property
     def kv_address(self) -> str:
@@ -123,13 +123,13 @@ class Member:
 
     @property
     def is_accepted(self) -> bool:
-        """Whether its facts were found to fit and still stand."""
+        """Whether its facts were accepted and still hold."""
         return self.facts is not None and self.state in (WorkerState.READY, WorkerState.CONNECTING)
 
     @property
     def is_draining(self) -> bool:
-        """Whether it is about to go."""
-        return self.is_told_to_drain or self.is_leaving
+        """Whether the worker is leaving."""
+        return self.is_set_to_drain or self.is_leaving
 
     @property
     def state_text(self) -> str:
@@ -146,7 +146,7 @@ class Member:
         self._load = None
 
     def remove_hold(self, hold: Hold) -> None:
-        """Forget a booking, whichever life it was made on."""
+        """Forget a booking on any life."""
         if hold in self.holds:
             del self.holds[hold]
             self._active.count(hold, -1)
@@ -155,19 +155,19 @@ class Member:
         self.end_use(hold)
 
     def end_use(self, hold: Hold) -> None:
-        """The worker has nothing more to do for a booking, which still counts as its load. Harmless when repeated."""
+        """Note that the worker's part of a booking is done; it still counts as load. Harmless when repeated."""
         if not hold.has_left:
             hold.has_left = True
             self.num_users -= 1
             assert self.num_users >= 0, f"{self.endpoint.worker_id}: num_users {self.num_users}"
 
     def begin_life(self, facts: WorkerFacts) -> None:
-        """Take over the facts of a worker that fits; a new epoch voids what was booked on the old one."""
+        """Take over the facts of an accepted worker; a new epoch voids the bookings on the old one."""
         if self.facts is None or self.facts.epoch != facts.epoch:
             self.holds.clear()
             self.unreported.clear()
             self._active = _Active()
-            self.told_timing = None
+            self.reported_timing = None
             self.is_leaving = False
         self.facts = facts
         self.state = WorkerState.CONNECTING
@@ -175,9 +175,9 @@ class Member:
         self._load = None
 
     def take_report(self, report: worker_pb2.LoadReport, accepted: Collection[str] = (), *, now_s: float) -> None:
-        """Remember the worker's load; bookings that it includes count no longer on top.
+        """Remember a load report; the bookings that it includes no longer count on top of it.
 
-        `accepted` are the requests that it includes and the report before did not, one entry for each acceptance.
+        `accepted` has one entry for each request that this report includes and the previous one did not.
         """
         if report != self.report:
             self.report = report
@@ -186,21 +186,21 @@ class Member:
         self._load = None
         if not self.unreported:
             return
-        told = Counter(accepted)
+        num_accepted = Counter(accepted)
         for hold in list(self.unreported):
-            if told[hold.request_id] > 0:
-                told[hold.request_id] -= 1
+            if num_accepted[hold.request_id] > 0:
+                num_accepted[hold.request_id] -= 1
             elif now_s - hold.booked_s < SETTLE_S:
                 continue
             del self.unreported[hold]
 
     def take_timing(self, timing: TimingModel) -> None:
-        """Believe a new model of the worker's work."""
+        """Use a new model of the worker's speed."""
         self.timing = timing
         self._load = None
 
     def note_prefilled(self, hold: Hold) -> None:
-        """The first token of a booking has come. Harmless when repeated."""
+        """Note the first token of a booking. Harmless when repeated."""
         if hold in self.holds and not hold.is_prefilled:
             self._active.count(hold, -1)
             hold.is_prefilled = True
@@ -219,7 +219,7 @@ class Member:
         num_free_blocks = report.num_free_blocks
         num_sequences = report.num_running + report.num_waiting + report.num_reserved
         num_pending_tokens = report.num_pending_prefill_tokens
-        # Whoever is in line on a decode worker decodes there next; on a prefill worker nobody ever does.
+        # Sequences that wait on a decode worker will decode there; those on a prefill worker never do.
         num_decodes = num_sequences if self.endpoint.role == worker_pb2.WORKER_ROLE_DECODE else 0
         num_context_tokens = report.num_context_tokens
         free_at_s = self.reported_s + report.prefill_backlog_s

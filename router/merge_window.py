@@ -1,9 +1,9 @@
 """Fewer and larger messages to clients when the router is busy.
 
-A message to a client costs the router 20 to 40 µs, nearly all of it in gRPC and the kernel, however many tokens are in
-it. While the event loop has time, every token goes out at once. When it is busy, clients are written to once in a
-*window*: what comes in between waits in their outboxes, as one message. The window doubles while the loop stays busy
-and halves when it is not, so a router under load trades some milliseconds of smoothness for several times the tokens.
+A message to a client costs the router 20 to 40 µs, nearly all of it in gRPC and the kernel, whatever the number of its
+tokens. While the event loop has time, every token goes out at once. When the loop is busy, each client is written to
+once per *window*; tokens in between wait in its outbox as one message. The window doubles while the loop stays busy and
+halves when it is not, so a router under load trades some milliseconds of smoothness for several times the tokens.
 """
 
 import asyncio
@@ -12,24 +12,24 @@ from pathlib import Path
 
 SAMPLE_S = 0.1
 BUSY = 0.85
-"""Part of the time that the loop's thread computes, or would if it had a core: above this, the window grows …"""
+"""Share of the time that the loop's thread runs, or would with a free core, above which the window grows."""
 CALM = 0.45
-"""… and below this it shrinks; between them it stays, so that its own success does not end it."""
+"""Share below which the window shrinks; the distance keeps the window's own effect from closing it."""
 MIN_WINDOW_S = 0.004
 MAX_WINDOW_S = 0.032
 
 
 class MergeWindow:
-    """When clients that have just been written to are written to again. Event loop only."""
+    """Delays the next message to clients that have just been written to. Event loop only."""
 
     def __init__(self) -> None:
         self.window_s = 0.0
-        """0: at once."""
+        """Length of the window; 0: none."""
         self._end: asyncio.Event | None = None
-        """Of the window that runs; all clients share it."""
+        """Set at the end of the current window, which all clients share."""
 
     async def over(self) -> None:
-        """Wait for the end of the window that runs, or begin one. Without a window return at once."""
+        """Wait for the end of the current window, or begin one. Return at once while there is none."""
         if not self.window_s:
             return
         if self._end is None:
@@ -38,7 +38,7 @@ class MergeWindow:
         await self._end.wait()
 
     def adapt(self, busy: float) -> None:
-        """Take the part of the last interval in which the loop's thread computed."""
+        """Adapt to the share of the last interval in which the loop's thread was busy."""
         if busy > BUSY:
             self.window_s = min(max(2 * self.window_s, MIN_WINDOW_S), MAX_WINDOW_S)
         elif busy < CALM:
@@ -60,7 +60,7 @@ class MergeWindow:
 
 
 def _wanted_s() -> float:
-    """Return how long this thread has computed, and waited for a core where the kernel tells."""
+    """Return how long this thread has run, plus its wait for a core where the kernel reports it."""
     try:
         computed_ns, waited_ns, _ = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()
     except (OSError, ValueError):

@@ -1,10 +1,15 @@
 """Prometheus metrics of the router, from life-cycle stamps and workers' reports. Labels are bounded."""
 
 import asyncio
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from common.clock import Clock
 from common.wire_names import ROLE_NAMES
@@ -12,7 +17,6 @@ from kvrelay.v1 import worker_pb2
 from router.alarms import AlarmKind, Alarms
 from router.placement.decisions import Decision
 from router.record import RequestRecord
-from router.weighted_histogram import WeightedHistogram
 
 _LATENCY_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 _GAP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -21,8 +25,32 @@ _RATIOS = (0.1, 0.2, 0.5, 0.67, 0.8, 0.9, 1.0, 1.11, 1.25, 1.5, 2.0, 5.0, 10.0)
 LAG_INTERVAL_S = 0.25
 
 
+class WeightedHistogram(Collector):
+    """A histogram that takes many equal values at once, because tokens come in runs.
+
+    One thread observes; a scrape, on another thread, may see the last value half-counted.
+    """
+
+    def __init__(self, name: str, text: str, *, buckets: Sequence[float]) -> None:
+        self._name = name
+        self._text = text
+        self._bounds = [*buckets, float("inf")]
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int) -> None:
+        """Count a value `count` times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric family."""
+        buckets = zip(map(floatToGoString, self._bounds), accumulate(self._counts), strict=True)
+        yield HistogramMetricFamily(self._name, self._text, buckets=list(buckets), sum_value=self._sum)
+
+
 class RouterMetrics:
-    """The router's own registry. Event loop only; a scrape reads it from a thread of its own."""
+    """The metrics registry of one router. Event loop only; a scrape reads it from another thread."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -37,13 +65,9 @@ class RouterMetrics:
         self._requests = self._counter("kvrelay_requests", "Requests ended", "outcome")
         self._replans = self._counter("kvrelay_replans", "Plans made again after a failure", "reason")
         self._refusals = self._counter("kvrelay_worker_refusals", "Requests sent back by a full worker", "role")
-        self._cancels = Counter("kvrelay_cancels", "Requests cancelled by the client", registry=self.registry)
-        self._predicted = Counter(
-            "kvrelay_predicted_cached_tokens", "Prompt tokens expected in the cache", registry=self.registry
-        )
-        self._actual = Counter(
-            "kvrelay_actual_cached_tokens", "Prompt tokens found in the cache", registry=self.registry
-        )
+        self._cancels = self._counter("kvrelay_cancels", "Requests cancelled by the client")
+        self._predicted = self._counter("kvrelay_predicted_cached_tokens", "Prompt tokens expected in the cache")
+        self._actual = self._counter("kvrelay_actual_cached_tokens", "Prompt tokens found in the cache")
         self._cache_error = self._histogram(
             "kvrelay_prediction_cached_tokens_error", "(predicted - actual cached tokens) / tokens", _ERRORS
         )
@@ -56,21 +80,21 @@ class RouterMetrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, buckets=buckets, registry=self.registry)
 
-    def _counter(self, name: str, text: str, label: str) -> Counter:
-        return Counter(name, text, [label], registry=self.registry)
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
 
     def watch(self, name: str, text: str, read: Callable[[], int]) -> None:
         """Export a gauge that is read at each scrape, on the scraper's thread."""
         Gauge(name, text, registry=self.registry).set_function(read)
 
     def watch_alarms(self, alarms: Alarms) -> None:
-        """Export each alarm as a gauge, 1 while it stands."""
+        """Export each alarm as a gauge that is 1 while the alarm is raised."""
         gauge = Gauge("kvrelay_routing_alarm", "1: this alarm stands", ["kind"], registry=self.registry)
         for kind in AlarmKind:
             gauge.labels(kind.value).set_function(partial(alarms.is_raised, kind))
 
     def observe(self, record: RequestRecord) -> None:
-        """Take the durations of a completed request."""
+        """Observe the durations of a completed request."""
         timings, gaps = record.timings, record.ledger.gaps
         self._ttft.observe(timings.ttft_s)
         self._e2e.observe(timings.e2e_s)
@@ -90,7 +114,7 @@ class RouterMetrics:
             self._cancels.inc()
 
     def count_replan(self, reason: str) -> None:
-        """Count a plan made again; `reason` is the name of an error class."""
+        """Count a replan; `reason` is the name of an error class."""
         self._replans.labels(reason).inc()
 
     def count_refusal(self, role: "worker_pb2.WorkerRole.ValueType") -> None:
@@ -98,12 +122,12 @@ class RouterMetrics:
         self._refusals.labels(ROLE_NAMES[role]).inc()
 
     def compare_cached_tokens(self, *, predicted: int, actual: int) -> None:
-        """Count what the index promised beside what the worker found."""
+        """Count the cached tokens that the index predicted and that the worker found."""
         self._predicted.inc(predicted)
         self._actual.inc(actual)
 
     def compare_outcome(self, decision: Decision) -> None:
-        """Compare what an ended decision predicted with what came of it."""
+        """Compare the predictions of an ended decision with its outcome."""
         plan = decision.plan
         if decision.num_cached_tokens is not None:
             error = plan.predicted_cached_tokens - decision.num_cached_tokens

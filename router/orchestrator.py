@@ -4,11 +4,11 @@
 2. RESERVING, PREFILLING, HANDOFF, DECODING: an attempt runs the plan (attempt.py). Tokens go to the client as they
    come, each index of each sample once and in order (ledger.py).
 3. A worker refuses (Overloaded): the booking is released and the request goes back to its place in line.
-4. A worker is lost, restarted, faulty, or the transfer breaks: the workers in question have to show that they are
-   still there, and the request is planned again, at most `max_attempts` plans in all. A single sample goes on behind
-   its last delivered token; several samples that have begun go on one by one, side by side.
-   A decode worker that drains gives its requests away in the same way, behind the next token, and as often as it takes:
-   nothing has failed, and whoever takes over pulls the KV from it.
+4. A worker is lost, restarted or faulty, or the transfer breaks: the workers concerned are out of use until they answer
+   again, and the request gets another plan, at most `max_attempts` in all. A single sample continues behind its last
+   delivered token; several samples that have begun continue separately, side by side.
+   A draining decode worker hands its requests over in the same way, behind the next token, as often as needed:
+   nothing has failed, and the next worker pulls the KV from it.
 5. FINISHED, FAILED or CANCELLED: calls, bookings, tasks and the ticket are gone before the client's call ends.
 
 A client that goes away, or whose deadline passes, cancels the task that runs this; every step releases on its way out.
@@ -17,7 +17,7 @@ A client that goes away, or whose deadline passes, cancels the task that runs th
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,17 +39,16 @@ from common.structured import TaskCensus, all_or_first_failure
 from kvrelay.v1 import inference_pb2
 from router.admission.account import Service
 from router.admission.line import Admission
-from router.admission.ticket import Seeker, Ticket
-from router.attempt import Attempt, AttemptFailed, AttemptMoved
-from router.booking import Booking
+from router.admission.ticket import QueuedRequest, Ticket
+from router.attempt import Attempt, AttemptFailed, AttemptOutcome
 from router.demand import DemandMeter
 from router.fleet import Fleet
 from router.metrics import RouterMetrics
 from router.outbox import Outbox
-from router.placement.chooser import Chooser
-from router.placement.decisions import Decision
+from router.placement.chooser import Chooser, Search
+from router.placement.decisions import Booking
 from router.placement.feasibility import Shed
-from router.placement.search import Search, Sought
+from router.placement.plans import PlacementRequest
 from router.record import Job, RequestRecord
 from router.traffic import TrafficRecordings
 
@@ -69,7 +68,7 @@ class Totals:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Leg:
-    """Some samples of a request that are served together."""
+    """Samples of a request that are served together."""
 
     record: RequestRecord
     ticket: Ticket
@@ -77,7 +76,7 @@ class _Leg:
     life: LifeCycle
     num_attempts: int = 0
     num_moves: int = 0
-    """Attempts that ended because their worker was about to go: nothing had failed."""
+    """Attempts that ended because their worker was leaving; nothing had failed."""
 
 
 class Orchestrator:
@@ -107,15 +106,16 @@ class Orchestrator:
 
     @property
     def num_request_tasks(self) -> int:
-        """Tasks that serve requests: the client's calls, and what they started."""
+        """Tasks that serve requests: the clients' calls and the tasks that these started."""
         return self._num_calls + self._census.num_tasks
 
     @contextmanager
     def account(self, life: LifeCycle, *, time_left_s: Callable[[], float | None]) -> Iterator[None]:
-        """Count a client's call and how it ends, whatever happens inside.
+        """Count a client's call and how it ends.
 
-        It is no demand yet: strangers must not scale the pools. Who lets it in notes its arrival in `demand`.
-        gRPC cancels a call whose client went away and one whose deadline passed alike; `time_left_s` tells which.
+        The call is not demand yet, because strangers must not scale the pools: the door notes an arrival when it admits
+        the request. gRPC cancels a call whose client went away and one whose deadline passed alike;
+        `time_left_s` tells them apart.
         """
         self._num_calls += 1
         try:
@@ -150,7 +150,7 @@ class Orchestrator:
         logger.info("request ended", extra=extra)
 
     def take_tokens(self, ticket: Ticket, job: Job) -> None:
-        """Count the request's size against its tenant's rate, before it runs. Raises Overloaded."""
+        """Count the size of a request against the rate of its tenant, before it runs. Raises Overloaded."""
         output = ticket.account.expected_output_tokens(at_most=job.sampling.max_tokens) * job.sampling.n
         expected = Service(num_prompt_tokens=len(job.prompt_token_ids), num_output_tokens=output)
         refused = self._admission.take_tokens(ticket, expected)
@@ -160,8 +160,7 @@ class Orchestrator:
     @asynccontextmanager
     async def running(self, job: Job, ticket: Ticket, life: LifeCycle, *, timeout_s: float) -> AsyncIterator[Outbox]:
         """Run a job beside the block, which takes its messages. Leaving the block early cancels the job."""
-        deadline_s = asyncio.get_running_loop().time() + timeout_s
-        record = RequestRecord(job, life, self._clock, deadline_s)
+        record = RequestRecord(job, life, self._clock, deadline_s=self._clock.monotonic() + timeout_s)
         accepted = inference_pb2.Accepted(
             request_id=job.request_id,
             num_prompt_tokens=len(job.prompt_token_ids),
@@ -177,10 +176,9 @@ class Orchestrator:
     async def _run(self, record: RequestRecord, ticket: Ticket) -> None:
         error: KvrelayError | None = None
         try:
-            async with asyncio.timeout_at(record.deadline_s):
+            async with asyncio.timeout(record.deadline_s - self._clock.monotonic()):
                 samples = range(record.job.sampling.n)
-                leg = _Leg(record=record, ticket=ticket, samples=samples, life=record.life)
-                await (self._resume(leg) if record.job.begun else self._serve(leg))
+                await self._serve(_Leg(record=record, ticket=ticket, samples=samples, life=record.life))
             record.life.advance(State.FINISHED)
             record.outbox.put(inference_pb2.GenerateResponse(completed=record.completed))
             self._metrics.observe(record)
@@ -190,47 +188,39 @@ class Orchestrator:
             error = DeadlineExceeded("the deadline passed before the answer was complete")
         except KvrelayError as caught:
             error = caught
-        except Exception as caught:  # the top of a task: the client gets a terminal status, whatever happened
+        except Exception as caught:  # top of a task: the client always gets a terminal status
             logger.exception("request failed", extra={"request_id": record.job.request_id})
             error = EngineFault(f"the router failed: {type(caught).__name__}: {caught}")
         finally:
             self._admission.settle(ticket, record.service)
         record.outbox.close(error)
 
-    async def _resume(self, leg: _Leg) -> None:
-        """Serve what another router has left of a request."""
-        remaining = leg.record.ledger.unfinished(leg.samples)
-        if not remaining:
-            return
-        if len(leg.samples) > 1 and leg.record.ledger.num_tokens:
-            await self._serve_apart(leg, remaining)
-        else:
-            await self._serve(leg)
-
     async def _serve(self, leg: _Leg) -> None:
-        """Serve a leg until its samples have ended, with a new plan after every lost worker."""
-        record = leg.record
-        while True:
-            leg.num_attempts += 1
-            try:
-                await self._attempt(leg)
-                return
-            except AttemptMoved:
-                leg.num_moves += 1
-                self.totals.num_moves += 1
-                leg.life.advance(State.QUEUED)
-            except AttemptFailed as failure:
-                if not record.ledger.unfinished(leg.samples):
-                    return
-                self._plan_again_or_raise(leg, failure)
-            remaining = record.ledger.unfinished(leg.samples)
-            if len(leg.samples) > 1 and record.ledger.num_tokens:
+        """Serve a leg until its samples have ended, with a new plan after every worker that is lost or leaves.
+
+        Several samples that have begun, here or at another router, are served separately.
+        """
+        ledger = leg.record.ledger
+        while remaining := ledger.unfinished(leg.samples):
+            if len(leg.samples) > 1 and ledger.num_tokens:
                 await self._serve_apart(leg, remaining)
                 return
+            leg.num_attempts += 1
+            try:
+                if await self._attempt(leg) is AttemptOutcome.COMPLETED:
+                    return
+                leg.num_moves += 1
+                self.totals.num_moves += 1
+            except AttemptFailed as failure:
+                if not ledger.unfinished(leg.samples):
+                    return
+                self._raise_if_final(leg, failure)
+            leg.life.advance(State.QUEUED)
 
-    def _plan_again_or_raise(self, leg: _Leg, failure: AttemptFailed) -> None:
+    def _raise_if_final(self, leg: _Leg, failure: AttemptFailed) -> None:
+        """Raise the failure's error unless the request may be planned again, which is then counted."""
         error = failure.error
-        # A worker that cancels a call nobody cancelled here is shutting down.
+        # When no one here has cancelled the call, a worker that cancels it is shutting down.
         if not isinstance(error, WorkerError | TransferError | Cancelled):
             raise error
         if leg.num_attempts - leg.num_moves >= self._config.max_attempts:
@@ -246,16 +236,15 @@ class Orchestrator:
         )
         self.totals.num_replans += 1
         self._metrics.count_replan(type(error).__name__)
-        leg.life.advance(State.QUEUED)
 
     async def _serve_apart(self, leg: _Leg, remaining: list[int]) -> None:
-        """Serve samples that have begun each by itself: each has its own tokens to go on from."""
+        """Serve samples that have begun separately: each continues from its own tokens."""
         legs = [
             _Leg(
                 record=leg.record,
                 ticket=leg.ticket,
                 samples=range(sample_index, sample_index + 1),
-                # The request's own life cycle follows the first of them.
+                # The life cycle of the request follows the first sample.
                 life=LifeCycle(leg.life.request_id, self._clock) if position else leg.life,
                 num_attempts=leg.num_attempts,
                 num_moves=leg.num_moves,
@@ -265,12 +254,13 @@ class Orchestrator:
         async with self._census.owned(*(self._serve(one) for one in legs)) as tasks:
             await all_or_first_failure(tasks)
 
-    async def _attempt(self, leg: _Leg) -> None:
-        """Find a plan and run it; a worker's refusal leads back to the line. Raises AttemptFailed."""
-        seeker = self._seeker(leg)
-        hashes = seeker.search.sought.hashes
+    async def _attempt(self, leg: _Leg) -> AttemptOutcome:
+        """Find a plan and run it; after a worker's refusal, queue again. Raises AttemptFailed."""
+        queued, tenant = self._queued(leg), leg.ticket.account.tenant.name
+        following = partial(self._chooser.decisions.following, tenant=tenant, attempt=leg.num_attempts)
+        hashes = queued.search.request.hashes
         while True:
-            with await self._admission.place(seeker) as booking, self._following(leg, booking.decision):
+            with await self._admission.place(queued) as booking, following(booking.decision):
                 self._check_model(leg)
                 attempt = Attempt(
                     record=leg.record,
@@ -284,15 +274,11 @@ class Orchestrator:
                     on_transferred=partial(self._chooser.expect, booking.plan.decode, hashes),
                     must_move=partial(self._fleet.is_leaving, booking.decode.member),
                     issue=self._fleet.issue,
-                    tenant=leg.ticket.account.tenant.name,
+                    tenant=tenant,
                 )
                 try:
                     with self._chooser.expecting(booking, hashes):
-                        await attempt.run()
-                    return
-                except AttemptMoved:
-                    booking.decision.ended = "moved"
-                    raise
+                        outcome = await attempt.run()
                 except AttemptFailed as failure:
                     booking.decision.ended = type(failure.error).__name__
                     if not isinstance(failure.error, Overloaded):
@@ -301,28 +287,28 @@ class Orchestrator:
                     leg.life.advance(State.QUEUED)
                     refusing = failure.hold.member.endpoint.worker_id
                     self._metrics.count_refusal(failure.hold.member.endpoint.role)
-                    self._chooser.exclude(seeker.search, refusing, retry_after_s=failure.error.retry_after_s)
-
-    def _following(self, leg: _Leg, decision: Decision) -> AbstractContextManager[None]:
-        tenant = leg.ticket.account.tenant.name
-        return self._chooser.decisions.following(decision, tenant=tenant, attempt=leg.num_attempts)
+                    self._chooser.exclude(queued.search, refusing, retry_after_s=failure.error.retry_after_s)
+                else:
+                    booking.decision.ended = outcome.value
+                    if outcome is AttemptOutcome.MOVED:
+                        self._chooser.retract(booking, hashes)
+                    return outcome
 
     def _check_model(self, leg: _Leg) -> None:
-        """Raise WorkerLost when the workers now serve another model: it would go on with other tokens."""
+        """Raise WorkerLost when the workers now serve another model, which would continue with other tokens."""
         model, now = leg.record.job.model, self._fleet.model
         if now is None or now.fingerprint != model.fingerprint:
             raise WorkerLost(f"the workers of model {model.name} ({model.fingerprint}) are gone")
 
-    def _seeker(self, leg: _Leg) -> Seeker:
+    def _queued(self, leg: _Leg) -> QueuedRequest:
         job = leg.record.job
         output = leg.record.output_of(leg.samples)
         # Prompt log-probabilities need every position computed: cached KV has none.
         wants_prompt = job.sampling.num_prompt_logprobs is not None and not leg.record.ledger.has_prompt_logprobs
         is_first = leg.num_attempts == 1
         patience_s = self._config.queue_timeout_s if is_first else self._config.recovery_timeout_s
-        now_s, loop_s = self._clock.monotonic(), asyncio.get_running_loop().time()
         terms = leg.ticket.terms
-        sought = Sought(
+        request = PlacementRequest(
             request_id=job.request_id,
             num_tokens=len(job.prompt_token_ids) + len(output),
             num_samples=len(leg.samples),
@@ -330,21 +316,21 @@ class Orchestrator:
             hashes=NO_HASHES if wants_prompt else job.hashes(output),
             num_output_tokens=leg.ticket.account.expected_output_tokens(at_most=job.sampling.max_tokens),
             received_s=leg.record.life.received_s,
-            deadline_s=now_s + leg.record.deadline_s - loop_s,
+            deadline_s=leg.record.deadline_s,
             ttft_slo_s=terms.ttft_objective_s(len(job.prompt_token_ids)),
             itl_slo_s=terms.itl_slo_s,
         )
-        return Seeker(
+        return QueuedRequest(
             ticket=leg.ticket,
-            search=Search(sought=sought, shed=Shed(self._config.shed) if is_first else Shed.NONE),
-            deadline_s=loop_s + patience_s,
+            search=Search(request=request, shed=Shed(self._config.shed) if is_first else Shed.NONE),
+            deadline_s=self._clock.monotonic() + patience_s,
         )
 
     def _suspect(self, leg: _Leg, booking: Booking, failure: AttemptFailed) -> None:
-        """Ask the workers of a failed attempt to show themselves.
+        """Take the workers of a failed attempt out of use until they answer again.
 
-        A prefill worker that dies makes the decode worker's call fail as well, and may be seen first through it: so,
-        until the handoff is complete, both are asked when the decode call fails.
+        A prefill worker that dies makes the decode worker's call fail as well, possibly first. Until the handoff is
+        complete, a failed decode call therefore suspects both.
         """
         if not isinstance(failure.error, WorkerError | TransferError | Cancelled):
             return

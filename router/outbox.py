@@ -1,9 +1,9 @@
-"""What goes out to one client.
+"""The queue of messages to one client.
 
-`put` never waits, so that a token that was counted as delivered cannot be lost to a cancellation at the same moment.
-While the client's stream is busy with a message, or the client is slow, tokens gather in few messages: under load,
-fewer and larger messages go out by themselves, and a client that does not read holds up nobody. What it makes the
-router hold is bounded by the tokens that it asked for, and a message by what can be sent at once.
+`put` never waits, so a token that was counted as delivered cannot be lost to a cancellation at the same moment. While
+the client's stream is busy or the client is slow, tokens gather in few messages: under load, messages become fewer and
+larger, and a client that does not read delays nothing else. The memory of an outbox is bounded by the tokens that its
+client asked for, and a message by what can be sent at once.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ class Outbox:
     def __init__(self) -> None:
         self._messages: deque[inference_pb2.GenerateResponse] = deque()
         self._delta: inference_pb2.TokenDelta | None = None
-        """Of the last message, when that brings tokens: more can follow in it."""
+        """Delta of the last message if that has tokens; further tokens are added to it."""
         self._num_gathered = 0
-        """Tokens in it."""
+        """Tokens in the delta."""
         self._waiter: asyncio.Future[None] | None = None
         self._is_closed = False
         self._error: KvrelayError | None = None
@@ -56,13 +56,13 @@ class Outbox:
             self._delta.prompt_logprobs.extend(prompt_logprobs)
 
     def close(self, error: KvrelayError | None) -> None:
-        """End the stream, with an error or well."""
+        """End the stream, successfully or with an error."""
         self._is_closed = True
         self._error = error
         self._wake()
 
     async def get(self) -> inference_pb2.GenerateResponse | None:
-        """Return the next message, or None at the end; then see `error`."""
+        """Return the next message, or None at the end; then `error` tells how the request ended."""
         while not self._messages:
             if self._is_closed:
                 return None
@@ -70,7 +70,7 @@ class Outbox:
             await self._waiter
         message = self._messages.popleft()
         if not self._messages:
-            self._delta = None  # it is the reader's now
+            self._delta = None  # the message belongs to the reader now
         return message
 
     def _wake(self) -> None:
@@ -80,5 +80,5 @@ class Outbox:
 
     @property
     def error(self) -> KvrelayError | None:
-        """How the request failed; None while it runs and after a good end."""
+        """Error of a failed request; None while it runs and after success."""
         return self._error

@@ -1,4 +1,4 @@
-"""What a router is made of, put together: for `router.server`, and for whoever runs one without a server."""
+"""The parts of a router, assembled: for `router.server` and for simulations and benchmarks without a server."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from router.index import BYTES_PER_BLOCK, PrefixIndex
 from router.metrics import RouterMetrics
 from router.orchestrator import Orchestrator
 from router.placement.chooser import Chooser
-from router.placement.policies.interface import Policy, PolicySettings
+from router.placement.policies.interface import PolicySettings
 from router.placement.policies.registry import make_policy
 from router.tenant_metrics import TenantMetrics
 from router.worker_client import Streams
@@ -38,10 +38,10 @@ class RouterParts:
 _LOCAL_LIMIT = 32
 
 
-def _local_limit(config: RouterConfig) -> float:
+def _local_limit(config: RouterConfig, policy: str) -> float:
     if config.local_prefill_max_tokens != "auto":
         return config.local_prefill_max_tokens
-    return math.inf if config.policy == "predictive" else _LOCAL_LIMIT
+    return math.inf if policy == "predictive" else _LOCAL_LIMIT
 
 
 def build_router(
@@ -49,26 +49,31 @@ def build_router(
     *,
     clock: Clock,
     reach: Reach,
-    policy: Policy | None = None,
+    policy: str | None = None,
     seed: int = 0,
     probes: TextProbes | None = None,
 ) -> RouterParts:
     """Return a router that knows no workers yet. `reach` is how it calls them.
 
-    Without a policy it has the one that the configuration names, whose random choices follow from the seed.
-    Workers have to make of text what `probes` says; None where no text is served.
+    `policy` replaces the configured one and may be one of `SIMULATED_POLICIES`; `seed` is for its random choices.
+    `probes` is what workers must make of the fixed texts; None where no text is served.
     """
     index = PrefixIndex(max_blocks=(config.index_memory_mib << 20) // BYTES_PER_BLOCK)
     metrics = RouterMetrics()
     fleet = Fleet(index=index, clock=clock, reach=reach, streams=Streams(config.decode_streams), probes=probes)
-    if policy is None:
-        settings = PolicySettings(
-            local_prefill_max_tokens=_local_limit(config),
-            max_prefill_wait_s=config.max_prefill_wait_s,
-            seed=seed,
-        )
-        policy = make_policy(config.policy, settings)
-    chooser = Chooser(fleet=fleet, index=index, policy=policy, clock=clock, max_wait_s=config.max_prefill_wait_s)
+    policy_name = policy or config.policy
+    settings = PolicySettings(
+        local_prefill_max_tokens=_local_limit(config, policy_name),
+        max_prefill_wait_s=config.max_prefill_wait_s,
+        seed=seed,
+    )
+    chooser = Chooser(
+        fleet=fleet,
+        index=index,
+        policy=make_policy(policy_name, settings),
+        clock=clock,
+        max_wait_s=config.max_prefill_wait_s,
+    )
     admission = Admission(
         fleet=fleet,
         chooser=chooser,

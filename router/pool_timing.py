@@ -1,4 +1,4 @@
-"""Timing models for workers that have not measured themselves enough: those of their pool."""
+"""Timing models for workers with too few measurements of their own: those of their pool."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -12,9 +12,9 @@ from kvrelay.v1 import worker_pb2
 from router.member import Member
 
 MIN_SAMPLES = 8
-"""A model fitted to fewer steps is not believed."""
+"""A model fitted to fewer steps is not used."""
 NUM_LATEST = 15
-"""Models of a pool that its median is taken of."""
+"""Latest models of a pool, whose median is used."""
 _CHUNK = StepShape(num_prefill_tokens=512, num_prefill_pairs=512 * 2048)
 _BATCH = StepShape(num_decodes=16, num_context_tokens=16 * 1024)
 
@@ -24,21 +24,22 @@ _Model = TypeVar("_Model")
 
 
 class PoolTiming:
-    """The latest measured models of each pool; completes what a worker says with its pool's median.
+    """The latest measured models of each pool; completes the model of a worker with the median of its pool.
 
-    Of the worker whose prediction is the median the whole model is taken: medians of single weights would be nobody's.
-    Prefill workers never decode, and decode workers rarely prefill: what one pool has not measured the other may have.
-    So with links: decode workers pull every handoff, prefill workers only what looks worth it by then.
+    The median is the whole model of the worker whose prediction is the median, because medians of single weights would
+    describe no worker. Prefill workers never decode and decode workers rarely prefill, so the other pool may have what
+    one pool has not measured. Links are similar: decode workers pull every handoff, prefill workers only when a pull
+    looks worthwhile.
     """
 
     def __init__(self) -> None:
         self._latest: dict[tuple[int, str], deque[tuple[WorkerId, StepModel]]] = {}
 
-    def take(self, member: Member, told: TimingModel, members: Iterable[Member]) -> None:
-        """Believe a worker's own model where it is measured; renew what others of `members` have from their pools."""
-        member.told_timing = told
+    def take(self, member: Member, reported: TimingModel, members: Iterable[Member]) -> None:
+        """Take the measured parts of a worker's model, and complete all `members` again."""
+        member.reported_timing = reported
         role, worker_id = member.endpoint.role, member.endpoint.worker_id
-        for kind, model in (("prefill", told.prefill), ("decode", told.decode)):
+        for kind, model in (("prefill", reported.prefill), ("decode", reported.decode)):
             if model.num_samples >= MIN_SAMPLES:
                 latest = self._latest.setdefault((role, kind), deque(maxlen=NUM_LATEST))
                 for known in [known for known in latest if known[0] == worker_id]:
@@ -47,7 +48,7 @@ class PoolTiming:
         self.complete(members)
 
     def complete(self, members: Iterable[Member]) -> None:
-        """Give every worker the best model that there is for it: its own, its pool's, the other pool's, the guess."""
+        """Give every worker the best available model: its own, its pool's, the other pool's, the guess."""
         usual = {
             (role, kind): self._usual(role, kind)
             for role in (worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE)
@@ -56,8 +57,8 @@ class PoolTiming:
         members = list(members)
         link = self._usual_link(members)
         for member in members:
-            told, role = member.told_timing, member.endpoint.role
-            own = GUESSED_TIMING if told is None else told
+            reported, role = member.reported_timing, member.endpoint.role
+            own = GUESSED_TIMING if reported is None else reported
             timing = replace(
                 own,
                 prefill=own.prefill if own.prefill.num_samples >= MIN_SAMPLES else usual[role, "prefill"],
@@ -68,8 +69,8 @@ class PoolTiming:
                 member.take_timing(timing)
 
     def _usual_link(self, members: Iterable[Member]) -> LinkModel | None:
-        told = [member.told_timing.links.get(None) for member in members if member.told_timing is not None]
-        links = [link for link in told if link is not None]
+        reported = [member.reported_timing.links.get(None) for member in members if member.reported_timing is not None]
+        links = [link for link in reported if link is not None]
         return _median_of(links, lambda link: link.seconds(_TRANSFER_BYTES)) if links else None
 
     def _usual(self, role: int, kind: str) -> StepModel:

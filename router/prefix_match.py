@@ -1,4 +1,4 @@
-"""What a lookup in the prefix index found: groups of workers that hold equally much of a prompt."""
+"""Result of a lookup in the prefix index: groups of workers that hold equally much of a prompt."""
 
 from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ def count_before_gap(firsts: Mapping[int, int], bit: int, num_keys: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
-    """The index as a lookup sees it, and the keys that were looked up."""
+class IndexView:
+    """The state of the index at a lookup, and the keys that were looked up."""
 
     keys: list[int]
     values: Mapping[int, int]
@@ -42,29 +42,27 @@ class Look:
 class PrefixMatches(Mapping[WorkerId, int]):
     """How many leading blocks each worker holds; a worker that holds none is absent.
 
-    Hundreds of workers often fall into two or three groups, so the mapping is made only when somebody asks for it:
-    a policy that looks for the longest prefix reads `groups` or `best`. Valid for one decision; event loop only.
+    Hundreds of workers often form two or three groups, so the mapping is built only on demand: a policy that looks for
+    the longest prefix reads `groups` or `best`. Valid for one decision; event loop only.
     """
 
-    __slots__ = ("_by_worker", "_firsts", "_look", "_owners", "groups")
+    __slots__ = ("_by_worker", "_firsts", "_owners", "_view", "groups")
 
-    def __init__(self, groups: Sequence[tuple[int, int]], owners: Sequence[WorkerId | None], look: Look) -> None:
-        """`groups`: (blocks, bit mask of slots), few blocks first; `owners`: by slot, not changed afterwards."""
+    def __init__(self, groups: Sequence[tuple[int, int]], owners: Sequence[WorkerId | None], view: IndexView) -> None:
+        """`groups` are (blocks, bit mask of slots), fewest blocks first; `owners` go by slot and never change."""
         self.groups = groups
         self._owners = owners
-        self._look = look
+        self._view = view
         self._by_worker: dict[WorkerId, int] | None = None
         self._firsts: dict[int, int] | None = None
 
     @property
     def longest(self) -> int:
-        """Leading blocks that the best worker holds; 0 when nobody holds any."""
+        """Leading blocks that the best worker holds; 0 without any."""
         return self.groups[-1][0] if self.groups else 0
 
     def best(self, num_workers: int) -> list[tuple[int, WorkerId]]:
-        """Return (blocks, worker) of those that hold most, best first, at least so many where there are: the last
-        group is not cut.
-        """
+        """Return (blocks, worker) of at least `num_workers` best holders, best first; the last group is complete."""
         found: list[tuple[int, WorkerId]] = []
         for num_blocks, workers in reversed(self.groups):
             if len(found) >= num_workers:
@@ -73,7 +71,7 @@ class PrefixMatches(Mapping[WorkerId, int]):
         return found
 
     def verify(self, worker_id: WorkerId) -> bool:
-        """Make one worker's number exact; returns whether it was. The groups stay as they were found."""
+        """Make the number of one worker exact and return whether it was. The groups do not change."""
         found = self.get(worker_id)
         exact = min(found, self._count_exactly(worker_id)) if found else 0
         if exact == found:
@@ -82,22 +80,22 @@ class PrefixMatches(Mapping[WorkerId, int]):
         return False
 
     def count_present(self, worker_id: WorkerId) -> int:
-        """Return exactly how many leading blocks events have told of; others are only expected."""
+        """Return exactly how many leading blocks events have confirmed; others are only expected."""
         num_blocks = min(self.get(worker_id), self._count_exactly(worker_id))
-        expected = self._look.expectations.of(self._look.slots.get(worker_id, -1))
+        expected = self._view.expectations.of(self._view.slots.get(worker_id, -1))
         if not expected or not num_blocks:
             return num_blocks
-        leading = self._look.keys[:num_blocks]
+        leading = self._view.keys[:num_blocks]
         return next((position for position, key in enumerate(leading) if key in expected), num_blocks)
 
     def _count_exactly(self, worker_id: WorkerId) -> int:
-        """One walk over the keys serves all workers: their values are few different ones."""
-        look = self._look
-        if worker_id not in look.slots:
+        """Count without holes. One walk over the keys serves all workers, because their values are few."""
+        view = self._view
+        if worker_id not in view.slots:
             return 0
         if self._firsts is None:
-            self._firsts = first_positions(look.values, look.keys[: self.longest])
-        return count_before_gap(self._firsts, slot_bit(look.slots[worker_id]), self.longest)
+            self._firsts = first_positions(view.values, view.keys[: self.longest])
+        return count_before_gap(self._firsts, slot_bit(view.slots[worker_id]), self.longest)
 
     def __getitem__(self, worker_id: WorkerId) -> int:
         return self._expanded()[worker_id]

@@ -1,4 +1,4 @@
-"""One request as the router keeps it: what was asked, what was delivered, what the workers reported."""
+"""One request in the router: what was asked, what was delivered, what the workers reported."""
 
 import enum
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ from router.outbox import Outbox
 
 
 class Delivery(enum.Enum):
-    """Who brings a client its tokens."""
+    """The sender of a client's tokens."""
 
     ROUTER = "router"
     DIRECT = "direct"
@@ -28,7 +28,7 @@ class Delivery(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """What another router has delivered of a sample. Checked, but the client's word: tokens and no more."""
+    """Tokens of a sample that another router has delivered, as the client claims; checked to be tokens, no more."""
 
     token_ids: TokenArray
     is_finished: bool
@@ -41,17 +41,17 @@ class Job:
     request_id: RequestId
     prompt_token_ids: TokenArray
     prompt_hashes: BlockHashes
-    """Of the prompt's full blocks."""
+    """Hashes of the prompt's full blocks."""
     sampling: SamplingParams
     model: ModelFacts
     delivery: Delivery = Delivery.ROUTER
     rendered_unix_s: int = 0
-    """The time that the chat template was given; 0: no chat."""
+    """Time that the chat template was given; 0: no chat."""
     begun: tuple[Begun, ...] = ()
-    """The first samples, as far as another router has brought them; empty for a new request."""
+    """The first samples as another router has delivered them; empty for a new request."""
 
     def hashes(self, output: TokenArray) -> BlockHashes:
-        """Return the hashes of the full blocks of prompt and output. The prompt is not hashed again."""
+        """Return the hashes of the full blocks of prompt and output, without hashing the prompt again."""
         if not output:
             return self.prompt_hashes
         num_hashed = len(self.prompt_hashes)
@@ -68,7 +68,7 @@ class RequestRecord:
     life: LifeCycle
     clock: Clock
     deadline_s: float
-    """Time of the event loop at which everything must have ended."""
+    """Time on `clock` at which everything must have ended."""
     outbox: Outbox = field(default_factory=Outbox)
     ledger: TokenLedger = field(init=False)
     num_cached_tokens: int = 0
@@ -86,13 +86,13 @@ class RequestRecord:
                 self.ledger.finish(index)
 
     def output_of(self, samples: range) -> TokenArray:
-        """Return the tokens that a worker must go on from; several samples begin together, from nothing."""
+        """Return the tokens that a worker continues from; none when several samples begin together."""
         return self.ledger.output(samples[0]) if len(samples) == 1 else as_tokens(())
 
     def sequence(
         self, samples: range, retention: "sequence_pb2.Retention.ValueType" = sequence_pb2.RETENTION_UNSPECIFIED
     ) -> sequence_pb2.SequenceSpec:
-        """Return what a worker needs in order to begin the samples, or to go on with a single one."""
+        """Return the specification with which a worker begins the samples or continues a single one."""
         output = self.output_of(samples)
         sampling = replace(self.job.sampling, n=len(samples))
         if self.ledger.has_prompt_logprobs:
@@ -108,9 +108,9 @@ class RequestRecord:
         )
 
     def deliver(self, batch: decode_pb2.TokenBatch, *, expected: range) -> bool:
-        """Send the new ones of the tokens to the client. Raises EngineFault for tokens that cannot follow.
+        """Send the new tokens to the client and return whether they end a sample.
 
-        Returns whether a sample ended with them.
+        Raises EngineFault for tokens that cannot follow.
         """
         ledger = self.ledger
         num_finished = ledger.num_finished
@@ -123,13 +123,13 @@ class RequestRecord:
         return ledger.num_finished > num_finished
 
     def note_checkpoint(self, batch: decode_pb2.TokenBatch, *, expected: range) -> bool:
-        """Remember tokens that the client gets from the worker. Returns and raises like `deliver`."""
+        """Remember tokens that the client gets from the worker itself. Returns and raises like `deliver`."""
         num_finished = self.ledger.num_finished
         self.ledger.accept_runs(batch.runs, expected=expected)
         return self.ledger.num_finished > num_finished
 
     def add_transfer(self, stats: worker_pb2.TransferStats) -> None:
-        """Count KV that was handed over."""
+        """Add the statistics of a handoff."""
         self.transfer.num_blocks += stats.num_blocks
         self.transfer.kv_bytes += stats.kv_bytes
         self.transfer.transfer_s += stats.transfer_s
@@ -138,7 +138,7 @@ class RequestRecord:
 
     @property
     def service(self) -> Service:
-        """What the request got so far; a prompt counts from the moment when its computation began."""
+        """Tokens that the request got so far; the prompt counts once its computation has begun."""
         has_begun = self.life.first(State.PREFILLING) is not None
         return Service(
             num_prompt_tokens=len(self.job.prompt_token_ids) if has_begun else 0,
@@ -177,7 +177,7 @@ class RequestRecord:
 
     @property
     def answered(self) -> Answered:
-        """What the request was like, once it has been answered to its end."""
+        """Sizes and times of the request after a complete answer."""
         ledger, num_prompt_tokens = self.ledger, len(self.job.prompt_token_ids)
         return Answered(
             num_prompt_tokens=num_prompt_tokens,

@@ -1,4 +1,4 @@
-"""Who is ready, by pool: made anew only when a worker's state changes, for it is asked with every decision."""
+"""The ready workers by pool. Every decision reads them, so they are sorted again only when a state changes."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from router.placement.plans import FleetView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roster:
-    """The members as of their last change of state; their loads are as of the moment of asking."""
+    """The members by pool as of the last change of state; their loads are current."""
 
     prefill: tuple[Member, ...]
     decode: tuple[Member, ...]
     num_prefill: int
-    """Prefill workers in use, those that are not ready just now included."""
+    """Prefill workers in use, including those that are not ready now."""
     ready: frozenset[WorkerId]
-    """Draining ones included: blocks can be pulled from them."""
+    """Ready workers, including draining ones: blocks can be pulled from them."""
     leaving: frozenset[WorkerId]
-    """Those that drain while another of their pool can take over. The last of a pool serves until it is gone."""
+    """Workers that drain while another of their pool can take over. The last of a pool serves until it is gone."""
 
     @classmethod
     def of(cls, members: Iterable[Member]) -> "Roster":
@@ -67,5 +67,5 @@ class Roster:
         return next((member.timing for member in self.prefill or self.decode), GUESSED_TIMING)
 
     def prefill_free_at_s(self) -> float:
-        """Return when the first of those that compute prompts will have computed all that it was given."""
+        """Return the time at which the first worker that computes prompts has finished those it was given."""
         return min((member.load().prefill_free_at_s for member in self.prefill or self.decode), default=0.0)

@@ -1,4 +1,4 @@
-"""Puts a router together and serves it."""
+"""Starts a router with its doors, and stops it."""
 
 import asyncio
 import logging
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LEAVE_S = 1.0
-"""Longer than a client with several routers takes to ask again."""
+"""Longer than the pause before a client of several routers asks the next one."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RunningRouter:
-    """A router that serves."""
+    """A serving router."""
 
     address: str
     """host:port of the gRPC door."""
@@ -58,14 +58,14 @@ class RunningRouter:
     http: "HttpServer | None"
     metrics_server: MetricsServer | None
     watches: "tuple[asyncio.Task[None], ...]"
-    """Of the event loop: how late and how busy it is; and of the routing: whether it works."""
+    """Background tasks that watch the event loop's lag and load, and the alarms."""
     door: FrontDoor
     leave_s: float
-    """How long clients are sent elsewhere before it stops listening; 0: there is no other router."""
+    """How long clients are sent to other routers before this one stops listening; 0: there are none."""
 
     @property
     def role(self) -> str:
-        """It serves no pool."""
+        """Empty: a router belongs to no pool."""
         return ""
 
     @property
@@ -81,8 +81,8 @@ class RunningRouter:
     async def stop(self, grace_s: float) -> None:
         """Report NOT_SERVING, let running requests end for `grace_s` seconds, cancel the rest, leave the workers.
 
-        Beside other routers it first tells new requests for a moment to go to those: once a gRPC server stops, it
-        cancels requests that meet it, and their clients do not know whether they may ask again.
+        With other routers present, this one first refuses new requests for a moment: a stopping gRPC server cancels
+        requests that arrive, and their clients cannot know whether to repeat them.
         """
         self.recordings.finish()
         if self.leave_s:
@@ -105,11 +105,10 @@ async def start_router(
 ) -> RunningRouter:
     """Start a router; port 0 picks a free one. `model_dir` holds the tokenizer; only the fake engine needs none.
 
-    Raises OSError when a port is taken, ValueError without a folder for a real model, ConfigError for API keys
-    that cannot be used.
+    Raises OSError when a port is taken, ValueError when a real model has no folder, ConfigError for unusable API keys.
     """
     if model_dir is None and config.model.engine != "fake":
-        raise ValueError("a real model needs its folder, for the tokenizer")
+        raise ValueError("cannot load the tokenizer: a real model needs its folder")
     codec = await _load_codec(model_dir, config.router)
     return await serve_router(config, credentials, codec=codec, host=host, port=port)
 
@@ -197,19 +196,19 @@ async def serve_router(
 
 
 def _add_inference(service: InferenceService, server: grpc.aio.Server) -> list[str]:
-    """Add what clients meet to a server and return its name."""
+    """Add the clients' service to a server and return its name."""
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
     return [inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name]
 
 
 def _add_admin(door: FrontDoor, server: grpc.aio.Server) -> list[str]:
-    """Add what the controller meets to a server and return its name."""
+    """Add the controller's service to a server and return its name."""
     router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(RouterAdminService(door), server)
     return [router_admin_pb2.DESCRIPTOR.services_by_name["RouterAdminService"].full_name]
 
 
 async def _start_http(door: FrontDoor, certificates: DoorCertificates | None, *, host: str, port: int) -> "HttpServer":
-    from router.http.server import start_http_server  # who wants no HTTP needs none of its libraries
+    from router.http.server import start_http_server  # its libraries are needed only for HTTP
 
     return await start_http_server(door, certificates, host=host, port=port)
 
@@ -217,6 +216,6 @@ async def _start_http(door: FrontDoor, certificates: DoorCertificates | None, *,
 async def _load_codec(model_dir: Path | None, config: RouterConfig) -> Codec:
     if model_dir is None:
         return ByteCodec()
-    from router.tokenizer import TextCodec  # the tokenizer library is not needed by the fake engine
+    from router.tokenizer import TextCodec  # the fake engine needs no tokenizer library
 
     return await asyncio.to_thread(TextCodec.load, model_dir, cache_mib=config.token_cache_mib)

@@ -1,26 +1,30 @@
-"""The router's gRPC services: the clients' front door and the controller's."""
+"""The gRPC services of the router: one for clients, one for the controller."""
 
 import asyncio
 import math
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import grpc
 
+from common.demand_wire import demand_to_proto
 from common.errors import InvalidRequest, KvrelayError
 from common.ids import RequestId, WorkerId
 from common.rpc import error_boundary, time_left_s
+from common.timing_wire import timing_to_proto
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import inference_pb2 as pb
-from kvrelay.v1 import inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc
+from kvrelay.v1 import inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc, worker_pb2
 from router.demand import REMEMBERED_S
-from router.demand_report import demand_report
 from router.explain import explain
 from router.facts import Endpoint
 from router.front_door import Caller, FrontDoor
 from router.member import Member, WorkerState
+from router.parts import RouterParts
 from router.placement.decisions import CAPACITY
+from router.pool_timing import MIN_SAMPLES
 from router.tenants import Tenant
 
 STATUS_TIMEOUT_S = 1.0
@@ -37,7 +41,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Serves clients."""
 
     def __init__(self, door: FrontDoor, *, http_port: int = 0, is_encrypted: bool = False) -> None:
-        """For the status: where the other door is, 0 if there is none, and whether both are TLS."""
+        """The status shows `http_port`, 0 without an HTTP door, and whether both doors use TLS."""
         self._is_encrypted = is_encrypted
         self._door = door
         self._parts = door.parts
@@ -57,7 +61,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                             await door.merging.over()
 
     def _identify(self, context: Context) -> Tenant:
-        """Return who is calling. Raises Unauthenticated."""
+        """Return the tenant that calls. Raises Unauthenticated."""
         return self._door.identify(context.invocation_metadata())
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: D102
@@ -110,7 +114,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         async with error_boundary(context, "RecordTraffic"):
             tenant, duration_s = self._identify(context), request.duration_s
             if not 0 <= duration_s < math.inf:
-                raise InvalidRequest(f"{duration_s:g} is no number of seconds", field="duration_s")
+                raise InvalidRequest(f"{duration_s:g} is not a number of seconds", field="duration_s")
             recordings = self._parts.orchestrator.recordings
             with recordings.open(tenant.name, duration_s=duration_s or math.inf) as recording:
                 await context.write(recording.message())
@@ -145,7 +149,7 @@ async def _view(member: Member, timeout_s: float) -> pb.WorkerView:
         worker_id=endpoint.worker_id, address=endpoint.address, state=member.state_text, role=endpoint.role
     )
     if member.state is WorkerState.READY:
-        with suppress(KvrelayError):  # unreachable just now: its absent status tells
+        with suppress(KvrelayError):  # unreachable for now: the view shows no status
             view.status.CopyFrom(await member.client.status(timeout_s=timeout_s))
     return view
 
@@ -164,7 +168,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         async with error_boundary(context, "GetDemand"):
             if not 1 <= request.window_s <= REMEMBERED_S:
                 raise InvalidRequest(f"{request.window_s:g} is not from 1 to {REMEMBERED_S}", field="window_s")
-            return demand_report(self._parts, window_s=request.window_s)
+            return _demand_report(self._parts, window_s=request.window_s)
 
     async def SetWorkers(  # noqa: D102
         self, request: router_admin_pb2.SetWorkersRequest, context: Context
@@ -186,7 +190,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
 
 
 def _endpoints(workers: Sequence[router_admin_pb2.WorkerEndpoint]) -> list[Endpoint]:
-    """Return the membership. Raises InvalidRequest."""
+    """Return the checked membership. Raises InvalidRequest."""
     if len(workers) > MAX_WORKERS:
         raise InvalidRequest(f"{len(workers)} workers; at most {MAX_WORKERS}", field="workers")
     endpoints: dict[WorkerId, Endpoint] = {}
@@ -208,3 +212,31 @@ def _endpoints(workers: Sequence[router_admin_pb2.WorkerEndpoint]) -> list[Endpo
             raise InvalidRequest(f"address {worker.address!r} is not host:port", field=f"{field}.address")
         endpoints[worker_id] = Endpoint(worker_id=worker_id, role=worker.role, address=worker.address)
     return list(endpoints.values())
+
+
+def _demand_report(parts: RouterParts, *, window_s: float) -> router_admin_pb2.GetDemandResponse:
+    """Return the demand of the last `window_s` seconds and every worker as this router knows it."""
+    admission = parts.admission
+    demand = parts.orchestrator.demand.demand(
+        window_s, num_queued=admission.num_queued, num_queued_tokens=admission.num_queued_tokens
+    )
+    return router_admin_pb2.GetDemandResponse(
+        demand=demand_to_proto(demand), workers=[_condition(member) for member in parts.fleet.members]
+    )
+
+
+def _condition(member: Member) -> router_admin_pb2.WorkerCondition:
+    endpoint, facts = member.endpoint, member.facts
+    condition = router_admin_pb2.WorkerCondition(
+        worker_id=endpoint.worker_id,
+        role=endpoint.role,
+        is_serving=member.state is WorkerState.READY and not member.is_draining,
+        is_draining=member.is_draining,
+        load=member.report,
+        block_size=0 if facts is None else facts.block_size,
+    )
+    timing = member.timing
+    own = timing.prefill if endpoint.role == worker_pb2.WORKER_ROLE_PREFILL else timing.decode
+    if own.num_samples >= MIN_SAMPLES:  # otherwise a guess
+        condition.timing.CopyFrom(timing_to_proto(replace(timing, links={}), {}))
+    return condition

@@ -1,4 +1,4 @@
-"""Prometheus metrics by tenant. Labels are bounded: tenants beyond the first hundred share one."""
+"""Prometheus metrics by tenant. Labels are bounded: tenants beyond the first hundred share one label."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -15,7 +15,7 @@ _QUEUE_S = (0.01, 0.05, 0.2, 1.0, 5.0, 20.0, 60.0)
 
 
 class TenantMetrics(Collector):
-    """Event loop only; a scrape reads from a thread of its own."""
+    """Counters and gauges of tenants. Event loop only; a scrape reads from another thread."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._labels: dict[str, str] = {}
@@ -32,7 +32,7 @@ class TenantMetrics(Collector):
         registry.register(self)
 
     def watch(self, read_accounts: Callable[[], Iterable[Account]]) -> None:
-        """Export what the accounts hold at each scrape."""
+        """Export gauges of the accounts at each scrape."""
         self._read_accounts = read_accounts
 
     def count_refusal(self, tenant: str, cause: RefusalCause) -> None:
@@ -40,18 +40,18 @@ class TenantMetrics(Collector):
         self._refusals.labels(self._label(tenant), cause.value).inc()
 
     def count_service(self, tenant: str, service: Service) -> None:
-        """Count what a request got."""
+        """Count the tokens that a request got."""
         label = self._label(tenant)
         self._tokens.labels(label, "prompt_computed").inc(service.num_prompt_tokens - service.num_cached_tokens)
         self._tokens.labels(label, "prompt_cached").inc(service.num_cached_tokens)
         self._tokens.labels(label, "output").inc(service.num_output_tokens)
 
     def observe_queue(self, tenant: str, seconds: float) -> None:
-        """Take the time that a request waited for its first plan."""
+        """Observe the time that a request waited for its first plan."""
         self._queue.labels(self._label(tenant)).observe(seconds)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Return the gauges of now, for a scrape."""
+        """Yield the current gauges, for a scrape."""
         queued = GaugeMetricFamily("kvrelay_tenant_requests_queued", "Requests without a plan", labels=["tenant"])
         active = GaugeMetricFamily("kvrelay_tenant_requests_active", "Requests with a plan", labels=["tenant"])
         counts: dict[str, tuple[int, int]] = {}

@@ -1,15 +1,15 @@
-"""Tenants: whose request it is, what they may use, and what keeps their KV apart."""
+"""Tenants: their shares and limits, and the salts that keep their KV apart."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """One tenant's share and limits; None: no limit of its own."""
+    """Share and limits of one tenant; None: no limit of its own."""
 
     name: str
     weight: float = 1.0
-    """Share of the fleet's work, relative to the other tenants that wait."""
+    """Share of the fleet's work relative to the other waiting tenants."""
     max_queued: int | None = None
     """Requests that wait for a plan."""
     max_concurrent: int | None = None
@@ -18,7 +18,7 @@ class Tenant:
     tokens_per_min: float | None = None
     """Prompt and output together, cached ones included."""
     max_priority: int = 0
-    """A request that claims more gets this."""
+    """Highest priority; a request that claims more gets this one."""
     is_operator: bool = False
     """Whether it may ask for the status of the whole cluster."""
     cache_salt: str = ""
@@ -26,4 +26,4 @@ class Tenant:
 
 
 ANYBODY = Tenant(name="default", is_operator=True)
-"""Everybody, where nobody has to say who they are."""
+"""The tenant of all callers when there is no authentication."""

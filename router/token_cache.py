@@ -1,13 +1,13 @@
-"""What is known of conversations' beginnings, so that the next turn tokenizes and hashes only what is new.
+"""A cache of tokenized beginnings of conversations, so that the next turn tokenizes and hashes only what is new.
 
-A rendered conversation is cut right behind special tokens of the chat template: a tokenizer takes those out of the
-text before anything else and treats what lies between them apart, so nothing is ever merged across such a cut, and
+A rendered conversation is cut right behind special tokens of the chat template: a tokenizer takes these out of the text
+before anything else and treats the pieces between them separately, so nothing is ever merged across such a cut, and
 
     ids(text) = ids(text[:cut]) + ids(text[start of the special token:])[1:]
 
-(the second part begins with the special token, not behind it: some tokenizers treat the first piece of a text in a way
-of its own). The ids up to the last cut are kept, under a keyed hash of the text before it, and those of the next turn
-are looked up from its last cut backwards. Callers in different *scopes* never meet, neither in ids nor in times.
+(The second part begins with the special token, not behind it, because some tokenizers treat the first piece of a text
+differently.) The ids up to the last cut are kept under a keyed hash of the text before it; the next turn is looked up
+from its last cut backwards. Callers in different *scopes* share nothing, neither ids nor times.
 """
 
 import hashlib
@@ -25,15 +25,15 @@ from common.ids import HashRoot
 from common.tokens import TokenArray
 
 MIN_CACHED_TOKENS = 64
-"""Shorter beginnings are not worth their place."""
+"""Shorter beginnings are not kept."""
 _BYTES_PER_TOKEN = 6
-"""4 of its id, and of its block's hash with the smallest blocks in use."""
+"""4 bytes for the id; the rest for the block's hash with the smallest blocks in use."""
 _BYTES_PER_PREFIX = 600
 
 
 @dataclass(slots=True, eq=False)
 class KnownPrefix:
-    """The ids of a text's beginning, and their block hashes once somebody has computed them."""
+    """The ids of a text's beginning, and their block hashes once computed."""
 
     token_ids: TokenArray
     root: HashRoot | None = None
@@ -43,14 +43,14 @@ class KnownPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A tokenized prompt. `known` is what its beginning was found in, `kept` what was kept of it for the next turn."""
+    """A tokenized prompt. `known` is the cached beginning that was found, `kept` the one kept for the next turn."""
 
     token_ids: TokenArray
     known: KnownPrefix | None = None
     kept: KnownPrefix | None = None
 
     def hashes(self, *, root: HashRoot, block_size: int) -> BlockHashes:
-        """Return the hashes of all full blocks; hashes only the blocks that are new. Event loop only."""
+        """Return the hashes of all full blocks, hashing only the new ones. Event loop only."""
         known, hashes = self.known, BlockHashes()
         if known is not None and (known.root, known.block_size) == (root, block_size):
             hashes = known.hashes
@@ -68,7 +68,7 @@ class Cut:
     """A place where a text may be cut."""
 
     start: int
-    """Of the special token before it, in characters."""
+    """Start of the special token before the cut, in characters."""
     end: int
     token_id: int
 
@@ -86,12 +86,12 @@ class Cuts:
             content: token_id
             for content, (token_id, token) in added.items()
             if token.special
-            and not (token.lstrip or token.rstrip)  # it takes neighbouring spaces along
+            and not (token.lstrip or token.rstrip)  # strips neighbouring spaces
             and not any(other != content and other.startswith(content) for other in added)
         }
         if any(token.single_word for _token_id, token in added.values()):
-            self._ids = {}  # whether such a token counts depends on the characters around it
-        # As the tokenizer looks for them: the leftmost, and of those that begin there the longest.
+            self._ids = {}  # such a token depends on the characters around it
+        # Like the tokenizer: the leftmost match, and of several there the longest.
         longest_first = sorted(added, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if self._ids else None
 
@@ -133,7 +133,7 @@ class TokenCache:
         return found
 
     def find(self, digests: list[bytes]) -> tuple[int, KnownPrefix] | None:
-        """Return the last of the digests that is known, by its place, with its beginning."""
+        """Return the position of the last known digest, with its beginning."""
         with self._lock:
             for place in range(len(digests) - 1, -1, -1):
                 known = self._prefixes.get(digests[place])
@@ -143,7 +143,7 @@ class TokenCache:
         return None
 
     def keep(self, digest: bytes, prefix: KnownPrefix) -> None:
-        """Remember a beginning; forget those used longest ago when there are too many."""
+        """Keep a beginning; drop the least recently used ones beyond the bound."""
         with self._lock:
             previous = self._prefixes.pop(digest, None)
             if previous is not None:

@@ -1,8 +1,7 @@
 """The model's tokenizer and chat template, read from its folder. No torch, no transformers.
 
-Tokenizing 64 kB takes 11 ms, and the library's `encode` keeps the interpreter lock all that time; `encode_batch_fast`
-releases it. So that one is used, on threads of its own, which tenants share fairly (fair_threads.py), and the event
-loop goes on meanwhile.
+Tokenizing 64 kB takes 11 ms. The library's `encode` holds the interpreter lock all that time; `encode_batch_fast`
+releases it, so the codec uses the latter on threads that tenants share fairly (fair_threads.py).
 """
 
 from collections.abc import Sequence
@@ -23,13 +22,13 @@ from router.token_cache import MIN_CACHED_TOKENS, Cuts, Encoded, KnownPrefix, To
 _NUM_THREADS = 2
 _CHARS_PER_MESSAGE = 128
 _CHARS_PER_TOKEN = 4
-"""What rendering a message, or turning a token into text, costs as much as."""
+"""Characters whose tokenizing costs as much as rendering a message, or as turning a token into text."""
 DEFAULT_CACHE_MIB = 64
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextCodec:
-    """Turns text and conversations into the token ids that transformers' tokenizer gives, and ids into text."""
+    """Turns text and conversations into the same token ids as transformers' tokenizer, and ids into text."""
 
     def __init__(
         self,
@@ -51,12 +50,12 @@ class TextCodec:
 
     @classmethod
     def load(cls, model_dir: Path, *, cache_mib: int = DEFAULT_CACHE_MIB) -> "TextCodec":
-        """Read a Hugging Face folder; blocks for a good 100 ms. Raises ModelNotFound when it cannot be used."""
+        """Read a Hugging Face folder; blocks for more than 100 ms. Raises ModelNotFound when it is unusable."""
         return cls(load_tokenizer(model_dir), load_chat_template(model_dir), cache_mib=cache_mib)
 
     @cached_property
     def probes(self) -> TextProbes:
-        """What it makes of the fixed texts."""
+        """Results for the fixed texts."""
         return text_probes(self.tokenizer, self._chat_template)
 
     @property
@@ -85,9 +84,9 @@ class TextCodec:
     ) -> Encoded:
         """Return the ids of a conversation of (role, content), up to where the assistant's answer begins.
 
-        Special tokens are those that the template writes, and the date is that of `rendered_unix_s`. What an earlier
-        call of the same scope has tokenized of the conversation is not tokenized again; without a scope everything is.
-        Raises InvalidRequest that names the field.
+        Special tokens are those that the template writes, and the date is that of `rendered_unix_s`. The part that an
+        earlier call of the same scope has tokenized is not tokenized again; without a scope everything is. Raises
+        InvalidRequest that names the field.
         """
         template = self._chat_template
         if template is None:
@@ -100,16 +99,16 @@ class TextCodec:
         return await self._threads.run(encode, tenant=tenant, num_chars=num_chars)
 
     def decode_pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
-        """Return the text of each id by itself, its leading space included; part of a character shows as U+FFFD."""
+        """Return the text of each id with its leading space; part of a character shows as U+FFFD."""
         return tuple(self._piece(token_id) for token_id in token_ids)
 
     async def pieces(self, token_ids: Sequence[int], *, tenant: Tenant = ANYBODY) -> tuple[str, ...]:
-        """Return what `decode_pieces` does, off the event loop."""
+        """Return the same as `decode_pieces`, off the event loop."""
         num_chars = _CHARS_PER_TOKEN * len(token_ids)
         return await self._threads.run(partial(self.decode_pieces, token_ids), tenant=tenant, num_chars=num_chars)
 
     async def decode(self, token_ids: Sequence[int], *, tenant: Tenant = ANYBODY) -> str:
-        """Return the text of consecutive ids, special tokens included; ids that are no tokens have none."""
+        """Return the text of consecutive ids, special tokens included; unknown ids have no text."""
         ids = list(token_ids)
         decode = partial(self.tokenizer.decode, ids, skip_special_tokens=False)
         return await self._threads.run(decode, tenant=tenant, num_chars=_CHARS_PER_TOKEN * len(ids))
@@ -123,14 +122,14 @@ class TextCodec:
         return as_tokens(encoding.ids)
 
     def _encode_on(self, text: str, scope: bytes | None) -> Encoded:
-        """Tokenize a rendered conversation from where it is known on."""
+        """Tokenize a rendered conversation from the end of its known beginning."""
         cuts = self._cuts.find(text) if scope is not None else []
         if scope is None or not cuts:
             return Encoded(self._encode(text, add_special_tokens=False))
         digests = self._cache.digests(text, cuts, scope=scope)
         found = self._cache.find(digests)
         place, known = found if found is not None else (-1, None)
-        # From what is known to the last cut, which is kept for the next turn; and from there to the end.
+        # From the known beginning to the last cut, which is kept for the next turn; and from there to the end.
         begins = [cuts[place] if known is not None else None, cuts[-1]]
         texts = [text[begins[0].start if begins[0] is not None else 0 : cuts[-1].end], text[cuts[-1].start :]]
         if place == len(cuts) - 1:

@@ -1,15 +1,15 @@
-"""Recordings of a tenant's traffic: when requests came, how long they were, and which prompts begin alike.
+"""Recordings of a tenant's traffic: arrival times, lengths, and which prompts begin alike.
 
-A recording holds no content and nothing that leads to any. A block's hash could be guessed by whoever guesses its
-tokens and knows the tenant's salt; so what goes out is a keyed hash of it, under a secret that is drawn for the
+A recording holds no content and nothing from which content could be derived. A block hash could be confirmed by a guess
+of its tokens and the tenant's salt, so a recording has a keyed hash of it, under a secret that is drawn for the
 recording and forgotten with it. Two recordings of one prompt have nothing in common.
 
     RecordTraffic ──open──▶ Recording ◀──following── every request of the tenant, from its admission to its end
           ▲                    │
-          └──── next ──────────┘  bounded: when nobody reads, what ends is counted and dropped
+          └──── next ──────────┘  bounded: without a reader, further requests are counted and dropped
 
-A request is noted when it has ended, and only if the recording was already open when it came: what ran at the beginning
-would be there with its long requests and without its short ones.
+A request is noted when it ends, and only if the recording was open when the request arrived; otherwise the beginning of
+a recording would have its long requests without its short ones.
 """
 
 import asyncio
@@ -28,18 +28,18 @@ from kvrelay.v1 import inference_pb2 as pb
 from router.record import Job, RequestRecord
 
 MAX_RECORDINGS = 4
-"""Of one tenant at a time."""
+"""Concurrent recordings of one tenant."""
 MAX_WAITING = 4096
-"""Requests that wait to be read by whoever records."""
+"""Requests that wait for the reader."""
 MAX_WAITING_BYTES = 16 << 20
-"""Of their block hashes."""
+"""Size of the block hashes of waiting requests."""
 KEY_BYTES = 8
 _KEYS_PER_TURN = 256
 """Keys that are made in one turn of the event loop; 0.2 ms."""
 
 
 class Recording:
-    """What one caller records. Event loop only; one reader."""
+    """One recording. Event loop only; one reader."""
 
     def __init__(self, *, started_s: float) -> None:
         self._started_s = started_s
@@ -52,18 +52,18 @@ class Recording:
         self._changed = asyncio.Event()
 
     def finish(self) -> None:
-        """Take no more requests; the recording ends with those that it has taken."""
+        """Take no more requests; the recording ends with those already taken."""
         self._is_taking = False
         self._changed.set()
 
     def take(self, record: RequestRecord) -> bool:
-        """Return whether a request that is about to run belongs to the recording; if so `note` has to follow."""
+        """Return whether a request that is about to run belongs to the recording; if so, `note` must follow."""
         is_taken = self._is_taking and record.life.received_s >= self._started_s
         self._num_followed += is_taken
         return is_taken
 
     def note(self, record: RequestRecord) -> None:
-        """Note a request that was taken and has ended, unless too many wait to be read."""
+        """Note a taken request that has ended; drop it when too many wait for the reader."""
         self._num_followed -= 1
         self._changed.set()
         hashes = _all_hashes(record.job)
@@ -81,7 +81,7 @@ class Recording:
         self._waiting.append((request, hashes))
 
     async def next(self) -> pb.RecordTrafficResponse | None:
-        """Return the next message, the last one without a request; then None."""
+        """Return the message of the next request; None at the end."""
         while not self._waiting:
             if not self._is_taking and not self._num_followed:
                 return None
@@ -93,14 +93,14 @@ class Recording:
         return self.message(request)
 
     def message(self, request: pb.RecordedRequest | None = None) -> pb.RecordTrafficResponse:
-        """Return a message, which tells as well how many requests were dropped so far."""
+        """Return a message with the number of requests dropped so far."""
         return pb.RecordTrafficResponse(request=request, num_dropped=self._num_dropped)
 
     async def _keys(self, hashes: BlockHashes) -> bytes:
         keys = bytearray()
         for position, digest in enumerate(hashes.digests()):
             if position and position % _KEYS_PER_TURN == 0:
-                await asyncio.sleep(0)  # a long prompt holds up nobody's tokens
+                await asyncio.sleep(0)  # a long prompt must not delay tokens
             cipher = self._cipher.copy()
             cipher.update(digest)
             keys += cipher.digest()
@@ -108,7 +108,7 @@ class Recording:
 
 
 class TrafficRecordings:
-    """All recordings that run. Event loop only."""
+    """All open recordings. Event loop only."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -116,12 +116,12 @@ class TrafficRecordings:
 
     @property
     def num_open(self) -> int:
-        """Recordings that run."""
+        """Number of open recordings."""
         return sum(map(len, self._of_tenant.values()))
 
     @contextmanager
     def open(self, tenant: str, *, duration_s: float = math.inf) -> Iterator[Recording]:
-        """Record the tenant's requests in the block; those that come within `duration_s`. Raises Overloaded."""
+        """Record the tenant's requests inside the block, up to `duration_s` seconds. Raises Overloaded."""
         running = self._of_tenant.setdefault(tenant, [])
         if len(running) >= MAX_RECORDINGS:
             raise Overloaded(f"{len(running)} recordings of this tenant run already")
@@ -138,14 +138,14 @@ class TrafficRecordings:
                 del self._of_tenant[tenant]
 
     def finish(self) -> None:
-        """Let all recordings end with the requests that run."""
+        """Let all recordings end with the running requests."""
         for recordings in self._of_tenant.values():
             for recording in recordings:
                 recording.finish()
 
     @contextmanager
     def following(self, record: RequestRecord, tenant: str) -> Iterator[None]:
-        """Note how a request ends that runs in the block."""
+        """Note how the request that runs inside the block ends."""
         recordings = [recording for recording in self._of_tenant.get(tenant, ()) if recording.take(record)]
         try:
             yield
@@ -155,7 +155,7 @@ class TrafficRecordings:
 
 
 def _all_hashes(job: Job) -> BlockHashes:
-    """Return the hashes of the prompt's blocks, that of the partly filled last one included."""
+    """Return the hashes of the prompt's blocks, including the partly filled last one."""
     hashes = job.prompt_hashes
     tail = job.prompt_token_ids[len(hashes) * job.model.block_size :]
     if not tail:

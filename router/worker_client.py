@@ -3,7 +3,6 @@
 import asyncio
 import enum
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import grpc
@@ -34,7 +33,7 @@ class Streams(enum.Enum):
 
 
 class Incoming(Protocol[_Received]):
-    """The messages of one running call. Leaving its `with` block, for whatever reason, cancels what is left of it."""
+    """The messages of one running call. Leaving its `with` block cancels the call if it still runs."""
 
     async def receive(self) -> _Received | None:
         """Return the next message, or None at a good end. Raises the KvrelayError that the peer reported."""
@@ -46,20 +45,18 @@ class Incoming(Protocol[_Received]):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_error: object) -> None: ...
 
 
 class OwnStream(Generic[_Response]):
-    """A call on a stream of its own."""
+    """A call on its own stream."""
 
     def __init__(self, call: "grpc.aio.UnaryStreamCall[Any, _Response]") -> None:
         self._call = call
         self._messages = call.__aiter__()
 
     async def receive(self) -> _Response | None:
-        """Return the next message, or None at a good end. Raises the KvrelayError that the peer reported."""
+        """Return the next message as `Incoming.receive` does."""
         try:
             return await anext(self._messages)
         except StopAsyncIteration:
@@ -68,7 +65,7 @@ class OwnStream(Generic[_Response]):
             raise from_rpc_error(error) from error
 
     async def follow(self, handle: Callable[[_Response], bool]) -> None:
-        """Hand over every further message until `handle` returns True or the call ends well. Raises like `receive`."""
+        """Hand over further messages as `Incoming.follow` does."""
         while (message := await self.receive()) is not None:
             if handle(message):
                 return
@@ -76,14 +73,12 @@ class OwnStream(Generic[_Response]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._call.cancel()
 
 
 async def _answer(call: "grpc.aio.UnaryUnaryCall[Any, _Response]") -> _Response:
-    """Return a call's response. Raises KvrelayError, WorkerLost when the channel is closed meanwhile."""
+    """Return the response of a call. Raises KvrelayError; WorkerLost when the channel is closed in the meantime."""
     try:
         return await call
     except grpc.aio.AioRpcError as error:
@@ -115,7 +110,7 @@ class WorkerClient:
         return (await _answer(self._worker.GetWorkerStatus(request, timeout=timeout_s))).status
 
     def watch(self) -> Incoming[worker_pb2.WatchWorkerResponse]:
-        """Subscribe to events and load; no deadline, because it lasts as long as the worker."""
+        """Subscribe to events and load, without a deadline: the call lasts as long as the worker."""
         return OwnStream(self._worker.WatchWorker(worker_pb2.WatchWorkerRequest()))
 
     def decode(self, request: decode_pb2.DecodeRequest, *, timeout_s: float) -> Incoming[decode_pb2.DecodeResponse]:

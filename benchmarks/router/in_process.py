@@ -29,7 +29,8 @@ from kvrelay.v1 import worker_pb2
 from router.facts import Endpoint, WorkerFacts
 from router.index import PrefixIndex
 from router.parts import RouterParts, build_router
-from router.placement.search import Search, Sought
+from router.placement.chooser import Search
+from router.placement.plans import PlacementRequest
 
 ROOT = hash_root(model_fingerprint="benchmark")
 BLOCK_SIZE = 16
@@ -183,15 +184,14 @@ async def _decide(
     for number in range(220):
         known = rng.choice(prompts)[: num_blocks * 3 // 4]
         hashes = known + random_hashes(rng, num_blocks - len(known))
-        sought = Sought(
+        request = PlacementRequest(
             request_id=RequestId(f"req-{number}"),
             num_tokens=num_tokens,
-            num_samples=1,
             block_size=BLOCK_SIZE,
             hashes=hashes,
         )
         started_s, started_cpu_s = time.perf_counter(), time.thread_time()
-        booking = router.chooser.choose(Search(sought=sought))
+        booking = router.chooser.choose(Search(request=request))
         cpu_s, wall_s = time.thread_time() - started_cpu_s, time.perf_counter() - started_s
         assert not isinstance(booking, Refused), booking
         booking.release()

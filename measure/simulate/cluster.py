@@ -38,10 +38,10 @@ from measure.simulate.records import (
 from measure.simulate.sampler import Sampler
 from measure.simulate.token_log import TokenLog
 from measure.simulate.worker import Pace, SimWorker, Surroundings, simulated_reach
-from router.booking import Booking
 from router.facts import Endpoint
 from router.parts import RouterParts, build_router
-from router.placement.search import Search
+from router.placement.chooser import Search
+from router.placement.decisions import Booking
 
 _WARM_UP_S = 10.0
 """Before the first arrival: routers get to know the workers. Taken off every reported time."""
@@ -183,6 +183,7 @@ class SimCluster:
             self.settings.router,
             clock=VirtualClock(self._loop),
             reach=simulated_reach(self.network.connect_from(f"router-{number}:1")),
+            policy=self.settings.policy,
         )
         router.chooser.choose = _timed(router.chooser.choose, self.choice_s)  # type: ignore[method-assign, assignment]
         return router

@@ -73,6 +73,8 @@ class SimSettings:
     network: NetworkShape = field(default_factory=NetworkShape)
     router: RouterConfig = field(default_factory=RouterConfig)
     """Names the policy."""
+    policy: str | None = None
+    """Policy in place of that one; may be one that only simulations have."""
     report_interval_s: float = 0.1
     """Workers tell routers of load and KV events at most so often."""
     event_lag_s: float = 0.0

@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
@@ -29,14 +29,14 @@ from measure.simulate.timing import FittedTimes, StepTimes
 from measure.simulate.timing_file import read_timing
 from measure.workload.content import ContentWriter
 from measure.workload.traces import Trace, read_trace
+from router.placement.policies.registry import GREEDY_PERFECT_SIGNALS, POLICIES, SIMULATED_POLICIES
 
 MAX_TOKENS = 2048
 """What every request allows: a router cannot know how long an answer will be."""
 
 
-ORACLE = "oracle"
-"""The policy that hears of everything at once and knows how long answers will be."""
-ORACLE_REPORT_INTERVAL_S = 1e-3
+PERFECT_REPORT_INTERVAL_S = 1e-3
+"""For the policy with perfect signals, which also knows how long answers will be."""
 
 
 class ReplayError(Exception):
@@ -124,7 +124,7 @@ class CellResult:
 
 def policy_names() -> tuple[str, ...]:
     """Return every policy that can be compared."""
-    return get_args(RouterConfig.model_fields["policy"].annotation)
+    return (*POLICIES, *SIMULATED_POLICIES)
 
 
 def load_trace(settings: ReplaySettings) -> Trace:
@@ -179,7 +179,7 @@ def read_requests(folder: Path) -> Iterator[RequestResult]:
 
 
 def _simulation(settings: ReplaySettings, cell: Cell) -> tuple[ClusterShape, SimSettings]:
-    is_oracle = cell.policy == ORACLE
+    is_perfect = cell.policy == GREEDY_PERFECT_SIGNALS
     times, timing, kv_bytes_per_token = _hardware(settings)
     link = timing.links[None]
     shape = ClusterShape(
@@ -197,9 +197,10 @@ def _simulation(settings: ReplaySettings, cell: Cell) -> tuple[ClusterShape, Sim
         prefill_timing=timing,
         decode_timing=timing,
         network=NetworkShape(kv_bytes_per_s=link.bytes_per_s),
-        router=RouterConfig.model_validate({"policy": cell.policy, "shed": settings.shed}),
-        report_interval_s=ORACLE_REPORT_INTERVAL_S if is_oracle else settings.report_interval_s,
-        event_lag_s=0.0 if is_oracle else settings.event_lag_s,
+        router=RouterConfig.model_validate({"shed": settings.shed}),
+        policy=cell.policy,
+        report_interval_s=PERFECT_REPORT_INTERVAL_S if is_perfect else settings.report_interval_s,
+        event_lag_s=0.0 if is_perfect else settings.event_lag_s,
         itl_slo_s=settings.slo.itl_s,
         seed=settings.seed,
     )
@@ -216,8 +217,8 @@ def _hardware(settings: ReplaySettings) -> tuple[StepTimes, TimingModel, int]:
 
 
 def _arrivals(settings: ReplaySettings, cell: Cell, trace: Trace) -> Iterator[Arrival]:
-    """Yield the requests; every one states its objective and, but to the oracle, allows an answer of any length."""
-    max_tokens = 1 if cell.policy == ORACLE else max(1, MAX_TOKENS // settings.shrink)
+    """Yield the requests; each states its objective and, but for perfect signals, allows an answer of any length."""
+    max_tokens = 1 if cell.policy == GREEDY_PERFECT_SIGNALS else max(1, MAX_TOKENS // settings.shrink)
     writer = ContentWriter(seed=settings.seed)
     for request in trace.requests:
         yield Arrival(

@@ -1,4 +1,4 @@
-"""What one tenant uses just now, and what its limits say to more."""
+"""Accounts of tenants: current use, and whether the limits allow more."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -11,52 +11,52 @@ if TYPE_CHECKING:
     from router.admission.ticket import Ticket
 
 GUESSED_OUTPUT_TOKENS = 256.0
-"""Length of an answer as long as the tenant has had none."""
+"""Assumed length of a tenant's first answer."""
 MAX_INQUIRIES = 256
-"""Calls of one tenant that only tokenize, at once."""
+"""Concurrent calls of one tenant that only tokenize."""
 _OUTPUT_WEIGHT = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """What a request got, or is expected to get."""
+    """Tokens that a request got, or is expected to get."""
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    """Of the prompt: those that were not computed."""
+    """Prompt tokens that were not computed."""
     num_output_tokens: int = 0
     num_samples: int = 1
 
     @property
     def num_tokens(self) -> int:
-        """What counts against a token rate."""
+        """Tokens that count against a token rate."""
         return self.num_prompt_tokens + self.num_output_tokens
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Account:
-    """One tenant's books. Event loop only."""
+    """Account of one tenant. Event loop only."""
 
     tenant: Tenant
     requests: TokenBucket | None
     tokens: TokenBucket | None
     pace: Pace = field(default_factory=Pace)
     waiting: "dict[int, Ticket]" = field(default_factory=dict)
-    """Requests without a plan so far, by number, in order of arrival."""
+    """Requests without a plan, by number, in order of arrival."""
     num_active: int = 0
     """Requests that have had a plan and have not ended."""
     num_inquiries: int = 0
-    """Calls that only tokenize, and have not ended."""
+    """Running calls that only tokenize."""
     mean_output_tokens: float = GUESSED_OUTPUT_TOKENS
 
     @property
     def num_queued(self) -> int:
-        """Requests without a plan so far. Any thread."""
+        """Requests without a plan. Any thread."""
         return len(self.waiting)
 
     @property
     def is_full(self) -> bool:
-        """Whether it has as many requests with a plan as it may."""
+        """Whether the tenant has all the requests with a plan that it may have."""
         return self.tenant.max_concurrent is not None and self.num_active >= self.tenant.max_concurrent
 
     def expected_output_tokens(self, *, at_most: int) -> int:
@@ -64,7 +64,7 @@ class Account:
         return max(1, min(round(self.mean_output_tokens), at_most))
 
     def take_request(self, now_s: float) -> Refused | None:
-        """Count a request that comes now, before anything is known of its size; or say why not."""
+        """Count a request that arrives now, before its size is known; or return why not."""
         name, limit = self.tenant.name, self.tenant.max_queued
         if limit is not None and self.num_queued >= limit:
             reason = f"tenant {name}: {self.num_queued} requests are waiting; its limit is {limit}"
@@ -74,7 +74,7 @@ class Account:
         return self._take_rate(now_s)
 
     def take_inquiry(self, now_s: float) -> Refused | None:
-        """Count a call that only tokenizes, at the rate of requests; or say why not."""
+        """Count a call that only tokenizes against the request rate; or return why not."""
         if self.num_inquiries >= MAX_INQUIRIES:
             reason = f"tenant {self.tenant.name}: {self.num_inquiries} calls tokenize; the limit is {MAX_INQUIRIES}"
             return Refused(reason=reason, retry_after_s=UNKNOWN_RETRY_S, cause=RefusalCause.TENANT_QUEUE_FULL)
@@ -92,7 +92,7 @@ class Account:
         return None
 
     def take_tokens(self, num_tokens: int, now_s: float) -> Refused | None:
-        """Count the tokens that a request is expected to take; or say why not, and count it as never having come."""
+        """Count the expected tokens of a request; or take the request back and return why not."""
         refused = self._check_tokens(num_tokens, now_s)
         if refused is None:
             self.correct_tokens(num_tokens, now_s)
@@ -101,12 +101,12 @@ class Account:
         return refused
 
     def give_back_request(self, now_s: float) -> None:
-        """Count one that was taken as never having come."""
+        """Count a request that was taken as if it had never arrived."""
         if self.requests is not None:
             self.requests.take(-1, now_s)
 
     def correct_tokens(self, num_tokens: int, now_s: float) -> None:
-        """Count tokens that were used beyond the expectation; fewer than expected: a negative number."""
+        """Count tokens used beyond the expectation; a negative number gives tokens back."""
         if self.tokens is not None:
             self.tokens.take(num_tokens, now_s)
 
@@ -123,7 +123,7 @@ class Account:
 
 
 def open_account(tenant: Tenant, *, now_s: float) -> Account:
-    """Return empty books with full buckets."""
+    """Return an account without requests and with full buckets."""
 
     def bucket(per_min: float | None) -> TokenBucket | None:
         return None if per_min is None else TokenBucket(per_min=per_min, now_s=now_s)

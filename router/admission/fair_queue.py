@@ -1,20 +1,20 @@
-"""The order of the line: weighted fair between tenants, size-aware with ageing inside one.
+"""The order of the line: weighted fair between tenants, size-aware with ageing within one.
 
 Between tenants: the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024).
 Each tenant has a counter of the tokens that it was served, divided by its weight; the waiting tenant with the lowest
-counter goes next. A tenant that comes back after a pause is lifted to the lowest counter among those that wait, so
-that it cannot save up its share. Then the weighted service of two tenants that both keep waiting differs by no more
-than what is in flight at once, whatever their requests look like.
+counter goes next. A tenant that comes back after a pause is lifted to the lowest counter of the waiting ones, so it
+cannot save up its share. The weighted service of two tenants that both keep waiting then differs by no more than what
+is in flight at once, whatever their requests look like.
 
-Inside a tenant: higher priority first; then least `work_s + AGEING * due_s`. What is due is the latest moment at which
-the computation may begin and still bring the first token in time; without an objective, the arrival. A long prompt
-gives way to short ones, but only to those that come within `work_s / AGEING` seconds after it. Everybody ages alike, so
-that the order of two that wait never changes, and a heap holds it.
+Within a tenant: higher priority first; then least `work_s + AGEING * due_s`, where `due_s` is the latest time at which
+the computation may begin and still be in time for the first token; without an objective, the arrival. A long prompt
+gives way to short ones, but only to those that arrive within `work_s / AGEING` seconds after it. Requests age alike,
+so the order of two waiting requests never changes, and a heap holds it.
 
-Who cannot be in time any more stands behind all who can: under overload, serving everybody late serves nobody. They go
-in order of arrival when nobody else waits, and every LATE_TURN-th time even when others do, so that nobody starves.
+Requests that are too late for their objective go behind all others: under overload, serving every request late serves
+none. They go in order of arrival when no others wait, and at every LATE_TURN-th grant in any case, so none starves.
 
-Every operation costs O(log n + tenants), however many wait.
+Every operation costs O(log n + tenants) for n waiting requests.
 """
 
 import heapq
@@ -26,11 +26,11 @@ from typing import Generic, TypeVar
 AGEING = 0.3
 """Seconds of prefill that a second of waiting outweighs."""
 LATE_TURN = 64
-"""Of so many plans of a tenant, one is for somebody who is late already."""
+"""Out of this many plans of a tenant, one goes to a request that is late already."""
 PROMPT_TOKEN_COST = 1.0
 OUTPUT_TOKEN_COST = 2.0
 FIRST = ""
-"""Those that stand before all newcomers, for `pop(skipping=…)`."""
+"""Name of the queue before all newcomers, for `pop(skipping=…)`."""
 _MIN_STALE = 64
 
 T = TypeVar("T")
@@ -38,35 +38,35 @@ Rank = tuple[float, ...]
 
 
 def rank(*, priority: int, work_s: float, due_s: float, number: int) -> Rank:
-    """Return the key of a request inside its tenant; low goes first, and no two are equal."""
+    """Return the key of a request within its tenant; low goes first, and no two keys are equal."""
     return (-priority, work_s + AGEING * due_s, number)
 
 
 @dataclass(slots=True, eq=False)
 class Place(Generic[T]):
-    """Somebody's place in line."""
+    """The place of one item in line."""
 
     item: T
     tenant: str
-    """"" for those that stand before all newcomers."""
-    line: "_Line[T]"
+    """FIRST for items before all newcomers."""
+    queue: "_TenantQueue[T]"
     rank: Rank
     due_s: float = math.inf
-    """When it is too late to be in time."""
+    """Time after which the item is late."""
     is_waiting: bool = False
-    """In the line just now; `pop` takes out."""
+    """Whether it is in line; `pop` takes it out."""
 
 
 @dataclass(slots=True, eq=False)
-class _Line(Generic[T]):
-    """Those of one tenant."""
+class _TenantQueue(Generic[T]):
+    """Items of one tenant."""
 
     weight: float
     heap: list[tuple[Rank, int, Place[T]]] = field(default_factory=list)
-    """With places that are no longer waited in. Samples of one request that lost their workers rank alike: among them
-    who came first goes first."""
+    """Includes places that are no longer waiting. The second entry breaks ties by arrival: samples of one request that
+    lost their workers have equal ranks."""
     late: list[tuple[Rank, int, Place[T]]] = field(default_factory=list)
-    """Those that cannot be in time any more."""
+    """Items that were found late."""
     num_added: int = 0
     num_waiting: int = 0
     num_granted: int = 0
@@ -117,96 +117,96 @@ class _Line(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Everybody in line. Event loop only."""
+    """All items in line. Event loop only."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, _Line[T]] = {}
-        self._first: _Line[T] = _Line(weight=1.0)
+        self._queues: dict[str, _TenantQueue[T]] = {}
+        self._first: _TenantQueue[T] = _TenantQueue(weight=1.0)
         self._last_left = self._first
-        """Who ceased to wait last: what a newcomer to an empty line is lifted to."""
+        """Queue that emptied last; its counter is the floor for newcomers to an empty line."""
 
     def __len__(self) -> int:
-        return self._first.num_waiting + sum(line.num_waiting for line in self._lines.values())
+        return self._first.num_waiting + sum(queue.num_waiting for queue in self._queues.values())
 
     @property
     def num_first(self) -> int:
-        """Those that stand before all newcomers."""
+        """Number of items before all newcomers."""
         return self._first.num_waiting
 
     def add_tenant(self, name: str, *, weight: float) -> None:
         """Make a tenant known. Harmless when repeated."""
-        if name not in self._lines:
-            self._lines[name] = _Line(weight=weight)
+        if name not in self._queues:
+            self._queues[name] = _TenantQueue(weight=weight)
 
     def counter(self, tenant: str) -> float:
         """Return the tenant's weighted service."""
-        return self._lines[tenant].counter
+        return self._queues[tenant].counter
 
     def push(self, item: T, *, tenant: str, rank: Rank, due_s: float = math.inf) -> Place[T]:
-        """Let a newcomer stand in its tenant's line; after `due_s` it stands behind those who can still be in time."""
-        line = self._lines[tenant]
-        if not line.contends:
-            self._lift(line)
-        place = Place(item, tenant, line, rank, due_s)
-        line.add(place)
+        """Add a newcomer to the queue of its tenant; after `due_s` it goes behind those that are not late."""
+        queue = self._queues[tenant]
+        if not queue.contends:
+            self._lift(queue)
+        place = Place(item, tenant, queue, rank, due_s)
+        queue.add(place)
         return place
 
     def push_first(self, item: T, *, number: int) -> Place[T]:
-        """Let somebody who was on already stand before all newcomers, in order of `number`."""
+        """Add an item that was served before in front of all newcomers, in order of `number`."""
         place = Place(item, FIRST, self._first, (number,))
         self._first.add(place)
         return place
 
     def pop(self, *, now_s: float, skipping: Container[str] = ()) -> Place[T] | None:
-        """Take out who goes next, of the tenants that are not skipped; None when there is nobody."""
+        """Take out the next item of the tenants that are not skipped; None when there is none."""
         if self._first.num_waiting and FIRST not in skipping:
             return self._first.take(now_s)
-        lines = [line for name, line in self._lines.items() if line.contends and name not in skipping]
-        if not lines:
+        queues = [queue for name, queue in self._queues.items() if queue.contends and name not in skipping]
+        if not queues:
             return None
-        line = min(lines, key=lambda line: line.counter)
-        place = line.take(now_s)
-        self._note_left(line)
+        queue = min(queues, key=lambda queue: queue.counter)
+        place = queue.take(now_s)
+        self._note_left(queue)
         return place
 
     def grant(self, place: Place[T]) -> None:
-        """Who was taken out last has got what it waited for."""
-        place.line.num_granted += 1
+        """Note that an item that was taken out has been served."""
+        place.queue.num_granted += 1
 
     def restore(self, place: Place[T]) -> None:
-        """Put somebody who was taken out back, at the same place. No more than a look: the counters stay."""
-        place.line.add(place)
+        """Put an item that was taken out back at the same place; the counters stay as they are."""
+        place.queue.add(place)
 
     def discard(self, place: Place[T]) -> None:
-        """Somebody leaves the line. Harmless for one who is not in it."""
+        """Remove an item. Harmless when it is not in line."""
         if place.is_waiting:
-            place.line.remove(place)
-            self._note_left(place.line)
+            place.queue.remove(place)
+            self._note_left(place.queue)
 
     def charge(self, tenant: str, cost: float) -> None:
-        """Count service of the tenant, or take back what was counted too much: tokens, weighted by their cost."""
-        line = self._lines[tenant]
-        line.counter += cost / line.weight
+        """Count service of the tenant, in tokens weighted by their cost; a negative cost takes back."""
+        queue = self._queues[tenant]
+        queue.counter += cost / queue.weight
 
     def hold(self, tenant: str) -> None:
-        """Let nobody of the tenant go next until `release`: it has all that it may have at once."""
-        line = self._lines[tenant]
-        line.is_held = True
-        self._note_left(line)
+        """Skip the tenant until `release`, because it has all that it may have at once."""
+        queue = self._queues[tenant]
+        queue.is_held = True
+        self._note_left(queue)
 
     def release(self, tenant: str) -> None:
-        """End a hold; the tenant comes back as after a pause."""
-        line = self._lines[tenant]
-        if line.is_held:
-            self._lift(line)
-            line.is_held = False
+        """End a hold; the tenant returns as after a pause."""
+        queue = self._queues[tenant]
+        if queue.is_held:
+            self._lift(queue)
+            queue.is_held = False
 
-    def _lift(self, line: _Line[T]) -> None:
+    def _lift(self, queue: _TenantQueue[T]) -> None:
         lowest = min(
-            (other.counter for other in self._lines.values() if other.contends), default=self._last_left.counter
+            (other.counter for other in self._queues.values() if other.contends), default=self._last_left.counter
         )
-        line.counter = max(line.counter, lowest)
+        queue.counter = max(queue.counter, lowest)
 
-    def _note_left(self, line: _Line[T]) -> None:
-        if line is not self._first and not line.contends:
-            self._last_left = line
+    def _note_left(self, queue: _TenantQueue[T]) -> None:
+        if queue is not self._first and not queue.contends:
+            self._last_left = queue

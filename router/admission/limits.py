@@ -1,11 +1,11 @@
-"""Rates: what a tenant may use, and how fast the line moves. Time is handed in, in seconds of one monotonic clock."""
+"""Rate limits, and the pace of the line. Callers pass the time, in seconds of one monotonic clock."""
 
 import math
 
 MIN_RETRY_S = 0.05
 MAX_RETRY_S = 60.0
 UNKNOWN_RETRY_S = 1.0
-"""Advice as long as nothing was measured."""
+"""Advice while nothing has been measured."""
 _MEMORY_S = 10.0
 
 
@@ -17,8 +17,8 @@ def retry_after(seconds: float) -> float:
 class TokenBucket:
     """A rate limit that holds one minute's worth and lets a single request overdraw it.
 
-    A request is let in while the bucket holds its cost, or is full: one that is larger than the bucket has to wait
-    until everything before it is paid for, but is not locked out for ever.
+    A request passes while the bucket holds its cost or is full: a request larger than the bucket waits until everything
+    before it is paid for, but is not locked out for ever.
     """
 
     def __init__(self, *, per_min: float, now_s: float) -> None:
@@ -28,12 +28,12 @@ class TokenBucket:
         self._filled_s = now_s
 
     def wait_s(self, cost: float, now_s: float) -> float:
-        """Return after how long `cost` may be taken; 0: now."""
+        """Return how long it takes until `cost` may be taken; 0: now."""
         self._fill(now_s)
         return max(0.0, (min(cost, self._capacity) - self._level) / self._per_s)
 
     def take(self, cost: float, now_s: float) -> None:
-        """Take the cost, below zero if need be; a negative one gives back."""
+        """Take the cost, below zero if need be; a negative cost gives back."""
         self._fill(now_s)
         self._level = min(self._level - cost, self._capacity)
 
@@ -43,10 +43,10 @@ class TokenBucket:
 
 
 class Pace:
-    """Measures how fast a line moves, and promises its coming free places, one to each of those that find it full.
+    """Measures how fast a line moves, and promises each coming free place to one request that finds the line full.
 
-    The pace is departures per second while somebody waits, both forgotten with the time constant `_MEMORY_S`; a line
-    that has stood still for longer than its usual gap is as slow as that.
+    The pace is departures per second of waiting, both forgotten with the time constant `_MEMORY_S`. A line that has
+    stood still for longer than its usual gap counts as that slow.
     """
 
     def __init__(self) -> None:
@@ -56,11 +56,11 @@ class Pace:
         self._promised_s = 0.0
 
     def begin(self, now_s: float) -> None:
-        """Somebody waits in a line that was empty."""
+        """Note that a request waits in a line that was empty."""
         self._forget(now_s)
 
     def depart(self, now_s: float) -> None:
-        """Somebody has left the line for a worker."""
+        """Note that a request has left the line for a worker."""
         gap_s = now_s - self._last_s
         self._forget(now_s)
         self._waited_s += gap_s
@@ -73,7 +73,7 @@ class Pace:
         return max(self._waited_s / self._num_departed, now_s - self._last_s)
 
     def promise_s(self, now_s: float) -> float:
-        """Return when to come back: the k-th that asks is sent to the k-th place that comes free."""
+        """Return the pause before the next try: the k-th caller is sent to the k-th place that becomes free."""
         self._promised_s = min(max(self._promised_s, now_s) + self.gap_s(now_s), now_s + MAX_RETRY_S)
         return retry_after(self._promised_s - now_s)
 

@@ -1,18 +1,18 @@
-"""Who gets a plan, and when.
+"""Admission: which request gets a plan, and when.
 
-1. `admit`: a request gets a *ticket*, or a refusal: the line or its tenant's part of it is full, or a rate is used up.
-   This costs nothing, and comes before anything is tokenized. `take_tokens` follows when its size is known. When the
-   line is full a newcomer may displace a request of a tenant that has more than its share of it (displacement.py).
-2. `place`: it stands in line (fair_queue.py) until the chooser books a plan for it. Those that had a plan before and
-   lost it stand before all newcomers, in order of arrival.
-3. The line is served whenever the fleet changes, a request ends or an exclusion expires; there is no polling. When
-   whoever is next finds no plan, those behind may go ahead, a few of each tenant being asked. Who was overtaken
-   MAX_OVERTAKEN times is waited for.
-4. What a request really got corrects what its tenant was charged when the plan was made: `correct_cached` when its
-   prompt begins, `settle` when it ends.
+1. `admit`: a request gets a *ticket*, or a refusal because the line or its tenant's share is full or a rate is used up.
+   This is cheap and happens before anything is tokenized; `take_tokens` follows when the size is known. In a full line
+   a newcomer may displace a request of a tenant that has more than its share (displacement.py).
+2. `place`: the request waits in line (fair_queue.py) until the chooser books a plan for it. Requests that lost a plan
+   go before all newcomers, in order of arrival.
+3. The line is served whenever the fleet changes, a request ends or an exclusion expires; there is no polling. When the
+   next request finds no plan, a few of each tenant behind it may go ahead, until it has been overtaken MAX_OVERTAKEN
+   times.
+4. What a request really got corrects what its tenant was charged for the plan: `correct_cached` when its prompt begins,
+   `settle` when it ends.
 
-A worker that refuses a request is not asked again for it until its load has changed since, or the time that it named
-has passed (chooser.py). A refusal is final when waiting cannot help (placement/feasibility.py).
+A worker that refuses a request is offered it again only when its load has changed or the time that it named has passed
+(chooser.py). A refusal is final when waiting cannot help (placement/feasibility.py).
 """
 
 import asyncio
@@ -29,19 +29,19 @@ from router.admission.displacement import account_above
 from router.admission.fair_queue import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, FairQueue, Place, rank
 from router.admission.limits import Pace
 from router.admission.terms import NO_TERMS, Terms
-from router.admission.ticket import Seeker, Ticket
-from router.booking import Booking
+from router.admission.ticket import QueuedRequest, Ticket
 from router.fleet import Fleet
 from router.placement.chooser import Chooser
+from router.placement.decisions import Booking
 from router.tenant_metrics import TenantMetrics
 from router.tenants import ANYBODY, Tenant
 
 MAX_CANDIDATES = 4
-"""Of each tenant that are asked when nobody before them found a plan."""
+"""Requests of each tenant that are tried when none before them found a plan."""
 MAX_OVERTAKEN = 32
-"""Plans that may be given to others past one that waits for its own."""
+"""Plans that requests behind a waiting one may get before it."""
 MIN_BUSY_S = 0.005
-"""Shortest pause before somebody who waits for one busy worker is asked again."""
+"""Shortest pause before a request that waits for one busy worker is tried again."""
 
 
 class Admission:
@@ -61,19 +61,19 @@ class Admission:
         self._num_refused = 0
         self._num_changes = 0
         self._accounts: dict[str, Account] = {}
-        self._queue: FairQueue[Seeker] = FairQueue()
+        self._queue: FairQueue[QueuedRequest] = FairQueue()
         self._pace = Pace()
         self._timer: asyncio.TimerHandle | None = None
         self._opens_s = 0.0
-        """When the first worker is free for another prompt, as of the last look."""
+        """Time at which the first worker is free for another prompt, as of the last look."""
         self._waits_for_workers = False
-        """All who were asked last wait for that, and nobody has come since."""
+        """All requests tried last wait for that time, and none has arrived since."""
         fleet.subscribe(self._on_change)
         metrics.watch(lambda: self.accounts)
 
     @property
     def accounts(self) -> tuple[Account, ...]:
-        """The books of every tenant that ever came. Any thread."""
+        """Accounts of all tenants seen so far. Any thread."""
         return tuple(self._accounts.values())
 
     @property
@@ -83,7 +83,7 @@ class Admission:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens of those, as far as they have been counted."""
+        """Tokens of the queued requests whose size is known."""
         return self._num_queued_tokens
 
     @property
@@ -99,7 +99,7 @@ class Admission:
     # At the door.
 
     def admit(self, tenant: Tenant = ANYBODY, terms: Terms = NO_TERMS) -> Ticket | Refused:
-        """Return a place in line, or why there is none."""
+        """Return a ticket, or why there is none."""
         now_s = self._clock.monotonic()
         account, above = self._account(tenant, now_s), None
         if self._num_unplanned >= self._max_queued:
@@ -125,7 +125,7 @@ class Admission:
         return Refused(reason=reason, retry_after_s=self._pace.promise_s(now_s), cause=RefusalCause.QUEUE_FULL)
 
     def _displace(self, account: Account, now_s: float) -> None:
-        """Refuse the account's newest request that has no plan, whatever it is about."""
+        """Refuse the account's newest request without a plan, whatever it is doing."""
         refused = self._count(account.tenant.name, self._full(now_s))
         _number, ticket = account.waiting.popitem()
         self._num_unplanned -= 1
@@ -134,9 +134,9 @@ class Admission:
 
     @contextmanager
     def inquiry(self, tenant: Tenant) -> Iterator[None]:
-        """Count a call that needs the tokenizer and no worker, outside of the line; it ends with the block.
+        """Count a call that needs the tokenizer but no worker, for the duration of the block.
 
-        Raises Overloaded when the tenant has too many of them at once, or its rate is used up.
+        Raises Overloaded when the tenant has too many such calls at once, or its rate is used up.
         """
         now_s = self._clock.monotonic()
         account = self._account(tenant, now_s)
@@ -150,7 +150,7 @@ class Admission:
             account.num_inquiries -= 1
 
     def take_tokens(self, ticket: Ticket, expected: Service) -> Refused | None:
-        """Count a request's tokens against its tenant's rate, once its size is known; or return why not."""
+        """Count the tokens of a request against the rate of its tenant; or return why not."""
         account = ticket.account
         refused = account.take_tokens(expected.num_tokens, self._clock.monotonic())
         if refused is not None:
@@ -159,11 +159,11 @@ class Admission:
         return None
 
     def correct_cached(self, ticket: Ticket, num_cached_tokens: int) -> None:
-        """Replace the cached tokens that were predicted for a request by those that its worker found."""
+        """Replace the predicted cached tokens of a request by those that its worker found."""
         self._charge(ticket, replace(ticket.service, num_cached_tokens=num_cached_tokens))
 
     def settle(self, ticket: Ticket, actual: Service) -> None:
-        """Replace what was expected of a request by what it got. Call once, before its ticket is given up."""
+        """Replace the expected service of a request by the actual one. Call once, before its ticket is closed."""
         account = ticket.account
         account.correct_tokens(actual.num_tokens - ticket.expected.num_tokens, self._clock.monotonic())
         ticket.expected = actual
@@ -198,58 +198,58 @@ class Admission:
 
     # In line.
 
-    async def place(self, seeker: Seeker) -> Booking:
-        """Wait in line for a plan; returns it booked. The caller releases the booking.
+    async def place(self, queued: QueuedRequest) -> Booking:
+        """Wait in line for a plan and return it booked. The caller releases the booking.
 
-        Raises Overloaded when no worker can serve it in time or another tenant's request takes its place, and, after
-        the seeker's deadline, Overloaded, or WorkerLost when a pool is empty.
+        Raises Overloaded when no worker can serve the request in time, when another tenant's request takes its place,
+        and after its deadline; then WorkerLost instead when no decode worker is ready.
         """
-        seeker.ticket.check_place()
+        queued.ticket.check_place()
         granted: asyncio.Future[Booking | Refused] = asyncio.get_running_loop().create_future()
-        seeker.granted, seeker.refused_at = granted, -1
-        place = self._stand(seeker)
-        seeker.ticket.seekers.add(seeker)
+        queued.granted, queued.refused_at = granted, -1
+        place = self._stand(queued)
+        queued.ticket.queued.add(queued)
         self._waits_for_workers = False
-        self._num_queued_tokens += seeker.search.sought.num_tokens
+        self._num_queued_tokens += queued.search.request.num_tokens
         try:
             self._serve()
-            async with asyncio.timeout_at(seeker.deadline_s):
+            async with asyncio.timeout(queued.deadline_s - self._clock.monotonic()):
                 outcome = await granted
         except BaseException as error:
             if granted.done() and not granted.cancelled() and isinstance(booking := granted.result(), Booking):
                 booking.release()
             if isinstance(error, TimeoutError):
-                raise self._timeout_error(seeker) from None
+                raise self._timeout_error(queued) from None
             raise
         finally:
-            self._num_queued_tokens -= seeker.search.sought.num_tokens
-            seeker.ticket.seekers.discard(seeker)
+            self._num_queued_tokens -= queued.search.request.num_tokens
+            queued.ticket.queued.discard(queued)
             if place.is_waiting:
                 self._queue.discard(place)
-                self._serve()  # others may have waited for it
+                self._serve()  # requests behind it may be served now
         if isinstance(outcome, Refused):
             raise Overloaded(outcome.reason, retry_after_s=outcome.retry_after_s)
         return outcome
 
-    def _stand(self, seeker: Seeker) -> Place[Seeker]:
-        ticket = seeker.ticket
+    def _stand(self, queued: QueuedRequest) -> Place[QueuedRequest]:
+        ticket = queued.ticket
         if ticket.has_plan:
-            return self._queue.push_first(seeker, number=ticket.number)
-        sought = seeker.search.sought
-        work_s = self._chooser.work_s(sought)
-        has_objective = sought.ttft_slo_s != math.inf
-        due_s = ticket.received_s + (sought.ttft_slo_s - work_s if has_objective else 0.0)
+            return self._queue.push_first(queued, number=ticket.number)
+        request = queued.search.request
+        work_s = self._chooser.work_s(request)
+        has_objective = request.ttft_slo_s != math.inf
+        due_s = ticket.received_s + (request.ttft_slo_s - work_s if has_objective else 0.0)
         key = rank(priority=ticket.terms.priority, work_s=work_s, due_s=due_s, number=ticket.number)
         late_s = due_s if has_objective else math.inf
-        return self._queue.push(seeker, tenant=ticket.account.tenant.name, rank=key, due_s=late_s)
+        return self._queue.push(queued, tenant=ticket.account.tenant.name, rank=key, due_s=late_s)
 
     def _on_change(self) -> None:
         self._num_changes += 1
         self._serve()
 
     def _serve(self) -> None:
-        """Give plans in order of the line, past those for whom there is none now."""
-        passed: list[Place[Seeker]] = []
+        """Give out plans in order of the line, past requests for which there is none now."""
+        passed: list[Place[QueuedRequest]] = []
         num_passed: Counter[str] = Counter()
         skipping: set[str] = set()
         now_s, self._opens_s = self._clock.monotonic(), self._chooser.opens_at_s()
@@ -257,24 +257,24 @@ class Admission:
             self._wake_at(self._opens_s)
             return
         while (place := self._queue.pop(now_s=now_s, skipping=skipping)) is not None:
-            seeker = place.item
-            assert seeker.granted is not None, f"{seeker.search.sought.request_id} is in line without a future"
-            if seeker.granted.done():  # cancelled: its task is about to leave the line
+            queued = place.item
+            assert queued.granted is not None, f"{queued.search.request.request_id} is in line without a future"
+            if queued.granted.done():  # cancelled: its task is leaving the line
                 continue
-            outcome = self._ask(seeker)
+            outcome = self._ask(queued)
             if isinstance(outcome, Booking):
-                self._grant(seeker, outcome)
+                self._grant(queued, outcome)
                 self._queue.grant(place)
                 self._opens_s = self._chooser.opens_at_s()
                 for other in passed:
-                    # Who waits for a busy worker is not kept waiting by those who go elsewhere.
+                    # A request that waits for a busy worker loses nothing to those that go elsewhere.
                     other.item.num_overtaken += not _is_busy(other.item)
             elif outcome.is_final:
-                seeker.granted.set_result(self._count(seeker.ticket.account.tenant.name, outcome))
+                queued.granted.set_result(self._count(queued.ticket.account.tenant.name, outcome))
             else:
                 passed.append(place)
                 num_passed[place.tenant] += 1
-                if seeker.num_overtaken >= MAX_OVERTAKEN:
+                if queued.num_overtaken >= MAX_OVERTAKEN:
                     break
                 if num_passed[place.tenant] >= MAX_CANDIDATES:
                     skipping.add(place.tenant)
@@ -283,32 +283,32 @@ class Admission:
         self._waits_for_workers = bool(passed) and all(_is_busy(place.item) for place in passed)
         self._wake_at(min((self._wakes_at_s(place.item) for place in passed), default=math.inf))
 
-    def _ask(self, seeker: Seeker) -> Booking | Refused:
-        if seeker.last_refusal is not None and not self._is_worth_asking(seeker, seeker.last_refusal):
-            return seeker.last_refusal
-        outcome = self._chooser.choose(seeker.search)
+    def _ask(self, queued: QueuedRequest) -> Booking | Refused:
+        if queued.last_refusal is not None and not self._is_worth_asking(queued, queued.last_refusal):
+            return queued.last_refusal
+        outcome = self._chooser.choose(queued.search)
         if isinstance(outcome, Refused):
-            seeker.last_refusal, seeker.refused_at = outcome, self._num_changes
-            seeker.ask_again_s = self._clock.monotonic() + max(outcome.retry_after_s, MIN_BUSY_S)
+            queued.last_refusal, queued.refused_at = outcome, self._num_changes
+            queued.ask_again_s = self._clock.monotonic() + max(outcome.retry_after_s, MIN_BUSY_S)
         return outcome
 
-    def _is_worth_asking(self, seeker: Seeker, last: Refused) -> bool:
+    def _is_worth_asking(self, queued: QueuedRequest, last: Refused) -> bool:
         now_s = self._clock.monotonic()
         if last.cause is RefusalCause.BUSY and self._opens_s > now_s:
             return False
-        return seeker.refused_at != self._num_changes or self._wakes_at_s(seeker) <= now_s
+        return queued.refused_at != self._num_changes or self._wakes_at_s(queued) <= now_s
 
-    def _wakes_at_s(self, seeker: Seeker) -> float:
-        """Return when asking again can help although nothing has changed."""
-        wakes_at_s = math.inf if seeker.search.wakes_at_s is None else seeker.search.wakes_at_s
-        if not _is_busy(seeker):
+    def _wakes_at_s(self, queued: QueuedRequest) -> float:
+        """Return the time at which asking again can help although nothing has changed."""
+        wakes_at_s = queued.search.wakes_at_s
+        if not _is_busy(queued):
             return wakes_at_s
-        # Once a worker is free; or, where one is and this request prefers another, when that one is.
-        return min(wakes_at_s, self._opens_s if self._opens_s > self._clock.monotonic() else seeker.ask_again_s)
+        # When a worker becomes free; or, if one is free and this request prefers another, when the other one is.
+        return min(wakes_at_s, self._opens_s if self._opens_s > self._clock.monotonic() else queued.ask_again_s)
 
-    def _grant(self, seeker: Seeker, booking: Booking) -> None:
-        assert seeker.granted is not None, "only those in line are granted a plan"
-        ticket, account = seeker.ticket, seeker.ticket.account
+    def _grant(self, queued: QueuedRequest, booking: Booking) -> None:
+        assert queued.granted is not None, "only a request in line is granted a plan"
+        ticket, account = queued.ticket, queued.ticket.account
         if not ticket.has_plan:
             now_s = self._clock.monotonic()
             ticket.has_plan = True
@@ -318,25 +318,25 @@ class Admission:
             self._pace.depart(now_s)
             account.pace.depart(now_s)
             self._metrics.observe_queue(account.tenant.name, now_s - ticket.received_s)
-            sought = seeker.search.sought
+            request = queued.search.request
             expected = Service(
-                num_prompt_tokens=sought.num_tokens,
+                num_prompt_tokens=request.num_tokens,
                 num_cached_tokens=booking.plan.predicted_cached_tokens,
-                num_output_tokens=sought.num_output_tokens * sought.num_samples,
-                num_samples=sought.num_samples,
+                num_output_tokens=request.num_output_tokens * request.num_samples,
+                num_samples=request.num_samples,
             )
             self._charge(ticket, expected)
             if account.is_full:
                 self._queue.hold(account.tenant.name)
-        seeker.granted.set_result(booking)
+        queued.granted.set_result(booking)
 
     def _charge(self, ticket: Ticket, service: Service) -> None:
-        """Make `service` the whole charge for a request."""
+        """Make `service` the whole charge of a request."""
         self._queue.charge(ticket.account.tenant.name, _cost(service) - _cost(ticket.service))
         ticket.service = service
 
     def _wake_at(self, wakes_at_s: float) -> None:
-        """Serve the line again at this time, even if nothing changes until then."""
+        """Serve the line again at this time, even when nothing changes before."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -344,17 +344,17 @@ class Admission:
             delay_s = max(wakes_at_s - self._clock.monotonic(), 0.001)
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._serve)
 
-    def _timeout_error(self, seeker: Seeker) -> Overloaded | WorkerLost:
-        reason = seeker.last_refusal.reason if seeker.last_refusal is not None else "others are first in line"
+    def _timeout_error(self, queued: QueuedRequest) -> Overloaded | WorkerLost:
+        reason = queued.last_refusal.reason if queued.last_refusal is not None else "other requests are first in line"
         message = f"no plan in time: {reason}"
         if not self._fleet.has_ready_decode:
             return WorkerLost(message)
-        self._metrics.count_refusal(seeker.ticket.account.tenant.name, RefusalCause.NO_ROOM)
+        self._metrics.count_refusal(queued.ticket.account.tenant.name, RefusalCause.NO_ROOM)
         return Overloaded(message, retry_after_s=self._pace.promise_s(self._clock.monotonic()))
 
 
-def _is_busy(seeker: Seeker) -> bool:
-    return seeker.last_refusal is not None and seeker.last_refusal.cause is RefusalCause.BUSY
+def _is_busy(queued: QueuedRequest) -> bool:
+    return queued.last_refusal is not None and queued.last_refusal.cause is RefusalCause.BUSY
 
 
 def _cost(service: Service) -> float:

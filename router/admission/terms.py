@@ -1,4 +1,4 @@
-"""What a client claims for one request: priority and objectives, checked and within what its tenant may."""
+"""Priority and objectives that a client claims for a request, checked against the limits of its tenant."""
 
 import math
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from router.tenants import Tenant
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """How a request wants to be served."""
+    """Priority and objectives of a request."""
 
     priority: int = 0
     ttft_slo_s: float = math.inf
     ttft_tokens: float = math.inf
-    """Prompts of more tokens than this may take proportionally longer to the first token."""
+    """Prompt length beyond which the first token may take proportionally longer."""
     itl_slo_s: float = math.inf
 
     def ttft_objective_s(self, num_prompt_tokens: int) -> float:
-        """Return what a prompt of this size may take to its first token."""
+        """Return the objective for the first token of a prompt of this size."""
         return self.ttft_slo_s * max(1.0, num_prompt_tokens / self.ttft_tokens)
 
 
@@ -27,7 +27,7 @@ NO_TERMS = Terms()
 
 
 def read_terms(message: inference_pb2.GenerateRequest, *, tenant: Tenant, default: Terms) -> Terms:
-    """Return the request's terms; what it leaves open is the default's. Raises InvalidRequest."""
+    """Return the terms of the request, completed by the defaults. Raises InvalidRequest."""
     objective = message.objective
     has_own = objective.HasField("ttft_s")
     return Terms(
@@ -40,5 +40,5 @@ def read_terms(message: inference_pb2.GenerateRequest, *, tenant: Tenant, defaul
 
 def _seconds(value: float, name: str) -> float:
     if not value > 0:
-        raise InvalidRequest(f"{value} is no positive number of seconds", field=f"objective.{name}")
+        raise InvalidRequest(f"{value} is not a positive number of seconds", field=f"objective.{name}")
     return value

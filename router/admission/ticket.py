@@ -1,16 +1,15 @@
-"""A request's ticket, and its standing in line."""
+"""A request's ticket, and its wait for a plan."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from common.errors import Overloaded, Refused
 from router.admission.account import Account, Service
 from router.admission.terms import Terms
-from router.booking import Booking
-from router.placement.search import Search
+from router.placement.chooser import Search
+from router.placement.decisions import Booking
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -18,29 +17,29 @@ class Ticket:
     """The right of one request to be served, kept until it ends. Leaving its `with` block gives it up."""
 
     number: int
-    """In order of arrival."""
+    """Position in the order of arrival."""
     account: Account
     terms: Terms
     received_s: float
     on_close: "Callable[[Ticket], None]"
     expected: Service = field(default_factory=Service)
-    """What its tenant's token rate was charged."""
+    """Charge to the token rate of its tenant."""
     service: Service = field(default_factory=Service)
-    """What its tenant's share was charged."""
+    """Charge to the share of its tenant."""
     has_plan: bool = False
-    """It has had one; from then on no limit refuses it, and it stands before newcomers."""
+    """The request has had a plan: no limit refuses it any more, and it goes before newcomers."""
     displaced: Refused | None = None
-    """Set: its place was given to another tenant's request before it had a plan, and this is what it is told."""
-    seekers: "set[Seeker]" = field(default_factory=set)
-    """Of its samples, those that stand in line."""
+    """Set when another tenant's request took its place before it had a plan; the refusal that its client gets."""
+    queued: "set[QueuedRequest]" = field(default_factory=set)
+    """Its waits for a plan; several when its samples are served separately."""
     reading: asyncio.Timeout | None = None
     is_closed: bool = False
 
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
-        """Run the block, what a request does before it stands in line, as long as its place is its own.
+        """Run the block, which prepares the request for the line, until the ticket is displaced.
 
-        Raises Overloaded out of the block when that is given to another.
+        Raises Overloaded out of the block when another request takes its place.
         """
         try:
             async with asyncio.timeout(None) as self.reading:
@@ -53,42 +52,40 @@ class Ticket:
         self.check_place()
 
     def check_place(self) -> None:
-        """Raise Overloaded when its place was given to another."""
+        """Raise Overloaded when another request has taken its place."""
         if self.displaced is not None:
             raise Overloaded(self.displaced.reason, retry_after_s=self.displaced.retry_after_s)
 
     def displace(self, refused: Refused) -> None:
-        """Give its place away and end whatever it waits for."""
+        """Give its place away and end all its waits."""
         self.displaced = refused
         if self.reading is not None:
             self.reading.reschedule(asyncio.get_running_loop().time())
-        for seeker in self.seekers:
-            assert seeker.granted is not None, "who stands in line has a future"
-            if not seeker.granted.done():
-                seeker.granted.set_result(refused)
+        for queued in self.queued:
+            assert queued.granted is not None, "a request in line has a future"
+            if not queued.granted.done():
+                queued.granted.set_result(refused)
 
     def __enter__(self) -> "Ticket":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.on_close(self)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Seeker:
-    """Somebody who looks for a plan, over all the refusals that it meets."""
+class QueuedRequest:
+    """A request, or a sample of one, that waits for a plan, over all the refusals that it meets."""
 
     ticket: Ticket
     search: Search
     deadline_s: float
-    """Time of the event loop after which it gives up."""
+    """Time on the router's clock at which it gives up."""
     granted: "asyncio.Future[Booking | Refused] | None" = None
     last_refusal: Refused | None = None
     refused_at: int = -1
-    """State of the fleet at the last refusal: nothing new is to be expected before it changes."""
+    """Number of the fleet's changes at the last refusal; asking again helps only after another change."""
     ask_again_s: float = 0.0
-    """When the last refusal suggested to ask again."""
+    """Time at which the last refusal suggests asking again."""
     num_overtaken: int = 0
-    """Plans given to others after this one had been refused one before them."""
+    """Plans given to requests behind this one after it was refused one."""

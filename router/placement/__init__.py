@@ -1,1 +1,1 @@
-"""Where a request goes: views of the fleet, policies, and what came of their choices."""
+"""Where a request goes: views of the fleet, policies, and the outcomes of their choices."""

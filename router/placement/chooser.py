@@ -1,34 +1,57 @@
 """The one place where a plan is chosen and booked, in one step.
 
-1. Workers that refused this search sit out (`Search.exclusions`).
-2. The index tells who holds the prefix; the policy chooses; the chosen workers' matches are verified by one walk, and
-   where the index was too hopeful the policy chooses again.
-3. A request that cannot be served in time anywhere is refused for good (feasibility.py).
-4. The plan is booked, and its blocks count as cached where they are computed, until events confirm them or time
-   passes (`EXPECTED_TTL_S`); an attempt that fails takes them back (`expecting`).
+1. Workers that refused this search are left out (`Search.exclusions`).
+2. The index returns the holders of the prefix and the policy chooses. The matches of the chosen workers are verified by
+   one walk; when the index promised too much, the policy chooses again.
+3. A request that no worker can serve in time is refused for good (feasibility.py).
+4. The plan is booked. Its blocks count as cached where they are computed until events confirm them or EXPECTED_TTL_S
+   passes; a failed attempt takes them back (`expecting`).
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 from common.block_hash import BlockHashes
 from common.clock import Clock
 from common.errors import Refused
 from common.ids import WorkerId
-from router.booking import Booking
 from router.fleet import Fleet
 from router.index import PrefixIndex
-from router.placement.decisions import DecisionLog
-from router.placement.feasibility import find_hopeless
-from router.placement.plans import Plan, RouteRequest
+from router.placement.decisions import Booking, DecisionLog
+from router.placement.feasibility import Shed, find_hopeless
+from router.placement.plans import PlacementRequest, Plan
 from router.placement.policies.interface import Policy
-from router.placement.search import Exclusion, Search, Sought
 from router.prefix_match import PrefixMatches
 
 EXPECTED_TTL_S = 30.0
-"""How long blocks that a plan will produce count as cached without a word from the worker."""
+"""How long blocks that a plan will produce count as cached without an event from the worker."""
 RETRY_AFTER_S = 1.0
-"""How long a worker that refused without naming a time is left alone."""
+"""Pause for a worker that refused without naming a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exclusion:
+    """A worker that refused the search; it is not asked again before its load changes or the time has come."""
+
+    load_version: int
+    until_s: float
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Search:
+    """The search for one plan, over all the refusals that it meets. Event loop only."""
+
+    request: PlacementRequest
+    shed: Shed = Shed.NONE
+    exclusions: dict[WorkerId, Exclusion] = field(default_factory=dict)
+    version_when_booked: dict[WorkerId, int] = field(default_factory=dict)
+
+    @property
+    def wakes_at_s(self) -> float:
+        """Time at which the first exclusion ends by itself; infinite without any."""
+        return min((exclusion.until_s for exclusion in self.exclusions.values()), default=math.inf)
 
 
 class Chooser:
@@ -48,15 +71,14 @@ class Chooser:
         """Return a booked plan, or why there is none now. The caller releases the booking."""
         now_s = self._clock.monotonic()
         self._index.expire(now_s)
-        sought = search.sought
         search.exclusions = {
             worker_id: exclusion
             for worker_id, exclusion in search.exclusions.items()
             if exclusion.until_s > now_s and exclusion.load_version == self._fleet.load_version(worker_id)
         }
         view = self._fleet.view(excluded=search.exclusions.keys())
-        matches = self._index.match(sought.hashes)
-        request = _route_request(sought, matches, now_s=now_s)
+        matches = self._index.match(search.request.hashes)
+        request = replace(search.request, now_s=now_s, cached_blocks=matches, count_present=matches.count_present)
         plan = self._policy.choose(request, view)
         while isinstance(plan, Plan) and not _verify(matches, plan):
             plan = self._policy.choose(request, view)
@@ -70,71 +92,56 @@ class Chooser:
         return booking
 
     def opens_at_s(self) -> float:
-        """Return when, as far as is known, the first worker can begin with another prompt soon enough."""
+        """Return the predicted time at which some worker's prefill wait is short enough for another prompt."""
         return self._fleet.roster.prefill_free_at_s() - self._max_wait_s
 
-    def work_s(self, sought: Sought) -> float:
-        """Return how long the least work takes that is left of the prompt, at the pace of a typical worker."""
-        num_blocks = min(self._index.match(sought.hashes).longest, (sought.num_tokens - 1) // sought.block_size)
-        num_cached = num_blocks * sought.block_size
-        return self._fleet.roster.typical_timing.prefill_s(sought.num_tokens - num_cached, num_cached)
+    def work_s(self, request: PlacementRequest) -> float:
+        """Return how long a typical worker computes the prompt with the longest prefix that any worker holds."""
+        num_cached = min(self._index.match(request.hashes).longest, request.num_usable_blocks) * request.block_size
+        return self._fleet.roster.typical_timing.prefill_s(request.num_tokens - num_cached, num_cached)
 
     def exclude(self, search: Search, worker_id: WorkerId, *, retry_after_s: float | None) -> None:
-        """Do not offer a worker that refused the search before its load changed or the time has passed."""
+        """Leave a worker that refused the search out until its load changes or the time has passed."""
         search.exclusions[worker_id] = Exclusion(
-            # As of the choice: a change between choice and refusal is a reason to ask again at once.
+            # As of the choice: a change between choice and refusal is a reason to try again at once.
             load_version=search.version_when_booked.get(worker_id, 0),
             until_s=self._clock.monotonic() + (RETRY_AFTER_S if retry_after_s is None else retry_after_s),
         )
 
     def expect(self, worker_id: WorkerId, hashes: BlockHashes) -> None:
-        """Count blocks as cached on a worker ahead of its own word: the next request must not race its events."""
+        """Count blocks as cached on a worker before its events arrive, so that the next request does not race them."""
         self._index.expect(worker_id, hashes, expires_s=self._clock.monotonic() + EXPECTED_TTL_S)
+
+    def retract(self, booking: Booking, hashes: BlockHashes) -> None:
+        """Forget the blocks that a booked plan would have produced and that no event has confirmed.
+
+        A sibling that expects the same blocks there loses its expectation, too: events bring them soon enough, and
+        promising too little costs less than promising too much.
+        """
+        self._index.retract(booking.plan.computes, hashes)
 
     @contextmanager
     def expecting(self, booking: Booking, hashes: BlockHashes) -> Iterator[None]:
-        """Run the plan inside: when that fails, forget the blocks that it would have produced and no event confirmed.
-
-        A sibling that expects the same blocks there loses its expectation too: events bring them soon enough, and too
-        little promised costs less than too much.
-        """
+        """Run a plan inside the block; `retract` its blocks when that fails."""
         try:
             yield
         except BaseException:
-            self._index.retract(booking.plan.computes, hashes)
+            self.retract(booking, hashes)
             raise
 
-    def _book(self, search: Search, request: RouteRequest, plan: Plan) -> Booking:
+    def _book(self, search: Search, request: PlacementRequest, plan: Plan) -> Booking:
         booking = self._fleet.book(plan, request)
-        booking.decision.num_hashed_blocks = len(search.sought.hashes)
+        booking.decision.num_hashed_blocks = len(request.hashes)
         for worker_id in (plan.decode, plan.prefill):
             if worker_id is not None:
                 search.version_when_booked[worker_id] = self._fleet.load_version(worker_id)
-        # Only where they are computed: a sibling may queue behind them there, but until the blocks have
-        # really arrived at the decode worker of a remote plan, a local plan there would compute them again.
-        self.expect(plan.computes, search.sought.hashes)
+        # Only where they are computed: a sibling may queue behind them there, but before the blocks have arrived at the
+        # decode worker of a remote plan, a local plan there would compute them again.
+        self.expect(plan.computes, request.hashes)
         return booking
 
 
 def _verify(matches: PrefixMatches, plan: Plan) -> bool:
-    """Make the chosen workers' matches exact; returns whether they were."""
+    """Make the matches of the chosen workers exact and return whether they were."""
     chosen = {plan.decode, plan.computes}
     return all(matches.verify(worker_id) for worker_id in chosen)
-
-
-def _route_request(sought: Sought, matches: PrefixMatches, *, now_s: float) -> RouteRequest:
-    return RouteRequest(
-        request_id=sought.request_id,
-        num_tokens=sought.num_tokens,
-        block_size=sought.block_size,
-        num_samples=sought.num_samples,
-        num_decode_blocks=sought.num_decode_blocks,
-        cached_blocks=matches,
-        count_present=matches.count_present,
-        now_s=now_s,
-        waited_s=now_s - sought.received_s,
-        ttft_slo_s=sought.ttft_slo_s,
-        itl_slo_s=sought.itl_slo_s,
-        time_left_s=sought.deadline_s - now_s,
-        num_output_tokens=sought.num_output_tokens,
-    )

@@ -1,8 +1,8 @@
-"""The latest decisions, and what came of them.
+"""Booked plans, the log of the latest decisions, and their outcomes.
 
-A decision is logged when its plan is booked. Whoever runs the plan notes in it what the workers really found and how
-long they really took; when the attempt ends, listeners compare that with what was predicted. The log keeps a bounded
-number: a plan, and the few scores and loads that explain it, each.
+A decision is logged when its plan is booked. The attempt that runs the plan notes in it what the workers really found
+and how long they really took; when the attempt ends, listeners compare that with the prediction. The log is bounded;
+each entry is a plan and the few scores and loads that explain it.
 """
 
 import asyncio
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from common.errors import Cancelled
 from common.ids import RequestId
+from kvrelay.v1 import sequence_pb2
+from router.member import Hold
 from router.placement.plans import Plan
 
 CAPACITY = 1000
@@ -21,29 +23,57 @@ COMPLETED = "completed"
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Decision:
-    """One booked plan and its outcome; what is None is not known (yet). Event loop only."""
+    """One booked plan and its outcome; None means not known (yet). Event loop only."""
 
     request_id: RequestId
     num_tokens: int
-    """That had to be in the KV cache."""
+    """Tokens that must be in the KV cache."""
     plan: Plan
     decided_s: float
     """On the router's clock."""
     decision_s: float = 0.0
-    """How long it took."""
+    """Duration of the choice."""
     tenant: str = ""
-    """Whose request it is: nobody else may see it."""
+    """Owner of the request; no other tenant may see the decision."""
     attempt: int = 0
     num_hashed_blocks: int = 0
     """Full blocks that caches may hold; 0 for a request that no cache serves."""
     num_cached_tokens: int | None = None
-    """Found in the cache, pulled ones included."""
+    """Tokens found in the cache, pulled ones included."""
     ttft_s: float | None = None
-    """From the choice to the first token."""
+    """Time from the choice to the first token."""
     mean_itl_s: float | None = None
-    """Between the tokens of the first sample in this attempt."""
+    """Mean gap between tokens of the first sample in this attempt."""
     ended: str = ""
-    """Empty while the attempt runs; then "completed", "moved" when its worker was about to go, or an error's class."""
+    """Empty while the attempt runs; then "completed", "moved" when its worker was leaving, or an error's class."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Booking:
+    """A booked plan with what it holds on its workers. Leaving its `with` block releases everything, exactly once."""
+
+    decision: Decision
+    decode: Hold
+    prefill: Hold | None = None
+    """Set exactly when the plan is remote."""
+    on_release: "Callable[[Booking], None]"
+    source: sequence_pb2.KvSource | None = None
+    """Where leading blocks are pulled from; None also when the plan's source is gone. Nothing is held there."""
+
+    @property
+    def plan(self) -> Plan:
+        """The booked plan."""
+        return self.decision.plan
+
+    def __enter__(self) -> "Booking":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Give everything back. Harmless when repeated."""
+        self.on_release(self)
 
 
 class DecisionLog:
@@ -57,7 +87,7 @@ class DecisionLog:
         return len(self._decisions)
 
     def add(self, decision: Decision) -> None:
-        """Log a decision; the oldest one gives way."""
+        """Log a decision; the oldest one is dropped."""
         self._decisions.append(decision)
 
     def subscribe(self, listener: Callable[[Decision], None]) -> None:
@@ -66,7 +96,7 @@ class DecisionLog:
 
     @contextmanager
     def following(self, decision: Decision, *, tenant: str, attempt: int) -> Iterator[None]:
-        """Run the attempt inside: how that ends is how the decision ends, unless the attempt says so itself."""
+        """Run an attempt inside the block and note how it ends, unless the attempt has noted that itself."""
         decision.tenant, decision.attempt = tenant, attempt
         ended = COMPLETED
         try:

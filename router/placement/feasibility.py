@@ -1,30 +1,30 @@
-"""Whether a request can still be served in time anywhere; if not, nobody should compute its prompt."""
+"""Refusals of requests that no worker can serve in time, so that no prompt is computed in vain."""
 
 import enum
 
 from common.errors import RefusalCause, Refused
 from common.timing import GUESSED_TIMING
-from router.placement.plans import FleetView, Plan, RouteRequest, WorkerLoad
+from router.placement.plans import FleetView, PlacementRequest, Plan, WorkerLoad
 
 MIN_RETRY_S = 0.05
 MAX_RETRY_S = 60.0
 
 
 class Shed(enum.Enum):
-    """What is refused because it cannot be served in time."""
+    """Requests that are refused because no worker can serve them in time."""
 
     NONE = "none"
     DEADLINE = "deadline"
     """Requests whose first token would come after the caller's own deadline."""
     SLO = "slo"
-    """Those, and requests that would miss their objective for the time to first token."""
+    """Also requests that would miss their objective for the time to first token."""
 
 
-def find_hopeless(request: RouteRequest, plan: Plan | Refused, view: FleetView, *, shed: Shed) -> Refused | None:
+def find_hopeless(request: PlacementRequest, plan: Plan | Refused, view: FleetView, *, shed: Shed) -> Refused | None:
     """Return a final refusal when no worker of the view can bring the first token in time.
 
-    The policy's own prediction counts; where it makes none, the least that any worker would need: its queue and the
-    computation. Predictions of workers that have not measured themselves count for nothing.
+    The prediction of the policy counts; without one, the least time that any worker would need for its queue and the
+    computation. Predictions for workers without measurements do not count.
     """
     if shed is Shed.NONE:
         return None
@@ -39,7 +39,7 @@ def find_hopeless(request: RouteRequest, plan: Plan | Refused, view: FleetView, 
     return None
 
 
-def _predicted_ttft_s(request: RouteRequest, plan: Plan | Refused, view: FleetView) -> float | None:
+def _predicted_ttft_s(request: PlacementRequest, plan: Plan | Refused, view: FleetView) -> float | None:
     workers = (*view.prefill, *view.decode)
     if isinstance(plan, Plan) and plan.predicted_ttft_s is not None:
         computes = next(worker for worker in workers if worker.worker_id == plan.computes)
@@ -53,13 +53,13 @@ def _is_measured(worker: WorkerLoad) -> bool:
     return worker.timing.prefill != GUESSED_TIMING.prefill
 
 
-def _least_ttft_s(request: RouteRequest, worker: WorkerLoad) -> float:
+def _least_ttft_s(request: PlacementRequest, worker: WorkerLoad) -> float:
     cached = request.cached_tokens(worker.worker_id)
     return worker.prefill_wait_s(request.now_s) + worker.timing.prefill_s(request.num_tokens - cached, cached)
 
 
 def _refusal(ttft_s: float, left_s: float, cause: RefusalCause, what: str) -> Refused:
     reason = f"the first token is predicted in {ttft_s:.2f} s; {what} leaves {max(left_s, 0.0):.2f} s"
-    # The excess is what has to be worked off first.
+    # The excess has to be worked off first.
     retry_after_s = min(max(ttft_s - left_s, MIN_RETRY_S), MAX_RETRY_S)
     return Refused(reason=reason, retry_after_s=retry_after_s, cause=cause)

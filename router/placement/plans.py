@@ -1,9 +1,11 @@
 """What a routing policy sees and what it answers."""
 
 import enum
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from common.block_hash import NO_HASHES, BlockHashes
 from common.ids import RequestId, WorkerId
 from common.timing import GUESSED_TIMING, TimingModel
 
@@ -18,7 +20,7 @@ class PlanKind(enum.Enum):
 
 
 class Keeper(enum.Enum):
-    """Which worker of a remote plan keeps the prompt's blocks for later requests; the other lets them go first."""
+    """Worker of a remote plan that keeps the prompt's blocks for later requests; the other evicts them first."""
 
     BOTH = "both"
     PREFILL = "prefill"
@@ -38,39 +40,48 @@ class Pull:
 class Candidate:
     """An option that was compared, for `Explain`."""
 
-    kind: PlanKind
     prefill: WorkerId | None
+    """Set exactly when the option is remote."""
     decode: WorkerId
-    source: WorkerId | None
+    source: WorkerId | None = None
     cost: float
-    """What the policy minimizes."""
+    """Cost that the policy minimizes."""
     terms: Mapping[str, float]
-    """Its parts by name; seconds unless the name says otherwise."""
+    """Parts of the cost by name; seconds unless the name says otherwise."""
+
+    @property
+    def kind(self) -> PlanKind:
+        """How the request would be served."""
+        return _kind(self.prefill)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Where a request goes."""
 
-    kind: PlanKind
     decode: WorkerId
-    prefill: WorkerId | None
+    prefill: WorkerId | None = None
     """Set exactly when the plan is remote."""
     predicted_cached_tokens: int
-    """On the worker that computes the prompt, pulled ones included."""
+    """Cached tokens on the worker that computes the prompt, pulled ones included."""
     reason: str
     pull: Pull | None = None
-    """By the worker that computes the prompt."""
+    """Pull of the worker that computes the prompt."""
     keeper: Keeper = Keeper.BOTH
     predicted_prefill_s: float | None = None
-    """Computation alone; None when the policy does not predict: the fleet's books then use the worker's own model."""
+    """Computation alone. None without a prediction: the booking then uses the worker's own timing model."""
     predicted_ttft_s: float | None = None
-    """From the choice to the first token."""
+    """Time from the choice to the first token."""
     predicted_itl_s: float | None = None
-    """On the decode worker, with the newcomer."""
+    """Gap between tokens on the decode worker, this request included."""
     candidates: Callable[[], tuple[Candidate, ...]] = tuple
-    """The best options, best first, the chosen one among them. Called when somebody asks."""
+    """Returns the best options, the chosen one first. Called on demand, by `Explain`."""
     num_candidates: int = 1
+
+    @property
+    def kind(self) -> PlanKind:
+        """How the request is served."""
+        return _kind(self.prefill)
 
     @property
     def computes(self) -> WorkerId:
@@ -78,34 +89,53 @@ class Plan:
         return self.decode if self.prefill is None else self.prefill
 
 
+def _kind(prefill: WorkerId | None) -> PlanKind:
+    return PlanKind.LOCAL if prefill is None else PlanKind.REMOTE
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouteRequest:
-    """A request, or the rest of one, that needs a plan."""
+class PlacementRequest:
+    """A request, or the rest of one, that needs a plan; and, once a choice begins, the caches as they are then."""
 
     request_id: RequestId
     num_tokens: int
     """Prompt and the output so far: all of it must be in the KV cache before the next token."""
     block_size: int
-    num_decode_blocks: int
-    """Pages that the decode worker must grant: the known tokens and a little room to grow."""
     num_samples: int = 1
-    cached_blocks: Mapping[WorkerId, int]
+    hashes: BlockHashes = NO_HASHES
+    """Hashes of the full blocks of these tokens; empty when cached KV cannot be used."""
+    num_output_tokens: int = 256
+    """Expected length of each answer; never more than max_tokens."""
+    received_s: float = 0.0
+    """On the router's clock, like all absolute times here."""
+    deadline_s: float = math.inf
+    """The caller's own deadline."""
+    ttft_slo_s: float = math.inf
+    """Objective for the time from `received_s` to the first token."""
+    itl_slo_s: float = math.inf
+    """Objective for the mean gap between tokens."""
+    now_s: float = 0.0
+    """Time of the choice. The chooser sets this field and the following ones."""
+    cached_blocks: Mapping[WorkerId, int] = field(default_factory=dict)
     """Leading blocks that each worker holds; a worker that holds none is absent."""
     count_present: Callable[[WorkerId], int] | None = None
     """Returns how many leading blocks a worker has really stored; `cached_blocks` also counts those that it was sent to
     compute. None: all are present."""
-    now_s: float = 0.0
-    """On the router's clock, as all absolute times here."""
-    waited_s: float = 0.0
-    """Since the request came; its time to first token has run so far."""
-    ttft_slo_s: float = float("inf")
-    """Request received to first token."""
-    itl_slo_s: float = float("inf")
-    """Mean gap between tokens."""
-    time_left_s: float = float("inf")
-    """Until the caller's own deadline."""
-    num_output_tokens: int = 256
-    """Expected length of the answer, for load that it will cause; never more than max_tokens."""
+
+    @property
+    def waited_s(self) -> float:
+        """Time since the request was received."""
+        return self.now_s - self.received_s
+
+    @property
+    def time_left_s(self) -> float:
+        """Time until the caller's deadline."""
+        return self.deadline_s - self.now_s
+
+    @property
+    def num_decode_blocks(self) -> int:
+        """Pages that the decode worker must grant: samples share the full blocks, not the rest and the next token."""
+        return self.num_tokens // self.block_size + self.num_samples
 
     @property
     def num_prefill_blocks(self) -> int:
@@ -124,7 +154,7 @@ class RouteRequest:
         return self.count_present(worker_id)
 
     def cached_tokens(self, worker_id: WorkerId) -> int:
-        """Return how many tokens the worker needs not compute."""
+        """Return how many tokens the worker does not have to compute."""
         return min(self.cached_blocks.get(worker_id, 0), self.num_usable_blocks) * self.block_size
 
     def missing_tokens(self, worker_id: WorkerId) -> int:
@@ -134,41 +164,41 @@ class RouteRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
-    """A ready worker: its last report, and what this router booked on it since."""
+    """A ready worker: its last report plus what this router has booked on it since."""
 
     worker_id: WorkerId
     num_blocks: int
     num_free_blocks: int
     num_sequences: int = 0
-    """Running, waiting and reserved."""
+    """Running, waiting and reserved sequences."""
     num_waiting: int = 0
-    """Of those in the last report, the ones that wait for pages or for their KV."""
+    """Sequences of the last report that wait for pages or for their KV."""
     num_pending_prefill_tokens: int = 0
     num_decodes: int = 0
-    """Sequences that decode, or will as soon as their KV has come."""
+    """Sequences that decode, or will as soon as their KV has arrived."""
     num_context_tokens: int = 0
-    """KV tokens of those."""
+    """KV tokens of these sequences."""
     prefill_free_at_s: float = 0.0
-    """When every prompt accepted or booked so far will be computed, by the worker's own prediction; in the past when
-    there is none."""
+    """Time at which every prompt accepted or booked so far is computed, as the worker predicts; in the past when there
+    is none."""
     num_cold_blocks: int = 0
-    """Free pages whose content nobody would miss."""
+    """Free pages whose content is not worth keeping."""
     num_cached_blocks: int = 0
     """Free pages that hold reusable KV."""
     num_active_requests: int = 0
-    """Requests of this router on the worker that have not ended."""
+    """This router's requests on the worker that have not ended."""
     num_active_prefills: int = 0
-    """Those of them whose prompt the worker computes and whose first token has not come."""
+    """Active requests whose prompt the worker computes and whose first token has not arrived."""
     num_active_prefill_tokens: int = 0
-    """Prompt tokens of this router's requests there whose first token has not come, cached ones included."""
+    """Prompt tokens of the active prefills, cached ones included."""
     num_active_missing_tokens: int = 0
-    """The same without those predicted to be cached."""
+    """Prompt tokens of the active prefills that are not predicted to be cached."""
     num_active_blocks: int = 0
-    """Pages that this router's requests there occupy."""
+    """Pages that the active requests occupy."""
     timing: TimingModel = GUESSED_TIMING
 
     def prefill_wait_s(self, now_s: float) -> float:
-        """Return how long a prompt that comes now waits for those before it."""
+        """Return how long a prompt that arrives now waits for those before it."""
         return max(0.0, self.prefill_free_at_s - now_s)
 
 
@@ -179,8 +209,8 @@ class FleetView:
     prefill: tuple[WorkerLoad, ...]
     decode: tuple[WorkerLoad, ...]
     num_prefill: int
-    """Prefill workers in use, those that may not be chosen just now included."""
+    """Prefill workers in use, including those that cannot be chosen now."""
     block_bytes: int = 0
     """KV bytes of one block."""
     sources: frozenset[WorkerId] = field(default_factory=frozenset)
-    """Workers that blocks may be pulled from; refusing ones included, lost ones not."""
+    """Workers that blocks may be pulled from: refusing ones included, lost ones not."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from common.ids import RequestId, WorkerId
 from common.timing import StepModel, TimingModel
-from router.placement.plans import FleetView, Plan, RouteRequest, WorkerLoad
+from router.placement.plans import FleetView, PlacementRequest, Plan, WorkerLoad
 from router.placement.policies.interface import Policy, PolicySettings
 from router.placement.policies.registry import make_policy
 
@@ -17,13 +17,13 @@ TIMING = TimingModel(
 
 
 def worker(name: str, *, free: int = 1000, blocks: int = 1000, **fields: object) -> WorkerLoad:
-    """A worker of 1000 free pages; its name's first letter is its pool."""
+    """Return a worker with 1000 free pages; the first letter of its name is its pool."""
     values = {"worker_id": WorkerId(name), "num_blocks": blocks, "num_free_blocks": free, "timing": TIMING, **fields}
     return WorkerLoad(**values)  # type: ignore[arg-type]
 
 
 def fleet(*workers: WorkerLoad, num_prefill: int | None = None, block_bytes: int = 0) -> FleetView:
-    """A view of workers called p… and d…, any of which blocks may be pulled from."""
+    """Return a view of workers named p… and d…, all of which are sources."""
     prefill = tuple(each for each in workers if each.worker_id.startswith("p"))
     return FleetView(
         prefill=prefill,
@@ -34,28 +34,30 @@ def fleet(*workers: WorkerLoad, num_prefill: int | None = None, block_bytes: int
     )
 
 
-def request(
-    num_tokens: int = 160, *, cached: Mapping[str, int] | None = None, need: int = 11, **fields: object
-) -> RouteRequest:
-    """A request in blocks of 16 tokens."""
+def request(num_tokens: int = 160, *, cached: Mapping[str, int] | None = None, **fields: object) -> PlacementRequest:
+    """Return a request in blocks of 16 tokens."""
     values = {
         "request_id": RequestId("req"),
         "num_tokens": num_tokens,
         "block_size": 16,
-        "num_decode_blocks": need,
         "cached_blocks": {WorkerId(name): count for name, count in (cached or {}).items()},
         **fields,
     }
-    return RouteRequest(**values)  # type: ignore[arg-type]
+    return PlacementRequest(**values)  # type: ignore[arg-type]
 
 
 def policy(name: str, **settings: object) -> Policy:
-    """A policy with some settings of its own."""
+    """Return a policy with these settings."""
     return make_policy(name, PolicySettings(**settings))  # type: ignore[arg-type]
 
 
-def choose(policy: Policy, request: RouteRequest, fleet: FleetView) -> Plan:
-    """The plan that the policy makes; it must make one."""
+def choose(policy: Policy, request: PlacementRequest, fleet: FleetView) -> Plan:
+    """Return the plan of the policy, which must not refuse."""
     plan = policy.choose(request, fleet)
     assert isinstance(plan, Plan), plan
     return plan
+
+
+def costs(plan: Plan) -> dict[str, float]:
+    """Return the explained costs by the worker that computes."""
+    return {each.prefill or each.decode: each.cost for each in plan.candidates()}

@@ -1,4 +1,4 @@
-"""The line: who gets a plan when, with a chooser that only counts pages."""
+"""Admission: which request gets a plan, and when, with a chooser that only counts pages."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from prometheus_client import CollectorRegistry
 
-from common.block_hash import NO_HASHES
 from common.clock import ManualClock
 from common.errors import Overloaded, RefusalCause, Refused, WorkerLost
 from common.ids import RequestId, WorkerId
@@ -18,18 +17,16 @@ from kvrelay.v1 import worker_pb2
 from router.admission.account import Service
 from router.admission.line import MAX_CANDIDATES, MAX_OVERTAKEN, Admission
 from router.admission.terms import Terms
-from router.admission.ticket import Seeker, Ticket
-from router.booking import Booking
+from router.admission.ticket import QueuedRequest, Ticket
 from router.facts import Endpoint
 from router.fleet import Fleet
 from router.index import PrefixIndex
 from router.member import Hold, Member
-from router.placement.chooser import Chooser
-from router.placement.decisions import Decision
-from router.placement.plans import Plan, PlanKind
+from router.placement.chooser import Chooser, Search
+from router.placement.decisions import Booking, Decision
+from router.placement.plans import PlacementRequest, Plan
 from router.placement.policies.interface import PolicySettings
 from router.placement.policies.registry import make_policy
-from router.placement.search import Search, Sought
 from router.tenant_metrics import MAX_LABELS, OTHERS, TenantMetrics
 from router.tenants import Tenant
 from tests.trust import ROUTER
@@ -40,7 +37,7 @@ PATIENCE_S = 10.0
 
 
 class PageChooser(Chooser):
-    """Books when enough pages are free, and remembers whom it was asked about."""
+    """Books when enough pages are free, and records the requests that it was asked about."""
 
     def __init__(self, fleet: Fleet, clock: ManualClock, *, num_pages: int) -> None:
         policy = make_policy("round_robin", PolicySettings())
@@ -53,20 +50,20 @@ class PageChooser(Chooser):
         self._member = Member(endpoint=endpoint, client=cast(Any, None))
 
     def choose(self, search: Search) -> Booking | Refused:
-        sought = search.sought
-        self.asked.append(sought.request_id)
-        if sought.request_id in self.hopeless:
+        request = search.request
+        self.asked.append(request.request_id)
+        if request.request_id in self.hopeless:
             return Refused(reason="too late", retry_after_s=3.0, cause=RefusalCause.DEADLINE)
-        if sought.num_tokens > self.num_free:
+        if request.num_tokens > self.num_free:
             return Refused(reason=f"{self.num_free} pages are free", retry_after_s=1.0)
-        self.num_free -= sought.num_tokens
-        plan = Plan(kind=PlanKind.LOCAL, decode=WORKER, prefill=None, predicted_cached_tokens=0, reason="")
+        self.num_free -= request.num_tokens
+        plan = Plan(decode=WORKER, predicted_cached_tokens=0, reason="")
         hold = Hold(
             member=self._member,
             epoch=cast(Any, 1),
-            request_id=sought.request_id,
+            request_id=request.request_id,
             booked_s=0.0,
-            num_blocks=sought.num_tokens,
+            num_blocks=request.num_tokens,
         )
 
         def free(booking: Booking) -> None:
@@ -74,14 +71,14 @@ class PageChooser(Chooser):
             booking.decode.num_blocks = 0
             self.change()
 
-        decision = Decision(request_id=sought.request_id, num_tokens=sought.num_tokens, plan=plan, decided_s=0.0)
-        return Booking(decision=decision, decode=hold, prefill=None, on_release=free)
+        decision = Decision(request_id=request.request_id, num_tokens=request.num_tokens, plan=plan, decided_s=0.0)
+        return Booking(decision=decision, decode=hold, on_release=free)
 
-    def work_s(self, sought: Sought) -> float:
-        return float(sought.num_tokens)
+    def work_s(self, request: PlacementRequest) -> float:
+        return float(request.num_tokens)
 
     def change(self) -> None:
-        """Let the fleet change."""
+        """Report a change of the fleet."""
         self._fleet.set_workers([])
 
 
@@ -114,32 +111,25 @@ class Line:
         return refused
 
     async def come(self, name: str, num_pages: int, tenant: Tenant = A, *, priority: int = 0) -> None:
-        """Let a request come and look for a plan."""
+        """Admit a request and let it wait for a plan."""
         self.tickets[name] = self.admit(tenant, priority=priority)
         await self.place(name, num_pages)
 
     async def place(self, name: str, num_pages: int, *, patience_s: float = PATIENCE_S) -> None:
-        sought = Sought(
-            request_id=RequestId(name),
-            num_tokens=num_pages,
-            num_samples=1,
-            block_size=1,
-            hashes=NO_HASHES,
-            num_output_tokens=0,
-        )
-        deadline_s = asyncio.get_running_loop().time() + patience_s
-        seeker = Seeker(ticket=self.tickets[name], search=Search(sought=sought), deadline_s=deadline_s)
-        self.waiting[name] = asyncio.create_task(self.admission.place(seeker))
+        request = PlacementRequest(request_id=RequestId(name), num_tokens=num_pages, block_size=1, num_output_tokens=0)
+        deadline_s = self.clock.monotonic() + patience_s
+        queued = QueuedRequest(ticket=self.tickets[name], search=Search(request=request), deadline_s=deadline_s)
+        self.waiting[name] = asyncio.create_task(self.admission.place(queued))
         await turns()
 
     async def end(self, name: str) -> None:
-        """Let a request that has a plan end."""
+        """End a request that has a plan."""
         self.waiting.pop(name).result().release()
         self.tickets.pop(name).__exit__(None, None, None)
         await turns()
 
     async def leave(self, name: str) -> None:
-        """Let the client of a request that waits go away."""
+        """Cancel a waiting request."""
         task = self.waiting.pop(name)
         task.cancel()
         await turns()
@@ -157,7 +147,7 @@ class Line:
 
 
 async def turns() -> None:
-    """Let everything happen that can."""
+    """Run the event loop until nothing is left to do."""
     for _ in range(5):
         await asyncio.sleep(0)
 
@@ -202,7 +192,7 @@ async def test_tenants_are_served_in_turn_however_many_requests_one_of_them_has(
     assert [name[0] for name in order[1:]] == ["a", "b", "a", "b", "a"]
 
 
-async def test_request_that_lost_its_worker_goes_before_newcomers_and_no_limit_refuses_it() -> None:
+async def test_request_that_lost_its_worker_goes_before_newcomers_past_all_limits() -> None:
     line = Line(num_pages=1)
     tight = Tenant(name="tight", max_queued=2, max_concurrent=1)
     await line.come("x", 1, tight)
@@ -218,7 +208,7 @@ async def test_request_that_lost_its_worker_goes_before_newcomers_and_no_limit_r
     assert line.served == {"y"}
 
 
-async def test_concurrency_cap_makes_its_tenant_wait_and_nobody_else() -> None:
+async def test_concurrency_cap_makes_only_its_own_tenant_wait() -> None:
     line = Line()
     capped = Tenant(name="capped", max_concurrent=2)
     for name in "xyz":
@@ -272,7 +262,7 @@ async def test_request_that_no_worker_can_serve_in_time_is_refused_at_once() -> 
     assert line.counts == (0, 0)
 
 
-async def test_place_after_its_patience_tells_what_was_missing() -> None:
+async def test_place_after_its_deadline_says_what_is_missing() -> None:
     line = Line(num_pages=0)
     line.tickets["x"] = line.admit()
     await line.place("x", 1, patience_s=0.0)
@@ -330,7 +320,7 @@ async def test_settle_charges_what_a_request_got_instead_of_what_was_expected() 
     assert line.chooser.asked[-2:] == ["a", "b"]
 
 
-async def test_metrics_tell_by_tenant_who_waits_who_was_refused_and_what_was_served() -> None:
+async def test_tenant_metrics_count_waiting_refused_and_served() -> None:
     line = Line(num_pages=10)
     small = Tenant(name="small", max_queued=1, max_concurrent=1)
     await line.come("x", 10, small)
@@ -360,7 +350,7 @@ def test_metrics_of_very_many_tenants_share_one_label() -> None:
 
 
 class LineMachine(RuleBasedStateMachine):
-    """Any order of coming, ending, losing a worker, going away: counts balance, and nobody is forgotten."""
+    """Any order of arriving, ending, losing a worker, leaving: counts balance, and no request is forgotten."""
 
     TENANTS = (A, B, Tenant(name="capped", max_concurrent=1, weight=2.0), Tenant(name="short", max_queued=2))
 
@@ -439,15 +429,15 @@ class LineMachine(RuleBasedStateMachine):
             assert cap is None or account.num_active <= cap
 
     @invariant()
-    def nobody_waits_for_nothing(self) -> None:
+    def no_request_waits_for_nothing(self) -> None:
         line = self.line
         waiting = [line.tickets[name] for name in set(line.waiting) - line.served]
-        if not line.served and waiting:  # all pages are free, so somebody must be on
+        if not line.served and waiting:  # all pages are free, so some request must be served
             assert all(not ticket.has_plan and ticket.account.is_full for ticket in waiting)
 
     def teardown(self) -> None:
         while self.line.waiting:
-            assert self.line.served, "requests wait and nobody is served"
+            assert self.line.served, "requests wait and none is served"
             self.run(self.line.end, min(self.line.served))
         assert self.line.counts == (0, 0)
         assert self.line.chooser.num_free == 6

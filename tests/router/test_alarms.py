@@ -1,4 +1,4 @@
-"""When routing by prefixes is said not to work, of whom, and when it is said to work again."""
+"""Alarms about prefix routing: when they are raised, which worker they name, and when they clear."""
 
 import logging
 
@@ -10,7 +10,7 @@ from kvrelay.v1 import worker_pb2
 from router.alarms import (
     CLEAR_ABOVE,
     MIN_DECISIONS,
-    MIN_UNHEARD,
+    MIN_UNREPORTED,
     RAISE_BELOW,
     SILENCE_S,
     WINDOW_DECISIONS,
@@ -19,7 +19,7 @@ from router.alarms import (
 )
 from router.member import Member, WorkerState
 from router.placement.decisions import Decision
-from router.placement.plans import Plan, PlanKind
+from router.placement.plans import Plan
 from tests.router.fakes import BLOCK_SIZE
 from tests.router.test_member import make_facts, make_member
 
@@ -27,7 +27,7 @@ P0, P1 = WorkerId("p0"), WorkerId("p1")
 
 
 class Router:
-    """The alarms of a router with two workers, and the moves that they hear of."""
+    """The alarms of a router with two workers, and the events that they see."""
 
     def __init__(self) -> None:
         self.clock = ManualClock(1000.0)
@@ -40,10 +40,8 @@ class Router:
     def decide(
         self, *, predicted: int = 0, found: int | None = 0, worker_id: WorkerId = P0, num_hashed_blocks: int = 10
     ) -> Decision:
-        """Let a request be decided and end; the alarms hear of it."""
-        plan = Plan(
-            kind=PlanKind.LOCAL, decode=worker_id, prefill=None, predicted_cached_tokens=predicted, reason="test"
-        )
+        """Decide a request and end it; the alarms see the decision."""
+        plan = Plan(decode=worker_id, predicted_cached_tokens=predicted, reason="test")
         decision = Decision(
             request_id=RequestId("r"),
             num_tokens=10 * BLOCK_SIZE,
@@ -73,7 +71,7 @@ class Router:
 # ── promises ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_promises_that_come_true_raise_nothing() -> None:
+def test_kept_promises_raise_nothing() -> None:
     router = Router()
     for _ in range(2 * WINDOW_DECISIONS):
         router.decide(predicted=100, found=100)
@@ -91,7 +89,7 @@ def test_broken_promises_raise_an_alarm_that_names_the_worst_worker() -> None:
 
 
 @pytest.mark.parametrize(("num_decisions", "kinds"), [(MIN_DECISIONS - 1, []), (MIN_DECISIONS, ["predicted_hits"])])
-def test_few_decisions_prove_nothing(num_decisions: int, kinds: list[str]) -> None:
+def test_few_decisions_raise_nothing(num_decisions: int, kinds: list[str]) -> None:
     router = Router()
     for _ in range(num_decisions):
         router.decide(predicted=100, found=0)
@@ -134,15 +132,15 @@ def test_alarm_of_promises_clears_only_well_above_where_it_was_raised() -> None:
 # ── events ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def compute_unheard(router: Router, num_prompts: int) -> None:
+def compute_unreported(router: Router, num_prompts: int) -> None:
     for _ in range(num_prompts):
         router.decide(found=BLOCK_SIZE)
         router.clock.advance(SILENCE_S / 2)
 
 
-def test_worker_that_computes_and_tells_of_no_block_raises_an_alarm_until_it_does() -> None:
+def test_worker_that_computes_but_reports_no_block_raises_an_alarm() -> None:
     router = Router()
-    compute_unheard(router, MIN_UNHEARD)
+    compute_unreported(router, MIN_UNREPORTED)
     assert router.standing() == ["no_kv_events"]
     assert "p0 (3 prompts in 15 s)" in router.alarms.texts[0]
     router.hear_of_blocks(P1)
@@ -151,7 +149,7 @@ def test_worker_that_computes_and_tells_of_no_block_raises_an_alarm_until_it_doe
     assert router.standing() == []
 
 
-@pytest.mark.parametrize(("num_prompts", "wait_s"), [(MIN_UNHEARD - 1, 100.0), (MIN_UNHEARD, 0.0)])
+@pytest.mark.parametrize(("num_prompts", "wait_s"), [(MIN_UNREPORTED - 1, 100.0), (MIN_UNREPORTED, 0.0)])
 def test_few_prompts_or_a_short_time_without_blocks_raise_nothing(num_prompts: int, wait_s: float) -> None:
     router = Router()
     for _ in range(num_prompts):
@@ -160,7 +158,7 @@ def test_few_prompts_or_a_short_time_without_blocks_raise_nothing(num_prompts: i
     assert router.standing() == []
 
 
-def test_worker_that_tells_of_blocks_between_decision_and_end_raises_nothing() -> None:
+def test_worker_that_reports_blocks_before_the_end_raises_nothing() -> None:
     router = Router()
     for _ in range(10):
         decision = router.decide(found=0, num_hashed_blocks=0)
@@ -174,16 +172,16 @@ def test_worker_that_tells_of_blocks_between_decision_and_end_raises_nothing() -
 def test_prompts_without_a_new_full_block_need_no_event() -> None:
     router = Router()
     for found, num_hashed_blocks in ((10 * BLOCK_SIZE, 10), (0, 0), (2 * BLOCK_SIZE + 1, 2)):
-        for _ in range(MIN_UNHEARD):
+        for _ in range(MIN_UNREPORTED):
             router.decide(found=found, num_hashed_blocks=num_hashed_blocks)
             router.clock.advance(SILENCE_S)
     assert router.standing() == []
 
 
 @pytest.mark.parametrize("what", ["leaves", "restarts"])
-def test_worker_that_leaves_or_restarts_takes_its_silence_along(what: str) -> None:
+def test_worker_that_leaves_or_restarts_clears_its_alarm(what: str) -> None:
     router = Router()
-    compute_unheard(router, MIN_UNHEARD)
+    compute_unreported(router, MIN_UNREPORTED)
     assert router.standing() == ["no_kv_events"]
     if what == "leaves":
         del router.members[P0]
@@ -196,7 +194,7 @@ def test_worker_that_leaves_or_restarts_takes_its_silence_along(what: str) -> No
 
 
 @pytest.mark.parametrize(("num_running", "kinds"), [(1, ["no_updates"]), (0, [])])
-def test_only_a_worker_that_was_busy_owes_an_update(num_running: int, kinds: list[str]) -> None:
+def test_only_a_worker_that_was_busy_must_send_updates(num_running: int, kinds: list[str]) -> None:
     router = Router()
     router.hear_load(num_running=num_running)
     router.clock.advance(SILENCE_S - 0.5)

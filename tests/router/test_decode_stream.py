@@ -1,4 +1,4 @@
-"""All calls to a worker on one stream: what one does or suffers does not concern the others."""
+"""All calls to a worker on one stream: no call affects another."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,13 +11,12 @@ from kvrelay.v1 import decode_pb2, inference_pb2, sampling_pb2
 from router.decode_stream import DecodeStream
 from tests.router.fakes import (
     DECODE,
-    PREFILL,
-    TIMEOUT_S,
     FakeWorker,
     Reply,
     answer,
     config_with,
     make_request,
+    pair,
     prompt_of,
     running_cluster,
 )
@@ -25,7 +24,7 @@ from tests.router.fakes import (
 
 @pytest.mark.parametrize(("kind", "num_streams"), [("shared", 1), ("per_request", 0)])
 async def test_requests_side_by_side_are_answered_over_either_kind_of_stream(kind: str, num_streams: int) -> None:
-    prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+    prefill, decode = pair()
     async with running_cluster(prefill, decode, config=config_with(decode_streams=kind)) as cluster:
         replies = await asyncio.gather(*(cluster.generate(make_request(10 + i, max_tokens=9)) for i in range(6)))
         for i, reply in enumerate(replies):
@@ -43,9 +42,7 @@ async def test_cancel_of_one_of_many_cancels_its_call_alone() -> None:
             while not (await call.read()).HasField("tokens"):
                 pass
         calls[1].cancel()
-        async with asyncio.timeout(TIMEOUT_S):
-            while not decode.calls["cancelled"]:
-                await cluster.status()
+        await cluster.until(lambda _router: decode.calls["cancelled"])
         assert decode.num_running_calls == 2
         decode.gates.open("token 3")
         for i in (0, 2):
@@ -57,12 +54,12 @@ async def test_cancel_of_one_of_many_cancels_its_call_alone() -> None:
 
 
 async def _rest(call: Any) -> AsyncIterator[inference_pb2.GenerateResponse]:
-    """The messages behind those that were `read`."""
+    """Yield the messages after those that were `read`."""
     while message := await call.read():
         yield message
 
 
-async def test_a_client_that_does_not_read_blocks_nobody_and_misses_nothing() -> None:
+async def test_client_that_does_not_read_blocks_no_other_and_misses_nothing() -> None:
     decode = FakeWorker("d0", DECODE)
     async with running_cluster(decode) as cluster:
         lazy: Any = cluster.inference.Generate(make_request(10, max_tokens=150))
@@ -81,9 +78,7 @@ async def test_death_of_the_worker_fails_every_call_and_a_new_life_gets_a_new_st
     decode.gates.close("token 3")
     async with running_cluster(decode, config=config_with()) as cluster:
         generating = [asyncio.create_task(cluster.generate(make_request(10 + i, max_tokens=8))) for i in range(4)]
-        async with asyncio.timeout(TIMEOUT_S):
-            while decode.num_running_calls < 4:
-                await cluster.status()
+        await cluster.until(lambda _router: decode.num_running_calls == 4)
         await decode.gates.reached("token 3")
         await decode.restart()
         decode.gates.open("token 3")
@@ -152,7 +147,7 @@ async def test_follow_hands_over_what_came_before_and_what_comes_until_enough() 
     await stream.aclose()
 
 
-async def test_a_handler_that_fails_ends_its_own_call_alone() -> None:
+async def test_handler_that_fails_ends_only_its_own_call() -> None:
     wire = Wire()
     stream = DecodeStream(wire)  # type: ignore[arg-type]
     bad, good = stream.open(decode_pb2.DecodeRequest()), stream.open(decode_pb2.DecodeRequest())
@@ -169,7 +164,7 @@ async def test_a_handler_that_fails_ends_its_own_call_alone() -> None:
     await stream.aclose()
 
 
-async def test_an_end_that_cannot_be_read_fails_every_call_and_ends_the_stream() -> None:
+async def test_unreadable_status_fails_every_call_and_ends_the_stream() -> None:
     wire = Wire()
     stream = DecodeStream(wire)  # type: ignore[arg-type]
     call = stream.open(decode_pb2.DecodeRequest())
@@ -180,7 +175,7 @@ async def test_an_end_that_cannot_be_read_fails_every_call_and_ends_the_stream()
     assert stream.is_over
 
 
-async def test_close_is_told_once_and_not_after_the_end() -> None:
+async def test_close_is_sent_once_and_not_after_the_end() -> None:
     wire = Wire()
     stream = DecodeStream(wire)  # type: ignore[arg-type]
     with stream.open(decode_pb2.DecodeRequest()):
@@ -195,7 +190,7 @@ async def test_close_is_told_once_and_not_after_the_end() -> None:
 
 
 def test_a_token_delta_of_the_router_has_room_for_what_a_batch_of_a_worker_brings() -> None:
-    """`merge_tokens` serves both."""
+    """`merge_tokens` handles both."""
     for name in ("tokens", "runs", "prompt_logprobs"):
         ours = inference_pb2.TokenDelta.DESCRIPTOR.fields_by_name[name]
         theirs = decode_pb2.TokenBatch.DESCRIPTOR.fields_by_name[name]

@@ -26,7 +26,7 @@ class Harness:
         self.meter = DemandMeter(self.clock)
 
     def arrive(self, *counts: int) -> None:
-        """So many in each of the next seconds."""
+        """Note these numbers of arrivals in the next seconds."""
         for count in counts:
             for _ in range(count):
                 self.meter.note_arrival()
@@ -57,7 +57,7 @@ def test_demand_forgets_what_is_older_than_its_memory() -> None:
     assert (demand.window_s, demand.num_arrived) == (REMEMBERED_S, 0)
 
 
-def test_demand_tells_refusals_and_answers_within_the_objectives() -> None:
+def test_demand_counts_refusals_and_answers_within_the_objectives() -> None:
     harness = Harness()
     harness.meter.judge_by(Slo(ttft_s=1.0, itl_s=0.05, ttft_tokens=1000))
     harness.meter.note_refusal()
@@ -93,7 +93,7 @@ def test_demand_samples_busy_and_quiet_seconds_by_their_share() -> None:
 
 
 @pytest.mark.parametrize(("counts", "expected"), [([4] * 20, 0.0), ([20, 0, 0, 0, 0] * 4, 16.842), ([0] * 20, 1.0)])
-def test_demand_tells_even_from_bursty_arrivals(counts: list[int], expected: float) -> None:
+def test_demand_distinguishes_even_from_bursty_arrivals(counts: list[int], expected: float) -> None:
     harness = Harness()
     harness.arrive(*counts)
     demand = harness.meter.demand(10.0, num_queued=0, num_queued_tokens=0)
@@ -102,7 +102,7 @@ def test_demand_tells_even_from_bursty_arrivals(counts: list[int], expected: flo
 
 @pytest.fixture
 def arrivals(monkeypatch: pytest.MonkeyPatch) -> list[DemandMeter]:
-    """The meter of each arrival that is noted."""
+    """Return the meters of all noted arrivals."""
     noted: list[DemandMeter] = []
     monkeypatch.setattr(DemandMeter, "note_arrival", lambda meter: noted.append(meter))
     return noted

@@ -1,4 +1,4 @@
-"""No tenant can fill the line: each can always hold its weighted share of it, and only the rest is borrowed."""
+"""Displacement: each tenant can always hold its weighted share of the line; only the rest is borrowed."""
 
 import asyncio
 from collections import Counter
@@ -46,7 +46,7 @@ async def test_one_tenant_alone_may_use_the_whole_line_and_no_more() -> None:
     assert line.refusal().cause is RefusalCause.QUEUE_FULL
 
 
-async def test_two_tenants_share_a_full_line_by_weight_and_never_displace_each_other_in_turn() -> None:
+async def test_two_tenants_share_a_full_line_by_weight_without_displacing_in_turn() -> None:
     line = Line(max_queued=8)
     fill(line, A, 8)
     assert [line.admission.admit(HEAVY).__class__ for _ in range(7)] == [Ticket] * 6 + [Refused]
@@ -90,7 +90,7 @@ async def test_request_with_a_plan_is_never_displaced() -> None:
     line.waiting["waits"].cancel()
 
 
-async def test_tenant_beyond_its_own_rate_displaces_nobody() -> None:
+async def test_tenant_beyond_its_own_rate_displaces_no_request() -> None:
     line = Line(max_queued=4)
     tickets = fill(line, A, 3)
     line.admit(LIMITED).__exit__(None, None, None)
@@ -119,7 +119,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=10, max_s
 def test_no_tenant_within_its_reservation_is_refused_while_another_borrows(
     weights: list[float], max_queued: int, steps: list[tuple[int, bool]]
 ) -> None:
-    """In any order of coming and going the bound holds, and so do the promises of displacement.py."""
+    """In any order of arrivals and departures, the bound and the promises of displacement.py hold."""
     tenants = [Tenant(name=f"t{index}", weight=weight) for index, weight in enumerate(weights)]
     reserved = {tenant.name: max_queued * tenant.weight / sum(weights) for tenant in tenants}
     line = Line(max_queued=max_queued)
@@ -145,7 +145,7 @@ def test_no_tenant_within_its_reservation_is_refused_while_another_borrows(
 
 
 @pytest.mark.parametrize("num_tenants", [2, 5])
-async def test_newcomers_of_every_tenant_get_in_although_the_first_never_stops_asking(num_tenants: int) -> None:
+async def test_every_tenant_gets_in_although_one_never_stops_asking(num_tenants: int) -> None:
     line = Line(max_queued=20)
     greedy, *others = [Tenant(name=f"t{index}") for index in range(num_tenants)]
     fill(line, greedy, 20)

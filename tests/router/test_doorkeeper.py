@@ -1,4 +1,4 @@
-"""Who is calling, and what is kept apart for them."""
+"""Identifying callers, and separating their caches."""
 
 import hashlib
 from typing import Any
@@ -70,7 +70,7 @@ def test_operators_key_may_have_the_dots_of_a_proof() -> None:
         keeper.check_operator([("authorization", "Bearer a.b.c")])
 
 
-def test_without_authentication_everybody_is_default_with_its_limits_and_no_salt() -> None:
+def test_without_authentication_all_calls_belong_to_default_without_salt() -> None:
     config = parse_config({"tenants": [{"name": "default", "max_concurrent": 3}]}, source="test")
     tenant = make_doorkeeper(config).identify([("authorization", "Bearer whatever")])
     assert (tenant.name, tenant.max_concurrent, tenant.cache_salt) == ("default", 3, "")
@@ -84,13 +84,13 @@ def test_salts_differ_by_tenant_and_secret_and_agree_between_routers() -> None:
     assert "" not in salts
 
 
-def test_tenants_that_share_their_cache_have_one_salt_that_nobody_else_can_take() -> None:
+def test_tenants_that_share_their_cache_have_one_salt_of_their_own() -> None:
     shared = {salt(name, share_cache=True) for name in ("a", "b")}
     assert len(shared) == 1
     assert shared.isdisjoint({salt("shared"), salt("a"), ""})
 
 
-def test_block_key_follows_from_the_secret_else_it_is_the_one_that_the_authority_has_issued() -> None:
+def test_block_key_follows_from_the_secret_or_is_the_issued_one() -> None:
     configs = [
         parse_config({"router": {"salt_secret": secret}}, source="test")
         for secret in (SECRET, "another secret of enough characters", None)

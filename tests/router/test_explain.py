@@ -1,11 +1,10 @@
-"""`Explain` through a real router: what it tells of requests that went well, badly, or elsewhere."""
+"""`Explain` through a real router: requests that succeed, fail, or move."""
 
 import asyncio
 
 import grpc
 import pytest
 
-from common.config import ServingConfig
 from common.errors import Unauthenticated, from_rpc_error
 from kvrelay.v1 import inference_pb2
 from tests.router.fakes import (
@@ -17,10 +16,11 @@ from tests.router.fakes import (
     TestCluster,
     config_with,
     make_request,
+    pair,
     running_cluster,
+    trio,
 )
-
-KEYS = {"a": "key-of-tenant-a-0123456789", "b": "key-of-tenant-b-0123456789"}
+from tests.router.test_tenants import KEYS, serving
 
 
 async def explain(
@@ -39,7 +39,7 @@ def request_id_of(reply: Reply) -> str:
     return reply.messages[0].accepted.request_id
 
 
-async def test_explain_tells_candidates_choice_and_outcome_of_a_finished_request() -> None:
+async def test_explain_shows_candidates_choice_and_outcome_of_a_request() -> None:
     workers = FakeWorker("p0", PREFILL, num_cached_tokens=4), FakeWorker("p1", PREFILL), FakeWorker("d0", DECODE)
     async with running_cluster(*workers, config=config_with(policy="dynamo")) as cluster:
         reply = await cluster.generate(make_request(10))
@@ -60,11 +60,10 @@ async def test_explain_tells_candidates_choice_and_outcome_of_a_finished_request
 
 
 async def test_explain_of_a_running_request_has_no_outcome_yet() -> None:
-    prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+    prefill, decode = pair()
     prefill.gates.close("prefill")
     async with running_cluster(prefill, decode) as cluster:
-        generating = asyncio.create_task(cluster.generate(make_request(10)))
-        await prefill.gates.reached("prefill")
+        generating = await cluster.start(make_request(10), prefill, "prefill")
         (decision,) = await explain(cluster)
         outcome = decision.outcome
         assert outcome == inference_pb2.DecisionOutcome()
@@ -72,13 +71,11 @@ async def test_explain_of_a_running_request_has_no_outcome_yet() -> None:
         await generating
 
 
-async def test_explain_by_request_tells_each_attempt_and_why_it_ended() -> None:
-    prefill, first, second = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE), FakeWorker("d1", DECODE)
-    second.set_load(num_running=3, num_free_blocks=64)
+async def test_explain_of_one_request_shows_each_attempt_and_why_it_ended() -> None:
+    prefill, first, second = trio()
     first.gates.close("token 3")
     async with running_cluster(prefill, first, second) as cluster:
-        generating = asyncio.create_task(cluster.generate(make_request(10)))
-        await first.gates.reached("token 3")
+        generating = await cluster.start(make_request(10), first, "token 3")
         await first.die()
         reply: Reply = await generating
         await cluster.generate(make_request(9))
@@ -92,9 +89,9 @@ async def test_explain_by_request_tells_each_attempt_and_why_it_ended() -> None:
         assert [each.num_tokens for each in await explain(cluster, limit=1)] == [9]
 
 
-async def test_explain_tells_of_a_refusal_by_a_worker() -> None:
-    prefill, full, free = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE, num_refusals=1), FakeWorker("d1", DECODE)
-    free.set_load(num_running=3, num_free_blocks=64)
+async def test_explain_shows_a_refusal_by_a_worker() -> None:
+    prefill, full, free = trio()
+    full.num_refusals = 1
     async with running_cluster(prefill, full, free) as cluster:
         await cluster.generate(make_request(10))
         ended = [(each.plan.decode_worker_id, each.outcome.ended) for each in await explain(cluster)]
@@ -102,7 +99,7 @@ async def test_explain_tells_of_a_refusal_by_a_worker() -> None:
 
 
 async def test_explain_of_a_request_that_the_client_left_says_so() -> None:
-    prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+    prefill, decode = pair()
     decode.gates.close("token 1")
     async with running_cluster(prefill, decode) as cluster:
         call = cluster.inference.Generate(make_request(10), timeout=TIMEOUT_S)
@@ -117,17 +114,11 @@ async def test_explain_of_a_request_that_the_client_left_says_so() -> None:
 
 async def test_explain_of_an_unknown_request_is_empty() -> None:
     async with running_cluster(FakeWorker("d0", DECODE)) as cluster:
-        assert await explain(cluster, "req-of-somebody") == []
+        assert await explain(cluster, "req-unknown") == []
 
 
-async def test_explain_tells_a_tenant_nothing_of_another() -> None:
-    config = ServingConfig.model_validate(
-        {
-            "router": {"auth": "api_key", "salt_secret": "a-secret-of-this-test", "local_prefill_max_tokens": 0},
-            "tenants": [{"name": name, "api_keys": [key]} for name, key in KEYS.items()],
-        }
-    )
-    async with running_cluster(FakeWorker("d0", DECODE), config=config) as cluster:
+async def test_explain_shows_a_tenant_nothing_of_another() -> None:
+    async with running_cluster(FakeWorker("d0", DECODE), config=serving()) as cluster:
         reply = Reply()
         metadata = (("authorization", f"Bearer {KEYS['a']}"),)
         await cluster.read(cluster.inference.Generate(make_request(10), timeout=TIMEOUT_S, metadata=metadata), reply)
@@ -158,7 +149,7 @@ async def test_a_prompt_that_is_computed_is_no_prefill_load_any_more(name: str) 
 
 
 def prefill_load(cluster: TestCluster, worker: FakeWorker) -> tuple[int, int]:
-    """What the router counts as prompts under way on the worker: how many, and tokens to compute."""
+    """Return the prompts that the router counts as pending on the worker, and their tokens to compute."""
     view = cluster.router.fleet.view(excluded=())
     load = next(each for each in (*view.prefill, *view.decode) if each.worker_id == worker.worker_id)
     return load.num_active_prefills, load.num_active_missing_tokens

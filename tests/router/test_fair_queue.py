@@ -1,4 +1,6 @@
-"""The order of the line, by itself."""
+"""The fair queue by itself."""
+
+from collections.abc import Container
 
 import pytest
 from hypothesis import given, settings
@@ -20,9 +22,17 @@ def make_queue(**weights: float) -> FairQueue[int]:
 def push(
     queue: FairQueue[int], number: int, *, tenant: str = "a", priority: int = 0, work_s: float = 0.0
 ) -> Place[int]:
-    """Let a request come at second `number`."""
+    """Add a request that arrives at second `number`."""
     key = rank(priority=priority, work_s=work_s, due_s=number, number=number)
     return queue.push(number, tenant=tenant, rank=key)
+
+
+def serve(queue: FairQueue[int], *, cost: float = 0.0, skipping: Container[str] = ()) -> Place[int]:
+    """Take out the next place, which must exist, and charge its tenant."""
+    place = queue.pop(now_s=0.0, skipping=skipping)
+    assert place is not None
+    queue.charge(place.tenant, cost)
+    return place
 
 
 def drain(queue: FairQueue[int]) -> list[int]:
@@ -54,7 +64,7 @@ def test_long_prompt_gives_way_only_to_those_that_come_within_its_own_work() -> 
     assert drain(queue) == [9, 0, 11]
 
 
-def test_those_who_were_on_already_go_before_all_newcomers_in_order_of_arrival() -> None:
+def test_requests_that_lost_a_plan_go_before_newcomers_in_order_of_arrival() -> None:
     queue = make_queue(a=1)
     push(queue, 3, priority=9)
     queue.push_first(2, number=2)
@@ -62,7 +72,7 @@ def test_those_who_were_on_already_go_before_all_newcomers_in_order_of_arrival()
     assert (queue.num_first, drain(queue)) == (2, [1, 2, 3])
 
 
-def test_samples_of_one_request_that_were_on_already_go_in_the_order_in_which_they_came() -> None:
+def test_samples_of_one_request_that_lost_a_plan_go_in_order_of_arrival() -> None:
     queue = make_queue(a=1)
     for item in (7, 5, 6):
         queue.push_first(item, number=1)
@@ -76,34 +86,23 @@ def test_tenant_with_three_times_the_weight_is_served_three_times_as_much() -> N
         push(queue, number, tenant="heavy")
     served = {"a": 0, "heavy": 0}
     for _ in range(80):
-        place = queue.pop(now_s=0.0)
-        assert place is not None
-        served[place.tenant] += 1
-        queue.charge(place.tenant, 100)
+        served[serve(queue, cost=100).tenant] += 1
     assert served == {"a": 20, "heavy": 60}
 
 
-def test_tenant_that_comes_back_has_not_saved_up_its_share() -> None:
+def test_tenant_that_returns_has_not_saved_up_its_share() -> None:
     queue = make_queue(a=1, b=1)
     for number in range(40):
         push(queue, number, tenant="a")
     for _ in range(20):
-        place = queue.pop(now_s=0.0)
-        assert place is not None
-        queue.charge("a", 100)
+        assert serve(queue, cost=100).tenant == "a"
     for number in range(40, 60):
         push(queue, number, tenant="b")
     assert queue.counter("b") == 2000
-    served = []
-    for _ in range(10):
-        place = queue.pop(now_s=0.0)
-        assert place is not None
-        served.append(place.tenant)
-        queue.charge(place.tenant, 100)
-    assert served.count("a") == 5
+    assert [serve(queue, cost=100).tenant for _ in range(10)].count("a") == 5
 
 
-def test_newcomer_to_an_empty_line_is_lifted_to_who_left_it_last() -> None:
+def test_newcomer_to_an_empty_line_is_lifted_to_the_tenant_that_left_last() -> None:
     queue = make_queue(a=1, b=1)
     push(queue, 0, tenant="a")
     assert drain(queue) == [0]
@@ -112,7 +111,7 @@ def test_newcomer_to_an_empty_line_is_lifted_to_who_left_it_last() -> None:
     assert queue.counter("b") == 700
 
 
-def test_held_tenant_does_not_go_and_comes_back_as_after_a_pause() -> None:
+def test_held_tenant_is_skipped_and_returns_as_after_a_pause() -> None:
     queue = make_queue(a=1, b=1)
     push(queue, 0, tenant="a")
     push(queue, 1, tenant="b")
@@ -129,14 +128,13 @@ def test_skipped_tenant_keeps_its_place() -> None:
     queue = make_queue(a=1, b=1)
     push(queue, 0, tenant="a")
     push(queue, 1, tenant="b")
-    place = queue.pop(now_s=0.0, skipping={"a"})
-    assert place is not None
+    place = serve(queue, skipping={"a"})
     assert place.item == 1
     queue.restore(place)
     assert drain(queue) == [0, 1]
 
 
-def test_restored_place_is_the_same_place_and_lifts_nobody() -> None:
+def test_restored_place_is_the_same_place_and_lifts_no_tenant() -> None:
     queue = make_queue(a=1, b=1)
     queue.charge("b", 50)
     push(queue, 0, tenant="b")
@@ -149,7 +147,7 @@ def test_restored_place_is_the_same_place_and_lifts_nobody() -> None:
 
 
 @pytest.mark.parametrize("num_leaving", [1, 63, 64, 200])
-def test_those_who_leave_are_never_returned(num_leaving: int) -> None:
+def test_discarded_items_are_never_returned(num_leaving: int) -> None:
     queue = make_queue(a=1)
     places = [push(queue, number) for number in range(num_leaving + 3)]
     for place in places[:num_leaving]:
@@ -163,7 +161,7 @@ def test_those_who_leave_are_never_returned(num_leaving: int) -> None:
     st.lists(st.tuples(st.sampled_from(sorted(TENANTS)), st.integers(1, 1000)), min_size=60, max_size=200),
     st.integers(10, 60),
 )
-def test_weighted_service_of_tenants_that_keep_waiting_differs_by_one_request_at_most(
+def test_weighted_service_of_waiting_tenants_differs_by_one_request_at_most(
     requests: list[tuple[str, int]], num_served: int
 ) -> None:
     queue = make_queue(**TENANTS)
@@ -174,8 +172,7 @@ def test_weighted_service_of_tenants_that_keep_waiting_differs_by_one_request_at
         waiting[tenant] += 1
     started = {tenant: queue.counter(tenant) for tenant in TENANTS}
     for _ in range(num_served):
-        place = queue.pop(now_s=0.0)
-        assert place is not None
+        place = serve(queue)
         queue.charge(place.tenant, costs[place.item])
         waiting[place.tenant] -= 1
         if not all(waiting.values()):
@@ -185,7 +182,7 @@ def test_weighted_service_of_tenants_that_keep_waiting_differs_by_one_request_at
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Any order of coming, going, looking, holding and charging: nobody is lost or returned twice."""
+    """Any order of operations: no item is lost or returned twice."""
 
     tenants = st.sampled_from(sorted(TENANTS))
 
@@ -250,7 +247,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.held.discard(tenant)
 
     @invariant()
-    def nobody_is_lost(self) -> None:
+    def no_item_is_lost(self) -> None:
         assert len(self.queue) == len(self.places)
 
 
@@ -258,7 +255,7 @@ TestQueueMachine = QueueMachine.TestCase
 TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_pop_serves_who_can_still_be_in_time_before_who_cannot() -> None:
+def test_pop_serves_requests_in_time_before_late_ones() -> None:
     queue: FairQueue[str] = FairQueue()
     queue.add_tenant("a", weight=1.0)
     for number, (name, due_s) in enumerate([("late first", 1.0), ("late second", 2.0), ("in time", 9.0)]):

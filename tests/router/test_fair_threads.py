@@ -1,4 +1,4 @@
-"""Tokenizing for many tenants: nobody waits behind all of another's work, and short work never behind long work."""
+"""Tokenizing for many tenants: none waits behind all work of another, and short work never behind long work."""
 
 import asyncio
 import threading
@@ -16,7 +16,7 @@ LIMIT_S = 60.0
 
 
 class Works:
-    """Work that blocks its thread until it is let go, and the order in which it began."""
+    """Work that blocks its thread until it is released, and the order in which it began."""
 
     def __init__(self) -> None:
         self.threads = FairThreads(2, name="test")
@@ -27,7 +27,7 @@ class Works:
         self._changed = asyncio.Event()
 
     def ask(self, name: str, tenant: Tenant, num_chars: int) -> None:
-        """Let a tenant ask for work."""
+        """Submit work of a tenant."""
         self._gates[name] = threading.Event()
         self.tasks[name] = asyncio.create_task(self.threads.run(self._work(name), tenant=tenant, num_chars=num_chars))
 
@@ -119,7 +119,7 @@ async def test_calls_that_are_cancelled_hold_their_thread_and_start_nothing_more
     assert works.began == ["a0", "hello", "next"]
 
 
-async def test_work_that_fails_tells_so_and_frees_its_thread(works: Works) -> None:
+async def test_work_that_fails_raises_and_frees_its_thread(works: Works) -> None:
     def fail() -> None:
         raise ValueError("bad text")
 

@@ -1,14 +1,16 @@
-"""Requests that cannot be served in time anywhere."""
+"""Requests that no worker can serve in time."""
 
 from dataclasses import replace
 
 import pytest
 
 from common.errors import RefusalCause, Refused
-from common.ids import RequestId, WorkerId
+from common.ids import WorkerId
 from common.timing import GUESSED_TIMING, StepModel, TimingModel
 from router.placement.feasibility import Shed, find_hopeless
-from router.placement.plans import FleetView, Plan, PlanKind, RouteRequest, WorkerLoad
+from router.placement.plans import FleetView, PlacementRequest, Plan, WorkerLoad
+from tests.router import fleets
+from tests.router.fleets import fleet
 
 TIMING = TimingModel(
     prefill=StepModel(constant_s=0.0, per_prefill_token_s=0.001, num_samples=1),
@@ -19,36 +21,31 @@ NO_PLAN = Refused(reason="full", retry_after_s=1.0)
 P, D = WorkerId("p0"), WorkerId("d0")
 
 
-def worker(worker_id: WorkerId, *, queue_s: float = 0.0, timing: TimingModel = TIMING) -> WorkerLoad:
-    return WorkerLoad(
-        worker_id=worker_id, num_blocks=1000, num_free_blocks=1000, prefill_free_at_s=50.0 + queue_s, timing=timing
-    )
+def worker(name: str, *, queue_s: float = 0.0, timing: TimingModel = TIMING) -> WorkerLoad:
+    return fleets.worker(name, prefill_free_at_s=50.0 + queue_s, timing=timing)
 
 
-def view(*prefill: WorkerLoad) -> FleetView:
-    return FleetView(prefill=prefill, decode=(worker(D, queue_s=100.0),), num_prefill=len(prefill))
+def view(prefill: WorkerLoad) -> FleetView:
+    return fleet(prefill, worker(D, queue_s=100.0))
 
 
 def request(
     *, time_left_s: float = 1e9, ttft_slo_s: float = 1e9, waited_s: float = 0.0, cached: int = 0
-) -> RouteRequest:
-    """1000 tokens: a second of prefill on an idle worker."""
-    return RouteRequest(
-        request_id=RequestId("r"),
-        num_tokens=1000,
+) -> PlacementRequest:
+    """Return a request of 1000 tokens: a second of prefill on an idle worker."""
+    return fleets.request(
+        1000,
         block_size=10,
-        num_decode_blocks=100,
-        cached_blocks={P: cached},
+        cached={P: cached},
         now_s=50.0,
-        waited_s=waited_s,
+        received_s=50.0 - waited_s,
         ttft_slo_s=ttft_slo_s,
-        time_left_s=time_left_s,
+        deadline_s=50.0 + time_left_s,
     )
 
 
 def plan(predicted_ttft_s: float | None) -> Plan:
     return Plan(
-        kind=PlanKind.REMOTE,
         prefill=P,
         decode=D,
         predicted_cached_tokens=0,
@@ -87,19 +84,18 @@ def test_time_waited_counts_against_the_objective_and_only_slo_sheds_for_it() ->
     assert refused.cause is RefusalCause.SLO
     assert refused.retry_after_s == pytest.approx(0.5)
     assert find_hopeless(asked, plan(1.0), view(worker(P)), shed=Shed.DEADLINE) is None
-    assert find_hopeless(replace(asked, waited_s=0.9), plan(1.0), view(worker(P)), shed=Shed.SLO) is None
+    assert find_hopeless(replace(asked, received_s=49.1), plan(1.0), view(worker(P)), shed=Shed.SLO) is None
 
 
 @pytest.mark.parametrize("outcome", [plan(None), plan(1e6), NO_PLAN], ids=["silent policy", "prediction", "no plan"])
-def test_guessed_times_refuse_nobody(outcome: Plan | Refused) -> None:
+def test_guessed_times_refuse_no_request(outcome: Plan | Refused) -> None:
     asked = request(time_left_s=0.001, ttft_slo_s=0.001)
     assert find_hopeless(asked, outcome, view(worker(P, timing=GUESSED_TIMING)), shed=Shed.SLO) is None
 
 
-def test_shedding_that_is_off_refuses_nobody() -> None:
+def test_shedding_that_is_off_refuses_no_request() -> None:
     assert find_hopeless(request(time_left_s=0.1), plan(9.0), view(worker(P)), shed=Shed.NONE) is None
 
 
 def test_empty_fleet_is_no_reason_to_give_up() -> None:
-    empty = FleetView(prefill=(), decode=(), num_prefill=0)
-    assert find_hopeless(request(time_left_s=0.1), NO_PLAN, empty, shed=Shed.SLO) is None
+    assert find_hopeless(request(time_left_s=0.1), NO_PLAN, fleet(), shed=Shed.SLO) is None

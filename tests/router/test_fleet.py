@@ -18,6 +18,7 @@ from tests.router.fakes import (
     Shape,
     TestCluster,
     make_request,
+    pair,
     prompt_of,
     running_cluster,
 )
@@ -74,7 +75,7 @@ async def test_worker_of_another_name_or_role_is_refused() -> None:
         await worker.die()
 
 
-async def test_refused_worker_that_comes_back_right_is_used() -> None:
+async def test_refused_worker_that_comes_back_with_right_facts_is_used() -> None:
     good, bad = FakeWorker("d0", DECODE), FakeWorker("d1", DECODE, shape=Shape(fingerprint="other"))
     async with running_cluster(good) as cluster:
         await bad.start()
@@ -98,8 +99,7 @@ async def test_removed_worker_gets_no_new_requests_but_ends_what_it_has() -> Non
     old, new = FakeWorker("d0", DECODE), FakeWorker("d1", DECODE)
     old.gates.close("token 3")
     async with running_cluster(old) as cluster:
-        generating = asyncio.create_task(cluster.generate(make_request()))
-        await old.gates.reached("token 3")
+        generating = await cluster.start(make_request(), old, "token 3")
         await new.start()
         await cluster.set_workers(new)
         await cluster.until_state("d1", "ready")
@@ -128,11 +128,11 @@ def test_worker_with_absurd_blocks_is_refused_before_its_hashes_are_computed(mon
         hash_probe=b"",
     )
     why = find_mismatch(facts, endpoint=endpoint, reference=None, probes=None)
-    assert why == "block_size is 4294967295; at most 4096 is believed"
+    assert why == "block_size is 4294967295; at most 4096 is accepted"
     assert not probed
 
 
-async def test_status_is_told_although_a_worker_leaves_the_membership_while_it_is_asked() -> None:
+async def test_status_is_returned_although_a_worker_leaves_meanwhile() -> None:
     stays, goes = FakeWorker("d0", DECODE), FakeWorker("d1", DECODE)
     async with running_cluster(stays, goes) as cluster:
         goes.gates.close("status")
@@ -145,7 +145,7 @@ async def test_status_is_told_although_a_worker_leaves_the_membership_while_it_i
 
 
 async def test_status_shows_every_worker_and_its_own_report() -> None:
-    prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+    prefill, decode = pair()
     decode.set_load(num_running=3)
     async with running_cluster(decode, prefill) as cluster:
         status = await cluster.status()
@@ -161,7 +161,7 @@ async def test_status_shows_every_worker_and_its_own_report() -> None:
 
 
 async def test_events_feed_the_index() -> None:
-    prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+    prefill, decode = pair()
     prefill.blocks.update(HASHES[:1])
     async with running_cluster(prefill, decode) as cluster:
         await cluster.until_index_blocks(1)  # the snapshot
@@ -173,7 +173,7 @@ async def test_events_feed_the_index() -> None:
 
 
 async def test_gap_in_events_leads_to_a_snapshot() -> None:
-    prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+    prefill, decode = pair()
     async with running_cluster(prefill, decode) as cluster:
         prefill.blocks.update(HASHES)  # the messages that told of these are lost
         prefill.publish(lost=1)
@@ -183,7 +183,7 @@ async def test_gap_in_events_leads_to_a_snapshot() -> None:
 
 
 async def test_new_epoch_forgets_the_blocks_of_the_old_one() -> None:
-    prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+    prefill, decode = pair()
     prefill.blocks.update(HASHES)
     async with running_cluster(prefill, decode) as cluster:
         await cluster.until_index_blocks(3)
@@ -194,6 +194,6 @@ async def test_new_epoch_forgets_the_blocks_of_the_old_one() -> None:
 
 
 async def test_routing_expects_the_blocks_that_it_sends() -> None:
-    prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+    prefill, decode = pair()
     async with running_cluster(prefill, decode) as cluster:
         assert [await predicted(cluster), await predicted(cluster)] == [0, 3 * BLOCK_SIZE]

@@ -1,4 +1,4 @@
-"""The policies that predict times, `mooncake` and `oracle`, worked by hand.
+"""The policies that predict times, `mooncake` and `greedy_perfect_signals`, worked by hand.
 
 Blocks have 16 tokens and the standard request 160. A prompt token takes a millisecond; gaps between tokens are 10 ms
 and a millisecond per sequence.
@@ -11,13 +11,7 @@ import pytest
 from common.errors import Refused
 from common.timing import LinkModel
 from router.placement.plans import FleetView, Plan, PlanKind
-from tests.router.fleets import TIMING, choose, fleet, policy, request, worker
-
-
-def costs(plan: Plan) -> dict[str, float]:
-    """The costs that the plan explains, by the worker that computes."""
-    return {each.prefill or each.decode: each.cost for each in plan.candidates()}
-
+from tests.router.fleets import TIMING, choose, costs, fleet, policy, request, worker
 
 # mooncake
 
@@ -69,7 +63,7 @@ def test_mooncake_pulls_only_from_sources() -> None:
 @pytest.mark.parametrize(
     ("ttft_slo_s", "itl_slo_s", "reason"), [(0.15, 1.0, "first token"), (1.0, 0.0109, "every 0.011 s")]
 )
-def test_mooncake_refuses_a_missed_objective_only_if_told_to(ttft_slo_s: float, itl_slo_s: float, reason: str) -> None:
+def test_mooncake_refuses_a_missed_objective_only_when_set_to(ttft_slo_s: float, itl_slo_s: float, reason: str) -> None:
     wanted, view = request(ttft_slo_s=ttft_slo_s, itl_slo_s=itl_slo_s), fleet(worker("p0"), worker("d0"))
     assert choose(policy("mooncake"), wanted, view).predicted_ttft_s == pytest.approx(0.16)
     refusal = policy("mooncake", refuses_over_slo=True).choose(wanted, view)
@@ -77,54 +71,54 @@ def test_mooncake_refuses_a_missed_objective_only_if_told_to(ttft_slo_s: float, 
     assert reason in refusal.reason
 
 
-# oracle
+# greedy_perfect_signals
 
 
-def test_oracle_prefers_an_idle_decode_worker_without_any_queue() -> None:
+def test_greedy_prefers_an_idle_decode_worker_without_any_queue() -> None:
     view = fleet(worker("p0", prefill_free_at_s=1.0), worker("d0", num_decodes=9), worker("d1"))
-    plan = choose(policy("oracle"), request(), view)
+    plan = choose(policy("greedy_perfect_signals"), request(), view)
     assert (plan.kind, plan.decode) == (PlanKind.LOCAL, "d1")
 
 
-def test_oracle_gives_up_a_faster_first_token_that_would_break_the_token_objective() -> None:
+def test_greedy_gives_up_a_faster_first_token_that_would_break_the_token_objective() -> None:
     # Local on d0: 10 + 2 = 12 ms, and 160 ms of prefill over 16 tokens, 22 ms. Remote: 12 ms after half a second.
     view = fleet(worker("p0", prefill_free_at_s=0.5), worker("d0", num_decodes=1))
     wanted = request(num_output_tokens=16, itl_slo_s=0.02)
-    assert choose(policy("oracle"), wanted, view).kind is PlanKind.REMOTE
-    assert choose(policy("oracle"), replace(wanted, itl_slo_s=0.03), view).kind is PlanKind.LOCAL
+    assert choose(policy("greedy_perfect_signals"), wanted, view).kind is PlanKind.REMOTE
+    assert choose(policy("greedy_perfect_signals"), replace(wanted, itl_slo_s=0.03), view).kind is PlanKind.LOCAL
 
 
-def test_oracle_pulls_when_that_is_faster_than_computing() -> None:
+def test_greedy_pulls_when_that_is_faster_than_computing() -> None:
     view = fleet(
         worker("p0", timing=LINKED),
         worker("d0", num_decodes=200, free=0),
         worker("d1", num_decodes=99, timing=LINKED),
         block_bytes=1000,
     )
-    plan = choose(policy("oracle"), request(cached={"d0": 9}, itl_slo_s=0.12), view)
+    plan = choose(policy("greedy_perfect_signals"), request(cached={"d0": 9}, itl_slo_s=0.12), view)
     assert plan.prefill == "p0"
     assert plan.pull is not None
     assert plan.pull.source == "d0"
     assert plan.predicted_ttft_s == pytest.approx(0.01 + 0.009 + 0.016)
 
 
-def test_oracle_prefers_a_later_first_token_to_delaying_a_large_batch() -> None:
+def test_greedy_prefers_a_later_first_token_to_delaying_a_large_batch() -> None:
     # Local 160 ms and 160 ms for each of 20 others, at a tenth: 480 ms. Remote after 200 ms: 360 ms.
     view = fleet(worker("p0", prefill_free_at_s=0.2), worker("d0", num_decodes=20))
-    assert choose(policy("oracle"), request(), view).kind is PlanKind.REMOTE
+    assert choose(policy("greedy_perfect_signals"), request(), view).kind is PlanKind.REMOTE
     idle = fleet(worker("p0", prefill_free_at_s=0.2), worker("d0", num_decodes=10))
-    assert choose(policy("oracle"), request(), idle).kind is PlanKind.LOCAL
+    assert choose(policy("greedy_perfect_signals"), request(), idle).kind is PlanKind.LOCAL
 
 
-def test_oracle_misses_one_objective_rather_than_two() -> None:
+def test_greedy_misses_one_objective_rather_than_two() -> None:
     # Local, the first token is in time and the gap, 11 ms + 160 ms / 4, is not. Remote, both are late.
     wanted = request(num_output_tokens=4, itl_slo_s=0.005, ttft_slo_s=0.3)
     view = fleet(worker("p0", prefill_free_at_s=0.2), worker("d0", num_decodes=1))
-    assert choose(policy("oracle"), wanted, view).kind is PlanKind.LOCAL
+    assert choose(policy("greedy_perfect_signals"), wanted, view).kind is PlanKind.LOCAL
 
 
 @pytest.mark.parametrize(("wait_s", "is_planned"), [(0.1, True), (0.11, False)])
-def test_oracle_leaves_a_prompt_that_would_wait_long_in_the_line(wait_s: float, is_planned: bool) -> None:
+def test_greedy_leaves_a_prompt_that_would_wait_long_in_the_line(wait_s: float, is_planned: bool) -> None:
     view = fleet(worker("p0", prefill_free_at_s=wait_s), worker("d0", num_decodes=200))
-    plan = policy("oracle", max_prefill_wait_s=0.1).choose(request(), view)
+    plan = policy("greedy_perfect_signals", max_prefill_wait_s=0.1).choose(request(), view)
     assert isinstance(plan, Plan) is is_planned

@@ -1,4 +1,4 @@
-"""Requests that meet no failure."""
+"""Requests without failures."""
 
 import asyncio
 from contextlib import suppress
@@ -11,28 +11,26 @@ from common.errors import DeadlineExceeded, KvrelayError, Overloaded, WorkerLost
 from common.ids import BlockHash
 from common.wire import unpack_tokens
 from kvrelay.v1 import inference_pb2, sampling_pb2
+from tests.router.fake_service import VOCAB_SIZE
 from tests.router.fakes import (
     BLOCK_SIZE,
     DECODE,
-    PREFILL,
     ROOT,
     TIMEOUT_S,
-    VOCAB_SIZE,
     FakeWorker,
     Reply,
     Shape,
     answer,
     config_with,
+    full_pair,
     hashes_of,
     make_request,
+    pair,
     prompt_of,
     running_cluster,
     sent_prompt,
+    trio,
 )
-
-
-def pair() -> tuple[FakeWorker, FakeWorker]:
-    return FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
 
 
 async def test_generate_remote_plan_delivers_every_token_and_the_facts() -> None:
@@ -100,12 +98,9 @@ async def test_generate_while_the_same_prompt_is_on_its_way_to_decode_stays_remo
     prefill, decode = pair()
     prefill.gates.close("first_token")
     async with running_cluster(prefill, decode, config=config_with(local_prefill_max_tokens=4)) as cluster:
-        first = asyncio.create_task(cluster.generate(make_request(12)))
-        await prefill.gates.reached("first_token")
+        first = await cluster.start(make_request(12), prefill, "first_token")
         second = asyncio.create_task(cluster.generate(make_request(12)))
-        async with asyncio.timeout(TIMEOUT_S):
-            while len(prefill.requests) != 2:
-                await cluster.status()
+        await cluster.until(lambda _router: len(prefill.requests) == 2)
         prefill.gates.open("first_token")
         plans = (await first).plans + (await second).plans
     assert [(plan.kind, plan.predicted_cached_tokens) for plan in plans] == [
@@ -188,7 +183,7 @@ async def test_generate_text_and_chat_are_tokenized_as_tokenize_does() -> None:
     assert bytes(sent_prompt(decode.requests[1].sequence)) == b"hi"
 
 
-async def test_list_models_tells_what_workers_told() -> None:
+async def test_list_models_returns_the_facts_of_the_workers() -> None:
     async with running_cluster(FakeWorker("d0", DECODE)) as cluster:
         models = (await cluster.inference.ListModels(inference_pb2.ListModelsRequest())).models
         assert [(m.name, m.max_model_len, m.vocab_size, m.fingerprint) for m in models] == [
@@ -221,9 +216,7 @@ async def test_generate_when_decode_refuses_waits_until_its_load_changes() -> No
     async with running_cluster(prefill, decode) as cluster:
         generating = asyncio.create_task(cluster.generate(make_request(10)))
         await cluster.until_queued(1)
-        async with asyncio.timeout(TIMEOUT_S):
-            while not decode.requests:
-                await cluster.status()
+        await cluster.until(lambda _router: decode.requests)
         await cluster.until_queued(1)
         decode.set_load(num_free_blocks=40)
         reply = await generating
@@ -241,9 +234,7 @@ async def test_generate_when_decode_refuses_asks_again_after_the_time_it_named()
 
 
 async def test_generate_when_one_decode_worker_refuses_takes_the_other() -> None:
-    prefill, first, second = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE), FakeWorker("d1", DECODE)
-    first.num_refusals = second.num_refusals = 0
-    second.set_load(num_running=5, num_free_blocks=64)
+    prefill, first, second = trio()
     first.num_refusals = 1
     async with running_cluster(prefill, first, second) as cluster:
         reply = await cluster.generate(make_request(10))
@@ -255,9 +246,7 @@ async def test_generate_when_prefill_refuses_releases_decode_and_waits() -> None
     prefill.num_refusals = 1
     async with running_cluster(prefill, decode) as cluster:
         generating = asyncio.create_task(cluster.generate(make_request(10)))
-        async with asyncio.timeout(TIMEOUT_S):
-            while not prefill.requests or decode.num_running_calls:
-                await cluster.status()
+        await cluster.until(lambda _router: prefill.requests and not decode.num_running_calls)
         prefill.set_load(num_waiting=1)
         assert (await generating).token_ids() == answer(prompt_of(10), 6)
         await cluster.until_idle()
@@ -282,9 +271,7 @@ async def test_generate_never_books_more_pages_than_decode_has() -> None:
     async with running_cluster(prefill, decode) as cluster:
         # 10 tokens: 2 full blocks and one more, so two requests fit into 8 pages and a third does not.
         generating = [asyncio.create_task(cluster.generate(make_request(10))) for _ in range(3)]
-        async with asyncio.timeout(TIMEOUT_S):
-            while (status := (await cluster.status()).router).num_active != 2 or len(decode.requests) != 2:
-                pass
+        status = await cluster.until(lambda router: router.num_active == len(decode.requests) == 2)
         assert status.num_queued == 1
         decode.gates.open("reserve")
         replies = await asyncio.gather(*generating)
@@ -293,32 +280,25 @@ async def test_generate_never_books_more_pages_than_decode_has() -> None:
 
 
 async def test_generate_when_queue_is_full_is_refused_with_retry_info() -> None:
-    prefill, decode = pair()
-    decode.report.num_free_blocks, decode.report.num_running = 0, 1
+    prefill, decode = full_pair()
     async with running_cluster(prefill, decode, config=config_with(max_queued=2)) as cluster:
-        waiting = [asyncio.create_task(cluster.generate(make_request(10))) for _ in range(2)]
-        await cluster.until_queued(2)
+        replies = await cluster.queue(make_request(10), make_request(10))
         with pytest.raises(Overloaded) as caught:
             await cluster.generate(make_request())
         assert caught.value.retry_after_s == 1.0
         decode.set_load(num_free_blocks=64)
-        for reply in await asyncio.gather(*waiting):
+        for reply in await replies:
             assert reply.token_ids() == answer(prompt_of(10), 6)
         assert (await cluster.until_idle()).num_failed == 1
 
 
 async def test_waiting_requests_are_served_in_order_of_arrival() -> None:
-    prefill, decode = pair()
-    decode.report.num_free_blocks, decode.report.num_running = 0, 1
+    prefill, decode = full_pair()
     async with running_cluster(prefill, decode) as cluster:
-        waiting = []
-        for position in range(3):
-            request = make_request(10 + position)
-            waiting.append(asyncio.create_task(cluster.generate(request)))
-            await cluster.until_queued(position + 1)
+        replies = await cluster.queue(*map(make_request, (10, 11, 12)))
         decode.set_load(num_free_blocks=64)
-        await asyncio.gather(*waiting)
-        assert [len(sent_prompt(request.sequence)) for request in decode.requests] == [10, 11, 12]
+        await replies
+        assert decode.prompt_lengths == [10, 11, 12]
 
 
 @pytest.mark.parametrize("gate", ["queue", "reserve", "prefill", "first_token", "token 2"])

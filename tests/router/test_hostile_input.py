@@ -1,4 +1,4 @@
-"""Whatever a client sends, it gets one status that says what is wrong, and the router lives on."""
+"""Bad input: the client gets one status that names the problem, and the router keeps running."""
 
 import math
 from collections.abc import AsyncIterator

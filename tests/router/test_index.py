@@ -235,7 +235,7 @@ def test_entries_of_removed_and_used_again_blocks_do_not_pile_up() -> None:
     assert index.num_age_entries <= 2 * 30 + 6 * 16
 
 
-def test_matches_tell_groups_and_best_without_naming_everybody() -> None:
+def test_matches_have_groups_and_the_best_workers() -> None:
     index = PrefixIndex()
     workers = [WorkerId(f"w{number}") for number in range(100)]
     for worker in workers:

@@ -107,7 +107,7 @@ def test_accept_runs_after_the_end_drops() -> None:
     cuts=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6), st.booleans()), max_size=12),
 )
 def test_tokens_and_runs_in_any_mixture_deliver_each_index_once(cuts: list[tuple[int, int, bool]]) -> None:
-    """Whatever arrives, what is accepted is the next piece of the one true sequence, or nothing."""
+    """Only the next piece of the one true sequence is ever accepted."""
     mine = ledger()
     delivered: list[int] = []
     for first, length, as_tokens in cuts:

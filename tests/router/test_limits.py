@@ -1,4 +1,4 @@
-"""Rates, with time handed in."""
+"""Rate limits and the pace of the line, with given times."""
 
 import pytest
 
@@ -54,7 +54,7 @@ def test_pace_of_a_line_that_stands_still_is_as_slow_as_that() -> None:
     assert pace.promise_s(1000.0) == MAX_RETRY_S
 
 
-def test_pace_does_not_count_the_time_when_nobody_waited() -> None:
+def test_pace_does_not_count_the_time_of_an_empty_line() -> None:
     pace = Pace()
     pace.begin(0.0)
     pace.depart(1.0)

@@ -1,4 +1,4 @@
-"""What a router reckons a worker's load to be: reports that lag, bookings on top, every request counted once."""
+"""The load of a worker in the router: lagging reports plus bookings, with every request counted once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -75,7 +75,7 @@ def test_load_counts_a_booking_until_the_worker_says_that_its_report_includes_it
     assert (member.load().num_free_blocks, member.load().num_sequences) == (2, 2)
 
 
-def test_load_when_two_attempts_of_one_request_are_booked_counts_the_one_not_accepted_yet() -> None:
+def test_load_counts_the_attempt_that_is_not_accepted_yet() -> None:
     member = make_member(num_blocks=20)
     for num_blocks in (4, 5):
         book(member, num_blocks=num_blocks)
@@ -102,7 +102,7 @@ def test_new_epoch_voids_the_bookings_of_the_old_one() -> None:
     assert (member.load().num_active_blocks, member.num_users) == (0, 0)
 
 
-def test_prefill_wait_is_the_reported_backlog_and_the_bookings_behind_it_and_passes_with_time() -> None:
+def test_prefill_wait_is_backlog_and_bookings_and_passes_with_time() -> None:
     member = make_member()
     member.take_report(worker_pb2.LoadReport(prefill_backlog_s=2.0), now_s=10.0)
     book(member, now_s=10.5, prefill_s=1.0, num_prompt_tokens=8, num_missing_tokens=8)
@@ -119,26 +119,15 @@ def test_prefill_wait_of_a_booking_on_an_idle_worker_runs_from_the_booking() -> 
 def test_first_token_ends_the_prefill_of_a_booking_that_no_report_has_shown() -> None:
     member = make_member()
     hold = book(member, now_s=1.0, prefill_s=5.0, num_prompt_tokens=8, num_missing_tokens=6)
-    load = member.load()
-    assert (load.num_pending_prefill_tokens, load.num_active_prefill_tokens, load.num_active_missing_tokens) == (
-        6,
-        8,
-        6,
-    )
+    assert prompt_tokens(member) == (6, 8, 6)
     for _ in range(2):
         member.note_prefilled(hold)
-    load = member.load()
-    assert (load.num_pending_prefill_tokens, load.num_active_prefill_tokens, load.num_active_missing_tokens) == (
-        0,
-        0,
-        0,
-    )
-    assert load.prefill_wait_s(1.0) == 0.0
-    assert load.num_active_requests == 1
+    assert prompt_tokens(member) == (0, 0, 0)
+    assert (member.load().prefill_wait_s(1.0), member.load().num_active_requests) == (0.0, 1)
 
 
 @pytest.mark.parametrize(("role", "num_decodes"), [(DECODE, 6), (PREFILL, 0)])
-def test_whoever_is_on_a_decode_worker_will_decode_there(
+def test_every_sequence_on_a_decode_worker_counts_as_decoding(
     role: "worker_pb2.WorkerRole.ValueType", num_decodes: int
 ) -> None:
     member = make_member(role=role)
@@ -158,7 +147,7 @@ def measured(step_s: float, *, num_prefills: int = 100, num_decodes: int = 100) 
     )
 
 
-def told(models: Sequence[tuple[str, "worker_pb2.WorkerRole.ValueType", TimingModel]]) -> list[Member]:
+def reported(models: Sequence[tuple[str, "worker_pb2.WorkerRole.ValueType", TimingModel]]) -> list[Member]:
     pool, members = PoolTiming(), [make_member(worker_id=name, role=role) for name, role, _model in models]
     for member, (_name, _role, model) in zip(members, models, strict=True):
         pool.take(member, model, members)
@@ -168,21 +157,21 @@ def told(models: Sequence[tuple[str, "worker_pb2.WorkerRole.ValueType", TimingMo
 def test_timing_of_a_new_worker_is_the_median_of_its_pool() -> None:
     new = measured(99.0, num_prefills=MIN_SAMPLES - 1, num_decodes=0)
     pool = [("p0", PREFILL, measured(3.0)), ("p1", PREFILL, measured(1.0)), ("p2", PREFILL, measured(2.0))]
-    members = told([*pool, ("p3", PREFILL, new), ("d0", DECODE, measured(7.0))])
+    members = reported([*pool, ("p3", PREFILL, new), ("d0", DECODE, measured(7.0))])
     assert [m.timing.prefill.constant_s for m in members] == [3.0, 1.0, 2.0, 2.0, 7.0]
     assert members[3].timing.max_step_tokens == 512
 
 
 def test_timing_that_a_pool_never_measures_comes_from_the_other_pool() -> None:
-    prefill, decode = told(
+    prefill, decode = reported(
         [("p0", PREFILL, measured(2.0, num_decodes=0)), ("d0", DECODE, measured(8.0, num_prefills=0))]
     )
     assert (prefill.timing.prefill.constant_s, prefill.timing.decode.constant_s) == (2.0, 0.8)
     assert (decode.timing.prefill.constant_s, decode.timing.decode.constant_s) == (2.0, 0.8)
 
 
-def test_timing_that_nobody_has_measured_is_the_guess() -> None:
-    (member,) = told([("p0", PREFILL, measured(2.0, num_prefills=0, num_decodes=0))])
+def test_timing_without_any_measurement_is_the_guess() -> None:
+    (member,) = reported([("p0", PREFILL, measured(2.0, num_prefills=0, num_decodes=0))])
     assert (member.timing.prefill, member.timing.decode) == (GUESSED_TIMING.prefill, GUESSED_TIMING.decode)
 
 
@@ -197,7 +186,7 @@ class _Report:
 
 @dataclass
 class _Worker:
-    """The other side: what it holds, and what it has written into the stream of updates."""
+    """The worker's side: its requests, and the reports in its stream of updates."""
 
     held: set[int] = field(default_factory=set)
     news: list[str] = field(default_factory=list)

@@ -1,5 +1,6 @@
-"""What every routing policy must do, whatever it prefers."""
+"""Properties of every routing policy."""
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -9,20 +10,23 @@ from hypothesis import strategies as st
 from common.config import RouterConfig
 from common.errors import Refused
 from common.ids import WorkerId
-from router.placement.plans import FleetView, Plan, PlanKind, RouteRequest, WorkerLoad
-from router.placement.policies.registry import POLICIES
-from tests.router.fleets import choose, fleet, policy, request, worker
+from common.timing import LinkModel
+from router.placement.plans import FleetView, PlacementRequest, Plan, PlanKind, WorkerLoad
+from router.placement.policies.registry import POLICIES, SIMULATED_POLICIES
+from tests.router.fleets import TIMING, choose, fleet, policy, request, worker
 
-NAMES = sorted(POLICIES)
+NAMES = sorted({**POLICIES, **SIMULATED_POLICIES})
 OWN_THRESHOLD = {"llm_d"}
-"""Its published decider says when a prompt is prefilled locally."""
-JOINT = {"oracle"}
-"""It compares local plans with all others, whatever the threshold."""
+"""Policies whose published rule decides about local prefills."""
+JOINT = {"greedy_perfect_signals"}
+"""Policies that compare local plans with all others, without a threshold."""
 UNEXPLAINED = {"predictive"}
+LINKED = replace(TIMING, links={None: LinkModel(latency_s=0.001, bytes_per_s=1e9)})
 
 
-def test_configuration_names_exactly_the_policies() -> None:
-    assert sorted(get_args(RouterConfig.model_fields["policy"].annotation)) == NAMES
+def test_configuration_accepts_exactly_the_policies_that_need_no_simulation() -> None:
+    assert sorted(get_args(RouterConfig.model_fields["policy"].annotation)) == sorted(POLICIES)
+    assert not POLICIES.keys() & SIMULATED_POLICIES.keys()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -35,7 +39,7 @@ def test_policy_without_decode_worker_refuses(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("free", "fits"), [(10, False), (11, True)])
 def test_policy_chooses_only_decode_workers_with_enough_free_pages(name: str, free: int, fits: bool) -> None:
-    plan = policy(name).choose(request(need=11), fleet(worker("p0"), worker("d0", free=free)))
+    plan = policy(name).choose(request(), fleet(worker("p0"), worker("d0", free=free)))
     assert isinstance(plan, Plan) is fits
 
 
@@ -101,37 +105,37 @@ loads = st.builds(
         "num_context_tokens": tokens,
         "prefill_free_at_s": tokens / 1000,
     },
-    st.integers(0, 60),
-    st.integers(0, 60),
+    st.integers(0, 400),
+    st.integers(0, 400),
     st.tuples(*[st.integers(0, 100)] * 5),
     st.integers(0, 5000),
 )
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[RouteRequest, FleetView]:
+def situations(draw: st.DrawFn) -> tuple[PlacementRequest, FleetView]:
     names = [f"p{i}" for i in range(draw(st.integers(0, 4)))] + [f"d{i}" for i in range(draw(st.integers(0, 4)))]
-    workers = [worker(name, **draw(loads)) for name in names]
-    cached = draw(st.dictionaries(st.sampled_from([*names, "gone"]), st.integers(1, 12)))
-    num_tokens = draw(st.integers(1, 200))
-    need = num_tokens // 16 + 1
+    workers = [worker(name, timing=LINKED, **draw(loads)) for name in names]
+    cached = draw(st.dictionaries(st.sampled_from([*names, "gone"]), st.integers(1, 60)))
+    num_tokens = draw(st.integers(1, 200) | st.integers(1, 5000))
     slo = {"itl_slo_s": draw(st.sampled_from([0.02, 0.1])), "ttft_slo_s": draw(st.sampled_from([0.1, 10.0]))}
     absent = draw(st.integers(0, 1))
     num_prefill = sum(name.startswith("p") for name in names) + absent
-    return request(num_tokens, cached=cached, need=need, **slo), fleet(*workers, num_prefill=num_prefill)
+    return request(num_tokens, cached=cached, **slo), fleet(*workers, num_prefill=num_prefill, block_bytes=1000)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=40)
 @given(situations=st.lists(situations(), min_size=1, max_size=3), refuses=st.booleans())
 def test_policy_chooses_workers_of_the_view_with_room_or_refuses(
-    name: str, situations: list[tuple[RouteRequest, FleetView]], refuses: bool
+    name: str, situations: list[tuple[PlacementRequest, FleetView]], refuses: bool
 ) -> None:
     chosen = policy(name, refuses_over_slo=refuses, local_prefill_max_tokens=16)
     for wanted, view in situations:
         plan = chosen.choose(wanted, view)
         if isinstance(plan, Refused):
             assert plan.reason
+            assert plan.retry_after_s > 0
             assert refuses or not _has_room(wanted, view)
             continue
         assert plan.decode in _fitting(wanted, view.decode)
@@ -141,13 +145,15 @@ def test_policy_chooses_workers_of_the_view_with_room_or_refuses(
             assert prefill.num_blocks >= wanted.num_prefill_blocks
         assert 0 <= plan.predicted_cached_tokens < wanted.num_tokens
         assert len(plan.candidates()) <= 16
+        if plan.pull is not None:
+            assert plan.pull.source in view.sources - {plan.computes}
 
 
-def _fitting(wanted: RouteRequest, workers: tuple[WorkerLoad, ...]) -> set[WorkerId]:
+def _fitting(wanted: PlacementRequest, workers: tuple[WorkerLoad, ...]) -> set[WorkerId]:
     return {each.worker_id for each in workers if each.num_free_blocks >= wanted.num_decode_blocks}
 
 
-def _has_room(wanted: RouteRequest, view: FleetView) -> bool:
-    """Whether every policy must find a plan."""
+def _has_room(wanted: PlacementRequest, view: FleetView) -> bool:
+    """Return whether every policy must find a plan."""
     could_prefill = any(each.num_blocks >= wanted.num_prefill_blocks for each in view.prefill)
     return bool(_fitting(wanted, view.decode)) and (could_prefill or not view.num_prefill)

@@ -5,16 +5,17 @@ The fleet's timing: 10 ms a step and 1 ms a prompt token, steps of 1000 tokens; 
 
 import math
 from dataclasses import replace
+from functools import partial
 
-from hypothesis import given
-from hypothesis import strategies as st
+import pytest
 
 from common.errors import Refused
-from common.ids import RequestId, WorkerId
+from common.ids import WorkerId
 from common.timing import LinkModel, StepModel, TimingModel
-from router.placement.plans import FleetView, Keeper, Plan, PlanKind, RouteRequest, WorkerLoad
-from router.placement.policies.interface import PolicySettings
-from router.placement.policies.predictive import Predictive
+from router.placement.plans import FleetView, Keeper, PlacementRequest, Plan, PlanKind, Pull
+from router.placement.policies.interface import Policy
+from tests.router import fleets
+from tests.router.fleets import worker
 
 BLOCK = 100
 TIMING = TimingModel(
@@ -26,41 +27,20 @@ TIMING = TimingModel(
 BLOCK_BYTES = 1_000_000  # 1 ms to move, 100 ms to compute
 
 
-def load(name: str, **changes: object) -> WorkerLoad:
-    idle = WorkerLoad(worker_id=WorkerId(name), num_blocks=1000, num_free_blocks=1000, timing=TIMING)
-    return replace(idle, **changes)  # type: ignore[arg-type]
+load = partial(worker, timing=TIMING)
+fleet = partial(fleets.fleet, block_bytes=BLOCK_BYTES)
 
 
-def fleet(*workers: WorkerLoad) -> FleetView:
-    prefill = tuple(worker for worker in workers if worker.worker_id.startswith("p"))
-    return FleetView(
-        prefill=prefill,
-        decode=tuple(worker for worker in workers if worker.worker_id.startswith("d")),
-        num_prefill=len(prefill),
-        block_bytes=BLOCK_BYTES,
-        sources=frozenset(worker.worker_id for worker in workers),
-    )
+def request(num_tokens: int, cached: dict[str, int] | None = None, **changes: object) -> PlacementRequest:
+    return fleets.request(num_tokens, cached=cached, block_size=BLOCK, **changes)
 
 
-def request(num_tokens: int, cached: dict[str, int] | None = None, **changes: object) -> RouteRequest:
-    plain = RouteRequest(
-        request_id=RequestId("r"),
-        num_tokens=num_tokens,
-        block_size=BLOCK,
-        num_decode_blocks=num_tokens // BLOCK + 1,
-        cached_blocks={WorkerId(name): blocks for name, blocks in (cached or {}).items()},
-    )
-    return replace(plain, **changes)  # type: ignore[arg-type]
+def policy(**settings: float) -> Policy:
+    return fleets.policy("predictive", **{"max_prefill_wait_s": 10.0, **settings})
 
 
-def policy(*, local_prefill_max_tokens: float = 0, max_wait_s: float = 10.0) -> Predictive:
-    return Predictive(PolicySettings(local_prefill_max_tokens=local_prefill_max_tokens, max_prefill_wait_s=max_wait_s))
-
-
-def choose(asked: RouteRequest, view: FleetView, **settings: float) -> Plan:
-    plan = policy(**settings).choose(asked, view)
-    assert isinstance(plan, Plan)
-    return plan
+def choose(asked: PlacementRequest, view: FleetView, **settings: float) -> Plan:
+    return fleets.choose(policy(**settings), asked, view)
 
 
 def test_prompt_goes_where_the_wait_costs_less_than_computing_elsewhere() -> None:
@@ -68,8 +48,7 @@ def test_prompt_goes_where_the_wait_costs_less_than_computing_elsewhere() -> Non
     cached = {"p0": 8}
     no_pull = LinkModel(latency_s=100.0, bytes_per_s=1e9)
     slow = replace(TIMING, links={None: no_pull})
-    waits = {1.0: "p0", 1.5: "p1"}
-    for wait_s, expected in waits.items():
+    for wait_s, expected in ((1.0, "p0"), (1.5, "p1")):
         view = fleet(
             load("p0", prefill_free_at_s=wait_s, timing=slow), load("p1", timing=slow), load("d0", timing=slow)
         )
@@ -80,21 +59,18 @@ def test_prefix_is_pulled_when_moving_it_is_faster_than_computing_it() -> None:
     view = fleet(load("p0", prefill_free_at_s=3.0), load("p1"), load("d0"))
     plan = choose(request(1001, {"p0": 8}), view)
     assert plan.prefill == "p1"
-    assert plan.pull is not None
-    assert (plan.pull.source, plan.pull.num_blocks) == ("p0", 8)
+    assert plan.pull == Pull(source=WorkerId("p0"), num_blocks=8)
     assert plan.predicted_cached_tokens == 800
     # 9 ms for 8 blocks, then one step of 201 tokens; 1 ms for the calls.
-    assert plan.predicted_ttft_s is not None
-    assert abs(plan.predicted_ttft_s - (0.009 + 0.211 + 0.001)) < 1e-9
+    assert plan.predicted_ttft_s == pytest.approx(0.009 + 0.211 + 0.001)
 
 
 def test_decode_worker_that_wrote_the_last_answer_is_a_source_for_the_next_turn() -> None:
     plan = choose(request(1001, {"d0": 9, "p0": 4}), fleet(load("p0"), load("d0"), load("d1", num_decodes=0)))
-    assert plan.pull is not None
-    assert plan.pull.source == "d0"
+    assert plan.pull == Pull(source=WorkerId("d0"), num_blocks=9)
 
 
-def test_blocks_that_nobody_has_stored_yet_are_not_pulled() -> None:
+def test_blocks_that_are_only_expected_are_not_pulled() -> None:
     asked = request(1001, {"p0": 8}, count_present=lambda _worker: 0)
     assert choose(asked, fleet(load("p0", prefill_free_at_s=3.0), load("p1"), load("d0"))).pull is None
 
@@ -108,8 +84,7 @@ def test_one_cached_block_is_not_worth_a_pull() -> None:
 def test_decode_worker_with_fewer_sequences_is_chosen() -> None:
     plan = choose(request(500), fleet(load("p0"), load("d0", num_decodes=5), load("d1", num_decodes=4)))
     assert plan.decode == "d1"
-    assert plan.predicted_itl_s is not None
-    assert abs(plan.predicted_itl_s - 0.025) < 1e-9
+    assert plan.predicted_itl_s == pytest.approx(0.025)
 
 
 def test_newcomer_avoids_the_batch_whose_gap_objective_it_would_break() -> None:
@@ -125,7 +100,7 @@ def test_short_suffix_stays_on_the_decode_worker_that_has_the_rest() -> None:
     assert plan.kind is PlanKind.LOCAL
 
 
-def test_long_prompt_is_not_computed_on_a_decode_worker_while_there_are_prefill_workers() -> None:
+def test_long_prompt_is_not_computed_on_a_decode_worker_beside_prefill_workers() -> None:
     view = fleet(load("p0", prefill_free_at_s=2.0), load("d0"))
     assert choose(request(1001), view, local_prefill_max_tokens=32).kind is PlanKind.REMOTE
 
@@ -137,9 +112,9 @@ def test_fleet_without_prefill_workers_decodes_where_it_computes() -> None:
 
 def test_prompt_that_would_wait_too_long_stays_in_line_and_says_when_to_ask_again() -> None:
     view = fleet(load("p0", prefill_free_at_s=3.0), load("p1", prefill_free_at_s=2.0), load("d0"))
-    refused = policy(max_wait_s=0.5).choose(request(1001), view)
+    refused = policy(max_prefill_wait_s=0.5).choose(request(1001), view)
     assert isinstance(refused, Refused)
-    assert abs(refused.retry_after_s - 1.5) < 1e-9
+    assert refused.retry_after_s == pytest.approx(1.5)
 
 
 def test_prompt_is_refused_for_now_when_no_decode_worker_has_its_pages() -> None:
@@ -167,58 +142,18 @@ def test_candidates_tell_every_term_and_the_chosen_one_first() -> None:
     assert len(candidates) == plan.num_candidates == 4
     assert (candidates[0].prefill, candidates[0].decode) == (plan.prefill, plan.decode)
     for candidate in candidates:
-        assert abs(sum(candidate.terms.values()) - candidate.cost) < 1e-9
+        assert sum(candidate.terms.values()) == pytest.approx(candidate.cost)
     assert [c.cost for c in candidates] == sorted(c.cost for c in candidates)
-
-
-@st.composite
-def views(draw: st.DrawFn) -> FleetView:
-    def worker(name: str) -> WorkerLoad:
-        return load(
-            name,
-            num_free_blocks=draw(st.integers(0, 1000)),
-            num_decodes=draw(st.integers(0, 50)),
-            num_context_tokens=draw(st.integers(0, 10**6)),
-            prefill_free_at_s=draw(st.floats(0, 100)),
-        )
-
-    prefill = [worker(f"p{i}") for i in range(draw(st.integers(0, 3)))]
-    return fleet(*prefill, *[worker(f"d{i}") for i in range(draw(st.integers(0, 3)))])
-
-
-@given(
-    view=views(),
-    num_tokens=st.integers(1, 5000),
-    cached=st.dictionaries(st.sampled_from(["p0", "p1", "d0", "d2"]), st.integers(1, 60)),
-    slo_s=st.sampled_from([0.01, 1.0, float("inf")]),
-)
-def test_choice_is_among_the_workers_with_room_whatever_the_fleet_looks_like(
-    view: FleetView, num_tokens: int, cached: dict[str, int], slo_s: float
-) -> None:
-    asked = request(num_tokens, cached, ttft_slo_s=slo_s, itl_slo_s=slo_s)
-    plan = policy(local_prefill_max_tokens=64).choose(asked, view)
-    if isinstance(plan, Refused):
-        assert plan.retry_after_s > 0
-        return
-    decode = {worker.worker_id: worker for worker in view.decode}[plan.decode]
-    assert decode.num_free_blocks >= asked.num_decode_blocks
-    assert plan.prefill is None or plan.prefill in {worker.worker_id for worker in view.prefill}
-    assert (plan.kind is PlanKind.REMOTE) == (plan.prefill is not None)
-    assert 0 <= plan.predicted_cached_tokens < num_tokens
-    if plan.pull is not None:
-        assert plan.pull.source in view.sources
-        assert plan.pull.source != plan.computes
 
 
 def test_prompt_of_any_length_goes_to_an_idle_decode_worker_rather_than_wait_long() -> None:
     # 1.02 s of computation: 2.04 on d0 with its reserve, 1.53 on p0 and the wait there.
-    waits = {0.4: PlanKind.REMOTE, 0.6: PlanKind.LOCAL}
-    for wait_s, kind in waits.items():
+    for wait_s, kind in ((0.4, PlanKind.REMOTE), (0.6, PlanKind.LOCAL)):
         view = fleet(load("p0", prefill_free_at_s=wait_s), load("d0"))
         assert choose(request(1001), view, local_prefill_max_tokens=math.inf).kind is kind, wait_s
 
 
-def test_prompt_is_not_computed_where_it_would_break_the_gap_objective_of_those_who_decode() -> None:
+def test_prompt_is_not_computed_where_it_would_break_the_gap_objective() -> None:
     # A second for the prompt, over 100 tokens: 10 ms on top of 24 of the batch, where 30 were promised.
     view = fleet(load("p0", prefill_free_at_s=1.0), load("d0", num_decodes=3))
     asked = request(1001, num_output_tokens=100, ttft_slo_s=10.0)

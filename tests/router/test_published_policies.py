@@ -9,19 +9,14 @@ from collections.abc import Mapping
 import pytest
 
 from common.errors import Refused
-from router.placement.plans import Plan, PlanKind, WorkerLoad
-from tests.router.fleets import choose, fleet, policy, request, worker
+from router.placement.plans import PlanKind, WorkerLoad
+from tests.router.fleets import choose, costs, fleet, policy, request, worker
 
 
 def decode_chosen(name: str, *workers: WorkerLoad, cached: Mapping[str, int] | None = None, times: int = 1) -> str:
-    """The last choice among decode workers that prefill too."""
+    """Return the last of several choices among decode workers without a prefill pool."""
     chosen = policy(name)
     return [choose(chosen, request(cached=cached), fleet(*workers)).decode for _ in range(times)][-1]
-
-
-def costs(plan: Plan) -> dict[str, float]:
-    """The costs that the plan explains, by the worker that computes."""
-    return {each.prefill or each.decode: each.cost for each in plan.candidates()}
 
 
 # random, round_robin, power_of_two, least_load

@@ -1,4 +1,4 @@
-"""Plans with a pull: the computing worker is told where leading blocks lie, and nobody else is."""
+"""Plans with a pull: only the computing worker learns where the leading blocks are."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,29 +7,28 @@ import pytest
 
 from common.errors import Refused
 from common.ids import WorkerId
-from router.placement.plans import FleetView, Plan, PlanKind, Pull, RouteRequest
+from router.placement.plans import FleetView, PlacementRequest, Plan, Pull
 from tests.router.fakes import DECODE, PREFILL, FakeWorker, Reply, make_request, running_cluster
 
 
 class PullingPolicy:
-    """Always the same plan."""
+    """A policy that always returns the same plan."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
-    def choose(self, _request: RouteRequest, _fleet: FleetView) -> Plan | Refused:
+    def choose(self, _request: PlacementRequest, _fleet: FleetView) -> Plan | Refused:
         return self.plan
 
 
 REMOTE = Plan(
-    kind=PlanKind.REMOTE,
     prefill=WorkerId("p0"),
     decode=WorkerId("d0"),
     predicted_cached_tokens=8,
     reason="for the test",
     pull=Pull(source=WorkerId("p1"), num_blocks=2),
 )
-LOCAL = replace(REMOTE, kind=PlanKind.LOCAL, prefill=None)
+LOCAL = replace(REMOTE, prefill=None)
 
 
 @pytest.fixture
@@ -54,7 +53,7 @@ def plan_of(reply: Reply) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize(("plan", "computes"), [(REMOTE, "p0"), (LOCAL, "d0")])
-async def test_worker_that_computes_is_told_the_source_and_the_client_how_much_was_pulled(
+async def test_computing_worker_gets_the_source_and_the_client_the_pulled_tokens(
     plan: Plan, computes: str, choose: Any
 ) -> None:
     choose(plan)
@@ -83,7 +82,7 @@ async def test_source_that_is_lost_when_the_plan_is_booked_is_left_out(choose: A
         assert not fleet["p0"].requests[0].HasField("source")
 
 
-async def test_source_that_nobody_knows_is_left_out(choose: Any) -> None:
+async def test_unknown_source_is_left_out(choose: Any) -> None:
     choose(replace(REMOTE, pull=Pull(source=WorkerId("p7"), num_blocks=2)))
     fleet = workers()
     async with running_cluster(*fleet.values()) as cluster:

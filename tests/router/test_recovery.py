@@ -23,33 +23,23 @@ from tests.router.fakes import (
     FakeWorker,
     Reply,
     Shape,
-    TestCluster,
     answer,
     config_with,
     make_request,
+    pair,
     prompt_of,
     running_cluster,
     sent_output,
-    sent_prompt,
+    trio,
 )
-
-
-def pair() -> tuple[FakeWorker, FakeWorker]:
-    return FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
-
-
-async def start(cluster: TestCluster, request: inference_pb2.GenerateRequest) -> "asyncio.Task[Reply]":
-    return asyncio.create_task(cluster.generate(request))
 
 
 @pytest.mark.parametrize("index", [1, 3, 5])
 async def test_decode_dies_midstream_then_the_answer_goes_on_elsewhere(index: int) -> None:
-    prefill, first, second = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE), FakeWorker("d1", DECODE)
-    second.set_load(num_running=3, num_free_blocks=64)
+    prefill, first, second = trio()
     first.gates.close(f"token {index}")
     async with running_cluster(prefill, first, second) as cluster:
-        generating = await start(cluster, make_request(10))
-        await first.gates.reached(f"token {index}")
+        generating = await cluster.start(make_request(10), first, f"token {index}")
         await first.die()
         reply = await generating
         assert reply.token_ids() == answer(prompt_of(10), 6)
@@ -75,8 +65,7 @@ async def test_client_cancels_during_prefill_then_its_blocks_are_no_longer_expec
     prefill, decode = pair()
     prefill.gates.close("first_token")
     async with running_cluster(prefill, decode) as cluster:
-        generating = await start(cluster, make_request(10))
-        await prefill.gates.reached("first_token")
+        generating = await cluster.start(make_request(10), prefill, "first_token")
         assert (await cluster.status()).router.num_index_blocks == 2
         generating.cancel()
         assert (await cluster.until_idle()).num_index_blocks == 0
@@ -86,8 +75,7 @@ async def test_only_decode_dies_then_the_answer_waits_for_its_restart() -> None:
     prefill, decode = pair()
     decode.gates.close("token 3")
     async with running_cluster(prefill, decode) as cluster:
-        generating = await start(cluster, make_request(10))
-        await decode.gates.reached("token 3")
+        generating = await cluster.start(make_request(10), decode, "token 3")
         await decode.die()
         await cluster.until_state("d0", "lost")
         assert not generating.done()
@@ -103,9 +91,8 @@ async def test_request_that_lost_its_worker_is_served_before_those_that_wait() -
     decode = FakeWorker("d0", DECODE, shape=Shape(num_blocks=4))
     decode.gates.close("token 3")
     async with running_cluster(decode) as cluster:
-        first = await start(cluster, make_request(10))
-        await decode.gates.reached("token 3")
-        second = await start(cluster, make_request(9))  # no pages are left for it
+        first = await cluster.start(make_request(10), decode, "token 3")
+        second = asyncio.create_task(cluster.generate(make_request(9)))  # no pages are left for it
         await cluster.until_queued(1)
         await decode.die()
         await cluster.until_queued(2)
@@ -113,7 +100,7 @@ async def test_request_that_lost_its_worker_is_served_before_those_that_wait() -
         await decode.restart()
         assert (await first).token_ids() == answer(prompt_of(10), 6)
         assert (await second).token_ids() == answer(prompt_of(9), 6)
-        assert [len(sent_prompt(request.sequence)) for request in decode.requests] == [10, 10, 9]
+        assert decode.prompt_lengths == [10, 10, 9]
 
 
 async def test_decode_never_comes_back_then_the_request_fails_by_name() -> None:
@@ -137,8 +124,7 @@ async def test_prefill_dies_before_first_token_then_decode_serves_alone() -> Non
     prefill.gates.close("first_token")
     decode.gates.close("fetch")
     async with running_cluster(prefill, decode) as cluster:
-        generating = await start(cluster, make_request(10))
-        await prefill.gates.reached("first_token")
+        generating = await cluster.start(make_request(10), prefill, "first_token")
         await prefill.die()
         reply = await generating
         assert reply.token_ids() == answer(prompt_of(10), 6)
@@ -152,8 +138,7 @@ async def test_prefill_dies_then_another_one_takes_over() -> None:
     second.set_load(num_pending_prefill_tokens=50)
     first.gates.close("prefill")
     async with running_cluster(first, second, decode) as cluster:
-        generating = await start(cluster, make_request(10))
-        await first.gates.reached("prefill")
+        generating = await cluster.start(make_request(10), first, "prefill")
         await first.die()
         reply = await generating
         assert reply.token_ids() == answer(prompt_of(10), 6)
@@ -186,7 +171,7 @@ async def test_worker_faults_every_time_then_the_error_reaches_the_client() -> N
         assert (await cluster.until_idle()).num_replans == 2
 
 
-async def test_worker_rejects_the_request_then_the_client_hears_it_and_nobody_else_is_asked() -> None:
+async def test_worker_rejects_the_request_then_the_client_gets_the_error_at_once() -> None:
     prefill, decode = pair()
     decode.faults["reserve"] = InvalidRequest("no", field="sampling.n")
     async with running_cluster(prefill, decode) as cluster:
@@ -206,12 +191,10 @@ async def test_decode_restarted_unnoticed_then_its_stale_epoch_leads_to_the_new_
 
 
 async def test_two_samples_and_decode_dies_then_each_goes_on_by_itself() -> None:
-    prefill, first, second = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE), FakeWorker("d1", DECODE)
-    second.set_load(num_running=9, num_free_blocks=64)
+    prefill, first, second = trio()
     first.gates.close("token 3")
     async with running_cluster(prefill, first, second) as cluster:
-        generating = await start(cluster, make_request(10, n=2))
-        await first.gates.reached("token 3")
+        generating = await cluster.start(make_request(10, n=2), first, "token 3")
         await first.die()
         reply = await generating
         assert [reply.token_ids(0), reply.token_ids(1)] == [answer(prompt_of(10), 6, i) for i in (0, 1)]
@@ -259,8 +242,7 @@ async def test_workers_come_back_with_another_model_then_the_answer_is_not_conti
     prefill, decode = pair()
     decode.gates.close("token 3")
     async with running_cluster(prefill, decode) as cluster:
-        generating = await start(cluster, make_request(10))
-        await decode.gates.reached("token 3")
+        generating = await cluster.start(make_request(10), decode, "token 3")
         for worker in (prefill, decode):
             worker.shape = Shape(fingerprint="other")
             await worker.die()

@@ -1,4 +1,4 @@
-"""Answers that another router has begun: they go on behind their tokens, and nothing comes twice."""
+"""Answers that another router began: they continue behind their tokens, and no token is repeated."""
 
 from collections.abc import Mapping
 
@@ -7,17 +7,17 @@ import pytest
 from common.errors import InvalidRequest, WorkerLost
 from common.wire import pack_tokens
 from kvrelay.v1 import inference_pb2
+from tests.router.fake_service import VOCAB_SIZE
 from tests.router.fakes import (
     DECODE,
     FINGERPRINT,
-    PREFILL,
-    VOCAB_SIZE,
     FakeWorker,
     Reply,
     TestCluster,
     answer,
     config_with,
     make_request,
+    pair,
     prompt_of,
     running_cluster,
     sent_output,
@@ -26,14 +26,10 @@ from tests.router.fakes import (
 LOCAL = config_with(local_prefill_max_tokens=64)
 
 
-def pair() -> tuple[FakeWorker, FakeWorker]:
-    return FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
-
-
 def resumed(
     request: inference_pb2.GenerateRequest, samples: Mapping[int, list[int]], *, finished: tuple[int, ...] = ()
 ) -> inference_pb2.GenerateRequest:
-    """The request of a client that has these tokens of each sample."""
+    """Return the request of a client that has these tokens of each sample."""
     request.sampling.seed = 7
     for index in range(max(samples, default=-1) + 1):
         request.resume.samples.add(tokens=pack_tokens(samples.get(index, [])), is_finished=index in finished)
@@ -42,7 +38,7 @@ def resumed(
 
 
 def rest_of(reply: Reply, sample_index: int = 0) -> list[tuple[int, int]]:
-    """(index, id) of the tokens that came."""
+    """Return (index, id) of the delivered tokens."""
     return [(token.token_index, token.token_id) for token in reply.tokens if token.sample_index == sample_index]
 
 
@@ -65,7 +61,7 @@ async def test_resumed_answer_begins_behind_the_known_tokens_and_counts_them(num
     assert sent_output(decode.requests[0].sequence) == whole[:num_known]
 
 
-async def test_accepted_tells_what_a_client_needs_to_go_on_elsewhere() -> None:
+async def test_accepted_has_what_a_client_needs_to_resume_elsewhere() -> None:
     async with running_cluster(*pair()) as cluster:
         reply = await run(cluster, make_request(10))
     accepted = reply.messages[0].accepted
@@ -91,7 +87,7 @@ async def test_samples_without_any_token_share_one_plan() -> None:
     assert [reply.token_ids(index) for index in range(3)] == [answer(prompt_of(10), 6, index) for index in range(3)]
 
 
-async def test_answer_that_lacked_nothing_but_its_end_gets_it_without_any_worker() -> None:
+async def test_answer_that_is_complete_ends_without_any_worker() -> None:
     prefill, decode = pair()
     async with running_cluster(prefill, decode) as cluster:
         whole = {index: answer(prompt_of(10), 6, index) for index in range(2)}
@@ -138,7 +134,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("field", BAD)
-async def test_resume_that_cannot_be_names_its_field(field: str) -> None:
+async def test_invalid_resume_names_its_field(field: str) -> None:
     request = make_request(10)
     request.sampling.seed = 1
     for tokens, is_finished in BAD[field]:
@@ -147,14 +143,14 @@ async def test_resume_that_cannot_be_names_its_field(field: str) -> None:
 
 
 @pytest.mark.parametrize("tokens", [HALF, pack_tokens([1] * 6), pack_tokens([1] * 7)], ids=["half", "all", "more"])
-async def test_resume_with_half_a_token_or_nothing_left_to_say_is_refused(tokens: bytes) -> None:
+async def test_resume_with_half_a_token_or_nothing_left_is_refused(tokens: bytes) -> None:
     request = make_request(10, max_tokens=6)
     request.sampling.seed = 1
     request.resume.samples.add(tokens=tokens)
     await refused(request, "resume.samples[0].tokens")
 
 
-async def test_resume_without_the_seed_is_refused_because_it_would_go_on_with_other_tokens() -> None:
+async def test_resume_without_the_seed_is_refused() -> None:
     request = make_request(10)
     request.resume.samples.add(tokens=pack_tokens([1]))
     await refused(request, "sampling.seed")
@@ -168,7 +164,7 @@ async def refused(request: inference_pb2.GenerateRequest, field: str) -> None:
         assert (await run(cluster, make_request(10))).token_ids() == answer(prompt_of(10), 6)
 
 
-async def test_resume_of_another_models_answer_is_not_gone_on_with() -> None:
+async def test_answer_of_another_model_is_not_resumed() -> None:
     request = resumed(make_request(10), {0: [1]})
     request.resume.fingerprint = "another"
     async with running_cluster(*pair()) as cluster:

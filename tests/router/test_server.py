@@ -1,16 +1,21 @@
 """The router as a process and as an object: start, ready line, health, metrics, drain."""
 
 import asyncio
+import resource
 import signal
+import socket
 import sys
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.config import parse_config
-from common.process import parse_ready
+from common.process import Ready, parse_ready
 from common.rpc import client_channel
 from common.trust.identity import Role
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2
@@ -26,9 +31,11 @@ from tests.router.fakes import (
     answer,
     config_with,
     make_request,
+    pair,
     prompt_of,
     running_cluster,
 )
+from tests.router.http.clients import fetch
 from tests.trust import credentials_of, enrol_child
 
 FAKE = {"model": {"engine": "fake"}, "router": {"metrics_port": 0}}
@@ -42,6 +49,31 @@ async def scrape(port: int) -> dict[str, float]:
     writer.close()
     lines = [line for line in body.splitlines() if line.startswith("kvrelay_")]
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+@asynccontextmanager
+async def router_process(folder: Path, **options: Any) -> AsyncIterator[tuple[asyncio.subprocess.Process, Ready]]:
+    """Run a router of the fake engine as a process, which is ready inside the block."""
+    config = folder / "serving.yaml"
+    config.write_text("model: {engine: fake}\n")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "router", "--config", str(config), "--port", "0", "--die-with-parent"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        **options,
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(TIMEOUT_S):
+            await enrol_child(process, Role.ROUTER, "router-0")
+            ready = parse_ready((await process.stdout.readline()).decode())
+        assert ready is not None
+        yield process, ready
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 MINE = credentials_of(Role.ROUTER, "router-0")
@@ -74,8 +106,8 @@ async def test_start_router_on_a_taken_port_raises_and_holds_nothing() -> None:
         await router.stop(0)
 
 
-async def test_get_demand_tells_what_was_asked_and_what_every_worker_is_like() -> None:
-    async with running_cluster(FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)) as cluster:
+async def test_get_demand_reports_arrivals_and_every_worker() -> None:
+    async with running_cluster(*pair()) as cluster:
         await cluster.generate(make_request())
         report = await cluster.admin.GetDemand(router_admin_pb2.GetDemandRequest(window_s=10))
         assert [(each.worker_id, each.is_serving) for each in report.workers] == [("p0", True), ("d0", True)]
@@ -89,15 +121,14 @@ async def test_stop_lets_running_requests_end_and_takes_no_new_ones() -> None:
     decode = FakeWorker("d0", DECODE)
     decode.gates.close("token 2")
     async with running_cluster(decode) as cluster:
-        generating = asyncio.create_task(cluster.generate(make_request()))
-        await decode.gates.reached("token 2")
+        generating = await cluster.start(make_request(), decode, "token 2")
         stopping = asyncio.create_task(cluster.router.stop(TIMEOUT_S))
         decode.gates.open("token 2")
         assert (await generating).token_ids() == answer(prompt_of(10), 6)
         await stopping
 
 
-async def test_metrics_tell_outcomes_latencies_and_cache_predictions() -> None:
+async def test_metrics_show_outcomes_latencies_and_cache_predictions() -> None:
     prefill, decode = FakeWorker("p0", PREFILL, num_cached_tokens=4), FakeWorker("d0", DECODE)
     async with running_cluster(prefill, decode, config=config_with(metrics_port=0)) as cluster:
         await cluster.generate(make_request(10, max_tokens=6))
@@ -126,33 +157,16 @@ async def test_byte_codec_is_a_codec_and_takes_any_text() -> None:
 async def test_router_process_prints_one_ready_line_serves_and_stops_on_a_signal(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    config = tmp_path / "serving.yaml"
-    config.write_text("model: {engine: fake}\n")
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "router", "--config", str(config), "--port", "0", "--die-with-parent"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    try:
-        assert process.stdout is not None
-        async with asyncio.timeout(60):
-            await enrol_child(process, Role.ROUTER, "router-0")
-            ready = parse_ready((await process.stdout.readline()).decode())
-        assert ready is not None
+    async with router_process(tmp_path) as (process, ready):
         assert ready.pid == process.pid
         assert ready.metrics_port > 0
         async with asyncio.timeout(TIMEOUT_S), client_channel(ready.address) as channel:
             health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert health.status == health_pb2.HealthCheckResponse.SERVING
         process.send_signal(number)
+        assert process.stdout is not None
         async with asyncio.timeout(TIMEOUT_S):
             assert (await process.stdout.read(), await process.wait()) == (b"", 0)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
 
 
 async def test_router_process_with_a_bad_config_names_the_key(tmp_path: Path) -> None:
@@ -164,3 +178,39 @@ async def test_router_process_with_a_bad_config_names_the_key(tmp_path: Path) ->
     _stdout, stderr = await process.communicate()
     assert process.returncode == 2
     assert "router.colour: unknown key" in stderr.decode()
+
+
+# More silent connections than a router may have open files.
+
+MAX_OPEN_FILES = 256
+NUM_SILENT = 300
+RECOVERY_S = 60.0
+"""The gRPC door answers again when the first silent connections have had their time."""
+
+
+def limit_open_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_OPEN_FILES // 2, MAX_OPEN_FILES))
+
+
+async def http_port_of(address: str) -> int:
+    async with client_channel(address) as channel:
+        call = inference_pb2_grpc.InferenceServiceStub(channel).GetClusterStatus(
+            inference_pb2.GetClusterStatusRequest(), timeout=RECOVERY_S, wait_for_ready=True
+        )
+        return int((await call).router.http_port)
+
+
+async def test_silent_connections_beyond_the_open_files_end_neither_door(tmp_path: Path) -> None:
+    async with router_process(tmp_path, preexec_fn=limit_open_files) as (_process, ready):
+        address = ready.address
+        host, _, port = address.rpartition(":")
+        http_port = await http_port_of(address)
+        with ExitStack() as silent:
+            for at in (http_port, int(port)):
+                for _ in range(NUM_SILENT):
+                    silent.enter_context(await asyncio.to_thread(socket.create_connection, (host, at), TIMEOUT_S))
+            async with asyncio.timeout(TIMEOUT_S):
+                assert (await fetch(http_port, "GET", "/version"))[0] == 200
+            assert await http_port_of(address) == http_port
+            async with asyncio.timeout(TIMEOUT_S):
+                assert (await fetch(http_port, "GET", "/version"))[0] == 200

@@ -11,15 +11,14 @@ from common.errors import InvalidRequest, Overloaded, Unauthenticated
 from kvrelay.client import AsyncClient
 from tests.router.fakes import (
     BLOCK_KEY,
-    DECODE,
     FINGERPRINT,
-    PREFILL,
     ROOT,
-    FakeWorker,
     answer,
     config_with,
+    full_pair,
     hashes_of,
     make_request,
+    pair,
     prompt_of,
     running_cluster,
     timing_of,
@@ -30,13 +29,10 @@ KEYS = {name: f"key-of-tenant-{name}-0001" for name in "ab"}
 
 
 def serving(*, a: dict[str, Any] | None = None, b: dict[str, Any] | None = None, **router: Any) -> ServingConfig:
+    """Return a configuration with the tenants a and b and their KEYS."""
     tenants = [{"name": name, "api_keys": [KEYS[name]], **(fields or {})} for name, fields in (("a", a), ("b", b))]
     door = {"local_prefill_max_tokens": 0, "auth": "api_key", "salt_secret": "x" * 32, **router}
     return parse_config({"router": door, "tenants": tenants}, source="test")
-
-
-def pair() -> tuple[FakeWorker, FakeWorker]:
-    return FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
 
 
 async def ask(client: AsyncClient, num_tokens: int = 10, *, timeout_s: float = 60.0) -> list[int]:
@@ -110,7 +106,7 @@ async def test_tokenizing_counts_at_the_request_rate_by_either_door(path: str, b
         assert [account.num_inquiries for account in cluster.router.door.parts.admission.accounts] == [0, 0]
 
 
-async def test_request_rate_of_one_tenant_refuses_it_with_the_time_to_come_back_and_nobody_else() -> None:
+async def test_request_rate_refuses_only_its_tenant_and_says_when_to_retry() -> None:
     async with running_cluster(*pair(), config=serving(a={"requests_per_min": 2})) as cluster:
         async with AsyncClient(cluster.router.address, api_key=KEYS["a"]) as client:
             await ask(client)
@@ -135,8 +131,7 @@ async def test_token_rate_counts_prompt_and_output_that_was_really_written() -> 
 
 
 async def test_waiting_requests_of_two_tenants_are_served_in_turn() -> None:
-    prefill, decode = pair()
-    decode.report.num_free_blocks, decode.report.num_running = 0, 1
+    prefill, decode = full_pair()
     async with running_cluster(prefill, decode, config=serving()) as cluster:
         waiting = []
         async with (
@@ -148,29 +143,26 @@ async def test_waiting_requests_of_two_tenants_are_served_in_turn() -> None:
                 await cluster.until_queued(position + 1)
             decode.set_load(num_free_blocks=64)
             await asyncio.gather(*waiting)
-    assert [len(request.sequence.prompt_tokens) // 4 for request in decode.requests] == [8, 11, 9, 10]
+    assert decode.prompt_lengths == [8, 11, 9, 10]
 
 
 async def test_higher_priority_goes_first_as_far_as_the_tenant_may_claim_it() -> None:
-    prefill, decode = pair()
-    decode.report.num_free_blocks, decode.report.num_running = 0, 1
+    prefill, decode = full_pair()
     config = parse_config(
         {"router": {"local_prefill_max_tokens": 0}, "tenants": [{"name": "default", "max_priority": 1}]}, source="test"
     )
     async with running_cluster(prefill, decode, config=config) as cluster:
-        waiting = []
-        for position, priority in enumerate([0, 1, 99]):
-            request = make_request(10 + position)
+        requests = [make_request(num_tokens) for num_tokens in (10, 11, 12)]
+        for request, priority in zip(requests, (0, 1, 99), strict=True):
             request.priority = priority
-            waiting.append(asyncio.create_task(cluster.generate(request)))
-            await cluster.until_queued(position + 1)
+        replies = await cluster.queue(*requests)
         decode.set_load(num_free_blocks=64)
-        await asyncio.gather(*waiting)
-    assert [len(request.sequence.prompt_tokens) // 4 for request in decode.requests] == [11, 12, 10]
+        await replies
+    assert decode.prompt_lengths == [11, 12, 10]
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
-async def test_objective_that_is_no_time_is_refused_by_name(seconds: float) -> None:
+async def test_objective_that_is_not_a_time_is_refused_by_name(seconds: float) -> None:
     async with running_cluster(*pair()) as cluster:
         request = make_request()
         request.objective.ttft_s = seconds
@@ -195,9 +187,7 @@ async def test_request_that_cannot_meet_its_deadline_is_refused_before_any_prefi
 
 
 @pytest.mark.parametrize(("shed", "is_refused"), [("slo", True), ("deadline", False)])
-async def test_request_that_cannot_meet_its_objective_is_refused_where_the_configuration_says_so(
-    shed: str, is_refused: bool
-) -> None:
+async def test_request_that_cannot_meet_its_objective_is_refused_when_configured(shed: str, is_refused: bool) -> None:
     prefill, decode = pair()
     prefill.timing = decode.timing = timing_of(s_per_prompt_token=0.5)
     async with running_cluster(prefill, decode, config=config_with(shed=shed)) as cluster:
@@ -217,10 +207,7 @@ async def test_long_cold_prompt_gives_way_to_a_short_one_that_comes_soon_after_i
     prefill.timing = decode.timing = timing_of(s_per_prompt_token=0.01)
     decode.report.num_free_blocks, decode.report.num_running = 0, 1
     async with running_cluster(prefill, decode, config=config_with(shed="none")) as cluster:
-        waiting = []
-        for position, num_tokens in enumerate([100, 10]):
-            waiting.append(asyncio.create_task(cluster.generate(make_request(num_tokens))))
-            await cluster.until_queued(position + 1)
+        replies = await cluster.queue(make_request(100), make_request(10))
         decode.set_load(num_free_blocks=64)
-        await asyncio.gather(*waiting)
-    assert [len(request.sequence.prompt_tokens) // 4 for request in decode.requests] == [10, 100]
+        await replies
+    assert decode.prompt_lengths == [10, 100]

@@ -1,4 +1,4 @@
-"""Tokens of conversations' beginnings: with what is known the answer is that of tokenizing everything."""
+"""The token cache: results equal those of tokenizing everything."""
 
 import asyncio
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def metaspace() -> tokenizers.Tokenizer:
-    """The first piece of a text gets a space that no other piece gets."""
+    """Only the first piece of a text gets a leading space."""
     tokenizer = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     return trained(tokenizer)
@@ -63,27 +63,9 @@ def trained(tokenizer: tokenizers.Tokenizer, *, initial_alphabet: Sequence[str] 
 
 
 TOKENIZERS = {"byte level": byte_level(), "metaspace": metaspace(), "prepending": prepending()}
-PIECES = st.sampled_from(
-    [
-        "the ",
-        " fox",
-        "\n",
-        "  ",
-        "<|end|>",
-        "<|start|>",
-        "<|trim|>",
-        "<|en",
-        "d>",
-        "|>",
-        "日本",
-        "é",
-        "café",
-        "q",
-        "<",
-        "",
-    ]
-)
-CONTENT = st.lists(PIECES, max_size=6).map("".join)
+WORDS = ["the ", " fox", "\n", "  ", "日本", "é", "café", "q", ""]
+MARKS = ["<|end|>", "<|start|>", "<|trim|>", "<|en", "d>", "|>", "<"]
+CONTENT = st.lists(st.sampled_from(WORDS + MARKS), max_size=6).map("".join)
 TURNS = st.lists(st.tuples(st.sampled_from(["user", "assistant"]), CONTENT), min_size=1, max_size=6)
 
 
@@ -126,7 +108,7 @@ def test_encode_chat_of_a_next_turn_goes_on_from_the_turn_before(name: str) -> N
     codec.close()
 
 
-def test_encode_chat_of_a_dated_template_knows_only_what_was_rendered_at_the_same_time() -> None:
+def test_cached_chat_of_a_dated_template_is_used_only_for_the_same_time() -> None:
     dated = ChatTemplate("<|start|>{{ strftime_now('%d %b') }}<|end|>" + TEMPLATE, special_tokens={})
     codec = TextCodec(TOKENIZERS["byte level"], dated, min_cached_tokens=1)
     chat, today_s, tomorrow_s = [("user", "to be or not")], 1_800_000_000, 1_800_086_400
@@ -157,7 +139,7 @@ def test_encode_chat_without_memory_keeps_nothing() -> None:
     codec.close()
 
 
-def test_hashes_of_another_root_are_not_taken_for_ours() -> None:
+def test_cached_hashes_of_another_root_are_not_used() -> None:
     codec = codec_for("byte level")
     chat = [("user", "the quick brown fox")]
     encode(codec, chat, SCOPE).hashes(root=hash_root(model_fingerprint="other"), block_size=2)

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,14 @@ def any_model_dir(request: pytest.FixtureRequest, model_dir: Path) -> Path:
 
 @pytest.fixture
 def codec(model_dir: Path) -> Iterator[TextCodec]:
-    codec = TextCodec.load(model_dir)
-    yield codec
-    codec.close()
+    with closing(TextCodec.load(model_dir)) as codec:
+        yield codec
+
+
+@pytest.fixture
+def any_codec(any_model_dir: Path) -> Iterator[TextCodec]:
+    with closing(TextCodec.load(any_model_dir)) as codec:
+        yield codec
 
 
 @functools.cache
@@ -109,26 +115,21 @@ def reference(folder: Path) -> Any:
     return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-async def test_encode_of_any_text_equals_transformers(any_model_dir: Path) -> None:
-    codec, expected = TextCodec.load(any_model_dir), reference(any_model_dir)
+async def test_encode_of_any_text_equals_transformers(any_codec: TextCodec, any_model_dir: Path) -> None:
     for text in TEXTS:
-        assert await codec.encode(text) == as_tokens(expected(text)["input_ids"])
-    codec.close()
+        assert await any_codec.encode(text) == as_tokens(reference(any_model_dir)(text)["input_ids"])
 
 
-async def test_encode_chat_of_any_conversation_equals_transformers(any_model_dir: Path) -> None:
-    codec, expected = TextCodec.load(any_model_dir), reference(any_model_dir)
+async def test_encode_chat_of_any_conversation_equals_transformers(any_codec: TextCodec, any_model_dir: Path) -> None:
+    expected = reference(any_model_dir)
     for chat in CHATS:
         messages = [{"role": role, "content": content} for role, content in chat]
         token_ids = expected.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        assert (await codec.encode_chat(chat, rendered_unix_s=NOW_UNIX_S)).token_ids == as_tokens(token_ids)
-    codec.close()
+        assert (await any_codec.encode_chat(chat, rendered_unix_s=NOW_UNIX_S)).token_ids == as_tokens(token_ids)
 
 
-def test_vocab_size_equals_transformers(any_model_dir: Path) -> None:
-    codec = TextCodec.load(any_model_dir)
-    assert codec.vocab_size == len(reference(any_model_dir))
-    codec.close()
+def test_vocab_size_equals_transformers(any_codec: TextCodec, any_model_dir: Path) -> None:
+    assert any_codec.vocab_size == len(reference(any_model_dir))
 
 
 class ThreadRecorder:
@@ -164,24 +165,18 @@ def test_decode_pieces_of_an_id_outside_the_vocabulary_is_empty(codec: TextCodec
     assert codec.decode_pieces([10**6]) == ("",)
 
 
-async def test_decode_is_the_inverse_of_encode(any_model_dir: Path) -> None:
-    codec = TextCodec.load(any_model_dir)
-    try:
-        for text in ("Hello, world", "na\u00efve \u6771\u4eac \U0001f600", ""):
-            assert text in await codec.decode((await codec.encode(text)).tolist())  # special tokens may surround it
-    finally:
-        codec.close()
+async def test_decode_is_the_inverse_of_encode(any_codec: TextCodec) -> None:
+    for text in ("Hello, world", "na\u00efve \u6771\u4eac \U0001f600", ""):
+        assert text in await any_codec.decode((await any_codec.encode(text)).tolist())  # special tokens may surround it
 
 
-def test_decode_pieces_of_ascii_text_join_to_the_decoded_text(any_model_dir: Path) -> None:
-    codec = TextCodec.load(any_model_dir)
+def test_decode_pieces_of_ascii_text_join_to_the_decoded_text(any_codec: TextCodec) -> None:
     for text in TEXTS:
         ascii_text = text.encode("ascii", "ignore").decode()
-        token_ids = codec.tokenizer.encode(ascii_text, add_special_tokens=False).ids
-        whole = codec.tokenizer.decode(token_ids, skip_special_tokens=False)
-        joined = "".join(codec.decode_pieces(token_ids))
+        token_ids = any_codec.tokenizer.encode(ascii_text, add_special_tokens=False).ids
+        whole = any_codec.tokenizer.decode(token_ids, skip_special_tokens=False)
+        joined = "".join(any_codec.decode_pieces(token_ids))
         assert joined in (whole, f" {whole}")  # a decoder may strip the space that the tokenizer put in front
-    codec.close()
 
 
 @pytest.mark.parametrize(
@@ -204,7 +199,7 @@ async def test_encode_chat_of_a_bad_conversation_raises_invalid_request_naming_t
     assert raised.value.field == field
 
 
-async def test_encode_chat_when_the_template_refuses_tells_its_words(codec: TextCodec) -> None:
+async def test_encode_chat_when_the_template_refuses_repeats_its_reason(codec: TextCodec) -> None:
     with pytest.raises(InvalidRequest, match="roles must alternate, not user"):
         await codec.encode_chat([("user", "x"), ("user", "y")], rendered_unix_s=NOW_UNIX_S)
 
@@ -229,7 +224,7 @@ async def test_encode_of_a_lone_surrogate_raises_invalid_request(codec: TextCode
         "{{ messages.__class__.__mro__[1].__subclasses__() }}",
     ],
 )
-def test_render_when_the_template_fails_or_leaves_its_sandbox_raises_invalid_request(source: str) -> None:
+def test_render_of_a_failing_or_escaping_template_raises_invalid_request(source: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         ChatTemplate(source, special_tokens={}).render([("user", "x")], rendered_unix_s=NOW_UNIX_S)
     assert raised.value.field == "chat.messages"

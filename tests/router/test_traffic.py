@@ -1,4 +1,4 @@
-"""`RecordTraffic` through a real router: whose requests are told, when, and what cannot be learned from them."""
+"""`RecordTraffic` through a real router: which requests are recorded, when, and what they do not reveal."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,6 @@ import pytest
 
 from common.block_hash import hash_blocks
 from common.clock import ManualClock
-from common.config import ServingConfig, parse_config
 from common.errors import EngineFault, InvalidRequest, Overloaded, Unauthenticated
 from common.ids import RequestId
 from common.lifecycle import LifeCycle
@@ -20,34 +19,21 @@ from router import traffic
 from router.facts import ModelFacts
 from router.record import Job, RequestRecord
 from router.traffic import MAX_RECORDINGS, TrafficRecordings
+from tests.router.fake_service import VOCAB_SIZE
 from tests.router.fakes import (
     BLOCK_SIZE,
-    DECODE,
     FINGERPRINT,
-    PREFILL,
     ROOT,
     TIMEOUT_S,
-    VOCAB_SIZE,
-    FakeWorker,
     TestCluster,
     config_with,
     hashes_of,
+    pair,
     prompt_of,
     running_cluster,
 )
 from tests.router.http.clients import http_cluster
-
-KEYS = {name: f"key-of-tenant-{name}-0001" for name in "ab"}
-
-
-def two_tenants() -> ServingConfig:
-    tenants = [{"name": name, "api_keys": [key]} for name, key in KEYS.items()]
-    door = {"local_prefill_max_tokens": 0, "auth": "api_key", "salt_secret": "x" * 32}
-    return parse_config({"router": door, "tenants": tenants}, source="test")
-
-
-def pair() -> tuple[FakeWorker, FakeWorker]:
-    return FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+from tests.router.test_tenants import KEYS, serving
 
 
 def client_of(cluster: TestCluster, tenant: str | None = None) -> AsyncClient:
@@ -63,7 +49,7 @@ async def read(stream: AsyncTrafficStream, count: int) -> list[RecordedRequest]:
         return [await anext(stream) for _ in range(count)]
 
 
-async def test_recording_tells_lengths_order_and_outcome_of_each_request() -> None:
+async def test_recording_has_length_order_and_outcome_of_each_request() -> None:
     async with running_cluster(*pair()) as cluster, client_of(cluster) as client, client.record() as stream:
         await ask(client, prompt_of(10), max_tokens=6)
         await ask(client, prompt_of(8), max_tokens=3, n=2)
@@ -75,7 +61,7 @@ async def test_recording_tells_lengths_order_and_outcome_of_each_request() -> No
     assert (len(first.block_keys), len(second.block_keys)) == (3, 2)
 
 
-async def test_requests_of_both_doors_are_told_and_begin_alike() -> None:
+async def test_requests_of_both_doors_are_recorded_with_equal_keys() -> None:
     prompt = prompt_of(10)
     async with (
         http_cluster(*pair()) as http,
@@ -116,8 +102,8 @@ async def test_keys_link_neither_two_recordings_nor_a_recording_and_the_cache() 
     assert parts.isdisjoint(key.to_bytes(8, "little") for key in (*first.block_keys, *second.block_keys))
 
 
-async def test_only_requests_of_the_callers_tenant_are_told() -> None:
-    async with running_cluster(*pair(), config=two_tenants()) as cluster:
+async def test_recording_has_only_requests_of_the_callers_tenant() -> None:
+    async with running_cluster(*pair(), config=serving()) as cluster:
         async with client_of(cluster, "a") as a, client_of(cluster, "b") as b, a.record() as stream:
             await ask(b, prompt_of(4))
             await ask(a, prompt_of(9))
@@ -154,8 +140,8 @@ async def test_recording_that_is_over_waits_for_what_runs_and_takes_nothing_more
         prefill.gates.open("first_token")
         await asyncio.gather(running, late)
         async with asyncio.timeout(TIMEOUT_S):
-            told = [request async for request in stream]
-    assert [request.num_prompt_tokens for request in told] == [5]
+            recorded = [request async for request in stream]
+    assert [request.num_prompt_tokens for request in recorded] == [5]
 
 
 async def test_recording_ends_by_itself_after_its_duration() -> None:
@@ -168,7 +154,7 @@ async def test_recording_ends_by_itself_after_its_duration() -> None:
         assert [request async for request in stream] == []
 
 
-async def test_requests_that_are_cancelled_or_fail_are_told_with_their_ends() -> None:
+async def test_cancelled_and_failed_requests_are_recorded_with_their_outcome() -> None:
     prefill, decode = pair()
     async with (
         running_cluster(prefill, decode, config=config_with(max_attempts=1)) as cluster,
@@ -189,19 +175,17 @@ async def test_requests_that_are_cancelled_or_fail_are_told_with_their_ends() ->
     assert (failed.num_prompt_tokens, failed.num_output_tokens, failed.outcome) == (6, 0, "EngineFault")
 
 
-async def test_recorder_that_goes_leaves_nothing_behind() -> None:
+async def test_recorder_that_leaves_frees_its_recording() -> None:
     async with running_cluster(*pair()) as cluster, client_of(cluster) as client:
         for _ in range(2 * MAX_RECORDINGS):
             async with client.record():
                 pass
-            async with asyncio.timeout(TIMEOUT_S):
-                while cluster.router.recordings.num_open:
-                    await cluster.status()
+            await cluster.until(lambda _router: not cluster.router.recordings.num_open)
         await ask(client, prompt_of(5))
 
 
 async def test_tenant_has_only_so_many_recordings_at_a_time() -> None:
-    async with running_cluster(*pair(), config=two_tenants()) as cluster, contextlib.AsyncExitStack() as stack:
+    async with running_cluster(*pair(), config=serving()) as cluster, contextlib.AsyncExitStack() as stack:
         a, b = [await stack.enter_async_context(client_of(cluster, name)) for name in "ab"]
         for _ in range(MAX_RECORDINGS):
             await stack.enter_async_context(a.record())
@@ -211,7 +195,7 @@ async def test_tenant_has_only_so_many_recordings_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("duration_s", [-1.0, float("inf"), float("nan")])
-async def test_duration_that_is_none_is_refused(duration_s: float) -> None:
+async def test_duration_that_is_not_a_time_is_refused(duration_s: float) -> None:
     async with running_cluster(*pair()) as cluster, client_of(cluster) as client:
         with pytest.raises(InvalidRequest) as caught:
             await anext(client.record(duration_s=duration_s))
@@ -262,7 +246,7 @@ def run(recordings: TrafficRecordings, record: RequestRecord) -> None:
 @pytest.mark.parametrize(
     ("limit", "value", "num_kept"), [("MAX_WAITING", 3, 3), ("MAX_WAITING_BYTES", 16 * 5 * 4 - 1, 3)]
 )
-async def test_what_nobody_reads_is_dropped_and_counted(
+async def test_requests_beyond_what_a_recording_holds_are_dropped_and_counted(
     monkeypatch: pytest.MonkeyPatch, limit: str, value: int, num_kept: int
 ) -> None:
     monkeypatch.setattr(traffic, limit, value)

@@ -21,12 +21,12 @@ throughput is what a worker's timing model predicts for its present batch; the r
 reported and its rule left out.
 """
 
-import math
-import random
 from collections.abc import Callable, Sequence
 
-from router.placement.plans import RouteRequest, WorkerLoad
-from router.placement.policies.pooled import Score, Selector, uniform
+import numpy as np
+
+from router.placement.plans import PlacementRequest, WorkerLoad
+from router.placement.policies.pooled import Score, Selector
 from router.placement.policies.simple import kv_usage
 
 IMBALANCE_FACTOR = 2.0
@@ -41,13 +41,10 @@ Count = Callable[[WorkerLoad], int]
 
 
 class AibrixWhole(Selector):
-    """`prefix-cache`."""
+    """Rule `prefix-cache`, for whole requests."""
 
-    def __init__(self, *, rng: random.Random) -> None:
-        super().__init__(ties=uniform(rng))
-
-    def score(self, request: RouteRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
-        """By match among those not overloaded, else by requests."""
+    def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
+        """Return scores by match among workers that are not overloaded, else by requests."""
         counts = [worker.num_active_requests for worker in workers]
         may_match = _least_busy(workers, _active) if _is_imbalanced(counts) else workers
         limit = _usual(counts)
@@ -60,13 +57,10 @@ class AibrixWhole(Selector):
 
 
 class AibrixPrefill(Selector):
-    """`prefix_cache` of a prefill pool."""
+    """Score `prefix_cache`, for a prefill pool."""
 
-    def __init__(self, *, rng: random.Random) -> None:
-        super().__init__(ties=uniform(rng))
-
-    def score(self, request: RouteRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
-        """By match and requests whose prompts are not computed yet."""
+    def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
+        """Return scores by match and by requests whose prompts are not computed yet."""
         counts = [worker.num_active_prefills for worker in workers]
         if max(counts) - min(counts) > PREFILL_MIN_SPREAD:
             return [_by_count(worker, _prefills) for worker in workers]
@@ -76,19 +70,19 @@ class AibrixPrefill(Selector):
 
 
 class AibrixDecode(Selector):
-    """`load_balancing` of a decode pool."""
+    """Score `load_balancing`, for a decode pool."""
 
-    def __init__(self, *, rng: random.Random) -> None:
-        super().__init__(ties=uniform(rng))
-
-    def score(self, request: RouteRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
-        """By requests, throughput and free KV."""
+    def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
+        """Return scores by requests, throughput and free KV."""
         counts = [worker.num_active_requests for worker in workers]
         if max(counts) - min(counts) >= DECODE_MIN_SPREAD:
             return [_by_count(worker, _active) for worker in workers]
         rates = [_throughput(worker) for worker in workers]
         if max(rates) - min(rates) > THROUGHPUT_MIN_SPREAD:
-            return [_by_rate(worker, rate) for worker, rate in zip(workers, rates, strict=True)]
+            return [
+                Score(worker=worker, cost=rate, terms={"tokens_per_second": rate})
+                for worker, rate in zip(workers, rates, strict=True)
+            ]
         free = [max(100.0 * (1.0 - kv_usage(worker)), MIN_FREE_PERCENT) for worker in workers]
         most, fastest, freest = max(1, *counts), max(1.0, *rates), max(1.0, *free)
         return [
@@ -112,9 +106,7 @@ def _is_imbalanced(counts: Sequence[int]) -> bool:
 
 def _usual(counts: Sequence[int]) -> float:
     """Return the most requests of a worker that is not overloaded."""
-    mean = sum(counts) / len(counts)
-    deviation = math.sqrt(sum((count - mean) ** 2 for count in counts) / len(counts))
-    return mean + STANDARD_DEVIATION_FACTOR * deviation
+    return float(np.mean(counts) + STANDARD_DEVIATION_FACTOR * np.std(counts))
 
 
 def _least_busy(workers: Sequence[WorkerLoad], count: Count) -> list[WorkerLoad]:
@@ -122,7 +114,7 @@ def _least_busy(workers: Sequence[WorkerLoad], count: Count) -> list[WorkerLoad]
     return [worker for worker in workers if count(worker) == low]
 
 
-def _match_percent(request: RouteRequest, worker: WorkerLoad) -> int:
+def _match_percent(request: PlacementRequest, worker: WorkerLoad) -> int:
     """Return the match as its indexer tells it: whole percents of the prompt's full blocks."""
     full = request.num_tokens // request.block_size
     return min(100, 100 * request.cached_blocks.get(worker.worker_id, 0) // full) if full else 0
@@ -139,22 +131,18 @@ def _by_count(worker: WorkerLoad, count: Count) -> Score:
     return Score(worker=worker, cost=requests, terms={"requests": requests})
 
 
-def _by_match(request: RouteRequest, worker: WorkerLoad) -> Score:
+def _by_match(request: PlacementRequest, worker: WorkerLoad) -> Score:
     percent = float(_match_percent(request, worker))
     terms = {"match_percent": percent, "requests": float(worker.num_active_requests)}
     return Score(worker=worker, cost=-percent, then=(worker.num_active_requests,), terms=terms)
 
 
-def _by_match_and_load(request: RouteRequest, worker: WorkerLoad, most: int) -> Score:
+def _by_match_and_load(request: PlacementRequest, worker: WorkerLoad, most: int) -> Score:
     terms = {
         "miss_score": (100 - _match_percent(request, worker)) * 0.1,
         "request_score": worker.num_active_prefills / most,
     }
     return Score(worker=worker, cost=sum(terms.values()), terms=terms)
-
-
-def _by_rate(worker: WorkerLoad, rate: float) -> Score:
-    return Score(worker=worker, cost=rate, terms={"tokens_per_second": rate})
 
 
 def _by_balance(worker: WorkerLoad, *, busy: float, slow: float, free: float) -> Score:

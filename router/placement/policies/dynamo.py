@@ -21,13 +21,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.placement.plans import RouteRequest, WorkerLoad
-from router.placement.policies.pooled import Score, Selector, uniform
+from router.placement.plans import PlacementRequest, WorkerLoad
+from router.placement.policies.pooled import Score, Selector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Which terms count, as weights."""
+    """Weights of the terms in one stage."""
 
     prefill: float
     decode: float
@@ -39,17 +39,17 @@ DECODE = Stage(prefill=0.0, decode=1.0)
 
 
 class DynamoLinear(Selector):
-    """The sum of both terms."""
+    """Minimizes the sum of both terms."""
 
     def __init__(self, stage: Stage, *, rng: random.Random) -> None:
-        super().__init__(ties=uniform(rng))
+        super().__init__(rng=rng)
         self._stage = stage
 
-    def score(self, request: RouteRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
-        """By blocks."""
+    def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
+        """Return the costs in blocks."""
         return [self._score(request, worker) for worker in workers]
 
-    def _score(self, request: RouteRequest, worker: WorkerLoad) -> Score:
+    def _score(self, request: PlacementRequest, worker: WorkerLoad) -> Score:
         tokens = worker.num_active_missing_tokens + request.num_tokens
         hit = request.cached_blocks.get(worker.worker_id, 0)
         prefill = self._stage.prefill * max(tokens / request.block_size - hit, 0.0)
@@ -62,7 +62,7 @@ class DynamoLinear(Selector):
 
 
 class DynamoLmetric(DynamoLinear):
-    """The product, where both terms count."""
+    """Minimizes the product where both terms count."""
 
     def _combine(self, prefill: float, decode: float) -> float:
         if not self._stage.prefill:

@@ -1,11 +1,14 @@
-"""Which workers of a view could serve a request, and the two kinds of plan."""
+"""Shared by policies: the workers that could serve a request, refusals, and turns."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.errors import RefusalCause, Refused
-from router.placement.plans import Candidate, FleetView, Plan, PlanKind, RouteRequest, WorkerLoad
-from router.placement.policies.interface import RETRY_AFTER_S
+from common.ids import WorkerId
+from router.placement.plans import FleetView, PlacementRequest, WorkerLoad
+
+RETRY_AFTER_S = 1.0
+"""Pause before asking again after a refusal whose end cannot be predicted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,15 +16,15 @@ class Eligible:
     """The workers that could serve one request now."""
 
     prefill: Sequence[WorkerLoad]
-    """That could hold the prompt."""
+    """Prefill workers that could hold the prompt."""
     decode: Sequence[WorkerLoad]
-    """With enough free pages; at least one."""
+    """Decode workers with enough free pages; at least one."""
     must_be_local: bool
     """No prefill worker could ever compute the prompt."""
 
 
-def find_eligible(request: RouteRequest, fleet: FleetView) -> Eligible | Refused:
-    """Return the workers that can serve the request, or why none can write its answer."""
+def find_eligible(request: PlacementRequest, fleet: FleetView) -> Eligible | Refused:
+    """Return the workers that can serve the request, or why no decode worker can."""
     if not fleet.decode:
         return refuse("no decode worker is available")
     decode = tuple(worker for worker in fleet.decode if worker.num_free_blocks >= request.num_decode_blocks)
@@ -44,7 +47,7 @@ def refuse_without_prefill() -> Refused:
 
 
 def refuse_busy(wait_s: float, max_wait_s: float) -> Refused:
-    """Return the refusal of a prompt that waits in the router's line until a worker can begin with it soon."""
+    """Return the refusal of a prompt that stays queued until a worker can begin with it soon."""
     return Refused(
         reason=f"every worker is busy with prompts for {wait_s:.1f} s",
         retry_after_s=wait_s - max_wait_s,
@@ -52,24 +55,18 @@ def refuse_busy(wait_s: float, max_wait_s: float) -> Refused:
     )
 
 
-def make_plan(
-    request: RouteRequest,
-    prefill: WorkerLoad | None,
-    decode: WorkerLoad,
-    *,
-    candidates: Callable[[], tuple[Candidate, ...]] = tuple,
-    num_candidates: int = 1,
-) -> Plan:
-    """Return the plan of a policy that predicts no times; it is local without a prefill worker."""
-    computes = decode if prefill is None else prefill
-    missing = request.missing_tokens(computes.worker_id)
-    queued = computes.num_pending_prefill_tokens
-    return Plan(
-        kind=PlanKind.LOCAL if prefill is None else PlanKind.REMOTE,
-        decode=decode.worker_id,
-        prefill=None if prefill is None else prefill.worker_id,
-        predicted_cached_tokens=request.cached_tokens(computes.worker_id),
-        reason=f"{missing} tokens to compute behind {queued} queued, {decode.num_sequences} sequences decoding",
-        candidates=candidates,
-        num_candidates=num_candidates,
-    )
+class Turns:
+    """Ranks workers by how long ago they were chosen."""
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._last: dict[WorkerId, int] = {}
+
+    def last_turn(self, worker_id: WorkerId) -> int:
+        """Return the turn in which the worker was chosen last; 0: never."""
+        return self._last.get(worker_id, 0)
+
+    def take(self, *worker_ids: WorkerId) -> None:
+        """Note that these workers have just been chosen, together."""
+        self._now += 1
+        self._last.update(dict.fromkeys(worker_ids, self._now))

@@ -1,10 +1,11 @@
-"""What a request would meet on a worker, by the worker's own timing model."""
+"""Predictions of prompts and token gaps on a worker, by the worker's own timing model."""
 
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.placement.plans import Candidate, Plan, PlanKind, Pull, RouteRequest, WorkerLoad
+from common.ids import WorkerId
+from router.placement.plans import Candidate, PlacementRequest, Plan, Pull, WorkerLoad
 from router.placement.policies.pooled import NUM_EXPLAINED
 
 
@@ -15,19 +16,24 @@ class PromptForecast:
     worker: WorkerLoad
     pull: Pull | None
     num_cached_tokens: int
-    """Pulled ones included."""
+    """Cached tokens, pulled ones included."""
     queue_s: float
     pull_s: float
     prefill_s: float
 
     @property
     def ttft_s(self) -> float:
-        """From now to the first token."""
+        """Time from now to the first token."""
         return self.queue_s + self.pull_s + self.prefill_s
 
 
 def forecast_prompt(
-    request: RouteRequest, worker: WorkerLoad, *, pull: Pull | None = None, block_bytes: int = 0, num_decodes: int = 0
+    request: PlacementRequest,
+    worker: WorkerLoad,
+    *,
+    pull: Pull | None = None,
+    block_bytes: int = 0,
+    num_decodes: int = 0,
 ) -> PromptForecast:
     """Predict the prompt's computation, after a pull if there is one, beside `num_decodes` decoding sequences."""
     cached = request.cached_tokens(worker.worker_id)
@@ -53,27 +59,30 @@ def forecast_prompt(
     )
 
 
-def forecast_itl_s(request: RouteRequest, worker: WorkerLoad, *, num_output_tokens: int = 0) -> float:
-    """Predict the gap between tokens on a worker once the request decodes there, half of its answer written."""
+def forecast_itl_s(request: PlacementRequest, worker: WorkerLoad, *, num_output_tokens: int = 0) -> float:
+    """Predict the gap between tokens on a worker when half of the request's answer is written there."""
     num_context_tokens = worker.num_context_tokens + request.num_tokens + num_output_tokens // 2
     return worker.timing.itl_s(worker.num_decodes + request.num_samples, num_context_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanForecast:
-    """A whole plan."""
+    """A whole plan; local when the decode worker computes the prompt."""
 
-    kind: PlanKind
     prompt: PromptForecast
     decode: WorkerLoad
     itl_s: float
 
+    @property
+    def prefill_id(self) -> WorkerId | None:
+        """The prefill worker; None for a local plan."""
+        return None if self.prompt.worker is self.decode else self.prompt.worker.worker_id
+
     def candidate(self) -> Candidate:
-        """Return what `Explain` tells of it; the cost is the time to the first token."""
+        """Return the option for `Explain`; its cost is the time to the first token."""
         prompt = self.prompt
         return Candidate(
-            kind=self.kind,
-            prefill=prompt.worker.worker_id if self.kind is PlanKind.REMOTE else None,
+            prefill=self.prefill_id,
             decode=self.decode.worker_id,
             source=None if prompt.pull is None else prompt.pull.source,
             cost=prompt.ttft_s,
@@ -82,16 +91,15 @@ class PlanForecast:
 
 
 def make_forecast_plan(chosen: PlanForecast, options: Sequence[PlanForecast]) -> Plan:
-    """Return the plan of a chosen option, the others beside it."""
+    """Return the plan of the chosen option, with the best others for `Explain`."""
     prompt = chosen.prompt
     rest = heapq.nsmallest(
         NUM_EXPLAINED - 1, (option for option in options if option is not chosen), key=lambda o: o.prompt.ttft_s
     )
     best = (chosen, *rest)
     return Plan(
-        kind=chosen.kind,
         decode=chosen.decode.worker_id,
-        prefill=prompt.worker.worker_id if chosen.kind is PlanKind.REMOTE else None,
+        prefill=chosen.prefill_id,
         predicted_cached_tokens=prompt.num_cached_tokens,
         reason=f"first token in {prompt.ttft_s:.3f} s, then one every {chosen.itl_s:.4f} s",
         pull=prompt.pull,

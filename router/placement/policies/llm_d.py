@@ -17,8 +17,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.placement.plans import RouteRequest, WorkerLoad
-from router.placement.policies.pooled import Score, Selector, uniform
+from router.placement.plans import PlacementRequest, WorkerLoad
+from router.placement.policies.pooled import Score, Selector
 from router.placement.policies.simple import kv_usage
 
 NON_CACHED_TOKENS = 16
@@ -27,26 +27,26 @@ NON_CACHED_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """What each score counts."""
+    """Weights of the scores."""
 
     queue: float
     kv: float
     prefix: float
 
 
-WHOLE = Weights(queue=2.0, kv=2.0, prefix=3.0)
+UNIFIED = Weights(queue=2.0, kv=2.0, prefix=3.0)
 DISAGGREGATED = Weights(queue=1.0, kv=0.0, prefix=2.0)
 
 
 class LlmD(Selector):
-    """Highest weighted sum."""
+    """Maximizes the weighted sum."""
 
     def __init__(self, weights: Weights, *, rng: random.Random) -> None:
-        super().__init__(ties=uniform(rng))
+        super().__init__(rng=rng)
         self._weights = weights
 
-    def score(self, request: RouteRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
-        """By the sum, negated."""
+    def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
+        """Return the negated sums."""
         waiting = [worker.num_waiting for worker in workers]
         most, spread = max(waiting), max(waiting) - min(waiting)
         return [
@@ -54,7 +54,7 @@ class LlmD(Selector):
             for worker in workers
         ]
 
-    def _score(self, request: RouteRequest, worker: WorkerLoad, *, queue: float) -> Score:
+    def _score(self, request: PlacementRequest, worker: WorkerLoad, *, queue: float) -> Score:
         total = request.num_prefill_blocks
         prefix = min(request.cached_blocks.get(worker.worker_id, 0) / total, 1.0) if total else 0.0
         terms = {

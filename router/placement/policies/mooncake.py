@@ -18,7 +18,7 @@ replicated by these pulls. Without a prefill pool the decode workers take both p
 from collections.abc import Sequence
 
 from common.errors import Refused
-from router.placement.plans import FleetView, Plan, PlanKind, Pull, RouteRequest, WorkerLoad
+from router.placement.plans import FleetView, PlacementRequest, Plan, Pull, WorkerLoad
 from router.placement.policies.eligible import find_eligible, refuse, refuse_without_prefill
 from router.placement.policies.forecast import (
     PlanForecast,
@@ -38,18 +38,18 @@ class Mooncake:
     def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings
 
-    def choose(self, request: RouteRequest, fleet: FleetView) -> Plan | Refused:
+    def choose(self, request: PlacementRequest, fleet: FleetView) -> Plan | Refused:
         """Choose the worker that computes, and the one that decodes."""
         eligible = find_eligible(request, fleet)
         if isinstance(eligible, Refused):
             return eligible
         decode = min(eligible.decode, key=lambda worker: forecast_itl_s(request, worker))
         if eligible.must_be_local:
-            options = _local_options(request, eligible.decode, fleet)
+            options = _options(request, eligible.decode, fleet)
         elif request.missing_tokens(decode.worker_id) <= self._settings.local_prefill_max_tokens:
-            options = _local_options(request, (decode,), fleet)
+            options = _options(request, (decode,), fleet)
         else:
-            options = _remote_options(request, eligible.prefill, decode, fleet)
+            options = _options(request, eligible.prefill, fleet, decode=decode)
         if not options:
             return refuse_without_prefill()
         chosen = min(options, key=lambda option: option.prompt.ttft_s)
@@ -58,24 +58,17 @@ class Mooncake:
         return make_forecast_plan(chosen, options)
 
 
-def _local_options(request: RouteRequest, pool: Sequence[WorkerLoad], fleet: FleetView) -> list[PlanForecast]:
+def _options(
+    request: PlacementRequest, pool: Sequence[WorkerLoad], fleet: FleetView, *, decode: WorkerLoad | None = None
+) -> list[PlanForecast]:
+    """Return a plan for each worker of the pool; without `decode` the worker also decodes."""
+    pairs = [(prompt, decode or prompt.worker) for prompt in _forecast_all(request, pool, fleet)]
     return [
-        PlanForecast(
-            kind=PlanKind.LOCAL, prompt=prompt, decode=prompt.worker, itl_s=forecast_itl_s(request, prompt.worker)
-        )
-        for prompt in _forecast_all(request, pool, fleet)
+        PlanForecast(prompt=prompt, decode=worker, itl_s=forecast_itl_s(request, worker)) for prompt, worker in pairs
     ]
 
 
-def _remote_options(
-    request: RouteRequest, pool: Sequence[WorkerLoad], decode: WorkerLoad, fleet: FleetView
-) -> list[PlanForecast]:
-    itl_s = forecast_itl_s(request, decode)
-    prompts = _forecast_all(request, pool, fleet)
-    return [PlanForecast(kind=PlanKind.REMOTE, prompt=prompt, decode=decode, itl_s=itl_s) for prompt in prompts]
-
-
-def _forecast_all(request: RouteRequest, pool: Sequence[WorkerLoad], fleet: FleetView) -> list[PromptForecast]:
+def _forecast_all(request: PlacementRequest, pool: Sequence[WorkerLoad], fleet: FleetView) -> list[PromptForecast]:
     def hit(worker: WorkerLoad) -> int:
         return min(request.cached_blocks.get(worker.worker_id, 0), request.num_usable_blocks)
 
@@ -94,7 +87,7 @@ def _forecast_all(request: RouteRequest, pool: Sequence[WorkerLoad], fleet: Flee
     ]
 
 
-def _missed_objective(request: RouteRequest, chosen: PlanForecast) -> Refused | None:
+def _missed_objective(request: PlacementRequest, chosen: PlanForecast) -> Refused | None:
     ttft_s = request.waited_s + chosen.prompt.ttft_s
     if ttft_s > request.ttft_slo_s:
         return refuse(f"the first token would come after {ttft_s:.2f} s, not within {request.ttft_slo_s:g} s")

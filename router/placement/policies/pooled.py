@@ -1,19 +1,19 @@
-"""Policies that choose in each pool by itself, as nearly all published ones do.
+"""Policies that choose in each pool separately, as nearly all published ones do.
 
 A *selector* scores the workers of one pool; the lowest key wins. A pooled policy has one selector for each stage: the
 whole request where there is no prefill pool, else its prefill and its decode. The decode worker is chosen first: when
-little of the prompt is missing there, the request needs no prefill worker.
+few tokens of the prompt are missing there, the request needs no prefill worker.
 """
 
 import heapq
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.errors import Refused
-from router.placement.plans import Candidate, FleetView, Plan, PlanKind, RouteRequest, WorkerLoad
-from router.placement.policies.eligible import find_eligible, make_plan, refuse_without_prefill
+from router.placement.plans import Candidate, FleetView, PlacementRequest, Plan, WorkerLoad
+from router.placement.policies.eligible import find_eligible, refuse_without_prefill
 
 NUM_EXPLAINED = 8
 """Scores that a decision keeps of each pool, for `Explain`."""
@@ -25,30 +25,16 @@ class Score:
 
     worker: WorkerLoad
     cost: float
-    """What is to be low."""
+    """Cost that the selector minimizes."""
     then: tuple[float, ...] = ()
-    """What is to be low among those of equal cost."""
+    """Further costs, minimized among scores of equal cost."""
     terms: Mapping[str, float] = field(default_factory=dict)
-    """The parts of the cost."""
+    """Parts of the cost."""
 
     @property
     def key(self) -> tuple[float, ...]:
-        """What scores are compared by."""
+        """The key by which scores are compared."""
         return (self.cost, *self.then)
-
-
-Ties = Callable[[Sequence[Score]], Score]
-"""Chooses among scores of equal key, given in the order of the view."""
-
-
-def first(tied: Sequence[Score]) -> Score:
-    """Choose the first of the view."""
-    return tied[0]
-
-
-def uniform(rng: random.Random) -> Ties:
-    """Return a rule that chooses by lot."""
-    return rng.choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,26 +46,32 @@ class Selection:
     """The lowest scores, the chosen one first."""
     num_scored: int
 
+    @property
+    def worker(self) -> WorkerLoad:
+        """The chosen worker."""
+        return self.chosen.worker
+
 
 class Selector(ABC):
-    """Chooses one worker of a pool."""
+    """Chooses the worker of the lowest score; ties go to the first of the view, or by lot when there is a generator."""
 
-    def __init__(self, *, ties: Ties = first) -> None:
-        self._ties = ties
+    def __init__(self, *, rng: random.Random | None = None) -> None:
+        self._rng = rng
 
     @abstractmethod
-    def score(self, request: RouteRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
-        """Return the scores of those workers, at least one, that are compared."""
+    def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
+        """Return the scores of the workers that are compared, at least one."""
 
-    def select(self, request: RouteRequest, workers: Sequence[WorkerLoad]) -> Selection:
+    def select(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> Selection:
         """Choose among the workers, at least one."""
         scores = self.score(request, workers)
         lowest = min(score.key for score in scores)
-        chosen = self._ties([score for score in scores if score.key == lowest])
+        tied = [score for score in scores if score.key == lowest]
+        chosen = tied[0] if self._rng is None else self._rng.choice(tied)
         others = heapq.nsmallest(NUM_EXPLAINED, (s for s in scores if s is not chosen), key=lambda score: score.key)
         return Selection(chosen=chosen, best=(chosen, *others[: NUM_EXPLAINED - 1]), num_scored=len(scores))
 
-    def note(self, request: RouteRequest, worker: WorkerLoad) -> None:  # noqa: B027
+    def note(self, request: PlacementRequest, worker: WorkerLoad) -> None:  # noqa: B027
         """Remember that a plan was made with the worker. Selectors with a memory override it."""
 
 
@@ -94,70 +86,58 @@ class PooledPolicy:
         self._decode = decode
         self._local_prefill_max_tokens = local_prefill_max_tokens
 
-    def choose(self, request: RouteRequest, fleet: FleetView) -> Plan | Refused:
-        """Choose the decode worker, then the prefill worker unless the former can do without."""
+    def choose(self, request: PlacementRequest, fleet: FleetView) -> Plan | Refused:
+        """Choose the decode worker, then a prefill worker unless the decode worker can do without."""
         eligible = find_eligible(request, fleet)
         if isinstance(eligible, Refused):
             return eligible
         if eligible.must_be_local:
             whole = self._whole.select(request, eligible.decode)
-            self._whole.note(request, whole.chosen.worker)
-            return _plan_local(request, whole)
+            self._whole.note(request, whole.worker)
+            return _plan(request, None, whole)
         decode = self._decode.select(request, eligible.decode)
-        is_local = request.missing_tokens(decode.chosen.worker.worker_id) <= self._local_prefill_max_tokens
+        is_local = request.missing_tokens(decode.worker.worker_id) <= self._local_prefill_max_tokens
         if not is_local and not eligible.prefill:
             return refuse_without_prefill()
-        self._decode.note(request, decode.chosen.worker)
+        self._decode.note(request, decode.worker)
         if is_local:
-            return _plan_local(request, decode)
+            return _plan(request, None, decode)
         prefill = self._prefill.select(request, eligible.prefill)
-        self._prefill.note(request, prefill.chosen.worker)
-        return _plan_remote(request, prefill, decode)
+        self._prefill.note(request, prefill.worker)
+        return _plan(request, prefill, decode)
 
 
-def _plan_local(request: RouteRequest, decode: Selection) -> Plan:
-    return make_plan(
-        request,
-        None,
-        decode.chosen.worker,
-        candidates=lambda: tuple(_candidate(None, score) for score in decode.best),
-        num_candidates=decode.num_scored,
-    )
+def _plan(request: PlacementRequest, prefill: Selection | None, decode: Selection) -> Plan:
+    """Return the plan of the selections; it is local without a prefill worker, and predicts no times."""
 
-
-def _plan_remote(request: RouteRequest, prefill: Selection, decode: Selection) -> Plan:
     def candidates() -> tuple[Candidate, ...]:
+        if prefill is None:
+            return tuple(_candidate(None, score) for score in decode.best)
         # The pools are chosen independently, so a pair differs from the chosen one in one worker at a time.
         pairs = [(score, decode.chosen) for score in prefill.best]
         pairs += [(prefill.chosen, score) for score in decode.best[1:]]
         return tuple(_candidate(*pair) for pair in pairs)
 
-    return make_plan(
-        request,
-        prefill.chosen.worker,
-        decode.chosen.worker,
+    computes = decode.worker if prefill is None else prefill.worker
+    missing, queued = request.missing_tokens(computes.worker_id), computes.num_pending_prefill_tokens
+    return Plan(
+        decode=decode.worker.worker_id,
+        prefill=None if prefill is None else prefill.worker.worker_id,
+        predicted_cached_tokens=request.cached_tokens(computes.worker_id),
+        reason=f"{missing} tokens to compute behind {queued} queued, {decode.worker.num_sequences} sequences decoding",
         candidates=candidates,
-        num_candidates=prefill.num_scored * decode.num_scored,
+        num_candidates=decode.num_scored * (1 if prefill is None else prefill.num_scored),
     )
 
 
 def _candidate(prefill: Score | None, decode: Score) -> Candidate:
     if prefill is None:
-        return Candidate(
-            kind=PlanKind.LOCAL,
-            prefill=None,
-            decode=decode.worker.worker_id,
-            source=None,
-            cost=decode.cost,
-            terms=decode.terms,
-        )
+        return Candidate(prefill=None, decode=decode.worker.worker_id, cost=decode.cost, terms=decode.terms)
     terms = {f"prefill.{name}": value for name, value in prefill.terms.items()}
     terms |= {f"decode.{name}": value for name, value in decode.terms.items()}
     return Candidate(
-        kind=PlanKind.REMOTE,
         prefill=prefill.worker.worker_id,
         decode=decode.worker.worker_id,
-        source=None,
         cost=prefill.cost + decode.cost,
         terms=terms,
     )

@@ -5,37 +5,36 @@ For a prefill worker P and a decode worker D, and for a decode worker that compu
     remote(P, D) = first token on P + work(P) + exposed transfer(P → D) + tokens(D) + missed(P, D)
     local(D)     = first token on D + work(D)                           + tokens(D) + missed(D)
 
-- *First token*: max(wait, pull) + compute. The wait is for prompts accepted before, as the worker's own model and the
-  bookings since its last report predict. A pull fetches leading blocks from the worker that holds most of them, and
-  goes on during the wait; it is planned when computing them would take longer.
-- *Work*: what the computation takes from others: half of it from those that will come, and all of it from every
-  sequence that decodes on a worker which does both.
+- *First token*: max(wait, pull) + compute. The wait is for prompts accepted before, as predicted by the worker's own
+  model and the bookings since its last report. A pull fetches leading blocks, during the wait, from the worker that
+  holds most of them; it is planned when computing the blocks would take longer.
+- *Work*: the cost of the computation to others: half of it for later requests, and all of it for every sequence that
+  decodes on a worker which does both.
 - *Exposed transfer*: the part of the handoff that the computation cannot hide, and its calls.
-- *Tokens*: the newcomer's own answer at the gap between tokens that it will see, and what it adds to the gaps of all
+- *Tokens*: the request's own answer at its predicted gap between tokens, and the increase of the gaps of all sequences
   that decode there already.
-- *Missed*: objectives that will probably be missed, the newcomer's and those of the sequences that it slows down, each
-  priced at a multiple of the objective, so that it outweighs everything else.
+- *Missed*: objectives that will probably be missed, of the request and of the sequences that it slows down, each priced
+  at a multiple of the objective, so that it outweighs everything else.
 
 A plan whose wait is longer than `max_prefill_wait_s` is not made yet: the request stays in the router's line, where the
-order can still change and where the next worker that is free, whichever that will be, takes the one that needs it most.
+order can still change and where the next free worker takes the most urgent request.
 
-One copy is enough: after a handoff the same blocks lie on both workers. One of them keeps them for later, the other
-lets them go first, so that both pools together hold twice as many different blocks; a pull brings them to where they
-are needed. The worker that had them keeps them; new ones are dealt out by the sizes of the pools (cf. singlets in
+One copy is enough: after a handoff, both workers hold the same blocks. One of them keeps its copy for later and the
+other evicts it first, so that both pools together hold twice as many different blocks; pulls bring them to where they
+are needed. The worker that had the blocks keeps them; new ones are dealt out by the sizes of the pools (cf. singlets in
 cooperative caching: Dahlin et al., OSDI 1994).
 """
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from common.errors import Refused
 from common.ids import WorkerId
-from router.placement.plans import Candidate, FleetView, Keeper, Plan, PlanKind, RouteRequest, WorkerLoad
-from router.placement.policies.eligible import Eligible, find_eligible, refuse_busy, refuse_without_prefill
+from router.placement.plans import Candidate, FleetView, Keeper, PlacementRequest, Plan, WorkerLoad
+from router.placement.policies.eligible import Eligible, Turns, find_eligible, refuse_busy, refuse_without_prefill
 from router.placement.policies.interface import PolicySettings
-from router.placement.policies.preselection import preselect
 from router.placement.policies.prices import (
     DELAY_PRICE,
     MIN_PULLED_BLOCKS,
@@ -48,12 +47,13 @@ from router.placement.policies.prices import (
     remote_option,
     token_price,
 )
-from router.placement.policies.turns import Turns
 
 SHORTLIST = 4
 """Workers of each pool that are compared in pairs, after each was ranked by itself."""
 NETWORK_S = 1e-3
 """What calls add to a first token."""
+NUM_PRESELECTED = 6
+"""Workers that are priced for each virtue when a pool is large."""
 
 
 class Predictive:
@@ -64,21 +64,17 @@ class Predictive:
         self._turns = Turns()
         self._dealt = 0.0
 
-    def choose(self, request: RouteRequest, fleet: FleetView) -> Plan | Refused:
+    def choose(self, request: PlacementRequest, fleet: FleetView) -> Plan | Refused:
         """Return the cheapest plan, or why there is none now."""
         eligible = find_eligible(request, fleet)
         if isinstance(eligible, Refused):
             return eligible
         eligible = replace(
             eligible,
-            prefill=preselect(request, eligible.prefill, self._turns),
-            decode=preselect(request, eligible.decode, self._turns),
+            prefill=_preselect(request, eligible.prefill, self._turns),
+            decode=_preselect(request, eligible.decode, self._turns),
         )
-        sources = _sources(request, fleet)
-        options = [
-            *self._remote(request, fleet, sources, eligible),
-            *self._local(request, fleet, sources, eligible),
-        ]
+        options = list(self._options(request, fleet, eligible))
         if not options:
             return refuse_without_prefill()
         options.sort(key=lambda option: (option.cost, self._last_turns(option)))
@@ -87,62 +83,45 @@ class Predictive:
             return refuse_busy(best.compute.wait_s, self._settings.max_prefill_wait_s)
         return self._plan(request, fleet, options)
 
-    def _remote(
-        self,
-        request: RouteRequest,
-        fleet: FleetView,
-        sources: Sequence[tuple[int, WorkerId]],
-        eligible: Eligible,
-    ) -> Iterator[Option]:
-        computes = (
-            compute_on(request, fleet, sources, prefill, work_price=PREFILL_WORK_PRICE) for prefill in eligible.prefill
-        )
-        best_prefills = heapq.nsmallest(SHORTLIST, computes, key=self._compute_rank)
-        last_turn = self._turns.last_turn
-        priced = (
-            (
-                token_price(request, decode),
-                -request.cached_tokens(decode.worker_id),
-                last_turn(decode.worker_id),
-                decode,
-            )
-            for decode in eligible.decode
-        )
-        best_decodes = heapq.nsmallest(SHORTLIST, priced, key=lambda entry: entry[:3])
-        for compute in best_prefills:
-            for price, _cached, _turn, decode in best_decodes:
-                yield remote_option(request, fleet, compute, decode, price)
+    def _options(self, request: PlacementRequest, fleet: FleetView, eligible: Eligible) -> Iterator[Option]:
+        """Yield the plans of the best workers of each pool: remote ones in pairs, then local ones."""
+        sources = _sources(request, fleet)
 
-    def _local(
-        self,
-        request: RouteRequest,
-        fleet: FleetView,
-        sources: Sequence[tuple[int, WorkerId]],
-        eligible: Eligible,
-    ) -> Iterator[Option]:
+        def shortlist(work_prices: Iterable[tuple[WorkerLoad, float]]) -> list[Compute]:
+            computes = (compute_on(request, fleet, sources, worker, work_price=price) for worker, price in work_prices)
+            return heapq.nsmallest(SHORTLIST, computes, key=self._compute_rank)
+
+        def decode_rank(priced: tuple[float, WorkerLoad]) -> tuple[float, int, int]:
+            price, worker = priced
+            return price, -request.cached_tokens(worker.worker_id), self._turns.last_turn(worker.worker_id)
+
+        token_prices = ((token_price(request, decode), decode) for decode in eligible.decode)
+        best_decodes = heapq.nsmallest(SHORTLIST, token_prices, key=decode_rank)
+        for compute in shortlist((prefill, PREFILL_WORK_PRICE) for prefill in eligible.prefill):
+            for price, decode in best_decodes:
+                yield remote_option(request, fleet, compute, decode, price)
+        local_prices = self._local_prices(request, eligible)
+        local = [worker for worker in eligible.decode if worker.worker_id in local_prices]
+        for compute in shortlist((worker, local_prices[worker.worker_id]) for worker in local):
+            yield local_option(request, compute, work_price=local_prices[compute.worker.worker_id])
+
+    def _local_prices(self, request: PlacementRequest, eligible: Eligible) -> dict[WorkerId, float]:
+        """Return the work price of each decode worker that may compute the prompt itself."""
         at_most = math.inf if eligible.must_be_local else self._settings.local_prefill_max_tokens
         is_reserved = at_most == math.inf and not eligible.must_be_local
-        reserve = RESERVE_PRICE if is_reserved else 0.0  # prompts below a limit that was set are welcome
-        prices = {
+        reserve = RESERVE_PRICE if is_reserved else 0.0  # prompts below a configured limit are welcome
+        return {
             decode.worker_id: PREFILL_WORK_PRICE + reserve + DELAY_PRICE * decode.num_decodes
             for decode in eligible.decode
             if request.missing_tokens(decode.worker_id) <= at_most
         }
-        computes = (
-            compute_on(request, fleet, sources, decode, work_price=prices[decode.worker_id])
-            for decode in eligible.decode
-            if decode.worker_id in prices
-        )
-        for compute in heapq.nsmallest(SHORTLIST, computes, key=self._compute_rank):
-            yield local_option(request, compute, work_price=prices[compute.worker.worker_id])
 
-    def _plan(self, request: RouteRequest, fleet: FleetView, options: Sequence[Option]) -> Plan:
+    def _plan(self, request: PlacementRequest, fleet: FleetView, options: Sequence[Option]) -> Plan:
         best = options[0]
         compute, decode = best.compute, best.decode
-        prefill = None if best.kind is PlanKind.LOCAL else compute.worker.worker_id
+        prefill = best.prefill_id
         self._turns.take(compute.worker.worker_id, decode.worker_id)
         return Plan(
-            kind=best.kind,
             decode=decode.worker_id,
             prefill=prefill,
             pull=compute.pull,
@@ -163,7 +142,7 @@ class Predictive:
         turn = self._turns.last_turn
         return turn(option.compute.worker.worker_id), turn(option.decode.worker_id)
 
-    def _keeper(self, request: RouteRequest, fleet: FleetView, compute: Compute, decode: WorkerLoad) -> Keeper:
+    def _keeper(self, request: PlacementRequest, fleet: FleetView, compute: Compute, decode: WorkerLoad) -> Keeper:
         """Return which side keeps the prompt's blocks."""
         held_by_decode = request.cached_blocks.get(decode.worker_id, 0)
         held_by_prefill = request.cached_blocks.get(compute.worker.worker_id, 0)
@@ -181,7 +160,24 @@ class Predictive:
         return Keeper.DECODE
 
 
-def _sources(request: RouteRequest, fleet: FleetView) -> list[tuple[int, WorkerId]]:
+def _preselect(request: PlacementRequest, workers: Sequence[WorkerLoad], turns: Turns) -> Sequence[WorkerLoad]:
+    """Return the workers of a large pool that are worth pricing, in about 1 µs a worker.
+
+    These are the workers that are free soonest (among equals the ones chosen longest ago), that decode least, and that
+    hold most of the prompt.
+    """
+    if len(workers) <= 3 * NUM_PRESELECTED:
+        return workers
+    now_s, cached, last_turn = request.now_s, request.cached_blocks, turns.last_turn
+    soonest = heapq.nsmallest(
+        NUM_PRESELECTED, workers, key=lambda w: (max(now_s, w.prefill_free_at_s), last_turn(w.worker_id))
+    )
+    emptiest = heapq.nsmallest(NUM_PRESELECTED, workers, key=lambda w: (w.num_decodes, w.num_context_tokens))
+    fullest = heapq.nlargest(NUM_PRESELECTED, workers, key=lambda w: cached.get(w.worker_id, 0)) if cached else []
+    return list({worker.worker_id: worker for worker in (*soonest, *emptiest, *fullest)}.values())
+
+
+def _sources(request: PlacementRequest, fleet: FleetView) -> list[tuple[int, WorkerId]]:
     """Return the (blocks, worker) that hold most of the prompt, best first."""
     held = ((blocks, worker_id) for worker_id, blocks in request.cached_blocks.items() if worker_id in fleet.sources)
     most = heapq.nlargest(SHORTLIST, held)
@@ -192,8 +188,7 @@ def _sources(request: RouteRequest, fleet: FleetView) -> list[tuple[int, WorkerI
 def _candidate(option: Option) -> Candidate:
     pull = option.compute.pull
     return Candidate(
-        kind=option.kind,
-        prefill=None if option.kind is PlanKind.LOCAL else option.compute.worker.worker_id,
+        prefill=option.prefill_id,
         decode=option.decode.worker_id,
         source=None if pull is None else pull.source,
         cost=option.cost,
@@ -201,7 +196,7 @@ def _candidate(option: Option) -> Candidate:
     )
 
 
-def _reason(request: RouteRequest, option: Option) -> str:
+def _reason(request: PlacementRequest, option: Option) -> str:
     compute = option.compute
     pulled = "" if compute.pull is None else f", {compute.pull.num_blocks} blocks from {compute.pull.source}"
     return (

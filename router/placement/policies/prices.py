@@ -4,20 +4,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from common.ids import WorkerId
-from router.placement.plans import FleetView, PlanKind, Pull, RouteRequest, WorkerLoad
+from router.placement.plans import FleetView, PlacementRequest, Pull, WorkerLoad
 
 MISS_PRICE = 10.0
-"""Price of a missed objective, in multiples of the time to first token that was promised."""
+"""Price of a missed objective, in multiples of the promised time to first token."""
 PREFILL_WORK_PRICE = 0.5
-"""Of a second of computation, for those that will come."""
+"""Price of a second of computation that later requests cannot use."""
 RESERVE_PRICE = 0.5
-"""The same on a decode worker beside prefill workers, beyond that: it is there to decode."""
+"""Additional price of that second on a decode worker beside prefill workers, which is there to decode."""
 DELAY_PRICE = 0.1
-"""Of a second by which a sequence that decodes is held up: once, in an answer of many tokens."""
+"""Price of a second by which a decoding sequence is delayed, once in an answer of many tokens."""
 HANDOFF_S = 3e-3
-"""What the calls of a handoff take."""
+"""Duration of a handoff's calls."""
 MIN_PULLED_BLOCKS = 2
-"""One block alone is what every chat template begins with."""
+"""A single block is only the beginning of the chat template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Compute:
 
     @property
     def ready_s(self) -> float:
-        """From the choice to the end of the computation."""
+        """Time from the choice to the end of the computation."""
         return max(self.wait_s, self.pull_s) + self.compute_s
 
 
@@ -44,25 +44,30 @@ class Option:
 
     compute: Compute
     decode: WorkerLoad
-    kind: PlanKind
+    """The plan is local when this worker computes the prompt."""
     terms: Mapping[str, float]
     itl_s: float
 
     @property
     def cost(self) -> float:
-        """What the policy minimizes."""
+        """Cost that the policy minimizes."""
         return sum(self.terms.values())
+
+    @property
+    def prefill_id(self) -> WorkerId | None:
+        """The prefill worker; None for a local plan."""
+        return None if self.compute.worker is self.decode else self.compute.worker.worker_id
 
 
 def compute_on(
-    request: RouteRequest,
+    request: PlacementRequest,
     fleet: FleetView,
     sources: Iterable[tuple[int, WorkerId]],
     worker: WorkerLoad,
     *,
     work_price: float,
 ) -> Compute:
-    """Return the best way for one worker: by itself, or with a pull first."""
+    """Return the cheapest way for one worker: computing alone, or after a pull."""
     timing, num_tokens = worker.timing, request.num_tokens
     wait_s = worker.prefill_wait_s(request.now_s)
     own_blocks = min(request.cached_blocks.get(worker.worker_id, 0), request.num_usable_blocks)
@@ -84,44 +89,44 @@ def compute_on(
     return best
 
 
-def token_price(request: RouteRequest, decode: WorkerLoad, *, held_up_s: float = 0.0) -> float:
-    """Return what the answer costs on a decode worker: its own tokens, and the delay of everybody else's."""
+def token_price(request: PlacementRequest, decode: WorkerLoad, *, held_up_s: float = 0.0) -> float:
+    """Return the cost of the answer on a decode worker: its own tokens and the delay of all others."""
     before, after = _gaps(request, decode)
-    others = (after - before) * decode.num_decodes / 2  # half of their answers is still to come
+    others = (after - before) * decode.num_decodes / 2  # on average, half of each answer is still to come
     return (after + others) * request.num_output_tokens + _missed_gaps(request, decode, before, after + held_up_s)
 
 
-def _gaps(request: RouteRequest, decode: WorkerLoad) -> tuple[float, float]:
-    """Return the gap between tokens without and with the newcomer."""
+def _gaps(request: PlacementRequest, decode: WorkerLoad) -> tuple[float, float]:
+    """Return the gap between tokens without and with this request."""
     timing, num, context = decode.timing, decode.num_decodes, decode.num_context_tokens
     before = timing.itl_s(num, context) if num else 0.0
     after = timing.itl_s(num + request.num_samples, context + request.num_samples * request.num_tokens)
     return before, after
 
 
-def _missed_gaps(request: RouteRequest, decode: WorkerLoad, before: float, after: float) -> float:
+def _missed_gaps(request: PlacementRequest, decode: WorkerLoad, before: float, after: float) -> float:
     newly_missed = _probably(after, request.itl_slo_s) - _probably(before, request.itl_slo_s)
     num_missed = _probably(after, request.itl_slo_s) + max(0.0, newly_missed) * decode.num_decodes
     return MISS_PRICE * _miss_unit(request) * num_missed
 
 
-def _missed_first_token(request: RouteRequest, ready_s: float) -> float:
+def _missed_first_token(request: PlacementRequest, ready_s: float) -> float:
     return MISS_PRICE * _miss_unit(request) * _probably(request.waited_s + ready_s, request.ttft_slo_s)
 
 
-def _miss_unit(request: RouteRequest) -> float:
+def _miss_unit(request: PlacementRequest) -> float:
     return request.ttft_slo_s if request.ttft_slo_s != float("inf") else 1.0
 
 
 def _probably(predicted_s: float, objective_s: float) -> float:
-    """Return how probably the objective is missed: predictions err by a tenth or two."""
+    """Return the probability that the objective is missed; predictions are off by 10 to 20 percent."""
     if objective_s == float("inf"):
         return 0.0
     return min(1.0, max(0.0, (predicted_s / objective_s - 0.8) / 0.4))
 
 
 def remote_option(
-    request: RouteRequest, fleet: FleetView, compute: Compute, decode: WorkerLoad, tokens_s: float
+    request: PlacementRequest, fleet: FleetView, compute: Compute, decode: WorkerLoad, tokens_s: float
 ) -> Option:
     """Return the plan that computes here and decodes there; `tokens_s` is the decode worker's `token_price`."""
     present = request.cached_blocks.get(decode.worker_id, 0)
@@ -138,13 +143,13 @@ def remote_option(
         "tokens": tokens_s,
         "missed": _missed_first_token(request, compute.ready_s),
     }
-    return Option(compute, decode, PlanKind.REMOTE, terms, _gaps(request, decode)[1])
+    return Option(compute, decode, terms, _gaps(request, decode)[1])
 
 
-def local_option(request: RouteRequest, compute: Compute, *, work_price: float) -> Option:
-    """Return the plan by which a decode worker does everything."""
+def local_option(request: PlacementRequest, compute: Compute, *, work_price: float) -> Option:
+    """Return the plan in which a decode worker does everything."""
     decode = compute.worker
-    # What prompts take here comes on top of the gaps of those that decode; spread over an answer like this one's.
+    # Prompts computed here delay all decoding sequences; spread over an answer as long as this one.
     held_up_s = (compute.wait_s + compute.compute_s) / max(1, request.num_output_tokens)
     terms = {
         "wait": compute.wait_s,
@@ -154,4 +159,4 @@ def local_option(request: RouteRequest, compute: Compute, *, work_price: float) 
         "tokens": token_price(request, decode, held_up_s=held_up_s),
         "missed": _missed_first_token(request, compute.ready_s),
     }
-    return Option(compute, decode, PlanKind.LOCAL, terms, _gaps(request, decode)[1])
+    return Option(compute, decode, terms, _gaps(request, decode)[1])

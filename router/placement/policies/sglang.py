@@ -19,7 +19,7 @@ size of its tree. The conditions on token usage are off by default and left out.
 
 from collections.abc import Sequence
 
-from router.placement.plans import RouteRequest, WorkerLoad
+from router.placement.plans import PlacementRequest, WorkerLoad
 from router.placement.policies.pooled import Score, Selector
 
 BALANCE_ABS_THRESHOLD = 64
@@ -28,17 +28,17 @@ CACHE_THRESHOLD = 0.3
 
 
 class CacheAware(Selector):
-    """Longest match if it is a good part of the prompt."""
+    """The longest match if it is a large enough part of the prompt."""
 
-    def score(self, request: RouteRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
-        """By load or by match, whichever rules."""
+    def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
+        """Return scores by match, or by load."""
         matches = [request.cached_blocks.get(worker.worker_id, 0) for worker in workers]
         if _is_imbalanced(workers) or not self._is_enough(request, max(matches)):
             return [_by_load(worker) for worker in workers]
         pairs = zip(workers, matches, strict=True)
         return [self._by_match(worker, match, place) for place, (worker, match) in enumerate(pairs)]
 
-    def _is_enough(self, request: RouteRequest, match: int) -> bool:
+    def _is_enough(self, request: PlacementRequest, match: int) -> bool:
         return match * request.block_size > CACHE_THRESHOLD * request.num_tokens
 
     def _by_match(self, worker: WorkerLoad, match: int, place: int) -> Score:
@@ -46,9 +46,9 @@ class CacheAware(Selector):
 
 
 class CacheAwareEvents(CacheAware):
-    """Longest match, however short."""
+    """The longest match of any length."""
 
-    def _is_enough(self, request: RouteRequest, match: int) -> bool:
+    def _is_enough(self, request: PlacementRequest, match: int) -> bool:
         return match > 0
 
     def _by_match(self, worker: WorkerLoad, match: int, place: int) -> Score:

@@ -14,7 +14,8 @@ from measure.workload.content import ContentWriter
 from measure.workload.sessions import Session
 from measure.workload.spec import parse_workload
 from measure.workload.traces import TraceError, TraceRequest, read_trace, write_trace
-from tests.router.fakes import BLOCK_SIZE, DECODE, PREFILL, VOCAB_SIZE, FakeWorker, running_cluster
+from tests.router.fake_service import VOCAB_SIZE
+from tests.router.fakes import BLOCK_SIZE, DECODE, PREFILL, FakeWorker, running_cluster
 
 
 def recorded(

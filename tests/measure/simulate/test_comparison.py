@@ -125,14 +125,14 @@ def test_settings_are_told_by_content_of_files(tmp_path: Path) -> None:
     assert str(SMALL) not in json.dumps(settings.fingerprint())
 
 
-def test_oracle_hears_of_everything_at_once_however_late_the_others_do(tmp_path: Path) -> None:
+def test_perfect_signals_come_at_once_however_late_the_others_are(tmp_path: Path) -> None:
     soon = make_settings(num_requests=60)
     late = replace(soon, report_interval_s=5.0, event_lag_s=1.0)
     fates = []
     for name, settings in (("soon", soon), ("late", late)):
-        comparison = make_comparison(tmp_path / name, "oracle", "least_load", settings=settings)
+        comparison = make_comparison(tmp_path / name, "greedy_perfect_signals", "least_load", settings=settings)
         run(comparison)
         fates.append([(comparison.folder(cell) / "requests.jsonl").read_bytes() for cell in comparison.cells])
-    (oracle_soon, other_soon), (oracle_late, other_late) = fates
-    assert oracle_soon == oracle_late
+    (perfect_soon, other_soon), (perfect_late, other_late) = fates
+    assert perfect_soon == perfect_late
     assert other_soon != other_late

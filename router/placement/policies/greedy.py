@@ -1,18 +1,19 @@
-"""`oracle`: the fewest missed objectives, then the least predicted time to first token, with perfect information.
+"""`greedy_perfect_signals`: the fewest missed objectives, then the least predicted time to first token.
 
-It believes its view of the fleet, and the simulator makes the view perfect for it: reports without delay, exact timing
-models, the true length of the answer. Considers every local plan, and every prefill worker with and without a pull from
-the best holder; the decode worker of a remote plan is that of the least gap between tokens. The gap counts the prompts
-that a worker computes meanwhile, spread over the answer. A local prompt delays all that decode beside it, each at
-DELAY_PRICE. As with `predictive`, a prompt that would wait longer than `max_prefill_wait_s` stays in the router's line.
+For simulations only. The policy trusts its view of the fleet, which the simulator makes perfect: reports without delay,
+exact timing models, the true length of the answer. It compares every local plan and every prefill worker, with
+and without a pull from the best holder; the decode worker of a remote plan is the one with the least gap between
+tokens. The gap counts the prompts that a worker computes meanwhile, spread over the answer. A local prompt delays every
+sequence that decodes beside it, each at DELAY_PRICE. As with `predictive`, a prompt that would wait longer than
+`max_prefill_wait_s` stays in the router's queue.
 
-It looks at one request at a time: a bound on what knowing more can gain, not on what placement can.
+The policy is greedy, one request at a time: it bounds what better signals can gain, not what placement can.
 """
 
 from collections.abc import Iterator
 
 from common.errors import Refused
-from router.placement.plans import FleetView, Plan, PlanKind, Pull, RouteRequest, WorkerLoad
+from router.placement.plans import FleetView, PlacementRequest, Plan, Pull, WorkerLoad
 from router.placement.policies.eligible import Eligible, find_eligible, refuse_busy, refuse_without_prefill
 from router.placement.policies.forecast import (
     PlanForecast,
@@ -25,14 +26,14 @@ from router.placement.policies.interface import PolicySettings
 from router.placement.policies.prices import DELAY_PRICE
 
 
-class Oracle:
-    """The best plan that is known, one request at a time."""
+class Greedy:
+    """Chooses the best plan for each request by itself."""
 
     def __init__(self, settings: PolicySettings) -> None:
         self._max_prefill_wait_s = settings.max_prefill_wait_s
 
-    def choose(self, request: RouteRequest, fleet: FleetView) -> Plan | Refused:
-        """Choose among all plans."""
+    def choose(self, request: PlacementRequest, fleet: FleetView) -> Plan | Refused:
+        """Return the best of all plans, or why there is none now."""
         eligible = find_eligible(request, fleet)
         if isinstance(eligible, Refused):
             return eligible
@@ -45,22 +46,22 @@ class Oracle:
         return make_forecast_plan(best, options)
 
 
-def _key(request: RouteRequest, option: PlanForecast) -> tuple[int, float, float]:
-    """Return what is to be low: objectives missed, the time to the first token with what it delays, the gap."""
+def _key(request: PlacementRequest, option: PlanForecast) -> tuple[int, float, float]:
+    """Return what is minimized: missed objectives, time to the first token with the delay it causes, gap of tokens."""
     prompt = option.prompt
     missed = (option.itl_s > request.itl_slo_s) + (request.waited_s + prompt.ttft_s > request.ttft_slo_s)
-    delayed_s = prompt.prefill_s * option.decode.num_decodes if option.kind is PlanKind.LOCAL else 0.0
+    delayed_s = prompt.prefill_s * option.decode.num_decodes if option.prefill_id is None else 0.0
     return missed, prompt.ttft_s + DELAY_PRICE * delayed_s, option.itl_s
 
 
-def _local_options(request: RouteRequest, eligible: Eligible, fleet: FleetView) -> Iterator[PlanForecast]:
+def _local_options(request: PlacementRequest, eligible: Eligible, fleet: FleetView) -> Iterator[PlanForecast]:
     for worker in eligible.decode:
         for prompt in _forecast_with_pull(request, worker, fleet, num_decodes=worker.num_decodes):
             itl_s = _itl_s(request, worker, prefill_s=prompt.prefill_s if worker.num_decodes else 0.0)
-            yield PlanForecast(kind=PlanKind.LOCAL, prompt=prompt, decode=worker, itl_s=itl_s)
+            yield PlanForecast(prompt=prompt, decode=worker, itl_s=itl_s)
 
 
-def _remote_options(request: RouteRequest, eligible: Eligible, fleet: FleetView) -> Iterator[PlanForecast]:
+def _remote_options(request: PlacementRequest, eligible: Eligible, fleet: FleetView) -> Iterator[PlanForecast]:
     # The first token does not depend on the decode worker, nor the others on the prefill worker.
     decode = min(
         eligible.decode, key=lambda worker: (_itl_s(request, worker), request.missing_tokens(worker.worker_id))
@@ -68,11 +69,11 @@ def _remote_options(request: RouteRequest, eligible: Eligible, fleet: FleetView)
     itl_s = _itl_s(request, decode)
     for worker in eligible.prefill:
         for prompt in _forecast_with_pull(request, worker, fleet, num_decodes=0):
-            yield PlanForecast(kind=PlanKind.REMOTE, prompt=prompt, decode=decode, itl_s=itl_s)
+            yield PlanForecast(prompt=prompt, decode=decode, itl_s=itl_s)
 
 
 def _forecast_with_pull(
-    request: RouteRequest, worker: WorkerLoad, fleet: FleetView, *, num_decodes: int
+    request: PlacementRequest, worker: WorkerLoad, fleet: FleetView, *, num_decodes: int
 ) -> Iterator[PromptForecast]:
     yield forecast_prompt(request, worker, num_decodes=num_decodes)
     holders = [worker_id for worker_id in request.cached_blocks if worker_id in fleet.sources]
@@ -84,7 +85,7 @@ def _forecast_with_pull(
         yield forecast_prompt(request, worker, pull=pull, block_bytes=fleet.block_bytes, num_decodes=num_decodes)
 
 
-def _itl_s(request: RouteRequest, worker: WorkerLoad, *, prefill_s: float = 0.0) -> float:
+def _itl_s(request: PlacementRequest, worker: WorkerLoad, *, prefill_s: float = 0.0) -> float:
     """Predict the mean gap between tokens, with the prompts that the worker computes meanwhile."""
     stall_s = worker.prefill_wait_s(request.now_s) + prefill_s
     gap_s = forecast_itl_s(request, worker, num_output_tokens=request.num_output_tokens)
