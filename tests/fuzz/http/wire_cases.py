@@ -93,15 +93,18 @@ class WireCases:
             with suppress(OSError):
                 for packet in packets:
                     connection.sendall(packet)
-            connection.settimeout(timeout_s)
+            statuses = []
             with suppress(OSError):
-                while came := connection.recv(1 << 16):
+                while True:
+                    connection.settimeout(TIMEOUT_S if data else timeout_s)  # an answer that has begun has time to end
+                    came = connection.recv(1 << 16)
                     data += came
-        statuses = []
-        while (answer := _first_answer(data)) is not None:
-            statuses.append(answer[0])
-            self._log.statuses[_WHERE, answer[0]] += 1
-            data = data[answer[1] :]
+                    while (answer := _first_answer(data)) is not None:
+                        statuses.append(answer[0])
+                        self._log.statuses[_WHERE, answer[0]] += 1
+                        data = data[answer[1] :]
+                    if not came:
+                        break
         return statuses, data
 
 
