@@ -32,7 +32,7 @@ class Backlog:
     def enter(self, sequence: Sequence) -> None:
         """Count a sequence that gets in line."""
         num_blocks = self._pool.num_matching(sequence.block_hashes, sequence.num_reusable_blocks)
-        sequence.num_expected = num_blocks * self._block_size
+        sequence.num_expected_cached_tokens = num_blocks * self._block_size
         self._count(sequence, 1)
 
     def leave(self, sequence: Sequence) -> None:
@@ -48,8 +48,8 @@ class Backlog:
             self.enter(sequence)
 
     def _count(self, sequence: Sequence, sign: int) -> None:
-        num_new = sequence.num_tokens - sequence.num_expected
+        num_new = sequence.num_tokens - sequence.num_expected_cached_tokens
         self.num_tokens += sign * num_new
-        self.num_pairs += sign * num_pairs(num_new, sequence.num_expected)
+        self.num_pairs += sign * num_pairs(num_new, sequence.num_expected_cached_tokens)
         if not sequence.is_pinned:
             self.num_context_tokens += sign * sequence.num_tokens

@@ -68,7 +68,7 @@ class BlockPool:
         return self.num_blocks - self.num_free
 
     @property
-    def num_cached(self) -> int:
+    def num_cached_blocks(self) -> int:
         """Free pages that still hold reusable KV."""
         return len(self._cached)
 

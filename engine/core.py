@@ -30,16 +30,16 @@ from common.errors import EngineFault, PromptTooLong, Refused
 from common.ids import RequestId
 from common.prefix_chains import PrefixChain
 from engine.block_pool import BlockPool
-from engine.events import EngineEvent, Failed, FinishReason, Load, Progress, StepReport, StepSample, TokenOutput
+from engine.events import EngineEvent, Failed, FinishReason, Load, Progress, StepReport, TokenOutput
 from engine.executor import Executor, Sampled, ScheduledSequence, StepResult
 from engine.group import Group, Sink
 from engine.hot_prefixes import hot_prefixes
 from engine.landing import Landing, Landings
 from engine.load import measure_load
-from engine.pipeline import Pipeline
-from engine.scheduler import NOBODY, Elsewhere, Scheduler, SchedulerLimits, StepPlan
+from engine.pipeline import Pipeline, StepTimer
+from engine.scheduler import Scheduler, SchedulerLimits, StepPlan
 from engine.sequence import EngineRequest, Sequence, SequenceState
-from engine.step_timer import StepTimer
+from engine.unplanned import UnplannedDecodes
 
 logger = logging.getLogger(__name__)
 
@@ -61,19 +61,14 @@ class EngineCore:
         self._timer = StepTimer(clock)
         self._accepted: deque[RequestId] = deque(maxlen=_MAX_ACCEPTED)
         self._groups: dict[Sequence, Group] = {}
+        self.unplanned = UnplannedDecodes(self.pool, self.scheduler.pages, self._groups)
         self._next_order = 0
         self._is_stalled = False
-        self._plan = StepPlan()
 
     @property
     def has_work(self) -> bool:
         """Whether `step` could do something: a step is in flight, or one could be planned, and not in vain again."""
         return self._pipeline.num_steps > 0 or (self.scheduler.has_work and not self._is_stalled)
-
-    @property
-    def plan(self) -> StepPlan:
-        """The step that `begin_step` has planned and `finish_step` will launch."""
-        return self._plan
 
     @property
     def num_steps_in_flight(self) -> int:
@@ -148,27 +143,27 @@ class EngineCore:
 
     def step(self) -> Emitted:
         """Plan and launch a step, then take the results that are due."""
-        return self.begin_step() + self.finish_step()
+        plan, emitted = self.begin_step()
+        return emitted + self.finish_step(plan)
 
-    def begin_step(self, elsewhere: Elsewhere = NOBODY) -> Emitted:
-        """Plan the next step; the events of requests that it starts can go out before it is computed."""
+    def begin_step(self) -> tuple[StepPlan, Emitted]:
+        """Plan the next step. Returns it, and events of the requests it starts, which may go out before it computes."""
         self._timer.begin()
-        self._plan = self.scheduler.schedule(elsewhere)
-        self._is_stalled = not self._plan.batch and self._pipeline.num_steps == 0
+        plan = self.scheduler.schedule(self.unplanned)
+        self._is_stalled = not plan.batch and self._pipeline.num_steps == 0
         emitted: Emitted = []
-        for sequence in self._plan.admitted:
+        for sequence in plan.admitted:
             group = self._groups[sequence]
             started = group.admitted(sequence, self._clock.monotonic())
             if started is not None:
                 emitted.append((group, started))
-        return emitted
+        return plan, emitted
 
-    def finish_step(self) -> Emitted:
-        """Launch what was planned; then wait for steps until as many are in flight as may be during the next plan.
+    def finish_step(self, plan: StepPlan) -> Emitted:
+        """Launch what `begin_step` planned, then take steps until no more than `max_steps_in_flight` - 1 are in flight.
 
         A fault of the executor ends the requests of the steps concerned, not the engine.
         """
-        plan, self._plan = self._plan, StepPlan()
         emitted: Emitted = []
         if plan.batch:
             try:
@@ -197,34 +192,11 @@ class EngineCore:
 
     def report(self) -> StepReport:
         """Return the load, and what happened since the last report."""
-        return StepReport(
-            kv_events=self.pool.drain_events(),
-            load=self.load(),
-            samples=self.drain_samples(),
-            accepted=self.drain_accepted(),
-        )
-
-    def drain_samples(self) -> tuple[StepSample, ...]:
-        """Return how long the steps took that ended since the last call."""
-        return self._timer.drain()
-
-    def drain_accepted(self) -> tuple[RequestId, ...]:
-        """Return the requests that have entered since the last call."""
         accepted = tuple(self._accepted)
         self._accepted.clear()
-        return accepted
-
-    def stop_timing(self) -> None:
-        """The time until the next step is planned belongs to no step of this core."""
-        self._timer.pause()
-
-    def group_of(self, sequence: Sequence) -> Group:
-        """Return the request that a sequence, which has not ended, belongs to."""
-        return self._groups[sequence]
-
-    def end(self, sequence: Sequence) -> None:
-        """A sequence whose steps were computed without a plan (`Scheduler.advance`) has got its last token."""
-        self._finish(sequence)
+        return StepReport(
+            kv_events=self.pool.drain_events(), load=self.load(), samples=self._timer.drain(), accepted=accepted
+        )
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -46,7 +46,7 @@ class Group:
             return None
         self.prefill_started_s = now_s
         return Started(
-            num_cached_tokens=sequence.num_cached,
+            num_cached_tokens=sequence.num_cached_tokens,
             queue_s=now_s - self.queued_s,
             num_pulled_tokens=sequence.num_pulled_tokens,
         )

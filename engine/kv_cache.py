@@ -16,6 +16,8 @@ from common.ids import BlockId
 from engine.cuda.ipc import share_pages
 from engine.cuda.kv_copy import DevicePages
 from engine.executor import DeviceSharing, KvShape, SharedRegion
+from engine.model.config import DecoderConfig, TransformersConfig
+from engine.model.precision import dtype_name
 from engine.shared_memory import NONCE_BYTES, allocate_region
 
 Bytes = npt.NDArray[np.uint8]
@@ -27,6 +29,21 @@ def num_blocks_for_budget(kv_bytes: int, shape: KvShape) -> int:
     if num_blocks < 1:
         raise ValueError(f"{kv_bytes} bytes of KV memory hold no page of {shape.block_bytes} bytes")
     return num_blocks
+
+
+def kv_shape(
+    config: DecoderConfig | TransformersConfig, *, block_size: int, dtype: torch.dtype, fingerprint: str
+) -> KvShape:
+    """Return the shape of a model's pages."""
+    return KvShape(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        dtype=dtype_name(dtype),
+        bytes_per_element=dtype.itemsize,
+        fingerprint=fingerprint,
+    )
 
 
 class HostPages:

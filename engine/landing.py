@@ -30,10 +30,10 @@ class Landing:
     block_table: "array[int]" = field(default_factory=lambda: array("i"))
     """A page for each wanted block; empty while none are granted."""
     retired_blocks: list[BlockId] = field(default_factory=list)
-    num_cached: int = 0
+    num_cached_blocks: int = 0
     """Leading blocks that were here already."""
-    num_landed: int = 0
-    """Leading blocks that are here now; those from num_cached on were pulled."""
+    num_landed_blocks: int = 0
+    """Leading blocks that are here now; those from num_cached_blocks on were pulled."""
 
     def block_ids(self) -> tuple[BlockId, ...]:
         """Return the block table as it is now, for another thread."""
@@ -42,12 +42,12 @@ class Landing:
     @property
     def pulled(self) -> range:
         """Indexes of the blocks that are here by this pull."""
-        return range(self.num_cached, self.num_landed)
+        return range(self.num_cached_blocks, self.num_landed_blocks)
 
     @property
-    def num_missing(self) -> int:
+    def num_missing_blocks(self) -> int:
         """Blocks to pull."""
-        return len(self.hashes) - self.num_cached
+        return len(self.hashes) - self.num_cached_blocks
 
 
 class Landings:
@@ -76,8 +76,8 @@ class Landings:
         """
         assert not landing.block_table, "pages are granted already"
         cached = self._pool.match_prefix(landing.hashes)
-        landing.num_cached = landing.num_landed = len(cached)
-        num_fresh = landing.num_missing
+        landing.num_cached_blocks = landing.num_landed_blocks = len(cached)
+        num_fresh = landing.num_missing_blocks
         if num_fresh == 0:
             return None
         num_left = self._pool.num_free - self._pool.num_matched_free(cached) - num_fresh
@@ -94,41 +94,44 @@ class Landings:
         """
         assert not landing.block_table, "pages are granted already"
         cached = self._pool.match_prefix(landing.hashes)
-        landing.num_cached = landing.num_landed = num_cached = len(cached)
-        if landing.num_missing == 0:
+        landing.num_cached_blocks = landing.num_landed_blocks = num_cached_blocks = len(cached)
+        if landing.num_missing_blocks == 0:
             return None
         self._pool.acquire(cached)
         num_spare = self._pool.num_free - self._scheduler.num_spoken_for
         granted: list[BlockId] = []
-        for value in values[num_cached : num_cached + min(max_blocks, max(0, num_spare))]:
+        for value in values[num_cached_blocks : num_cached_blocks + min(max_blocks, max(0, num_spare))]:
             if not self._pool.has_page_below(value):
                 break
             granted += self._pool.allocate(1)
         if not granted:
             self._pool.release(cached)
             return Refused(reason="every free page holds what is worth more", retry_after_s=0.5)
-        landing.hashes = landing.hashes[: num_cached + len(granted)]
+        landing.hashes = landing.hashes[: num_cached_blocks + len(granted)]
         landing.block_table = array("i", [*cached, *granted])
         return None
 
     def mark_reused(self, landing: Landing, num_blocks: int) -> int:
         """The first `num_blocks` blocks were reused where they come from. Returns how many blocks are here."""
-        num_held = min(landing.num_landed, len(landing.block_table))
+        num_held = min(landing.num_landed_blocks, len(landing.block_table))
         self._pool.mark_reused(landing.block_table, min(num_blocks, num_held))
-        return landing.num_landed
+        return landing.num_landed_blocks
 
     def commit(self, landing: Landing, num_blocks: int) -> None:
         """The content of the first `num_blocks` blocks is verified: publish it."""
-        assert landing.num_landed <= num_blocks <= len(landing.block_table), (landing.num_landed, num_blocks)
-        for i in range(landing.num_landed, num_blocks):
+        assert landing.num_landed_blocks <= num_blocks <= len(landing.block_table), (
+            landing.num_landed_blocks,
+            num_blocks,
+        )
+        for i in range(landing.num_landed_blocks, num_blocks):
             self._pages.publish_block(landing.block_table, i, landing.hashes[i], landing.retired_blocks)
-        landing.num_landed = num_blocks
+        landing.num_landed_blocks = num_blocks
 
     def enter(self, landing: Landing, sequence: Sequence) -> None:
         """The request enters: it holds the blocks that are here, and the landing nothing any more."""
         sequence.pulled_blocks = landing.pulled
-        sequence.landed_blocks = landing.block_table[: landing.num_landed]
-        landing.block_table = landing.block_table[landing.num_landed :]
+        sequence.landed_blocks = landing.block_table[: landing.num_landed_blocks]
+        landing.block_table = landing.block_table[landing.num_landed_blocks :]
         self.release(landing)
 
     def release(self, landing: Landing) -> None:

@@ -13,12 +13,11 @@ import torch
 from engine.executor import Executor
 from engine.kv_cache import TorchKvStore, num_blocks_for_budget
 from engine.memory import host_kv_bytes, measure_host
-from engine.model.config import DecoderConfig
+from engine.model.config import DecoderConfig, TransformersConfig
 from engine.model.decoder import Decoder
 from engine.model.loader import load_weights
 from engine.model.precision import dtype_name
 from engine.model.quantize import quantize_weights
-from engine.model.transformers_config import TransformersConfig
 from engine.ops.cpu.decoder import CpuDecoder, can_run
 from engine.ops.cpu.ops import CpuOps
 from engine.ops.interface import StepOps

@@ -7,13 +7,12 @@ from typing import Any, Literal
 import torch
 
 from engine.executor import KvShape
+from engine.kv_cache import kv_shape
 from engine.memory import MemoryShare
-from engine.model.config import DecoderConfig, UnsupportedModel, is_native, parse_config, read_json
-from engine.model.fingerprint import kv_fingerprint
-from engine.model.loader import weight_files
+from engine.model.config import DecoderConfig, TransformersConfig, UnsupportedModel, is_native, parse_config, read_json
+from engine.model.loader import kv_fingerprint, weight_files
 from engine.model.precision import dtype_name, resolve_device, resolve_dtype
 from engine.model.quantize import FP8, QuantizationMethod, check_quantization
-from engine.model.transformers_config import TransformersConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,22 +78,15 @@ class ModelDescription:
         else:
             config = _read_foreign(options, dtype)
         files = weight_files(options.model_dir)
-        shape = KvShape(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+        fingerprint = kv_fingerprint(
+            config,
+            files,
+            dtype=dtype_name(dtype),
             block_size=options.block_size,
-            dtype=dtype_name(kv_dtype),
-            bytes_per_element=kv_dtype.itemsize,
-            fingerprint=kv_fingerprint(
-                config,
-                files,
-                dtype=dtype_name(dtype),
-                block_size=options.block_size,
-                quantization=options.quantization,
-                kv_dtype=dtype_name(kv_dtype),
-            ),
+            quantization=options.quantization,
+            kv_dtype=dtype_name(kv_dtype),
         )
+        shape = kv_shape(config, block_size=options.block_size, dtype=kv_dtype, fingerprint=fingerprint)
         info = ModelInfo(
             name=options.model_name,
             vocab_size=config.vocab_size,

@@ -25,7 +25,7 @@ class Pages:
     def take(self, sequence: Sequence, cached: Seq[BlockId], *, num_spared: int) -> bool:
         """Give a sequence its cached prefix and fresh pages for all other known tokens, if they are there.
 
-        `num_spared` pages must stay free. Sets num_cached, num_ready and num_computed.
+        `num_spared` pages must stay free. Sets num_cached_tokens, num_ready and num_computed.
         """
         num_fresh = self.num_blocks_for(sequence.num_tokens) - len(cached)
         if num_fresh + num_spared > self._pool.num_free - self._pool.num_matched_free(cached):
@@ -34,7 +34,7 @@ class Pages:
         self._pool.mark_reused(cached, sequence.num_found(len(cached)))
         sequence.block_table = array("i", [*cached, *self._pool.allocate(num_fresh)])
         self.release_landed(sequence)  # which are among the cached ones
-        sequence.num_cached = sequence.num_ready = sequence.num_computed = len(cached) * self._block_size
+        sequence.num_cached_tokens = sequence.num_ready = sequence.num_computed = len(cached) * self._block_size
         sequence.num_published = len(cached)
         return True
 
@@ -44,11 +44,6 @@ class Pages:
         num_fresh = max(0, self.num_blocks_for(sequence.num_computed + num_new) - len(table))
         shares_tail = first < len(table) and not self._pool.is_writable(table[first])
         return num_fresh + shares_tail
-
-    def owns_tail(self, sequence: Sequence) -> bool:
-        """Whether the next token needs no copy of a page that others hold, too."""
-        table, first = sequence.block_table, sequence.num_computed // self._block_size
-        return first >= len(table) or self._pool.is_writable(table[first])
 
     def make_writable(self, sequence: Sequence, num_new: int) -> tuple[BlockId, BlockId] | None:
         """Take the missing pages. Returns (source, target) when a shared page must be copied before the step."""
@@ -81,12 +76,12 @@ class Pages:
         """Give everything back."""
         keeping = KEEP_BRIEFLY
         if sequence.request.retention is Retention.KEEP:
-            keeping = Keeping(num_front=sequence.num_cached // self._block_size + self.num_admitted)
+            keeping = Keeping(num_front=sequence.num_cached_tokens // self._block_size + self.num_admitted)
         self._pool.release(sequence.block_table, keeping)
         self._pool.release(sequence.retired_blocks)
         sequence.block_table, sequence.retired_blocks = array("i"), []
         self.release_landed(sequence)
-        sequence.num_computed = sequence.num_ready = sequence.num_cached = sequence.num_published = 0
+        sequence.num_computed = sequence.num_ready = sequence.num_cached_tokens = sequence.num_published = 0
 
     def release_landed(self, sequence: Sequence) -> None:
         """Let a sequence in line hold nothing any more; what it held stays cached."""

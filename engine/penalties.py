@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.cuda.columns import Column, Columns
+from engine.cuda.columns import Column, Columns, RowMap
 from engine.logits import SamplingRow
-from engine.row_map import RowMap
 
 Cells = npt.NDArray[np.int64]
 

@@ -16,18 +16,17 @@ is then made with nothing in flight, and can preempt.
 """
 
 from bisect import insort
-from collections.abc import Container
 from dataclasses import dataclass, field
 
 from common.errors import Refused
 from common.ids import BlockId
 from common.timing import StepShape
-from common.tokens import TokenArray
 from engine.backlog import Backlog, num_pairs
 from engine.block_pool import BlockPool
 from engine.executor import ScheduledSequence
 from engine.pages import Pages
 from engine.sequence import Sequence, SequenceState
+from engine.unplanned import UnplannedDecodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,23 +64,6 @@ class StepPlan:
             num_decodes=self.num_decodes,
             num_context_tokens=self.num_context_tokens,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Elsewhere:
-    """Running sequences whose decoding somebody else looks after: in the step, but not in its plan.
-
-    They are advanced by `Scheduler.advance` and have taken the page for their next token (`Scheduler.make_writable`).
-    Who looks after them brings them up to date before anybody is preempted.
-    """
-
-    sequences: Container[Sequence] = ()
-    num_sequences: int = 0
-    num_context_tokens: int = 0
-    """That they read in the step."""
-
-
-NOBODY = Elsewhere()
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:
@@ -140,7 +122,7 @@ class Scheduler:
         return None
 
     def reserve(self, sequence: Sequence) -> Refused | None:
-        """Grant pages for all known tokens, to be filled by a transfer, or refuse. Sets num_cached and num_computed."""
+        """Grant pages for all known tokens, which a transfer fills, or refuse; see `Pages.take` for what it sets."""
         slots = sum(s.num_samples for s in (*self.running, *self.reserved, *self.waiting))
         if slots and slots + sequence.num_samples > self.limits.max_running:
             return Refused(reason=f"{slots} sequences are running or about to", retry_after_s=0.5)
@@ -207,18 +189,19 @@ class Scheduler:
 
     # ── stepping ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def schedule(self, elsewhere: Elsewhere = NOBODY) -> StepPlan:
+    def schedule(self, unplanned: UnplannedDecodes) -> StepPlan:
         """Plan the next step: allocates pages, preempts when they run out, admits when there is room."""
+        num_unplanned = len(unplanned.sequences)
         plan = StepPlan(
-            num_tokens=elsewhere.num_sequences,
-            num_decodes=elsewhere.num_sequences,
-            num_context_tokens=elsewhere.num_context_tokens,
+            num_tokens=num_unplanned, num_decodes=num_unplanned, num_context_tokens=unplanned.num_context_tokens
         )
+        if num_unplanned == len(self.running) and not self.waiting:
+            return plan
         preemptions_before = self.num_preemptions
         decoding: list[tuple[Sequence, int]] = []
         prefilling: list[tuple[Sequence, int]] = []
         for sequence in self.running:
-            if sequence in elsewhere.sequences:
+            if sequence in unplanned.sequences:
                 continue
             num_to_run = sequence.num_to_run
             if num_to_run:
@@ -261,25 +244,6 @@ class Scheduler:
                 self.num_computed_tokens += max(0, min(sequence.num_ready, sequence.num_prompt_tokens) - before)
                 self.pages.publish(sequence)
 
-    def advance(self, sequence: Sequence, token_ids: TokenArray) -> None:
-        """Take over steps that were computed without a plan: each has computed one token and sampled the next.
-
-        The sequence decodes, and `make_writable` has been asked before the first one that needed a page.
-        """
-        sequence.num_computed += len(token_ids)
-        sequence.num_ready += len(token_ids)
-        sequence.append_tokens(token_ids)
-        self.pages.publish(sequence)
-
-    def make_writable(self, sequence: Sequence) -> bool:
-        """Take the page that a decoding sequence's next token needs; False when that takes preemption or a copy."""
-        num_missing = self.pages.num_missing(sequence, 1)
-        if num_missing > self.pool.num_free or not self.pages.owns_tail(sequence):
-            return False
-        if num_missing:
-            self.pages.make_writable(sequence, 1)
-        return True
-
     def fail(self, plan: StepPlan) -> None:
         """The oldest step in flight is over, in vain: all its sequences have been finished."""
         self._land(plan)
@@ -306,7 +270,7 @@ class Scheduler:
             sequence.state = SequenceState.RUNNING
             insort(self.running, sequence, key=_order)
             plan.admitted.append(sequence)
-            self.num_cached_tokens += min(sequence.num_cached, sequence.num_prompt_tokens)
+            self.num_cached_tokens += min(sequence.num_cached_tokens, sequence.num_prompt_tokens)
             budget = self.limits.max_step_tokens - plan.num_tokens
             self._plan(sequence, min(sequence.num_to_run, budget), sequence.num_to_run, plan)
 

@@ -87,8 +87,8 @@ class Sequence:
     """Indexes of the blocks that were pulled into the cache for this request."""
     landed_blocks: "array[int]" = field(default_factory=lambda: array("i"))
     """In line: pages of its leading blocks that a pull has brought or found, which it holds until it is admitted."""
-    num_cached: int = 0
-    num_expected: int = 0
+    num_cached_tokens: int = 0
+    num_expected_cached_tokens: int = 0
     """In line: leading tokens that the cache held when it was last asked."""
     num_published: int = 0
     block_table: "array[int]" = field(default_factory=lambda: array("i"))
@@ -136,7 +136,7 @@ class Sequence:
     def num_pulled_tokens(self) -> int:
         """Of the cached tokens: those that were pulled for this request."""
         first, stop = self.pulled_blocks.start, self.pulled_blocks.stop
-        return max(0, min(self.num_cached, stop * self.block_size) - first * self.block_size)
+        return max(0, min(self.num_cached_tokens, stop * self.block_size) - first * self.block_size)
 
     def num_found(self, num_cached_blocks: int) -> int:
         """Return how many of the cached blocks before it has used again, and not brought along."""
@@ -199,7 +199,7 @@ class Sequence:
             state=self.state,
             num_ready=self.num_ready,
             num_computed=self.num_computed,
-            num_cached=self.num_cached,
+            num_cached_tokens=self.num_cached_tokens,
             num_published=self.num_published,
             block_table=self.block_table[:],
         )

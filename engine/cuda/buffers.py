@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from common.tokens import TokenArray
-from engine.cuda.columns import Column, Columns
+from engine.cuda.columns import Column, Columns, RowMap
 from engine.executor import ScheduledSequence
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.triton_kernels.step import DeviceStep, make_prefill_tiles
-from engine.row_map import RowMap
 from engine.sequence import Sequence
 
 _NOTHING = b""

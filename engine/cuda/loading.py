@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from common.sampling import MAX_LOGPROBS, MAX_N, SamplingParams
-from engine.cuda.device import device_for
+from engine.cuda.device import MeasuredMemory, device_for
 from engine.cuda.executor import CudaExecutor, StepLimits
 from engine.cuda.graphs import DeviceOps, decode_sizes
-from engine.cuda.memory import kv_bytes_left
 from engine.cuda.portable import PortableOps
 from engine.executor import KvShape
 from engine.kv_cache import TorchKvStore, num_blocks_for_budget
-from engine.memory import MemoryShare
+from engine.memory import MemoryShare, device_free_bytes
 from engine.model.config import DecoderConfig
 from engine.model.decoder import Decoder
 from engine.model.loader import load_weights
@@ -30,6 +29,12 @@ from engine.sampler import Nucleus, Sampler, SamplingRow
 logger = logging.getLogger(__name__)
 
 _MAX_GRAPH_SEQS = 256
+_GIB = 1 << 30
+# The allocator's blocks do not fit every step without gaps.
+_STEP_SLACK = 0.2
+# Kernels that are loaded late, libraries' workspaces, staging of KV copies, what other processes take later.
+_RESERVE_SHARE = 0.02
+_MIN_RESERVE_BYTES = _GIB // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,3 +182,23 @@ def _dearest_rows(num_rows: int) -> Seq[SamplingRow]:
     params = SamplingParams(top_p=0.9, repetition_penalty=1.1, num_logprobs=MAX_LOGPROBS)
     row = SamplingRow(params=params, sample_index=0, token_index=0, prompt_token_ids=(0,), output_token_ids=(0,))
     return [row] * num_rows
+
+
+def kv_bytes_left(largest_step: MeasuredMemory, share: MemoryShare, *, graph_bytes: int) -> int:
+    """Return the bytes left for pages when the weights are loaded. Raises ValueError when nothing is left.
+
+        total = weights, other processes │ a step at its largest │ graphs      │ reserve │ pages
+                not free                 │ measured              │ graph_bytes │ stated  │ the rest
+
+    Workers that share a card each count their own fraction of it (`engine.memory`).
+    """
+    free_bytes = device_free_bytes(largest_step.device, share)
+    reserve_bytes = max(_MIN_RESERVE_BYTES, round(largest_step.device.total_bytes * _RESERVE_SHARE))
+    needed_bytes = round(largest_step.peak_bytes * (1 + _STEP_SLACK)) + graph_bytes + reserve_bytes
+    if needed_bytes >= free_bytes:
+        raise ValueError(
+            f"kv_memory_gib: auto finds no memory for KV pages: of this worker's part of the device"
+            f" {free_bytes / _GIB:.1f} GiB are free beside the weights, and steps need {needed_bytes / _GIB:.1f} GiB:"
+            " lower max_step_tokens or max_running"
+        )
+    return free_bytes - needed_bytes

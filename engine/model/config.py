@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says about its decoder, checked.
+"""What a checkpoint's config.json says about its decoder, checked, and what a trial run tells of a foreign one.
 
 Four architectures differ in a handful of switches, which `DecoderConfig` spells out; nothing below it asks for a name.
 Keys that a config leaves out get the defaults of the architecture's reference implementation. What would change the
@@ -226,3 +226,37 @@ def _positive(raw: Mapping[str, Any], key: str) -> int:
     if not isinstance(value, int) or value < 1:
         raise UnsupportedModel(f"config.json: {key} is {value!r}, not a positive number")
     return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreFunction:
+    """What a layer does to the product of a query and a key before the softmax."""
+
+    scale: float | None = None
+    """Factor; None: 1 / sqrt(head_dim)."""
+    softcap: float | None = None
+    """A scaled score s becomes softcap * tanh(s / softcap), as in Gemma 2 (arXiv:2408.00118); None: it stays s."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersConfig:
+    """A decoder's outer shape and what each of its layers asks of attention.
+
+    Learnt from a trial run (`engine.model.transformers_trial`), not from config.json's many names for it.
+    """
+
+    architecture: str
+    """The class in transformers, such as "Gemma2ForCausalLM"."""
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    """Up to here the rotary frequencies are those of short texts; a model that changes them later ends here."""
+    windows: tuple[int | None, ...]
+    """Of each layer: a token attends to so many tokens, itself included; None: to all."""
+    scores: tuple[ScoreFunction, ...]
+    """Of each layer."""
+    source: str
+    """Digest of config.json and the version of transformers: whatever else the arithmetic depends on."""

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from common.ids import BlockId
-from engine.executor import KvShape
-from engine.kv_cache import TorchKvStore
+from engine.kv_cache import TorchKvStore, kv_shape
 from engine.model.config import UnsupportedModel
-from engine.model.precision import dtype_name
 from engine.model.transformers_decoder import PAGED_ATTENTION, TransformersDecoder, TransformersOps
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 
@@ -53,7 +51,8 @@ def check_against_transformers(decoder: TransformersDecoder, causal_lm: Any) -> 
 
 def _paged_logits(decoder: TransformersDecoder, texts: list[Tensor], dtype: torch.dtype) -> Tensor:
     """Return logits [sum of lengths, vocab_size], text by text, computed in two steps on pages."""
-    store = _make_store(decoder, texts[0].device, dtype)
+    shape = kv_shape(decoder.config, block_size=_BLOCK_SIZE, dtype=dtype, fingerprint="check")
+    store = TorchKvStore(shape, sum(map(len, _BLOCK_TABLES)), device=texts[0].device)
     ops = TransformersOps(decoder.config, store)
     logits: list[list[Tensor]] = [[] for _ in texts]
     for begin, ends in ((0, [_FIRST_STEP] * len(texts)), (_FIRST_STEP, [len(text) for text in texts])):
@@ -67,17 +66,3 @@ def _paged_logits(decoder: TransformersDecoder, texts: list[Tensor], dtype: torc
         for found, rows in zip(logits, of_texts, strict=True):
             found.append(rows)
     return torch.cat([rows for found in logits for rows in found])
-
-
-def _make_store(decoder: TransformersDecoder, device: torch.device, dtype: torch.dtype) -> TorchKvStore:
-    config = decoder.config
-    shape = KvShape(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=_BLOCK_SIZE,
-        dtype=dtype_name(dtype),
-        bytes_per_element=dtype.itemsize,
-        fingerprint="check",
-    )
-    return TorchKvStore(shape, sum(len(table) for table in _BLOCK_TABLES), device=device)

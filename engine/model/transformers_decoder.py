@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from engine.kv_cache import TorchKvStore
-from engine.model.transformers_config import TransformersConfig
+from engine.model.config import TransformersConfig
 from engine.ops.metadata import AttentionMetadata
 from engine.ops.torch_attention import StepAttention, TorchPagedAttention
 

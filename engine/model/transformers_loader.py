@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import transformers
 
-from engine.model.config import UnsupportedModel
+from engine.model.config import TransformersConfig, UnsupportedModel
 from engine.model.loader import weight_files
 from engine.model.transformers_check import check_against_transformers
-from engine.model.transformers_config import TransformersConfig
 from engine.model.transformers_decoder import PAGED_ATTENTION, TransformersDecoder, register_paged_attention
 from engine.model.transformers_trial import causal_lm_class, pin_rotary_frequencies, pretrained_config, refusing
 

@@ -20,9 +20,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface
 
-from engine.model.config import UnsupportedModel, read_json
-from engine.model.transformers_config import TransformersConfig
-from engine.ops.torch_attention import ScoreFunction
+from engine.model.config import ScoreFunction, TransformersConfig, UnsupportedModel, read_json
 
 _TRIAL_ATTENTION = "kvrelay_trial"
 _NUM_TRIAL_TOKENS = 3

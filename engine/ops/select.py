@@ -12,9 +12,8 @@ from engine.model.precision import cpu_has
 from engine.model.weights import DecoderWeights
 from engine.ops.cpu.build import NotBuilt, build_kernels
 from engine.ops.cpu.library import DTYPES, CpuKernels
-from engine.ops.cpu.linear import can_pack_all, pack_projections
+from engine.ops.cpu.linear import OneDnnLinear, can_pack, can_pack_all, pack_projections
 from engine.ops.cpu.ops import CpuOps, can_attend
-from engine.ops.onednn import OneDnnLinear, can_pack
 from engine.ops.torch_ops import TorchOps
 
 logger = logging.getLogger(__name__)

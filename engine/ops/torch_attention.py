@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from common.ids import BlockId
 from engine.kv_cache import TorchKvStore
+from engine.model.config import ScoreFunction
 from engine.ops.metadata import AttentionMetadata, Ints
 
 # A decode group takes in a shorter sequence while its padded keys stay below the larger of these: starting another
@@ -34,16 +35,6 @@ class StepAttention(Protocol):
         dtype; the result has query's shape. Mutates the pages.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreFunction:
-    """What a layer does to the product of a query and a key before the softmax."""
-
-    scale: float | None = None
-    """Factor; None: 1 / sqrt(head_dim)."""
-    softcap: float | None = None
-    """A scaled score s becomes softcap * tanh(s / softcap), as in Gemma 2 (arXiv:2408.00118); None: it stays s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,7 +168,7 @@ def test_allocate_prefers_uncached_pages_over_cached_ones() -> None:
     pool.release(cached)
     pool.release(scratch)
     assert set(pool.allocate(2)) == set(scratch)
-    assert pool.num_cached == 1
+    assert pool.num_cached_blocks == 1
 
 
 def test_publish_when_another_page_has_the_hash_keeps_the_first() -> None:

@@ -212,8 +212,8 @@ class CoreMachine(RuleBasedStateMachine):
         landing, request = data.draw(st.sampled_from(self.landings))
         self.landings.remove((landing, request))
         if landing.block_table:
-            num_blocks = data.draw(st.integers(landing.num_cached, len(landing.hashes)))
-            self.write(landing.block_ids(), range(landing.num_cached, num_blocks), request.prompt_token_ids)
+            num_blocks = data.draw(st.integers(landing.num_cached_blocks, len(landing.hashes)))
+            self.write(landing.block_ids(), range(landing.num_cached_blocks, num_blocks), request.prompt_token_ids)
             for i in range(num_blocks):
                 self.tokens_of[landing.hashes[i]] = request.prompt_token_ids[: (i + 1) * BLOCK_SIZE]
             self.core.landings.commit(landing, num_blocks)
@@ -334,7 +334,7 @@ class CoreMachine(RuleBasedStateMachine):
         running = scheduler.running
         decoding = [s for s in running if not s.is_pinned and s.num_tokens - s.num_ready == 1]
         starts = [(s, s.num_ready) for s in running if s not in decoding]
-        starts += [(s, s.num_expected) for s in scheduler.waiting]
+        starts += [(s, s.num_expected_cached_tokens) for s in scheduler.waiting]
         assert load.num_decoding == len(decoding)
         assert load.num_pending_prefill_tokens == sum(s.num_tokens - start for s, start in starts)
         pairs = sum(position + 1 for s, start in starts for position in range(start, s.num_tokens))

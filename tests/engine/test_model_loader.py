@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.model.config import DecoderConfig, UnsupportedModel, parse_config, read_json
-from engine.model.fingerprint import content_digest, kv_fingerprint
-from engine.model.loader import load_weights, weight_files
+from engine.model.loader import content_digest, kv_fingerprint, load_weights, weight_files
 from engine.model.weights import DecoderWeights, checkpoint_views, plain
 from tests.engine.tiny_models import make_model
 

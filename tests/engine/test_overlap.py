@@ -168,10 +168,11 @@ def test_started_is_told_before_the_step_is_launched() -> None:
     _g, first = submit(core, make_request([1, 2], max_tokens=20, ignore_eos=True))
     step(core)
     _g, second = submit(core, make_request([3, 4], max_tokens=20, ignore_eos=True))
-    for group, event in core.begin_step():
+    plan, emitted = core.begin_step()
+    for group, event in emitted:
         group.sink(event)
     assert (len(spy.batches), core.num_steps_in_flight) == (1, 1)
     assert [type(event) for event in second.events] == [Started]
-    core.finish_step()
+    core.finish_step(plan)
     assert len(spy.batches) == 2
     assert not [event for event in first.events if isinstance(event, Tokens)], "they come with the return value"

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.model.config import DecoderConfig, UnsupportedModel, parse_config, read_json
-from engine.model.fingerprint import kv_fingerprint
-from engine.model.loader import load_weights, weight_files
+from engine.model.loader import kv_fingerprint, load_weights, weight_files
 from engine.model.quantize import (
     FP8,
     FP8_MAX,

@@ -15,11 +15,11 @@ from common.model_files import ModelNotFound, resolve_model
 from common.random_models import CONFIGS, SEED_FILE, RandomModel, generated_tokenizer
 from common.sampling import SamplingParams
 from engine.model.config import UnsupportedModel, parse_config
-from engine.model.fingerprint import kv_fingerprint
-from engine.model.loader import load_weights, weight_files
+from engine.model.loader import kv_fingerprint, load_weights, weight_files
 from engine.model.random_weights import fill_random, make_random_weights
 from engine.model.weights import allocate_weights, checkpoint_views
-from tests.engine.tiny_models import Driver, load, make_sequence, reference_tokens
+from tests.engine.driver import Driver, load, make_sequence
+from tests.engine.tiny_models import reference_tokens
 from worker.inprocess import LocalEngine
 
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -19,28 +19,17 @@ from common.sampling import SamplingParams
 from common.tokens import as_tokens
 from engine.core import EngineCore
 from engine.events import Started
-from engine.executor import KvShape
-from engine.kv_cache import TorchKvStore
-from engine.model.config import UnsupportedModel
-from engine.model.precision import dtype_name
+from engine.kv_cache import TorchKvStore, kv_shape
+from engine.model.config import ScoreFunction, UnsupportedModel
 from engine.model.transformers_decoder import TransformersDecoder, TransformersOps
 from engine.model.transformers_loader import TESTED_ARCHITECTURES, load_transformers_decoder
 from engine.model.transformers_trial import read_transformers_config
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
-from engine.ops.torch_attention import ScoreFunction
 from engine.scheduler import SchedulerLimits
 from engine.sequence import EngineRequest
 from tests.builders import assert_empty, run_until_idle, submit
-from tests.engine.tiny_models import (
-    MAX_MODEL_LEN,
-    TRANSFORMERS_MODELS,
-    Driver,
-    load,
-    make_model,
-    make_prompt,
-    make_sequence,
-    reference_tokens,
-)
+from tests.engine.driver import Driver, load, make_sequence
+from tests.engine.tiny_models import MAX_MODEL_LEN, TRANSFORMERS_MODELS, make_model, make_prompt, reference_tokens
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
@@ -55,24 +44,11 @@ def load_decoder(model_dir: Path, dtype: torch.dtype = torch.float32) -> Transfo
     return load_transformers_decoder(model_dir, config, dtype=dtype, device=CPU)
 
 
-def make_store(decoder: TransformersDecoder, *, num_blocks: int, dtype: torch.dtype = torch.float32) -> TorchKvStore:
-    config = decoder.config
-    shape = KvShape(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=BLOCK_SIZE,
-        dtype=dtype_name(dtype),
-        bytes_per_element=dtype.itemsize,
-        fingerprint="test",
-    )
-    return TorchKvStore(shape, num_blocks, device=CPU)
-
-
 def prompt_logits(model_dir: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return our logits [num_tokens, vocab_size] of PROMPT in one chunk."""
     decoder = load_decoder(model_dir, dtype)
-    store = make_store(decoder, num_blocks=12, dtype=dtype)
+    shape = kv_shape(decoder.config, block_size=BLOCK_SIZE, dtype=dtype, fingerprint="test")
+    store = TorchKvStore(shape, 12, device=CPU)
     table = [BlockId(i) for i in reversed(range(12))]
     span = SequenceSpan(num_computed=0, num_new_tokens=len(PROMPT), block_table=table)
     step = TransformersOps(decoder.config, store).plan(AttentionMetadata.from_spans([span], block_size=BLOCK_SIZE))

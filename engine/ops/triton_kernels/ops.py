@@ -10,11 +10,10 @@ from engine.model.config import DecoderConfig
 from engine.model.rope import RotaryEmbedding
 from engine.ops.metadata import AttentionMetadata
 from engine.ops.triton_kernels.decode_attention import KeySplits, decode_attention, split_keys
+from engine.ops.triton_kernels.elementwise import add_rms_norm, rms_norm, silu_mul
 from engine.ops.triton_kernels.pages import LayerPages
 from engine.ops.triton_kernels.prefill_attention import prefill_attention, tile_tokens
-from engine.ops.triton_kernels.rms_norm import add_rms_norm, rms_norm
 from engine.ops.triton_kernels.rope_kv_write import HeadNorms, rope_kv_write, rotation_table
-from engine.ops.triton_kernels.silu_mul import silu_mul
 from engine.ops.triton_kernels.step import DeviceStep
 
 _INTERPRETED_SMS = 4

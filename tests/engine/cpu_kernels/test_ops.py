@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.executor import KvShape
-from engine.kv_cache import TorchKvStore
+from engine.kv_cache import TorchKvStore, kv_shape
 from engine.model.config import DecoderConfig, parse_config
 from engine.ops.cpu.library import CpuKernels
 from engine.ops.cpu.ops import CpuOps
@@ -42,15 +41,7 @@ def make_config(num_heads: int, num_kv_heads: int, head_dim: int, window: int | 
 def make_store(
     config: DecoderConfig, block_size: int, dtype: torch.dtype, num_blocks: int = NUM_BLOCKS
 ) -> TorchKvStore:
-    shape = KvShape(
-        num_layers=1,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=block_size,
-        dtype=str(dtype).removeprefix("torch."),
-        bytes_per_element=dtype.itemsize,
-        fingerprint="test",
-    )
+    shape = kv_shape(config, block_size=block_size, dtype=dtype, fingerprint="test")
     return TorchKvStore(shape, num_blocks, device=CPU)
 
 

@@ -1,4 +1,4 @@
-"""Packed columns, block tables on the device, padded decode steps."""
+"""Packed columns, rows of tables on the device, padded decode steps."""
 
 import random
 from array import array
@@ -7,15 +7,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.cuda.buffers import BlockTables, DecodeColumns, DecodeLayout, RaggedColumns, span_of
-from engine.cuda.columns import Column, Columns
+from engine.cuda.columns import Column, Columns, RowMap
 from engine.executor import ScheduledSequence
 from engine.ops.metadata import AttentionMetadata
 from engine.ops.triton_kernels.step import DeviceStep
 from engine.sequence import Sequence
-from tests.engine.cuda.support import DEVICE
-from tests.engine.tiny_models import make_prompt, make_sequence
+from tests.engine.driver import DEVICE, make_sequence
+from tests.engine.tiny_models import make_prompt
 
 Array = npt.NDArray[np.generic]
 
@@ -160,3 +162,33 @@ def test_ragged_columns_equal_the_kernels_own_description_of_the_step() -> None:
     sampled = torch.tensor([70, 71, 72, 73], device=device)
     token_ids = [batch[0].sequence.token_ids[6], 73, *chunk.token_ids[3:14]]
     assert step.input_ids(words, sampled).tolist() == token_ids
+
+
+KEYS = st.integers(0, 9)
+
+
+@given(st.lists(st.lists(KEYS, max_size=4), max_size=30))
+def test_assign_in_any_order_gives_distinct_keys_distinct_rows(batches: list[list[int]]) -> None:
+    rows: RowMap[int] = RowMap(4)
+    for batch in batches:
+        given_rows = dict(zip(batch, rows.assign(batch), strict=True))
+        assert len(set(given_rows.values())) == len(given_rows)
+        assert set(given_rows.values()) <= set(range(4))
+        assert rows.assign(batch) == [given_rows[key] for key in batch]
+
+
+def test_assign_when_rows_are_all_given_takes_the_one_unused_longest() -> None:
+    rows: RowMap[str] = RowMap(3)
+    first = dict(zip("abc", rows.assign(["a", "b", "c"]), strict=True))
+    rows.assign(["a"])
+    assert rows.assign(["d", "b"]) == [first["c"], first["b"]]
+    assert rows.assign(["a"]) == [first["a"]]
+
+
+def test_grow_keeps_what_is_given_and_adds_rows() -> None:
+    rows: RowMap[str] = RowMap(1)
+    (kept,) = rows.assign(["a"])
+    rows.grow(3)
+    assert sorted(rows.assign(["a", "b", "c"])) == [0, 1, 2]
+    assert rows.assign(["a"]) == [kept]
+    assert rows.num_rows == 3

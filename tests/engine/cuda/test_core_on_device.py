@@ -12,8 +12,8 @@ from engine.executor import Executor
 from engine.scheduler import SchedulerLimits
 from engine.sequence import EngineRequest
 from tests.builders import assert_empty, make_request, run_until_idle, submit
-from tests.engine.cuda.support import load_device
-from tests.engine.tiny_models import VOCAB_SIZE, load
+from tests.engine.driver import load, load_device
+from tests.engine.tiny_models import VOCAB_SIZE
 
 BLOCK_SIZE = 4
 

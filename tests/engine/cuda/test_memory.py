@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from engine.cuda.device import MeasuredMemory, device_for
-from engine.cuda.loading import StepBounds
-from engine.cuda.memory import kv_bytes_left
+from engine.cuda.loading import StepBounds, kv_bytes_left
 from engine.memory import DeviceMemory, MemoryShare
-from tests.engine.cuda.support import DEVICE
+from tests.engine.driver import DEVICE
 
 GIB = 1 << 30
 

@@ -10,12 +10,12 @@ from engine.shared_memory import NONCE_BYTES
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
-def make_shape(*, dtype: str = "bfloat16", head_dim: int = 6) -> KvShape:
+def make_shape(*, dtype: str = "bfloat16", head_dim: int = 6, num_kv_heads: int = 2, block_size: int = 4) -> KvShape:
     return KvShape(
         num_layers=3,
-        num_kv_heads=2,
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        block_size=4,
+        block_size=block_size,
         dtype=dtype,
         bytes_per_element=getattr(torch, dtype).itemsize,
         fingerprint="test",

@@ -22,12 +22,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from engine.cuda.move_blocks import move_blocks
+from engine.cuda.quantized_linear import int8_linear, quantize_rows
 from engine.ops.triton_kernels.decode_attention import decode_attention, split_keys
+from engine.ops.triton_kernels.elementwise import add_rms_norm, rms_norm, silu_mul
 from engine.ops.triton_kernels.pages import LayerPages
 from engine.ops.triton_kernels.prefill_attention import prefill_attention
-from engine.ops.triton_kernels.rms_norm import add_rms_norm, rms_norm
 from engine.ops.triton_kernels.rope_kv_write import HeadNorms, rope_kv_write
-from engine.ops.triton_kernels.silu_mul import silu_mul
 from engine.ops.triton_kernels.step import DeviceStep
 
 _NUM_TOKENS = 256
@@ -101,7 +101,7 @@ def main() -> None:
     for shape in SHAPES:
         _launch_kernels(shape)
         _print_and_forget(shape.name, compiled)
-    _launch_move_blocks()
+    _launch_kernels_of_any_shape()
     _print_and_forget("any", compiled)
 
 
@@ -145,10 +145,14 @@ def _launch_kernels(shape: Shape) -> None:
     silu_mul(empty(_NUM_TOKENS, 2 * shape.intermediate_size))
 
 
-def _launch_move_blocks() -> None:
+def _launch_kernels_of_any_shape() -> None:
     blocks = torch.empty((8, 2, 4096), dtype=torch.int64, device="meta")
     ids = torch.empty(8, dtype=torch.int64, device="meta")
     move_blocks(blocks, ids, blocks, ids)
+    x = torch.empty((64, 4096), dtype=torch.bfloat16, device="meta")
+    quantize_rows(x)
+    scale = torch.empty((4096, 1), dtype=torch.bfloat16, device="meta")
+    int8_linear(x, torch.empty((4096, 4096), dtype=torch.int8, device="meta"), scale)
 
 
 def _usage(kernel: Any) -> dict[str, Any]:
@@ -169,6 +173,7 @@ def _usage(kernel: Any) -> dict[str, Any]:
         "shared_bytes": kernel.metadata.shared,
         "has_tensor_cores": re.search(r"\b(wgmma|mma)\.", kernel.asm["ptx"]) is not None,
         "has_async_copies": "cp.async" in kernel.asm["ptx"],
+        "has_16_byte_copies": "ld.global.v2.b64" in kernel.asm["ptx"] and "st.global.v2.b64" in kernel.asm["ptx"],
     }
 
 

@@ -40,6 +40,8 @@ def test_kernels_of_every_shape_compile_for_hopper(usages: list[dict[str, Any]])
         "_rms_norm_kernel": 2 * 3,
         "_silu_mul_kernel": 3,
         "_move_blocks": 1,
+        "_quantize_rows": 1,
+        "_int8_linear": 1,
     }
 
 
@@ -54,6 +56,10 @@ def test_kernels_of_every_shape_fit_into_shared_memory(usages: list[dict[str, An
 def test_attention_kernels_use_tensor_cores_and_asynchronous_copies(usages: list[dict[str, Any]]) -> None:
     attention = [usage for usage in usages if usage["kernel"] in ("_decode_kernel", "_prefill_kernel")]
     assert [usage for usage in attention if not (usage["has_tensor_cores"] and usage["has_async_copies"])] == []
+
+
+def test_move_blocks_loads_and_stores_16_bytes_at_once(usages: list[dict[str, Any]]) -> None:
+    assert [usage["has_16_byte_copies"] for usage in usages if usage["kernel"] == "_move_blocks"] == [True]
 
 
 def test_decode_kernels_of_half_precision_run_three_on_a_multiprocessor(usages: list[dict[str, Any]]) -> None:

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from engine.executor import KvShape
-from engine.kv_cache import TorchKvStore
+from engine.kv_cache import TorchKvStore, kv_shape
 from engine.model.config import DecoderConfig, parse_config, read_json
 from engine.model.decoder import Decoder
 from engine.model.loader import load_weights, weight_files
-from engine.model.precision import dtype_name
 from engine.ops.interface import Ops
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.torch_ops import TorchOps
@@ -44,15 +43,7 @@ def _load(model_dir: Path, name: str, device: torch.device) -> _TinyModel:
     make_model(name).save_pretrained(model_dir)
     config = parse_config(read_json(model_dir / "config.json"))
     weights = load_weights(weight_files(model_dir), config, dtype=torch.float32, device=device)
-    shape = KvShape(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=_BLOCK_SIZE,
-        dtype=dtype_name(torch.float32),
-        bytes_per_element=4,
-        fingerprint="test",
-    )
+    shape = kv_shape(config, block_size=_BLOCK_SIZE, dtype=torch.float32, fingerprint="test")
     return _TinyModel(decoder=Decoder(config, weights), config=config, shape=shape, device=device)
 
 

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from engine.model.config import RopeConfig, RopeType
 from engine.model.rope import RotaryEmbedding, rotate
-from engine.ops.triton_kernels import reference
 from engine.ops.triton_kernels.pages import LayerPages, is_interpreted
 from engine.ops.triton_kernels.rope_kv_write import HeadNorms, rope_kv_write, rotation_table
+from tests.engine.triton_kernels import reference
 from tests.engine.triton_kernels.support import TOLERANCE, Case, assert_close, bits, padded
 
 _ROPE = RopeConfig(rope_type=RopeType.YARN, theta=100.0, factor=4.0, original_max_position_embeddings=64)
