@@ -1,11 +1,11 @@
 """A deterministic engine without torch, whose answers depend on every byte of KV that it reads.
 
-KV of a token is 8 bytes: a hash of the token and its position. The next token is a hash over the KV *found in the
+The KV of a token is 8 bytes: a hash of the token and its position. The next token is a hash over the KV *found in the
 pages* of all earlier positions, through the block table. So a wrong page, a missed copy-on-write, a corrupt transfer
-or an off-by-one slot changes the answer, exactly as in a real model. Scheduler, block pool and protocol are real.
+or an off-by-one slot changes the answer, as in a real model. Scheduler, block pool and protocol are real.
 
-As on a device, a launched step is computed later: only when its results are asked for, on the pages as they are then.
-So whoever gives a page away while a step in flight may still use it gets wrong answers, too.
+As on a device, a launched step is computed later: when its results are requested, on the pages as they are then. So a
+page that is given away while a step in flight may still use it changes the answer too.
 """
 
 import time
@@ -18,14 +18,23 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import LayoutMismatch
 from common.fake_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE
 from common.ids import BlockId
 from common.sampling import SamplingParams
 from common.tokens import TokenArray
-from engine.executor import DeviceSharing, KvShape, KvStore, Logprobs, Sampled, ScheduledSequence, StepResult
+from engine.executor import (
+    NONCE_BYTES,
+    DeviceSharing,
+    KvShape,
+    KvStore,
+    Logprobs,
+    Sampled,
+    ScheduledSequence,
+    StepResult,
+    check_ids,
+)
 from engine.noise import noise_key
-from engine.shared_memory import NONCE_BYTES, allocate_region
+from engine.shared_memory import allocate_region
 
 U64 = npt.NDArray[np.uint64]
 _MASK = (1 << 64) - 1
@@ -34,7 +43,7 @@ _EOS_PER_1000 = 8
 
 
 def fake_shape(block_size: int) -> KvShape:
-    """Return the shape of the fake's blocks: 8 bytes a token."""
+    """Return the shape of the fake's blocks: 8 bytes per token."""
     return KvShape(
         num_layers=1,
         num_kv_heads=1,
@@ -56,7 +65,7 @@ class FakeKvStore:
         memory, self.shared_region = allocate_region(num_blocks * self.shape.block_bytes)
         self._pages = self._view(memoryview(memory), num_blocks)
         self.queue: deque[Callable[[], None]] = deque()
-        """Launched and not computed yet, in order."""
+        """Launched work that is not computed yet, in order."""
 
     def read_blocks(self, block_ids: Seq[BlockId]) -> memoryview:
         """Return a copy of the blocks' bytes."""
@@ -68,7 +77,7 @@ class FakeKvStore:
         self._pages[list(block_ids)] = values.reshape(len(block_ids), self.shape.block_size)
 
     def copy_block(self, source: BlockId, target: BlockId) -> None:
-        """Copy one block, behind the steps launched so far."""
+        """Copy one block, after the steps launched so far."""
 
         def copy() -> None:
             self._pages[target] = self._pages[source]
@@ -77,8 +86,7 @@ class FakeKvStore:
 
     def map_peer(self, region: memoryview, num_blocks: int) -> "FakePeerPages":
         """Interpret another process's region as pages. Raises LayoutMismatch when its size is wrong."""
-        if region.nbytes != num_blocks * self.shape.block_bytes + NONCE_BYTES:
-            raise LayoutMismatch(f"{num_blocks} blocks do not take {region.nbytes} bytes")
+        self.shape.check_region(region.nbytes, num_blocks)
         return FakePeerPages(self._view(region, num_blocks))
 
     def write_token(self, block_table: Seq[int], position: int, value: int) -> None:
@@ -104,18 +112,17 @@ class FakePeerPages:
 
     def read_blocks(self, block_ids: Seq[int]) -> memoryview:
         """Return a copy of the blocks' bytes. Raises LayoutMismatch for a bad id."""
-        if bad := [block_id for block_id in block_ids if not 0 <= block_id < len(self._pages)]:
-            raise LayoutMismatch(f"there is no block {bad[0]} among {len(self._pages)}")
+        check_ids(block_ids, len(self._pages))
         return memoryview(self._pages[list(block_ids)].tobytes())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chunk:
-    """What a launched step knows of one sequence."""
+    """A launched step's copy of one sequence's data."""
 
     start: int
     token_ids: TokenArray
-    """Those of the chunk, and the one behind it where that is known; empty when the input is pending."""
+    """Tokens of the chunk, and the next one if it is known; empty when the input is pending."""
     input_row: int | None
     num_new_tokens: int
     block_table: "array[int]"
@@ -148,14 +155,14 @@ class FakeStep:
 
     def __init__(self, store: FakeKvStore, chunks: list[_Chunk], previous: "FakeStep | None", ready_s: float) -> None:
         self.ready_s = ready_s
-        """When it is over, on the monotonic clock."""
+        """Time at which it is over, on the monotonic clock."""
         self._store = store
         self._chunks = chunks
         self._previous = previous
         self._results: list[StepResult] | None = None
 
     def compute(self) -> None:
-        """Write KV and sample. Runs after everything that was launched before it."""
+        """Write KV and sample. Runs after all work that was launched before it."""
         tokens = self._previous.sampled_token_ids() if self._previous is not None else []
         self._previous = None
         self._results = [self._one(chunk, tokens) for chunk in self._chunks]
@@ -213,7 +220,7 @@ class FakeExecutor:
         self._last: FakeStep | None = None
 
     def launch(self, batch: Seq[ScheduledSequence]) -> FakeStep:
-        """Remember what to compute."""
+        """Queue the step."""
         now_s = time.monotonic()
         begin_s = now_s if self._last is None else max(now_s, self._last.ready_s)
         self._last = FakeStep(self._store, [_Chunk.of(item) for item in batch], self._last, begin_s + self._step_s)

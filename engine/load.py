@@ -1,4 +1,4 @@
-"""Measures what an engine is busy with."""
+"""Measures an engine's load."""
 
 from engine.backlog import num_pairs
 from engine.events import Load

@@ -1,4 +1,4 @@
-"""Loads a model and the kernels that suit model and machine: the one way from options to an executor.
+"""Makes an executor from options: loads a model, and chooses kernels for the model and the machine.
 
 native architecture, CPU     ModelExecutor: our decoder on compiled kernels, else on torch's
 native architecture, CUDA    CudaExecutor (`engine.cuda.loading`)
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 def load_executor(options: EngineOptions) -> Executor:
-    """Return an executor; takes seconds, and logs what it chose.
+    """Return an executor; takes seconds and logs its choices.
 
-    Raises UnsupportedModel for a model, and ValueError when its pages do not fit into memory.
+    Raises UnsupportedModel, or ValueError when the pages do not fit into memory.
     """
     started_s = time.monotonic()
     model = ModelDescription.read(options)
@@ -70,7 +70,7 @@ def _load_foreign(model: ModelDescription, config: TransformersConfig, options: 
 
 
 def _make_store(model: ModelDescription, options: EngineOptions) -> TorchKvStore:
-    """Return the pages, as many as are asked for or fit. The weights are loaded: what they take is not free."""
+    """Return as many pages as configured, or as fit beside the weights, which are loaded already."""
     num_blocks = options.num_blocks
     if num_blocks is None:
         kv_bytes = options.kv_memory_bytes
@@ -81,7 +81,7 @@ def _make_store(model: ModelDescription, options: EngineOptions) -> TorchKvStore
 
 
 def _check_fixed_pages(model: ModelDescription, options: EngineOptions) -> None:
-    """Raise ValueError when pages of a given size do not fit: the system would grant them, and kill us later."""
+    """Raise ValueError when a configured size does not fit: the system would grant it and kill the process later."""
     if model.device.type != "cpu":
         return
     kv_bytes = options.kv_memory_bytes or 0

@@ -1,4 +1,4 @@
-"""What serving.yaml says about one worker's engine, and what a checkpoint says about its model."""
+"""Options of one worker's engine, from serving.yaml, and the description of a model, from its checkpoint."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,30 +20,30 @@ class EngineOptions:
     """One worker's engine, as configured."""
 
     model_dir: Path
-    """A checkpoint folder: config.json and safetensors files."""
+    """Checkpoint folder: config.json and safetensors files."""
     model_name: str
     dtype: str = "auto"
-    """Of weights and activations; "auto" is resolved when the device is known."""
+    """Dtype of weights and activations; "auto" is resolved when the device is known."""
     device: str = "auto"
     block_size: int = 16
     num_blocks: int | None = None
-    """Number of pages; None: what fits in `kv_memory_bytes`."""
+    """Number of pages; None: as many as fit in `kv_memory_bytes`."""
     kv_memory_bytes: int | None = None
-    """None, too: what fits in this process's share of the free memory, measured when the weights are loaded."""
+    """None: this process's share of the free memory, measured when the weights are loaded."""
     memory_share: MemoryShare = MemoryShare()  # noqa: RUF009 - frozen
     max_model_len: int | None = None
-    """Can only shorten what the checkpoint allows."""
+    """Limit below that of the checkpoint."""
     max_step_tokens: int = 8192
     max_running: int = 256
     quantization: QuantizationMethod | None = None
     kv_dtype: Literal["auto", "fp8"] = "auto"
     kernels: Literal["auto", "torch"] = "auto"
-    """"torch": no compiled kernels, also where they could be had."""
+    """"torch": no compiled kernels, even where they are available."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What a checkpoint says beside its decoder."""
+    """Facts about a model apart from its decoder."""
 
     name: str
     vocab_size: int
@@ -57,16 +57,16 @@ class ModelDescription:
 
     config: DecoderConfig | TransformersConfig
     files: tuple[Path, ...]
-    """Safetensors files, or what stands for random weights."""
+    """Safetensors files, or the seed file of random weights."""
     device: torch.device
     dtype: torch.dtype
-    """Of weights and activations."""
+    """Dtype of weights and activations."""
     shape: KvShape
     info: ModelInfo
 
     @classmethod
     def read(cls, options: EngineOptions) -> "ModelDescription":
-        """Read config.json and decide device and formats. Raises UnsupportedModel, naming what is not supported."""
+        """Read config.json and choose device and formats. Raises UnsupportedModel, naming the unsupported feature."""
         raw = read_json(options.model_dir / "config.json")
         device = resolve_device(options.device)
         dtype = resolve_dtype(options.dtype, device, raw)
@@ -100,7 +100,7 @@ def _read_foreign(options: EngineOptions, dtype: torch.dtype) -> TransformersCon
     """Return the configuration of an architecture that transformers computes."""
     if options.quantization is not None or options.kv_dtype != "auto":
         raise UnsupportedModel("quantization and kv_dtype are for native architectures; transformers computes this one")
-    from engine.model.transformers_trial import read_transformers_config  # seconds; most models do without
+    from engine.model.transformers_trial import read_transformers_config  # seconds, which native models save
 
     return read_transformers_config(options.model_dir, dtype=dtype)
 

@@ -1,10 +1,10 @@
 """Runs an EngineCore on its own thread; the event loop never waits for a forward pass.
 
-Everything that touches the core goes through `call` (await the result) or `post` (fire and forget); both run between
-two steps, in order. Events come back with one `call_soon_threadsafe` per step.
+All access to the core goes through `call` (await the result) or `post` (fire and forget); both run between two steps,
+in order. Events come back with one `call_soon_threadsafe` per step.
 
-An executor that raises costs the requests of that step. Bookkeeping that raises has broken its own invariants: the
-thread ends and says so, since nothing that it would compute afterwards could be trusted.
+An exception of the executor fails the requests of that step. An exception of the bookkeeping means broken invariants:
+the thread reports it and ends, since its later results could not be trusted.
 """
 
 import asyncio
@@ -103,7 +103,7 @@ class EngineThread(EngineDriver):
         def run(core: EngineCore) -> None:
             try:
                 result = command(core)
-            except Exception as error:  # noqa: BLE001 - handed to the caller, who knows what it means
+            except Exception as error:  # noqa: BLE001 - handed to the caller
                 done.set_exception(error)
             else:
                 done.set_result(result)
@@ -119,7 +119,7 @@ class EngineThread(EngineDriver):
             try:
                 self._loop.call_soon_threadsafe(self._on_fault, error)
             except RuntimeError:
-                logger.debug("the event loop is closed; nobody is left to tell")
+                logger.debug("the event loop is closed; the fault is not reported")
 
     def _step_until_stopped(self) -> None:
         core = self._core
@@ -131,7 +131,7 @@ class EngineThread(EngineDriver):
             self._send(core, core.finish_step(plan))
 
     def _drain(self, core: EngineCore) -> int | None:
-        """Run all queued commands; block for one when there is nothing to compute. Returns their number; None: stop."""
+        """Run all queued commands, waiting for one when the core is idle. Returns their number; None: stop."""
         num_commands = 0
         block = not core.has_work
         while True:

@@ -2,8 +2,8 @@
 
 `EngineThread` has every step planned, computed and taken (`EngineCore.begin_step`, `finish_step`), and leaves the set
 below empty. The simulator (`measure/simulate/leap.py`) skips plans: it puts decoding sequences into the set, lets time
-pass for as many steps as they need nothing from the host, and then brings them up to date here. The tokens, pages and
-cached blocks are the same as after planning each of these steps (tests/measure/simulate/test_leap.py).
+pass over steps in which they need nothing from the host, and then brings them up to date here. Tokens, pages and cached
+blocks are the same as after planning each of these steps (tests/measure/simulate/test_leap.py).
 """
 
 from collections.abc import Collection, Mapping

@@ -1,7 +1,7 @@
-"""Everything that only CUDA has (pinned memory, copies that nobody waits for, events, graphs), with a twin for the CPU.
+"""Features that only CUDA has (pinned memory, asynchronous copies, events, graphs), with a twin for the CPU.
 
-What uses a `Device` runs unchanged on both, so that it is tested where no GPU is. All work of a device is ordered: it
-runs on the thread's current stream, one after another, in the order in which the host launches it.
+Code above a `Device` runs unchanged on both, so that tests need no GPU. All work of a device is ordered: it runs on the
+thread's current stream, in the order of its launch.
 """
 
 from collections.abc import Callable
@@ -20,65 +20,65 @@ Words: TypeAlias = npt.NDArray[np.int64]
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-# A process's context and its loaded kernels, which CUDA does not tell of.
+# Memory of a process's context and loaded kernels, which CUDA does not report.
 _CONTEXT_BYTES = 1 << 29
 
 
 class Fetch(Protocol):
-    """A copy to the host that is on its way."""
+    """A copy to the host that is in progress."""
 
     def wait(self) -> Words:
-        """Wait for this copy, and for nothing that was launched after it; return the words."""
+        """Wait for this copy, but for no later work; return the words."""
         ...
 
 
 class Captured(Protocol[T_co]):
-    """Launched work that can be launched again at once."""
+    """Captured work that can be launched again in one call."""
 
     def replay(self) -> T_co:
-        """Launch it on whatever its inputs hold now; the result is valid until the next replay of any graph."""
+        """Launch it on the current content of its inputs; the result is valid until the next replay of any graph."""
         ...
 
 
 class Device(Protocol):
-    """Where a model computes. One thread."""
+    """A device that computes a model. One thread."""
 
     def staging(self, num_words: int) -> Tensor:
-        """Return host memory, int64 [num_words] of any content, that `send` copies from without waiting."""
+        """Return uninitialised host memory, int64 [num_words], that `send` copies from without waiting."""
         ...
 
     def send(self, staged: Tensor, target: Tensor) -> None:
-        """Launch a copy of `staging`'s memory into a tensor of the device. It may be dropped then, but not refilled."""
+        """Start a copy of `staging`'s memory to the device. Afterwards it may be dropped, but not refilled."""
         ...
 
     def fetch(self, words: Tensor) -> Fetch:
-        """Launch a copy of an int64 tensor [num_words] to the host."""
+        """Start a copy of an int64 tensor [num_words] to the host."""
         ...
 
     def capture(self, run: Callable[[], T]) -> Captured[T]:
-        """Return `run`, which only launches work and returns tensors, as something that is replayed in one launch.
+        """Return the work of `run`, which only launches work and returns tensors, for replays in one launch.
 
-        May call `run`. Raises RuntimeError when its work cannot be captured.
+        May call `run`. Raises RuntimeError when the work cannot be captured.
         """
         ...
 
     def synchronize(self) -> None:
-        """Wait for everything that was launched."""
+        """Wait for all launched work."""
         ...
 
     def measure(self, run: Callable[[], object]) -> "MeasuredMemory":
-        """Run something twice; return what it takes. Afterwards nothing is kept for it."""
+        """Return the memory that `run` needs, by running it; nothing is kept for it afterwards."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredMemory:
-    """What some work takes."""
+    """Memory that some work needs."""
 
     device: DeviceMemory
-    """While the work does not run, and nothing is kept for it."""
+    """The device while the work does not run."""
     peak_bytes: int
-    """What it takes at its worst moment."""
+    """Additional memory at the work's peak."""
 
 
 @cache
@@ -105,7 +105,7 @@ class _Eager(Generic[T]):
 
 
 class HostDevice:
-    """The twin: everything happens at once."""
+    """The twin for a CPU: all work is done at once."""
 
     def staging(self, num_words: int) -> Tensor:
         """See `Device`."""
@@ -120,14 +120,14 @@ class HostDevice:
         return _Arrived(words)
 
     def capture(self, run: Callable[[], T]) -> Captured[T]:
-        """See `Device`; a replay runs it again, and its result is a new one."""
+        """See `Device`; a replay runs it again, with a new result."""
         return _Eager(run)
 
     def synchronize(self) -> None:
         """See `Device`."""
 
     def measure(self, run: Callable[[], object]) -> MeasuredMemory:
-        """See `Device`; what it takes at its peak is not known of a CPU."""
+        """See `Device`; the peak is not measured on a CPU."""
         run()
         host = measure_host()
         total = host.available_bytes + host.process_bytes
@@ -159,14 +159,14 @@ class _CudaGraph(Generic[T]):
 class CudaDevice:
     """A CUDA device; see `Device`.
 
-    Pinned memory comes from torch's caching allocator, which gives it away again only when the copies that were
-    launched from or into it have ended: no ring of buffers, and no event per buffer, is needed here.
+    Pinned memory comes from torch's caching allocator, which reuses it only after the copies from or into it have
+    ended: no ring of buffers and no event per buffer is needed here.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # One memory pool for all graphs: they never run at the same time. One stream to warm up and capture them on,
-        # since libraries keep a workspace for every stream that they have seen.
+        # All graphs share one memory pool, since they never run at the same time, and one stream to warm up and capture
+        # on, since libraries keep a workspace per stream.
         self._pool: Any = None
         self._capture_stream: torch.cuda.Stream | None = None
 
@@ -187,17 +187,17 @@ class CudaDevice:
         return _CudaFetch(host, arrived)
 
     def capture(self, run: Callable[[], T]) -> Captured[T]:
-        """See `Device`. Runs it twice first, on a side stream: kernels compile, and libraries take their workspaces."""
+        """See `Device`. Runs it twice first, on a side stream: kernels compile and libraries allocate workspaces."""
         if self._capture_stream is None:
             self._capture_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._pool = torch.cuda.graph_pool_handle()
         side = self._capture_stream
         side.wait_stream(torch.cuda.current_stream(self._device))
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(side):  # around the capture too: where that fails, torch leaves its stream current
+        with torch.cuda.stream(side):  # around the capture too: when that fails, torch leaves its stream current
             run()
             run()
-            # Other threads copy KV blocks at the same time: their calls must not end the capture.
+            # Other threads copy KV blocks at the same time, which must not end the capture.
             with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
                 result = run()
         torch.cuda.current_stream(self._device).wait_stream(side)

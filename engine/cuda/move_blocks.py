@@ -1,6 +1,6 @@
-"""One kernel for every way that blocks move inside a device: out of pages, into pages, from page to page.
+"""One kernel for all moves of blocks inside a device: out of pages, into pages, from page to page.
 
-See `kv_copy` for what a block view is, and for the same in plain torch (`move_blocks_in_torch`).
+`kv_copy` defines block views, and does the same in plain torch (`move_blocks_in_torch`).
 """
 # ruff: noqa: ANN001, ANN202, PLR0913 - a kernel's parameters are pointers, strides and compile-time constants
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, import-untyped"

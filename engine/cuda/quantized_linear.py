@@ -1,4 +1,4 @@
-"""Kernels around 8-bit weights: rows quantized in one pass, and products with int8 weights for few rows."""
+"""Kernels for 8-bit weights: quantization of rows in one pass, and products with int8 weights for few rows."""
 # ruff: noqa: ANN001, ANN202, PLR0913 - a kernel's parameters are pointers, strides and compile-time constants
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, import-untyped"
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.ops.triton_kernels.pages import dot_dtype
 
 _FP8_MAX = tl.constexpr(448.0)
-_TINY = tl.constexpr(1.1754943508222875e-38)  # as in engine.model.quantize: a row of zeros has a scale as well
+_TINY = tl.constexpr(1.1754943508222875e-38)  # as in engine.model.quantize: a row of zeros has a scale too
 
 _INT8_BLOCK_OUT = 32
 _INT8_BLOCK_IN = 128
@@ -25,7 +25,7 @@ def _quantize_rows(x, rows, scales, x_stride, num_features, BLOCK: tl.constexpr)
     values = tl.load(x + row * x_stride + features, mask=inside, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(values), 0) / _FP8_MAX, _TINY)
     tl.store(scales + row, scale)
-    # Division may round the largest value above the maximum, and what is above it has no e4m3.
+    # Division may round the largest value above the maximum, which e4m3 cannot represent.
     quantized = tl.minimum(tl.maximum(values / scale, -_FP8_MAX), _FP8_MAX)
     tl.store(rows + row * num_features + features, quantized.to(tl.float8e4nv), mask=inside)
 
@@ -44,7 +44,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return rows, scales
 
 
-@triton.jit(do_not_specialize=["num_tokens"])  # else 1, multiples of 16 and others would be compiled one by one
+@triton.jit(do_not_specialize=["num_tokens"])  # else 1, multiples of 16 and other values are compiled separately
 def _int8_linear(
     x,
     weight,

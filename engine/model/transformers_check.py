@@ -1,8 +1,8 @@
-"""Proves, when a model is loaded, that it computes on our pages what it computes alone.
+"""Checks, when a model is loaded, that it computes the same on our pages as in plain transformers.
 
-The trial run sees what a model asks of attention, but not what it does elsewhere: whether it counts positions by
-itself, looks at neighbouring tokens, or keeps a state. So two short texts are run in plain transformers, each alone,
-and in our way, in one row and in two steps, and the logits are compared: four forward passes over a few tokens.
+The trial run sees a model's calls of attention, but not whether it counts positions itself, looks at neighbouring
+tokens, or keeps a state. So two short texts run in plain transformers, each alone, and in our way, in one row and in
+two steps, and the logits are compared: four forward passes over a few tokens.
 """
 
 import logging
@@ -23,15 +23,15 @@ _BLOCK_SIZE = 2
 _BLOCK_TABLES = ((BlockId(3), BlockId(0), BlockId(4)), (BlockId(1), BlockId(2)))
 _TEXT_LENS = (6, 4)
 _FIRST_STEP = 3
-"""Tokens of each text in the first step; the second then holds a chunk with a cached prefix, and a decode token."""
-# In units of the logits' spread: rounding stays well below, a wrong position or a look at a neighbour well above.
+"""Tokens of each text in the first step; the second then has a chunk with a cached prefix, and a decode token."""
+# In units of the logits' spread: rounding is well below, a wrong position or a look at a neighbour well above.
 _FLOAT32_TOLERANCE = 1e-3
 _HALF_TOLERANCE = 0.1
 
 
 @torch.inference_mode()
 def check_against_transformers(decoder: TransformersDecoder, causal_lm: Any) -> None:
-    """Raise UnsupportedModel unless the decoder agrees with `causal_lm`, of which it was made, in eager attention."""
+    """Raise UnsupportedModel unless the decoder agrees with its own `causal_lm` in eager attention."""
     device, dtype = causal_lm.device, causal_lm.dtype
     vocab_size = decoder.config.vocab_size
     texts = [torch.tensor([(7 * i + 5 * n) % vocab_size for i in range(n)], device=device) for n in _TEXT_LENS]

@@ -1,8 +1,8 @@
 """Loads decoders that transformers computes.
 
-Tested against transformers itself, on tiny random checkpoints (tests/engine/test_transformers_models.py), are
-`TESTED_ARCHITECTURES`; others are refused. So that this holds for the installed version of transformers too, a model
-has to pass a trial run (`engine.model.transformers_trial`) and, once loaded, to agree with transformers' own attention
+`TESTED_ARCHITECTURES` are tested against transformers on tiny random checkpoints
+(tests/engine/test_transformers_models.py); others are refused. For the installed version of transformers, a model must
+also pass a trial run (`engine.model.transformers_trial`) and, once loaded, agree with transformers' own attention
 (`engine.model.transformers_check`).
 """
 
@@ -71,10 +71,10 @@ TESTED_ARCHITECTURES = frozenset(
 def load_transformers_decoder(
     model_dir: Path, config: TransformersConfig, *, dtype: torch.dtype, device: torch.device
 ) -> TransformersDecoder:
-    """Return the decoder of a checkpoint folder; `config` is what `read_transformers_config` made of it.
+    """Return the decoder of a checkpoint folder, whose `config` comes from `read_transformers_config`.
 
-    Reads local safetensors files only and runs no code of a checkpoint. Raises UnsupportedModel when the architecture
-    is not a tested one, a tensor is missing, unknown or of another shape, or logits differ from transformers' own.
+    Reads only local safetensors files and runs no code of a checkpoint. Raises UnsupportedModel when the architecture
+    is untested, a tensor is missing, unknown or of another shape, or logits differ from transformers' own.
     """
     if config.architecture not in TESTED_ARCHITECTURES:
         raise UnsupportedModel(
@@ -91,11 +91,11 @@ def load_transformers_decoder(
 def _load_causal_lm(model_dir: Path, dtype: torch.dtype) -> Any:
     """Return the checkpoint's model, on the CPU, with our attention."""
     register_paged_attention()
-    weight_files(model_dir)  # raises unless they are complete, and safetensors
+    weight_files(model_dir)  # raises unless they are complete safetensors files
     if (model_dir / "adapter_config.json").exists():
         raise UnsupportedModel(f"{model_dir} holds an adapter (adapter_config.json); adapters are not supported")
     config = pretrained_config(model_dir)
-    with refusing(f"{model_dir} cannot be loaded"), _no_progress_bar():
+    with refusing(f"cannot load {model_dir}"), _no_progress_bar():
         model, report = causal_lm_class(config).from_pretrained(
             model_dir,
             config=config,
@@ -105,17 +105,17 @@ def _load_causal_lm(model_dir: Path, dtype: torch.dtype) -> Any:
             local_files_only=True,
             output_loading_info=True,
         )
-    for key, problem in (("missing_keys", "lacks"), ("unexpected_keys", "has, without a place for them,")):
+    for key, problem in (("missing_keys", "missing in the checkpoint"), ("unexpected_keys", "of no known place")):
         if report[key]:
             names = sorted(report[key])
-            raise UnsupportedModel(f"the checkpoint {problem} {len(names)} tensors, {names[0]} among them")
+            raise UnsupportedModel(f"{len(names)} tensors are {problem}, {names[0]} among them")
     pin_rotary_frequencies(model)
     return model
 
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Keep transformers from drawing on stderr, which is for log lines."""
+    """Keep transformers from drawing on stderr, which has log lines."""
     transformers_logging: Any = transformers.utils.logging
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()

@@ -177,7 +177,7 @@ def test_publish_when_another_page_has_the_hash_keeps_the_first() -> None:
     (second,) = pool.allocate(1)
     (block_hash,) = hash_blocks([0, 1], root=ROOT, block_size=BLOCK_SIZE)
     assert pool.publish(second, block_hash, behind=None) == first
-    assert pool.block_with(block_hash) == first
+    assert pool.match_prefix([block_hash]) == [first]
     assert pool.is_writable(second)
 
 

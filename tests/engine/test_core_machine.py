@@ -18,12 +18,12 @@ from common.block_hash import hash_blocks
 from common.errors import PromptTooLong, Refused
 from common.ids import BlockHash, BlockId
 from engine.events import Tokens
-from engine.executor import ScheduledSequence, StepHandle, StepResult
 from engine.fake import token_kv
 from engine.group import Group
 from engine.landing import Landing
 from engine.sequence import EngineRequest, Retention, SequenceState
 from tests.builders import BLOCK_SIZE, Collector, assert_empty, expected_tokens, make_core, make_request
+from tests.engine.overlap import Spy, step
 
 STOP_TOKEN = ord("e")  # one of the fake's letters
 
@@ -57,34 +57,6 @@ class Work:
         outputs = [o for o in self.collector.outputs if o.sample_index == sample]
         assert [o.token_index for o in outputs] == list(range(self.first_index, self.first_index + len(outputs)))
         return [o.token_id for o in outputs]
-
-
-class Faults:
-    """An executor's launch with faults on demand."""
-
-    def __init__(self, launch: Any) -> None:
-        self._launch = launch
-        self.in_next_launch = False
-        self.in_next_results = False
-
-    def launch(self, batch: Sequence[ScheduledSequence]) -> StepHandle:
-        if self.in_next_launch:
-            self.in_next_launch = False
-            raise RuntimeError("no launch")
-        handle: StepHandle = self._launch(batch)
-        if self.in_next_results:
-            self.in_next_results = False
-            return _Broken(handle)
-        return handle
-
-
-class _Broken:
-    def __init__(self, handle: StepHandle) -> None:
-        self._handle = handle
-
-    def results(self) -> list[StepResult]:
-        self._handle.results()
-        raise RuntimeError("no results")
 
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
@@ -122,8 +94,7 @@ class CoreMachine(RuleBasedStateMachine):
             max_steps_in_flight=max_steps_in_flight,
         )
         self.core.scheduler.pages.num_admitted = num_admitted
-        self.faults = Faults(self.core.executor.launch)
-        self.core.executor.launch = self.faults.launch  # type: ignore[method-assign]
+        self.spy = Spy(self.core)
 
     # ── what a worker does ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -170,13 +141,9 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(num_steps=st.integers(1, 4))
     def steps(self, num_steps: int) -> None:
-        self.step(num_steps)
-
-    def step(self, num_steps: int) -> None:
         for _ in range(num_steps):
             if self.core.has_work:
-                for group, event in self.core.step():
-                    group.sink(event)
+                step(self.core)
 
     @rule(data=st.data())
     def transfer_and_start(self, data: st.DataObject) -> None:
@@ -272,8 +239,11 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(fault=st.sampled_from([None, None, None, "launch", "results"]))
     def break_next_step(self, fault: str | None) -> None:
-        self.faults.in_next_launch = fault == "launch"
-        self.faults.in_next_results = fault == "results"
+        next_step = len(self.spy.batches)
+        self.spy.fail_launch_of = next_step if fault == "launch" else None
+        self.spy.fail_results_of.discard(next_step)
+        if fault == "results":
+            self.spy.fail_results_of.add(next_step)
 
     # ── what must hold ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -321,8 +291,7 @@ class CoreMachine(RuleBasedStateMachine):
                 for i, block_hash in enumerate(hashes):
                     self.tokens_of[block_hash] = tuple(sequence.token_ids[: (i + 1) * BLOCK_SIZE])
         for block_hash in self.core.pool.snapshot().stored:
-            block_id = self.core.pool.block_with(block_hash)
-            assert block_id is not None
+            (block_id,) = self.core.pool.match_prefix([block_hash])
             tokens = self.tokens_of[block_hash]
             found = np.frombuffer(self.core.executor.kv.read_blocks([block_id]), dtype="<u8")
             start = len(tokens) - BLOCK_SIZE
@@ -353,7 +322,8 @@ class CoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "core"):
             return
-        self.faults.in_next_launch = self.faults.in_next_results = False
+        self.spy.fail_launch_of = None
+        self.spy.fail_results_of.discard(len(self.spy.batches))
         for work in self.works:
             if work.kind == "reserve" and work.group.leader.state is SequenceState.RESERVED:
                 work.is_ended = True
@@ -389,8 +359,7 @@ class CoreMachine(RuleBasedStateMachine):
         for _ in range(1000):
             if not self.core.has_work:
                 return
-            for group, event in self.core.step():
-                group.sink(event)
+            step(self.core)
         raise AssertionError("still busy after 1000 steps")
 
     def alive(self) -> list[Work]:

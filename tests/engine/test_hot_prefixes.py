@@ -44,8 +44,7 @@ class HotMachine(PoolMachine):
         assert not left_out or not chosen or max(left_out) <= min(chosen)
 
     def page(self, block_hash: BlockHash) -> int:
-        page = self.pool.block_with(block_hash)
-        assert page is not None
+        (page,) = self.pool.match_prefix([block_hash])
         return page
 
     def teardown(self) -> None:

@@ -11,9 +11,8 @@ import torch
 
 from common.errors import LayoutMismatch
 from common.ids import BlockId
-from engine.executor import KvShape
+from engine.executor import NONCE_BYTES, KvShape
 from engine.kv_cache import TorchKvStore, num_blocks_for_budget
-from engine.shared_memory import NONCE_BYTES
 
 CPU = torch.device("cpu")
 

@@ -101,9 +101,7 @@ def test_parse_config_when_rope_is_spelled_old_or_new_reads_the_same(spelling: d
     assert (rope.rope_type, rope.theta, rope.factor) == (RopeType.LINEAR, 77.0, 2.0)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"), [("[1]", "no JSON object"), ("{", "not JSON"), (None, "cannot be read")]
-)
+@pytest.mark.parametrize(("content", "message"), [("[1]", "no JSON object"), ("{", "not JSON"), (None, "cannot read")])
 def test_read_json_when_file_is_bad_says_why(tmp_path: Path, content: str | None, message: str) -> None:
     path = tmp_path / "config.json"
     if content is not None:

@@ -73,27 +73,23 @@ def test_load_weights_when_embeddings_are_tied_shares_them(tmp_path: Path) -> No
     assert plain(weights.head).weight is weights.embedding
 
 
-def test_load_weights_when_a_tensor_is_missing_names_it(single: Path, tmp_path: Path) -> None:
-    rewrite(single, tmp_path, model__norm__weight=None)
-    with pytest.raises(UnsupportedModel, match=r"lacks 1 tensors, model\.norm\.weight"):
-        read_weights(tmp_path)
-
-
-def test_load_weights_when_a_tensor_is_unknown_names_it(single: Path, tmp_path: Path) -> None:
-    rewrite(single, tmp_path, model__layers__0__adapter__weight=torch.zeros(1))
-    with pytest.raises(UnsupportedModel, match=r"model\.layers\.0\.adapter\.weight has no place"):
-        read_weights(tmp_path)
-
-
-def test_load_weights_when_a_shape_differs_tells_both(single: Path, tmp_path: Path) -> None:
-    rewrite(single, tmp_path, model__norm__weight=torch.ones(61))
-    with pytest.raises(UnsupportedModel, match=r"shape \[61\], config\.json says \[60\]"):
-        read_weights(tmp_path)
-
-
-def test_load_weights_when_stored_quantized_refuses(single: Path, tmp_path: Path) -> None:
-    rewrite(single, tmp_path, model__norm__weight=torch.ones(60, dtype=torch.int8))
-    with pytest.raises(UnsupportedModel, match=r"stored as torch\.int8"):
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model__norm__weight": None}, r"1 tensors are missing in the checkpoint, model\.norm\.weight"),
+        (
+            {"model__layers__0__adapter__weight": torch.zeros(1)},
+            r"model\.layers\.0\.adapter\.weight has no place",
+        ),
+        ({"model__norm__weight": torch.ones(61)}, r"shape \[61\], config\.json says \[60\]"),
+        ({"model__norm__weight": torch.ones(60, dtype=torch.int8)}, r"stored as torch\.int8"),
+    ],
+)
+def test_load_weights_when_a_tensor_does_not_fit_names_it(
+    single: Path, tmp_path: Path, changes: dict[str, torch.Tensor | None], reason: str
+) -> None:
+    rewrite(single, tmp_path, **changes)
+    with pytest.raises(UnsupportedModel, match=reason):
         read_weights(tmp_path)
 
 
@@ -106,7 +102,7 @@ def test_load_weights_when_file_is_cut_short_says_which(single: Path, tmp_path: 
     shutil.copy(single / "config.json", tmp_path)
     content = (single / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
-    with pytest.raises(UnsupportedModel, match=r"model\.safetensors cannot be read"):
+    with pytest.raises(UnsupportedModel, match=r"cannot read .*model\.safetensors"):
         read_weights(tmp_path)
 
 
@@ -114,7 +110,7 @@ def test_weight_files_when_a_shard_is_missing_names_it(tmp_path: Path) -> None:
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "model-00001-of-00002.safetensors").touch()
-    with pytest.raises(UnsupportedModel, match=r"lacks model-00002-of-00002\.safetensors"):
+    with pytest.raises(UnsupportedModel, match=r"model-00002-of-00002\.safetensors missing"):
         weight_files(tmp_path)
 
 

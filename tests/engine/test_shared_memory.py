@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.shared_memory import NONCE_BYTES, allocate_region, map_peer_region
+from engine.executor import NONCE_BYTES
+from engine.shared_memory import allocate_region, map_peer_region
 
 
 def test_peer_sees_what_is_written_and_only_with_the_right_nonce_and_size() -> None:

@@ -10,6 +10,7 @@ from engine.core import EngineCore
 from engine.events import StepSample
 from engine.executor import ScheduledSequence, StepHandle, StepResult
 from tests.builders import Collector, make_core, make_request, run_until_idle, submit
+from tests.engine.overlap import Handle, Spy
 
 STEP_S, HOST_S = 0.5, 0.125
 
@@ -24,16 +25,12 @@ class SlowExecutor:
 
     def _slow(self, batch: Sequence[ScheduledSequence]) -> StepHandle:
         self._free_at_s = max(self._free_at_s, self._clock.monotonic()) + STEP_S
-        return _SlowStep(self._launch(batch), self._free_at_s, self._clock)
+        handle, done_s = self._launch(batch), self._free_at_s
+        return Handle(lambda: self._wait(handle, done_s))
 
-
-class _SlowStep:
-    def __init__(self, handle: StepHandle, done_s: float, clock: ManualClock) -> None:
-        self._handle, self._done_s, self._clock = handle, done_s, clock
-
-    def results(self) -> list[StepResult]:
-        self._clock.advance(max(0.0, self._done_s - self._clock.monotonic()))
-        return self._handle.results()
+    def _wait(self, handle: StepHandle, done_s: float) -> list[StepResult]:
+        self._clock.advance(max(0.0, done_s - self._clock.monotonic()))
+        return handle.results()
 
 
 def timed_core(max_steps_in_flight: int) -> tuple[EngineCore, ManualClock]:
@@ -75,15 +72,9 @@ def test_idle_time_belongs_to_no_step(max_steps_in_flight: int) -> None:
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
 def test_failed_step_and_the_time_until_the_next_are_not_counted(max_steps_in_flight: int) -> None:
     core, clock = timed_core(max_steps_in_flight)
-    launch = core.executor.launch
-
-    def fail(_batch: Sequence[ScheduledSequence]) -> StepHandle:
-        raise RuntimeError("out of memory")
-
-    core.executor.launch = fail  # type: ignore[method-assign,assignment]
+    Spy(core).fail_launch_of = 0
     submit(core, make_request([1]))
     assert run(core, clock) == ()
-    core.executor.launch = launch  # type: ignore[method-assign]
     clock.advance(1000.0)
     submit(core, make_request([1], max_tokens=1, ignore_eos=True))
     assert [sample.seconds for sample in run(core, clock)] == [STEP_S]

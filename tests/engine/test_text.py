@@ -53,17 +53,14 @@ def llama_like() -> tokenizers.Tokenizer:
     return byte_fallback(decoders.Sequence(chain))
 
 
-@functools.cache
 def gemma_like() -> tokenizers.Tokenizer:
     return byte_fallback(decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]))
 
 
-@functools.cache
 def metaspace_with_fallback() -> tokenizers.Tokenizer:
     return byte_fallback(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]))
 
 
-@functools.cache
 def metaspace() -> tokenizers.Tokenizer:
     return byte_fallback(decoders.Metaspace())
 
@@ -283,28 +280,23 @@ def push_text(stops: tuple[str, ...], *tokens: str) -> list[tuple[str, bool]]:
     return [(delta.text, delta.stopped) for delta in deltas]
 
 
-def test_stop_string_over_three_tokens_is_held_back_and_never_emitted() -> None:
-    assert push_text(("stop",), "x s", "t", "op y") == [("x ", False), ("", False), ("", True)]
-
-
-def test_stop_string_that_does_not_come_true_is_emitted_as_soon_as_that_is_certain() -> None:
-    assert push_text(("stop",), "s", "to", "x") == [("", False), ("", False), ("stox", False)]
-
-
-def test_stop_string_that_begins_inside_a_failed_beginning_is_found() -> None:
-    assert push_text(("aab",), "a", "a", "ab") == [("", False), ("", False), ("a", True)]
-
-
-def test_stop_strings_complete_at_the_same_character_cut_before_the_longest() -> None:
-    assert push_text(("b", "aab"), "xaa", "bz") == [("x", False), ("", True)]
-
-
-def test_stop_string_complete_first_wins_over_one_that_began_earlier() -> None:
-    assert push_text(("abcd", "bc"), "xabcd") == [("xa", True)]
-
-
-def test_stop_string_of_one_character_stops_at_its_first_occurrence() -> None:
-    assert push_text(("o",), "hello world") == [("hell", True)]
+@pytest.mark.parametrize(
+    ("stops", "tokens", "deltas"),
+    [
+        pytest.param(("stop",), ("x s", "t", "op y"), [("x ", False), ("", False), ("", True)], id="over three tokens"),
+        pytest.param(("stop",), ("s", "to", "x"), [("", False), ("", False), ("stox", False)], id="not completed"),
+        pytest.param(
+            ("aab",), ("a", "a", "ab"), [("", False), ("", False), ("a", True)], id="begins in a failed beginning"
+        ),
+        pytest.param(("b", "aab"), ("xaa", "bz"), [("x", False), ("", True)], id="longest of those that end together"),
+        pytest.param(("abcd", "bc"), ("xabcd",), [("xa", True)], id="first complete wins over begun earlier"),
+        pytest.param(("o",), ("hello world",), [("hell", True)], id="one character"),
+    ],
+)
+def test_stop_string_is_held_back_while_it_may_come_and_never_emitted(
+    stops: tuple[str, ...], tokens: tuple[str, ...], deltas: list[tuple[str, bool]]
+) -> None:
+    assert push_text(stops, *tokens) == deltas
 
 
 def test_stream_after_a_stop_string_emits_nothing_more() -> None:

@@ -254,9 +254,9 @@ def test_load_when_architecture_is_not_a_tested_one_names_those_that_are(tmp_pat
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model.norm.weight": None}, r"lacks 1 tensors, model\.norm\.weight"),
-        ({"model.layers.0.adapter.weight": torch.zeros(1)}, r"has, without a place for them, 1 tensors"),
-        ({"model.norm.weight": torch.ones(61)}, "cannot be loaded"),
+        ({"model.norm.weight": None}, r"1 tensors are missing in the checkpoint, model\.norm\.weight"),
+        ({"model.layers.0.adapter.weight": torch.zeros(1)}, "1 tensors are of no known place"),
+        ({"model.norm.weight": torch.ones(61)}, "cannot load"),
     ],
 )
 def test_load_when_tensors_do_not_fit_names_them(

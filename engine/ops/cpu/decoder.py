@@ -1,4 +1,4 @@
-"""The forward pass on packed weights, a layer a call."""
+"""The forward pass on packed weights, with one call per layer."""
 
 import ctypes
 
@@ -17,7 +17,7 @@ class CpuDecoder:
     """`engine.model.decoder.Decoder` with all projections packed: the same kernels in the same order."""
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, kernels: CpuKernels) -> None:
-        """All of the weights' projections are packed by `kernels`."""
+        """Take weights whose projections are all packed by `kernels`."""
         assert isinstance(weights.head, PackedLinear), f"{weights.head} is not packed"
         self._config = config
         self._weights = weights
@@ -53,7 +53,7 @@ class CpuDecoder:
 
 
 def can_run(weights: DecoderWeights) -> bool:
-    """Whether every projection is packed; those of other kinds are called one by one, by `Decoder`."""
+    """Whether every projection is packed; else `Decoder` calls them one by one."""
     layers = weights.layers
     projections = [p for layer in layers for p in (layer.qkv, layer.output, layer.gate_up, layer.down)]
     return all(isinstance(projection, PackedLinear) for projection in (*projections, weights.head))

@@ -25,11 +25,11 @@ class Arena:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        """Reserve room for pieces that add up to `num_bytes` as `padded` counts them."""
+        """Reserve memory for pieces whose `padded` sizes add up to `num_bytes`."""
         size = max(1, -(-num_bytes // _HUGE_PAGE)) * _HUGE_PAGE
         self._memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them: small pages will do
+            with contextlib.suppress(OSError):  # a kernel without huge pages
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
         everything = torch.frombuffer(self._memory, dtype=torch.uint8)
         start = -everything.data_ptr() % _HUGE_PAGE
@@ -44,13 +44,14 @@ class Arena:
 
 
 def padded(count: int, dtype: torch.dtype) -> int:
-    """Return the bytes that a piece takes."""
+    """Return the size of a piece in bytes."""
     return -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
 class PackedLinear:
-    """A projection, read as one stream per product: at few rows it runs at the speed of memory. Rows are independent:
-    a row's result does not change with the other rows, bit for bit.
+    """A projection that is read as one stream per product: with few rows it runs at the speed of memory.
+
+    Rows are independent: a row's result does not change with the other rows, bit for bit.
     """
 
     def __init__(self, linear: Linear, kernels: CpuKernels, arena: Arena) -> None:
@@ -67,14 +68,14 @@ class PackedLinear:
             columns=out_features,
             depth=in_features,
         )
-        """For kernels that take several; valid while this lives."""
+        """Address for kernels that take several weights; valid while this object lives."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias, [num_tokens, out_features]; x is contiguous [num_tokens, in_features]."""
         return self._multiply(self._kernels.linear, x, x.dtype)
 
     def wide(self, x: Tensor) -> Tensor:
-        """As a call, but in float32: the sums are not rounded."""
+        """Return the product in float32, without rounding the sums."""
         return self._multiply(self._kernels.wide_linear, x, torch.float32)
 
     def _multiply(self, kernel: Callable[..., None], x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -85,7 +86,7 @@ class PackedLinear:
 
 
 def can_pack_all(weights: DecoderWeights) -> bool:
-    """Whether the kernels take every projection: two numbers of a row are multiplied at a time."""
+    """Whether the kernels take every projection: they multiply two numbers of a row at a time."""
     return all(linear.weight.shape[1] % 2 == 0 for linear in weights.plain_projections())
 
 

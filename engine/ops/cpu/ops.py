@@ -20,7 +20,7 @@ _HEAD_DIM_MULTIPLE = 32
 
 
 def can_attend(config: DecoderConfig) -> bool:
-    """Whether the kernels know these heads; all published sizes from 32 up but 80 are multiples of 32."""
+    """Whether the kernels take heads of this size: all published sizes from 32 up except 80 are multiples of 32."""
     return config.head_dim % _HEAD_DIM_MULTIPLE == 0
 
 
@@ -40,13 +40,13 @@ class CpuOps:
         ]
 
     def plan(self, metadata: AttentionMetadata) -> "CpuStepOps":
-        """Point the kernels at the step; see `Ops`. Block tables are read where the sequences keep them."""
-        self.kernels.use_threads(torch.get_num_threads())  # this may be the first step on this thread
+        """Prepare a step; see `Ops`. Kernels read the sequences' own block tables."""
+        self.kernels.use_threads(torch.get_num_threads())  # for the first step on this thread
         return CpuStepOps(self._config, self.kernels, self._layers, _PlannedStep(metadata, self._config, self._rope))
 
 
 class _PlannedStep:
-    """The kernels' view of a step, and everything that it points to."""
+    """The kernels' view of a step, and the memory that it points to."""
 
     def __init__(self, metadata: AttentionMetadata, config: DecoderConfig, rope: RotaryEmbedding) -> None:
         cos, sin = rope.half_angles(torch.from_numpy(metadata.positions))
@@ -80,7 +80,7 @@ class CpuStepOps:
         self._layers = layers
         self._planned = planned
         self.address = ctypes.byref(planned.struct)
-        """Of the step, for kernels."""
+        """Address of the step, for kernels."""
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """See `StepOps`."""
@@ -89,7 +89,7 @@ class CpuStepOps:
         return normed
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-        """See `StepOps`; mutates x as well, which becomes the result."""
+        """See `StepOps`; also mutates x, which becomes the result."""
         at = x.data_ptr()
         self._kernels.add_rms_norm(at, residual.data_ptr(), weight.data_ptr(), at, *x.shape, self._config.rms_norm_eps)
         return x
@@ -117,7 +117,7 @@ class CpuStepOps:
 
 
 def _table_address(span: SequenceSpan, copies: "list[array[int]]") -> int:
-    """Return where the block table's int32 entries lie; a table of another kind is copied, into `copies`."""
+    """Return the address of a block table's int32 entries; other kinds of tables are first copied into `copies`."""
     table = span.block_table
     if not (isinstance(table, array) and table.typecode == "i"):
         table = array("i", table)

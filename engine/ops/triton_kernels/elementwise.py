@@ -22,7 +22,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
     num_rows, size = x.shape
     output = torch.empty_like(x)
     block = triton.next_power_of_2(size)
-    num_warps = min(max(block // 512, 2), 16)  # up to 16 elements, two vector loads, a thread
+    num_warps = min(max(block // 512, 2), 16)  # up to 16 elements, two vector loads, per thread
     _rms_norm_kernel[(num_rows,)](output, x, residual, weight, eps, SIZE=size, BLOCK=block, num_warps=num_warps)
     return output
 
@@ -41,13 +41,13 @@ def _rms_norm_kernel(output_ptr, x_ptr, residual_ptr, weight_ptr, eps, SIZE: tl.
         tl.store(residual_ptr + offsets, rounded, mask=exists)
         x = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
-    # Rounded before the weight as well, where the checkpoints' own implementations round.
+    # Rounded before the weight too, like the checkpoints' own implementations.
     normed = (x * scale).to(dtype).to(tl.float32) * weight
     tl.store(output_ptr + offsets, normed.to(dtype), mask=exists)
 
 
 _BLOCK = 1024
-"""With four warps a thread has one 16-byte vector of each operand."""
+"""Elements per program: with four warps, one 16-byte vector of each operand per thread."""
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -68,5 +68,5 @@ def _silu_mul_kernel(output_ptr, gate_up_ptr, SIZE: tl.constexpr, BLOCK: tl.cons
     gate = tl.load(gate_ptr, mask=exists, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + SIZE, mask=exists, other=0.0).to(tl.float32)
     dtype = output_ptr.dtype.element_ty
-    activated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)  # rounded as by two operations
+    activated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)  # rounded like two operations
     tl.store(output_ptr + row * SIZE + columns, (activated * up).to(dtype), mask=exists)

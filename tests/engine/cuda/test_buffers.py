@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.cuda.buffers import BlockTables, DecodeColumns, DecodeLayout, RaggedColumns, span_of
+from engine.cuda.buffers import BlockTables, DecodeColumns, DecodeLayout, RaggedColumns
 from engine.cuda.columns import Column, Columns, RowMap
 from engine.executor import ScheduledSequence
-from engine.ops.metadata import AttentionMetadata
+from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.triton_kernels.step import DeviceStep
 from engine.sequence import Sequence
 from tests.engine.driver import DEVICE, make_sequence
@@ -142,7 +142,7 @@ def test_decode_columns_of_any_batch_lie_where_those_of_an_empty_one_do() -> Non
 def test_ragged_columns_equal_the_kernels_own_description_of_the_step() -> None:
     chunk = sequence_with([8, 0, 3, 11], num_computed=3, num_tokens=14)
     batch = [*decode_batch(), ScheduledSequence(chunk, 11, 1)]
-    metadata = AttentionMetadata.from_spans([span_of(item) for item in batch], block_size=4)
+    metadata = AttentionMetadata.from_spans([SequenceSpan.of(item) for item in batch], block_size=4)
     tables = BlockTables(num_rows=4, max_blocks=9, device=device)
     columns = Columns()
     sequences = [item.sequence for item in batch]

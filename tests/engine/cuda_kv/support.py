@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda.kv_copy import DevicePages
-from engine.executor import KvShape
-from engine.shared_memory import NONCE_BYTES
+from engine.executor import NONCE_BYTES, KvShape
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
@@ -53,9 +52,10 @@ class Card:
 class CardDriver:
     """An `IpcDriver` of one process on a card. Allocations begin 64 bytes before the tensors in them."""
 
-    def __init__(self, card: Card, *, device_uuid: str = "card-0") -> None:
+    device_uuid = "card-0"
+
+    def __init__(self, card: Card) -> None:
         self.card = card
-        self.device_uuid = device_uuid
         self._own: list[Tensor] = []
         self._opened: dict[int, Tensor] = {}
 
