@@ -1,4 +1,4 @@
-"""Engine tests compute on one thread: several at once must not fight over the cores, and sums keep their order."""
+"""Engine tests compute on one thread: parallel runs must not compete for cores, and sums keep their order."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def mixed_windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _save(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.engine.tiny_models import make_model  # seconds, which most engine tests do without
+    from tests.engine.tiny_models import make_model  # seconds, which most engine tests save
 
     model_dir = tmp_path_factory.mktemp(name)
     make_model(name).save_pretrained(model_dir)

@@ -17,7 +17,7 @@ class Handle:
 
 
 class Spy:
-    """Stands between a core and its executor: records every batch, and fails where it is told to."""
+    """Stands between a core and its executor: records every batch and injects faults."""
 
     def __init__(self, core: EngineCore) -> None:
         self.batches: list[list[ScheduledSequence]] = []
@@ -49,7 +49,7 @@ def step(core: EngineCore) -> None:
 
 
 def step_until_flight_knows(core: EngineCore, collector: Collector, num_tokens: int) -> None:
-    """Step until so many tokens have come; the step behind the last one is in flight then."""
+    """Step until `num_tokens` tokens have come; the next step is in flight then."""
     while len(collector.outputs) < num_tokens:
         step(core)
     assert core.num_steps_in_flight == 1

@@ -181,7 +181,7 @@ def test_publish_when_another_page_has_the_hash_keeps_the_first() -> None:
     assert pool.is_writable(second)
 
 
-def test_release_below_zero_is_our_own_bug_and_says_so() -> None:
+def test_release_below_zero_is_asserted_with_the_count() -> None:
     pool = BlockPool(1)
     table = pool.allocate(1)
     pool.release(table)
@@ -225,7 +225,7 @@ def test_block_that_two_samples_computed_does_not_outlive_its_parent() -> None:
     assert pool.allocate(3) == [second, first, parent]
 
 
-def test_sharing_within_a_request_is_no_reuse() -> None:
+def test_sharing_within_a_request_does_not_count_as_reuse() -> None:
     pool = BlockPool(2)
     table = _published(pool, [0, 0, 0, 1])
     pool.acquire(table)

@@ -175,7 +175,7 @@ def test_eos_ends_a_sample_unless_ignored(make_core: MakeCore) -> None:
     raise AssertionError("the fake never drew its end-of-sequence token")
 
 
-def test_prompt_logprobs_of_a_prompt_that_was_preempted_half_way_come_once(make_core: MakeCore) -> None:
+def test_prompt_logprobs_of_a_prompt_preempted_half_way_come_once(make_core: MakeCore) -> None:
     core = make_core(num_blocks=16, max_step_tokens=5)
     _g, early = submit(core, make_request([0] * 11, max_tokens=40, ignore_eos=True))
     while not early.outputs:
@@ -187,7 +187,7 @@ def test_prompt_logprobs_of_a_prompt_that_was_preempted_half_way_come_once(make_
     assert_empty(core)
 
 
-def test_prompt_logprobs_of_a_sample_that_is_computed_again_or_taken_over_are_not_told_again(
+def test_prompt_logprobs_are_sent_once_when_a_sample_is_recomputed_or_taken_over(
     make_core: MakeCore,
 ) -> None:
     core = make_core(num_blocks=12, max_step_tokens=32)
@@ -264,7 +264,7 @@ def test_reserve_refuses_when_pages_are_short_and_grants_after_release(make_core
     assert isinstance(core.reserve(make_request(range(100, 120), max_tokens=4), Collector()), Group)
 
 
-def test_handoff_inside_one_process_equals_oracle_and_publishes_only_verified_blocks(make_core: MakeCore) -> None:
+def test_handoff_in_one_process_equals_oracle_and_publishes_only_verified_blocks(make_core: MakeCore) -> None:
     prefill, decode = make_core(max_step_tokens=16), make_core()
     request = make_request(range(23), max_tokens=10, ignore_eos=True)
     collector, sent = Collector(), Collector()

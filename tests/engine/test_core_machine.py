@@ -1,7 +1,7 @@
-"""EngineCore as a state machine: everything a worker may do to it, in any order, in turn and overlapped.
+"""EngineCore as a state machine: all calls of a worker, in any order, in turn and overlapped.
 
 The fake engine computes a launched step as late as possible and answers with a hash of the pages that it finds. So a
-page that changes hands too early, or is published with the wrong content, becomes a wrong token.
+page that gets a new owner too early, or is published with wrong content, gives a wrong token.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ STOP_TOKEN = ord("e")  # one of the fake's letters
 
 @dataclass(eq=False)
 class Work:
-    """A request and what is known of its answer."""
+    """A request and the known part of its answer."""
 
     group: Group
     collector: Collector
@@ -44,7 +44,7 @@ class Work:
     _answers: dict[int, list[int]] = field(default_factory=dict)
 
     def answer(self, sample: int) -> list[int]:
-        """Return the whole answer, as it should be."""
+        """Return the correct whole answer."""
         if sample not in self._answers:
             request = self.group.request
             tokens = expected_tokens(request, sample=sample)
@@ -53,7 +53,7 @@ class Work:
         return self._answers[sample]
 
     def told(self, sample: int) -> list[int]:
-        """Return the tokens that came, which must be consecutive from the first one on."""
+        """Return the received tokens, which must be consecutive from the first one on."""
         outputs = [o for o in self.collector.outputs if o.sample_index == sample]
         assert [o.token_index for o in outputs] == list(range(self.first_index, self.first_index + len(outputs)))
         return [o.token_id for o in outputs]
@@ -96,7 +96,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.scheduler.pages.num_admitted = num_admitted
         self.spy = Spy(self.core)
 
-    # ── what a worker does ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── calls of a worker ──────────────────────────────────────────────────────────────────────────────────────────
 
     @rule(
         prompt=PROMPTS,
@@ -369,18 +369,18 @@ class CoreMachine(RuleBasedStateMachine):
         return [work for work in self.works if work.group.leader.state is SequenceState.RESERVED]
 
     def whole_answer(self, work: Work, sample: int) -> list[int]:
-        """Return what comes from here: without what another worker has told."""
+        """Return the part of the answer that this core generates."""
         request: EngineRequest = work.group.request
         return work.answer(sample)[0 if request.output_token_ids else work.first_index :]
 
     def fill(self, work: Work) -> None:
-        """Write a reservation's pages, as a transfer does: at any time, whatever is in flight."""
+        """Write a reservation's pages, as a transfer does at any time."""
         leader = work.group.leader
         indexes = range(leader.num_computed // BLOCK_SIZE, len(leader.block_table))
         self.write(leader.block_ids(), indexes, leader.token_ids)
 
     def write(self, block_table: Sequence[BlockId], indexes: range, token_ids: Sequence[int]) -> None:
-        """Write the right KV of these blocks of a sequence into its pages."""
+        """Write the correct KV of these blocks of a sequence into its pages."""
         for i in indexes:
             positions = range(i * BLOCK_SIZE, min((i + 1) * BLOCK_SIZE, len(token_ids)))
             page = np.zeros(BLOCK_SIZE, dtype="<u8")

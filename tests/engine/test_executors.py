@@ -1,4 +1,4 @@
-"""What both executors hold: greedy tokens of transformers through chunks, mixed steps and scrambled or shared pages.
+"""Both executors: greedy tokens of transformers through chunks, mixed steps and scrambled or shared pages.
 
 The device executor runs a step ahead of what the host knows; its decoder and operations are the CPU executor's.
 """

@@ -138,7 +138,7 @@ _PEER = """
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no anonymous memory files on this system")
-def test_map_peer_when_another_process_maps_the_region_reads_the_same_bytes_without_warnings() -> None:
+def test_map_peer_in_another_process_reads_the_same_bytes_without_warnings() -> None:
     store = make_store("bfloat16")
     region = store.shared_region
     assert region is not None

@@ -45,7 +45,7 @@ def test_load_executor_when_given_a_budget_fills_it_with_pages_and_says_so(
     }
 
 
-def test_load_executor_when_no_pages_are_given_fills_half_of_its_share_of_the_memory(
+def test_load_executor_without_a_size_fills_half_of_its_share_of_the_memory(
     qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = HostMemory(available_bytes=1 << 30, process_bytes=100 << 20)
@@ -54,7 +54,7 @@ def test_load_executor_when_no_pages_are_given_fills_half_of_its_share_of_the_me
     assert executor.kv.num_blocks == (5 << 20) // executor.kv.shape.block_bytes
 
 
-def test_load_executor_when_max_model_len_exceeds_the_checkpoint_keeps_the_checkpoints(qwen3: Path) -> None:
+def test_load_executor_keeps_the_checkpoints_length_when_max_model_len_exceeds_it(qwen3: Path) -> None:
     assert load(qwen3, max_model_len=10 * MAX_MODEL_LEN).max_model_len == MAX_MODEL_LEN
 
 

@@ -80,7 +80,7 @@ def test_host_when_the_process_outgrew_its_part_says_so() -> None:
 
 
 @pytest.mark.parametrize(("free_gib", "fraction", "expected_gib"), [(60, 1.0, 60), (60, 0.5, 40 - 16), (10, 0.5, 10)])
-def test_device_free_bytes_are_the_workers_part_less_its_use_and_at_most_what_is_free(
+def test_device_free_bytes_are_the_rest_of_the_part_and_at_most_what_is_free(
     free_gib: int, fraction: float, expected_gib: int
 ) -> None:
     assert (

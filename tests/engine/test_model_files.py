@@ -26,7 +26,7 @@ def test_cache_dir_when_not_configured_is_in_the_home_folder(monkeypatch: pytest
     assert cache_dir() == Path.home() / ".cache" / "kvrelay"
 
 
-def test_resolve_model_when_default_is_not_fetched_tells_the_command() -> None:
+def test_resolve_model_when_default_is_not_fetched_names_the_command() -> None:
     with pytest.raises(ModelNotFound, match="kvrelay fetch-model"):
         resolve_model("default", local_files_only=False)
 
@@ -76,7 +76,7 @@ def test_resolve_model_when_id_is_on_the_hub_takes_only_what_serving_reads(
     assert not any(pattern in options["allow_patterns"] for pattern in ("*", "*.bin", "*.gguf"))
 
 
-def test_resolve_model_when_hub_cache_lacks_it_reports_model_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolve_model_when_the_hub_cache_misses_it_reports_model_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshot_download(repo_id: str, **options: Any) -> str:
         raise LocalEntryNotFoundError(f"{repo_id} is not cached")
 

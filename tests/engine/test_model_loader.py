@@ -1,4 +1,4 @@
-"""Reading checkpoints, and telling them apart."""
+"""Reading of checkpoints, and their fingerprints."""
 
 import json
 import shutil
@@ -114,7 +114,7 @@ def test_weight_files_when_a_shard_is_missing_names_it(tmp_path: Path) -> None:
         weight_files(tmp_path)
 
 
-def test_weight_files_when_there_are_only_pickles_refuses(tmp_path: Path) -> None:
+def test_weight_files_refuses_pickles(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(UnsupportedModel, match="only safetensors"):
         weight_files(tmp_path)

@@ -1,4 +1,4 @@
-"""8-bit weights and pages: small errors, the same scales everywhere, and refusals that name the reason."""
+"""8-bit weights and pages: small errors, equal scales on all machines, and refusals with their reasons."""
 
 import math
 from collections.abc import Callable
@@ -35,7 +35,7 @@ CUDA = torch.device("cuda")
 
 def make_linear(num_out: int, num_in: int, dtype: torch.dtype, *, has_bias: bool = False) -> Linear:
     generator = torch.Generator().manual_seed(0)
-    # Rows of very different size: one scale for all of them would lose the small ones.
+    # Rows of very different size: a common scale would lose the small ones.
     sizes = torch.logspace(-3, 1, num_out)[:, None]
     weight = (torch.randn(num_out, num_in, generator=generator) * sizes).to(dtype)
     bias = torch.randn(num_out, generator=generator).to(dtype) if has_bias else None
@@ -43,7 +43,7 @@ def make_linear(num_out: int, num_in: int, dtype: torch.dtype, *, has_bias: bool
 
 
 def channel_errors(found: Tensor, x: Tensor, linear: Linear) -> Tensor:
-    """Return each channel's error in proportion to what inputs and weights of that size could add up to."""
+    """Return each channel's error relative to the norms of inputs and weights."""
     bias = linear.bias.double() if linear.bias is not None else None
     error = found.double() - F.linear(x.double(), linear.weight.double(), bias)
     norms: Tensor = torch.linalg.vector_norm(error, dim=0)

@@ -1,4 +1,4 @@
-"""engine.sampler against a straightforward reference, and the promises it makes about batches, ties and edges."""
+"""engine.sampler against a straightforward reference, and its guarantees for batches, ties and edge cases."""
 
 import dataclasses
 import random
@@ -221,7 +221,7 @@ def test_min_tokens_forbids_stop_tokens_even_when_eos_is_ignored(token_index: in
 
 
 class CountingTuple(tuple[tuple[int, float], ...]):
-    """Counts who goes through it."""
+    """Counts the iterations over it."""
 
     num_passes = 0
 
@@ -230,7 +230,7 @@ class CountingTuple(tuple[tuple[int, float], ...]):
         return super().__iter__()
 
 
-def test_samples_of_one_request_share_the_work_that_its_logit_bias_and_stop_tokens_are() -> None:
+def test_samples_of_one_request_share_the_packing_of_logit_bias_and_stop_tokens() -> None:
     CountingTuple.num_passes = 0
     rng = np.random.default_rng(0)
     bias = CountingTuple((token, float(value)) for token, value in enumerate(rng.normal(size=40)))
@@ -309,7 +309,7 @@ def test_logprobs_of_a_row_do_not_depend_on_what_its_neighbours_ask_for() -> Non
     assert together[0] == sampler.sample(logits[:1], [make_row(num_logprobs=2)])[0]
 
 
-def test_position_logprobs_tell_of_the_given_tokens_and_break_ties_by_id() -> None:
+def test_position_logprobs_are_of_the_given_tokens_and_break_ties_by_id() -> None:
     logits = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, -torch.inf, 2.0, 2.0]])
     first, second = position_logprobs(logits, [3, 1], 3)
     assert first.token_id == 3
@@ -350,7 +350,7 @@ def test_nucleus_by_sorting_equals_nucleus_by_widening(params: dict[str, Any], v
 
 
 def test_choose_never_looks_at_the_device() -> None:
-    """On the meta device there are no values to look at: whoever tries raises."""
+    """The meta device has no values: reading them raises."""
     rows = [make_row(output=(3, 4), max_tokens=999, num_logprobs=i % 3 or None, **p) for i, p in enumerate(PARAMS)]
     sampler = Sampler(vocab_size=3000, eos_token_ids=EOS, nucleus=Nucleus.SORT)
     chosen = sampler.choose(torch.empty(len(rows), 3000, device="meta"), rows)
@@ -401,8 +401,8 @@ def sequence_row(sequence: EngineSequence, **params: Any) -> SamplingRow:
     )
 
 
-def test_penalties_over_growing_sequences_that_come_and_go_equal_those_counted_afresh() -> None:
-    """Forty sequences, up to fifteen in a step, so that counts change hands and grow; some steps do not happen."""
+def test_penalties_of_sequences_that_come_and_go_equal_those_counted_anew() -> None:
+    """Forty sequences, up to fifteen per step, so that counts change owners and grow; some steps are only planned."""
     rng = random.Random(0)
     vocab_size = 30
     kept = Sampler(vocab_size=vocab_size, eos_token_ids=EOS)

@@ -1,4 +1,4 @@
-"""Regions that other processes map: found by pid and descriptor, refused when they are others, and never leaked."""
+"""Regions that other processes map: found by pid and descriptor, refused when they are wrong, and never leaked."""
 
 import gc
 import os
@@ -21,7 +21,7 @@ def test_peer_sees_what_is_written_and_only_with_the_right_nonce_and_size() -> N
             map_peer_region(pid=os.getpid(), fd=region.fd, size_bytes=size_bytes, nonce=nonce)
 
 
-def test_region_dropped_by_its_owner_closes_its_descriptor_and_lives_on_in_a_mapping() -> None:
+def test_dropped_region_closes_its_descriptor_and_survives_in_a_mapping() -> None:
     memory, region = allocate_region(64)
     assert region is not None
     memory[:5] = b"hello"
@@ -34,7 +34,7 @@ def test_region_dropped_by_its_owner_closes_its_descriptor_and_lives_on_in_a_map
 
 
 def test_descriptor_of_a_named_pipe_or_an_empty_file_is_refused_at_once(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")  # to open it waits for somebody to write to it
+    os.mkfifo(tmp_path / "pipe")  # opening it waits for a writer
     pipe, empty = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK), os.memfd_create("empty")
     try:
         for fd in (pipe, empty):

@@ -1,4 +1,4 @@
-"""How long steps took: with an injected clock that moves while a step computes, and between steps."""
+"""Durations of steps, with an injected clock that moves while a step computes and between steps."""
 
 from collections.abc import Sequence
 
@@ -80,7 +80,7 @@ def test_failed_step_and_the_time_until_the_next_are_not_counted(max_steps_in_fl
     assert [sample.seconds for sample in run(core, clock)] == [STEP_S]
 
 
-def test_shape_tells_chunks_pairs_and_decodes() -> None:
+def test_shape_counts_chunks_pairs_and_decodes() -> None:
     core, clock = timed_core(1)
     submit(core, make_request(range(20), max_tokens=3, ignore_eos=True))  # 16 tokens, then 4 behind them
     shapes = [sample.shape for sample in run(core, clock)]
@@ -104,7 +104,7 @@ def test_shape_of_a_mixed_step_counts_both() -> None:
     run(core, clock)
 
 
-def test_samples_that_nobody_asks_for_do_not_pile_up() -> None:
+def test_unread_step_samples_do_not_pile_up() -> None:
     core = make_core()
     submit(core, make_request([1], max_tokens=200, ignore_eos=True))
     run_until_idle(core)

@@ -1,4 +1,4 @@
-"""EngineThread: commands between steps, cancelled callers, and the death of the thread."""
+"""EngineThread: commands between steps, cancelled callers, and the end of the thread after a fault."""
 
 import asyncio
 import threading
@@ -40,7 +40,7 @@ def cancel(core: EngineCore, group: Group | Refused) -> None:
     core.cancel(group)
 
 
-async def test_thread_when_bookkeeping_raises_dies_and_tells_its_owner() -> None:
+async def test_thread_when_bookkeeping_raises_ends_and_reports_the_fault() -> None:
     faults: asyncio.Queue[Exception] = asyncio.Queue()
     core = make_core()
 
@@ -142,7 +142,7 @@ async def test_cancel_posted_while_steps_compute_takes_effect_before_the_next_pl
         assert events.qsize() == num_told
 
 
-async def test_fault_of_a_step_is_told_and_the_thread_lives() -> None:
+async def test_fault_of_a_step_is_reported_and_the_thread_lives() -> None:
     core = make_core()
     Spy(core).fail_launch_of = 0
     events: asyncio.Queue[EngineEvent] = asyncio.Queue()

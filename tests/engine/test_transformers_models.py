@@ -91,7 +91,7 @@ def gemma2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS_MODELS)
-def test_execute_when_greedy_in_mixed_batches_equals_transformers(name: str, tmp_path: Path) -> None:
+def test_generate_when_greedy_in_mixed_batches_equals_transformers(name: str, tmp_path: Path) -> None:
     reference = make_model(name)
     reference.save_pretrained(tmp_path)
     with torch.inference_mode():
@@ -109,7 +109,7 @@ def test_tested_architectures_are_those_that_are_tested_here() -> None:
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 4, 5, 8, 1000])
-def test_execute_when_chunked_any_way_answers_the_same(gemma2: Path, chunk_size: int) -> None:
+def test_generate_when_chunked_any_way_answers_the_same(gemma2: Path, chunk_size: int) -> None:
     prompts = [make_prompt(num, seed=num) for num in (33, 12, 32)]
     whole = Driver(load(gemma2)).generate([make_sequence(p) for p in prompts], num_tokens=NUM_TOKENS)
     driver = Driver(load(gemma2), seed=1)
@@ -141,7 +141,7 @@ def test_engine_when_prompt_is_cached_answers_as_transformers(name: str, tmp_pat
     assert_empty(core)
 
 
-def test_execute_when_two_engines_run_in_two_threads_keeps_them_apart(gemma2: Path, tmp_path: Path) -> None:
+def test_generate_in_two_engines_in_two_threads_keeps_them_apart(gemma2: Path, tmp_path: Path) -> None:
     make_model("gemma2", seed=1).save_pretrained(tmp_path)
     prompts = [make_prompt(num, seed=num) for num in (9, 30)]
 
@@ -172,7 +172,7 @@ def test_prefill_when_bfloat16_stays_near_float32(name: str, tmp_path: Path) -> 
     assert (half - exact).abs().mean() < 0.1 * exact.std()
 
 
-def test_read_transformers_config_when_layers_differ_tells_of_each(gemma2: Path) -> None:
+def test_read_transformers_config_when_layers_differ_describes_each(gemma2: Path) -> None:
     config = read_transformers_config(gemma2, dtype=torch.float32)
     assert config.windows == (7, None, 7)
     assert config.scores == (ScoreFunction(scale=12**-0.5, softcap=2.0),) * 3
@@ -285,13 +285,13 @@ def test_load_when_there_is_an_adapter_refuses(gemma2: Path, tmp_path: Path) -> 
         load_decoder(tmp_path)
 
 
-def test_load_when_attention_is_not_what_the_model_means_refuses(gemma2: Path) -> None:
+def test_load_when_attention_differs_from_the_models_refuses(gemma2: Path) -> None:
     config = read_transformers_config(gemma2, dtype=torch.float32)
     wrong = dataclasses.replace(config, scores=(*config.scores[:2], ScoreFunction(scale=12**-0.5)))
     with pytest.raises(UnsupportedModel, match="differs from transformers by"):
         load_transformers_decoder(gemma2, wrong, dtype=torch.float32, device=CPU)
 
 
-def test_load_when_successful_draws_nothing(gemma2: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_load_prints_nothing(gemma2: Path, capfd: pytest.CaptureFixture[str]) -> None:
     load_decoder(gemma2)
     assert capfd.readouterr() == ("", "")

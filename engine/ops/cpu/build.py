@@ -59,7 +59,7 @@ def _compiler() -> list[str] | NotBuilt:
         return [found] if found else NotBuilt(reason="no C++ compiler (c++, g++ or clang++, or $CXX) is installed")
     command = shlex.split(chosen)
     if not command:
-        return NotBuilt(reason="C++ compilation is switched off: $CXX is empty")
+        return NotBuilt(reason="no C++ compiler is used: $CXX is empty")
     return command if shutil.which(command[0]) else NotBuilt(reason=f"$CXX names {command[0]}, which is not installed")
 
 

@@ -47,7 +47,7 @@ def chosen_operations(caplog: pytest.LogCaptureFixture) -> str:
     return str(record.__dict__["operations"])
 
 
-def test_load_when_there_is_a_compiler_says_that_compiled_kernels_run(
+def test_load_with_a_compiler_logs_compiled_kernels(
     checkpoint: tuple[Any, Path], float32_kernels: CpuKernels, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert float32_kernels.dtype is torch.float32  # without a compiler this is skipped
@@ -59,7 +59,7 @@ def test_load_when_there_is_a_compiler_says_that_compiled_kernels_run(
 
 
 @pytest.mark.parametrize("has_short_vectors", [True, False])
-def test_load_when_vectors_are_short_or_kernels_switched_off_says_that_torch_runs(
+def test_load_with_short_vectors_or_kernels_switched_off_logs_torch(
     checkpoint: tuple[Any, Path],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -72,7 +72,7 @@ def test_load_when_vectors_are_short_or_kernels_switched_off_says_that_torch_run
     assert chosen_operations(caplog) == "torch"
 
 
-def test_load_when_there_is_no_compiler_warns_and_answers(
+def test_load_without_a_compiler_warns_and_answers(
     checkpoint: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("engine.ops.select.cpu_has", lambda flag: flag == "avx512f")
@@ -85,7 +85,7 @@ def test_load_when_there_is_no_compiler_warns_and_answers(
 
 
 @pytest.mark.parametrize("kernels_option", ["auto", "torch"])
-def test_execute_when_greedy_equals_transformers(checkpoint: tuple[Any, Path], kernels_option: str) -> None:
+def test_generate_when_greedy_equals_transformers(checkpoint: tuple[Any, Path], kernels_option: str) -> None:
     reference, folder = checkpoint
     prompts = [make_prompt(num, seed=num) for num in (1, 7, 40)]
     driver = Driver(load(folder, kernels=kernels_option))
@@ -93,7 +93,7 @@ def test_execute_when_greedy_equals_transformers(checkpoint: tuple[Any, Path], k
     assert answers == [reference_tokens(reference, p, 9) for p in prompts]
 
 
-def test_execute_when_weights_are_quantized_answers_all_the_same(checkpoint: tuple[Any, Path]) -> None:
+def test_generate_with_quantized_weights_answers(checkpoint: tuple[Any, Path]) -> None:
     """8-bit projections are called one by one, between the same kernels."""
     _, folder = checkpoint
     options = EngineOptions(
@@ -104,7 +104,7 @@ def test_execute_when_weights_are_quantized_answers_all_the_same(checkpoint: tup
     assert len(answer) == 5
 
 
-def test_forward_when_layers_are_one_call_equals_operation_by_operation(
+def test_forward_with_one_call_per_layer_equals_operation_by_operation(
     checkpoint: tuple[Any, Path], float32_kernels: CpuKernels
 ) -> None:
     described = ModelDescription.read(

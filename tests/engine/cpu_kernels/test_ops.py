@@ -152,7 +152,7 @@ def test_attention_when_free_slots_hold_nan_does_not_read_them(kernels: CpuKerne
 
 
 def test_attention_when_the_batch_changes_keeps_a_rows_bits(kernels: CpuKernels) -> None:
-    """What a user gets for a seed must not depend on who else is served."""
+    """A user's answer for a seed must not depend on other requests."""
     config = make_config(6, 2, 64, None)
     spans = spans_for([(300, 1), (5, 1), (0, 40), (33, 7), (64, 1)], 16)
     counts = [span.num_new_tokens for span in spans]
@@ -187,7 +187,7 @@ def test_elementwise_equals_torch(kernels: CpuKernels, size: int, num_tokens: in
     assert_close(ours.silu_mul(gate_up), reference.silu_mul(gate_up))
 
 
-def test_silu_when_the_gate_is_extreme_stays_right(kernels: CpuKernels) -> None:
+def test_silu_of_extreme_gates_equals_torch(kernels: CpuKernels) -> None:
     config = make_config(1, 1, 32, None)
     metadata = AttentionMetadata.from_spans(spans_for([(0, 1)], 16), block_size=16)
     step = CpuOps(config, make_store(config, 16, kernels.dtype), kernels).plan(metadata)
@@ -196,8 +196,8 @@ def test_silu_when_the_gate_is_extreme_stays_right(kernels: CpuKernels) -> None:
     torch.testing.assert_close(found, torch.nn.functional.silu(gate.double()).to(kernels.dtype), equal_nan=True)
 
 
-def test_plan_on_a_new_thread_takes_as_many_threads_as_torch(float32_kernels: CpuKernels) -> None:
-    """Else a worker that was given one core would compute on all of them."""
+def test_plan_on_a_new_thread_uses_as_many_threads_as_torch(float32_kernels: CpuKernels) -> None:
+    """Otherwise a worker with one core would compute on all of them."""
     config = make_config(1, 1, 32, None)
     ops = CpuOps(config, make_store(config, 16, torch.float32), float32_kernels)
     metadata = AttentionMetadata.from_spans(spans_for([(0, 1)], 16), block_size=16)

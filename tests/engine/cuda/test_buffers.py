@@ -55,7 +55,7 @@ def test_upload_brings_columns_of_all_types_unchanged_and_aligned() -> None:
 
 
 @pytest.mark.parametrize("room", [-3, 0, 50])
-def test_upload_into_an_arena_keeps_the_fixed_columns_there_even_when_the_rest_does_not_fit(room: int) -> None:
+def test_upload_into_an_arena_keeps_the_fixed_columns_there_when_the_rest_overflows(room: int) -> None:
     columns, expected = make_columns()
     arena = torch.full((columns.num_words + room,), 99, dtype=torch.int64, device=device)
     first = expected[0][0]
@@ -116,7 +116,7 @@ def decode_batch() -> list[ScheduledSequence]:
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_decode_columns_at_any_size_describe_the_batch_and_padding_that_writes_and_reads_nothing(size: int) -> None:
+def test_decode_columns_at_any_size_describe_the_batch_and_inert_padding(size: int) -> None:
     batch = decode_batch()
     columns = Columns()
     layout = DecodeLayout(size=size, head_words=10, block_size=4)

@@ -1,4 +1,4 @@
-"""The engine core over the device executor: the same tokens as over the CPU's, in crowds that run out of pages."""
+"""The engine core over the device executor: the same tokens as over the CPU's, in batches that run out of pages."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the device executor alone does: graphs, rows that change hands, faults half-way, pages in the memory left."""
+"""The device executor: graphs, rows with changing owners, faults half-way, pages in the remaining memory."""
 
 import logging
 from array import array
@@ -105,7 +105,7 @@ def _raise(*_args: object, **_kwargs: object) -> None:
     raise RuntimeError("out of memory")
 
 
-def test_results_when_logits_are_not_numbers_raise_and_a_step_launched_behind_is_harmless(qwen3: Path) -> None:
+def test_results_when_logits_are_nan_raise_and_the_next_step_in_flight_is_harmless(qwen3: Path) -> None:
     executor = load_device(qwen3)
     driver = Driver(executor)
     bad = make_sequence(make_prompt(5))

@@ -1,4 +1,4 @@
-"""Pages from measured memory: the part that computes."""
+"""Size of the pages from measured memory."""
 
 import pytest
 import torch

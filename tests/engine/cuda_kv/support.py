@@ -1,4 +1,4 @@
-"""Pages with recognisable content, and a driver that shares memory within this process."""
+"""Pages with random content, and a driver that shares memory within this process."""
 
 import torch
 from torch import Tensor
@@ -22,14 +22,14 @@ def make_shape(*, dtype: str = "bfloat16", head_dim: int = 6, num_kv_heads: int 
 
 
 def make_storage(shape: KvShape, num_blocks: int, *, seed: int = 0) -> Tensor:
-    """Return random bytes for so many pages, and room for a nonce."""
+    """Return random bytes for `num_blocks` pages and a nonce."""
     generator = torch.Generator().manual_seed(seed)
     num_bytes = num_blocks * shape.block_bytes + NONCE_BYTES
     return torch.randint(0, 256, (num_bytes,), generator=generator, dtype=torch.uint8).to(DEVICE)
 
 
 def pages_in(storage: Tensor, shape: KvShape, *, staging_blocks: int = 3) -> DevicePages:
-    """Return the pages in a storage; staging so small that every copy of more takes several rounds."""
+    """Return the pages in a storage, with staging so small that larger copies take several rounds."""
     pages = storage[:-NONCE_BYTES].view(shape.num_layers, 2, -1)
     return DevicePages(pages, shape, staging_bytes=staging_blocks * shape.block_bytes)
 
@@ -60,7 +60,7 @@ class CardDriver:
         self._opened: dict[int, Tensor] = {}
 
     def own(self, storage: Tensor) -> None:
-        """Know a storage, so that its address can be exported."""
+        """Make a storage's address exportable."""
         self._own.append(storage)
 
     def export(self, address: int) -> tuple[bytes, int]:

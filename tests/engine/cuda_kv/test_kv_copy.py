@@ -57,7 +57,7 @@ def test_read_blocks_when_pages_change_afterwards_keeps_the_copy() -> None:
 
 
 @pytest.mark.parametrize("block_id", [-1, 7])
-def test_every_copy_when_an_id_is_outside_reports_layout_mismatch_and_writes_nothing(block_id: int) -> None:
+def test_copies_with_an_id_out_of_range_report_layout_mismatch_and_write_nothing(block_id: int) -> None:
     shape = make_shape()
     storage = make_storage(shape, 7)
     before = storage.clone()

@@ -1,4 +1,4 @@
-"""Compiles every kernel for Hopper through its own launcher, without a GPU, and prints what each takes, as JSON lines.
+"""Compiles every kernel for Hopper through its own launcher, without a GPU, and prints each one's usage as JSON lines.
 
 Run as `python -m tests.engine.triton_kernels.compile_kernels`, without TRITON_INTERPRET. Tensors are on torch's meta
 device and launches end where a module would be loaded.
@@ -35,7 +35,7 @@ _NUM_TOKENS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A model's shape, as far as kernels differ by it."""
+    """Sizes of a model by which kernels differ."""
 
     name: str
     num_heads: int
@@ -77,7 +77,7 @@ SHAPES = (
 
 
 class _HopperDriver:
-    """As much of Triton's driver as compiling takes."""
+    """Part of Triton's driver that compiling needs."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -138,7 +138,7 @@ def _launch_kernels(shape: Shape) -> None:
     decode_attention(query, query, pages, step, split_keys(1, shape.num_heads, pages, num_sms=132))
     prefill_attention(query, query, pages, step)
     if shape not in (_QWEN3_0_6B, _LLAMA_8B, _SMOLLM2):
-        return  # the others' elementwise kernels are like theirs
+        return  # the other shapes have equal elementwise kernels
     x, weight = empty(_NUM_TOKENS, shape.hidden_size), empty(shape.hidden_size)
     rms_norm(x, weight, 1e-6)
     add_rms_norm(x, x, weight, 1e-6)

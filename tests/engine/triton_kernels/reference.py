@@ -1,4 +1,4 @@
-"""What the kernels around attention must compute, in plain torch, with the same arguments. Simple, not fast."""
+"""References for the kernels around attention, in plain torch, with the same arguments. Simple, not fast."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""The kernels compile for Hopper, within its registers and shared memory. Needs no GPU: Triton brings its assembler."""
+"""The kernels compile for Hopper, within its registers and shared memory. Needs no GPU: Triton has its assembler."""
 
 import json
 import os
@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 _SHARED_BYTES = 227 * 1024
-"""What a program may have on compute capability 9.0."""
+"""Maximum of a program on compute capability 9.0."""
 _REGISTERS = 65536
 _SM_SHARED_BYTES = 228 * 1024
 _RESERVED_SHARED_BYTES = 1024
-"""Of each program."""
+"""Reserved by each program."""
 _TWO_AT_A_TIME = ("llama-3.1-8b float32",)
 
 
 @pytest.fixture(scope="module")
 def usages() -> list[dict[str, Any]]:
-    # In a process of its own: this one may have imported triton for the interpreter.
+    # In another process: this one may have imported triton for the interpreter.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.engine.triton_kernels.compile_kernels"]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
