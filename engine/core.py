@@ -90,23 +90,20 @@ class EngineCore:
         """Put a request in line: prefill here, then decode. Raises PromptTooLong when it can never fit."""
         self._check_fits(request, num_new_tokens=request.sampling.max_tokens)
         landing = landing or self.arrive(NO_HASHES)
-        return self._enter(Group(request=request, sink=sink, queued_s=landing.queued_s), self.scheduler.add, landing)
+        return self._enter(Group(request, sink, landing.queued_s), self.scheduler.add, landing)
 
     def add_prefill_only(self, request: EngineRequest, sink: Sink, landing: Landing | None = None) -> Group | Refused:
         """Put a request in line for prompt and first tokens; its pages stay until `cancel`. Raises PromptTooLong."""
         self._check_fits(request, num_new_tokens=0)
         landing = landing or self.arrive(NO_HASHES)
-        group = Group(request=request, sink=sink, queued_s=landing.queued_s)
-        group.holds_after_prefill = True
+        group = Group(request, sink, landing.queued_s, holds_after_prefill=True)
         return self._enter(group, self.scheduler.add, landing)
 
     def reserve(self, request: EngineRequest, sink: Sink) -> Group | Refused:
         """Grant pages for a request whose KV will be pulled. Raises PromptTooLong."""
         self._check_fits(request, num_new_tokens=request.sampling.max_tokens)
         landing = self.arrive(NO_HASHES)
-        return self._enter(
-            Group(request=request, sink=sink, queued_s=landing.queued_s), self.scheduler.reserve, landing
-        )
+        return self._enter(Group(request, sink, landing.queued_s), self.scheduler.reserve, landing)
 
     def commit(self, group: Group, num_tokens: int) -> None:
         """Mark the KV of a reservation's first `num_tokens` tokens as verified and in its pages."""

@@ -5,7 +5,8 @@ numbers go into `masked_fill`, not into `torch.where`, which may copy them to th
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -159,16 +160,9 @@ class Draw:
         return chosen, is_cut.squeeze(1)
 
     def _select(self, rows: torch.Tensor | slice) -> "Draw":
-        return Draw(
-            logits=self.logits[rows],
-            peak=self.peak[rows],
-            temperature=self.temperature[rows],
-            top_k=self.top_k[rows],
-            has_top_k=None if self.has_top_k is None else self.has_top_k[rows],
-            top_p=self.top_p[rows],
-            min_p=None if self.min_p is None else self.min_p[rows],
-            keys=self.keys[rows],
-        )
+        whole: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        selected: dict[str, Any] = {name: None if part is None else part[rows] for name, part in whole.items()}
+        return Draw(**selected)
 
     def _weigh(self, logits: torch.Tensor) -> torch.Tensor:
         """Return probabilities relative to the best token's, float64: 1 for the best token at any temperature."""

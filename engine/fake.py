@@ -116,38 +116,27 @@ class FakePeerPages:
         return memoryview(self._pages[list(block_ids)].tobytes())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A launched step's copy of one sequence's data."""
+    """A scheduled sequence, and copies of its data that change after the launch."""
 
+    item: ScheduledSequence
     start: int
+    token_index: int
     token_ids: TokenArray
     """Tokens of the chunk, and the next one if it is known; empty when the input is pending."""
-    input_row: int | None
-    num_new_tokens: int
     block_table: "array[int]"
-    sampling: SamplingParams
-    sample_index: int
-    num_samples: int
-    token_index: int
-    num_prompt_tokens: int
 
     @classmethod
     def of(cls, item: ScheduledSequence) -> "_Chunk":
         sequence = item.sequence
         start = sequence.num_computed
-        return cls(
-            start=start,
-            token_ids=sequence.token_ids[start : start + item.num_new_tokens + 1],
-            input_row=item.input_row,
-            num_new_tokens=item.num_new_tokens,
-            block_table=sequence.block_table[:],
-            sampling=sequence.request.sampling,
-            sample_index=sequence.sample_index,
-            num_samples=item.num_samples,
-            token_index=item.token_index,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-        )
+        token_ids = sequence.token_ids[start : start + item.num_new_tokens + 1]
+        return cls(item, start, item.token_index, token_ids, sequence.block_table[:])
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.item.sequence.request.sampling
 
 
 class FakeStep:
@@ -180,18 +169,18 @@ class FakeStep:
         return self._results
 
     def _one(self, chunk: _Chunk, previous_token_ids: list[int]) -> StepResult:
-        end = chunk.start + chunk.num_new_tokens
-        token_ids = chunk.token_ids if chunk.input_row is None else [previous_token_ids[chunk.input_row]]
+        item, end = chunk.item, chunk.start + chunk.item.num_new_tokens
+        token_ids = chunk.token_ids if item.input_row is None else [previous_token_ids[item.input_row]]
         for position in range(chunk.start, end):
             value = token_kv(token_ids[position - chunk.start], position)
             self._store.write_token(chunk.block_table, position, value)
         result = StepResult(sampled=[], prompt_logprobs=[])
-        if chunk.num_samples:
+        if item.num_samples:
             state = context_state(self._store.gather(chunk.block_table, end))
-            result.sampled = [_sample(chunk, state, j) for j in range(chunk.num_samples)]
+            result.sampled = [_sample(chunk, state, j) for j in range(item.num_samples)]
         num_top = chunk.sampling.num_prompt_logprobs
         if num_top is not None:
-            for position in range(chunk.start, min(end, chunk.num_prompt_tokens - 1)):
+            for position in range(chunk.start, min(end, item.sequence.num_prompt_tokens - 1)):
                 state = context_state(self._store.gather(chunk.block_table, position + 1))
                 result.prompt_logprobs.append(_logprobs(state, token_ids[position + 1 - chunk.start], num_top))
         return result
@@ -231,7 +220,7 @@ class FakeExecutor:
 def _sample(chunk: _Chunk, state: int, sample: int) -> Sampled:
     sampling = chunk.sampling
     if not sampling.is_greedy:
-        state = _mix(state ^ noise_key(sampling.seed, chunk.sample_index + sample, chunk.token_index))
+        state = _mix(state ^ noise_key(sampling.seed, chunk.item.sequence.sample_index + sample, chunk.token_index))
     token_id = _LETTERS[state % len(_LETTERS)]
     may_end = not sampling.ignore_eos and chunk.token_index >= sampling.min_tokens
     if may_end and (state >> 20) % 1000 < _EOS_PER_1000:

@@ -152,7 +152,7 @@ class LogprobsFetch:
 
     def wait(self) -> list[Logprobs]:
         """Wait for them; return one entry per row."""
-        packed = self._fetch.wait().reshape(self._num_rows, 2 + 2 * self._num_top)
+        packed = self._fetch().reshape(self._num_rows, 2 + 2 * self._num_top)
         ids, values = packed[:, : 1 + self._num_top], packed[:, 1 + self._num_top :].view("<f8")
         return [
             Logprobs(token_id=token_id, logprob=logprob, top=tuple(zip(top_ids, top_values, strict=True)))

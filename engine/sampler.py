@@ -233,7 +233,7 @@ class Chosen:
 
     def materialize(self) -> list[Sampled]:
         """Wait for the copy. Raises EngineFault when a row's logits have no finite maximum."""
-        token_ids: list[int] = self.fetch.wait().tolist()
+        token_ids: list[int] = self.fetch().tolist()
         if token_ids and min(token_ids) < 0:
             bad_row = next(row for row, token_id in enumerate(token_ids) if token_id < 0)
             raise EngineFault(f"logits of row {bad_row} have no finite maximum")

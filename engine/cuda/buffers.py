@@ -122,10 +122,9 @@ class DecodeColumns:
 
         They hold what `AttentionMetadata` would, without its records: this runs for every token.
         """
-        size, num_seqs, block_size = layout.size, len(batch), layout.block_size
         known_ids: list[int] = []
         places: list[int] = []
-        starts: list[int] = []
+        positions: list[int] = []
         slots: list[int] = []
         for i, item in enumerate(batch):
             sequence = item.sequence
@@ -136,29 +135,24 @@ class DecodeColumns:
             else:
                 known_ids.append(0)
                 places.append(item.input_row)
-            starts.append(position)
-            slots.append(sequence.block_table[position // block_size] * block_size + position % block_size)
-        token_ids = np.zeros(size, dtype=np.int64)
-        token_places = np.full(size, layout.head_words, dtype=np.int64)
-        table_rows = np.zeros(size, dtype=np.int64)
-        positions = np.zeros(size, dtype=np.int32)
-        slot_mapping = np.full(size, -1, dtype=np.int64)
-        context_lens = np.zeros(size, dtype=np.int32)
-        token_ids[:num_seqs] = known_ids
-        token_places[:num_seqs] = places
-        table_rows[:num_seqs] = rows
-        positions[:num_seqs] = starts
-        slot_mapping[:num_seqs] = slots
-        context_lens[:num_seqs] = positions[:num_seqs] + 1
+            positions.append(position)
+            block_idx, offset = divmod(position, layout.block_size)
+            slots.append(sequence.block_table[block_idx] * layout.block_size + offset)
+
+        def padded(values: Seq[int], padding: int, dtype: type[np.int64 | np.int32]) -> Column:
+            column = np.full(layout.size, padding, dtype=dtype)
+            column[: len(values)] = values
+            return columns.add(column)
+
         assert columns.num_words == 0, "other columns come first"
         return cls(
-            size=size,
-            token_ids=columns.add(token_ids),
-            token_places=columns.add(token_places),
-            table_rows=columns.add(table_rows),
-            positions=columns.add(positions),
-            slot_mapping=columns.add(slot_mapping),
-            context_lens=columns.add(context_lens),
+            size=layout.size,
+            token_ids=padded(known_ids, 0, np.int64),
+            token_places=padded(places, layout.head_words, np.int64),
+            table_rows=padded(rows, 0, np.int64),
+            positions=padded(positions, 0, np.int32),
+            slot_mapping=padded(slots, -1, np.int64),
+            context_lens=padded([position + 1 for position in positions], 0, np.int32),
             num_words=columns.num_words,
         )
 

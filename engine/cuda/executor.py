@@ -211,7 +211,7 @@ class _LaunchedStep:
         for item_idx, fetch in self.prompt_logprobs:
             results[item_idx].prompt_logprobs.extend(fetch.wait())
         if self.ended is not None:
-            self.ended.wait()
+            self.ended()
         return results
 
 

@@ -7,6 +7,7 @@ reads them (see `buffers`).
 
 import logging
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from engine.cuda.buffers import DecodeColumns, DecodeLayout
 from engine.cuda.columns import Columns
-from engine.cuda.device import Captured, device_for
+from engine.cuda.device import device_for
 from engine.draw import first_best
 from engine.executor import ScheduledSequence
 from engine.model.decoder import Decoder
@@ -89,7 +90,7 @@ class DecodeGraphs:
         self._arena = torch.zeros(self._head_words + largest.num_words + _ROOM_WORDS, dtype=torch.int64, device=device)
         self._query_start_loc = torch.arange(sizes[-1] + 1, dtype=torch.int32, device=device)
         self._step_tables = torch.zeros((sizes[-1], tables.shape[1]), dtype=torch.int32, device=device)
-        self._captured: dict[int, Captured[DecodeOutput]] = {}
+        self._captured: dict[int, Callable[[], DecodeOutput]] = {}
 
     @property
     def last_sampled(self) -> Tensor:
@@ -132,7 +133,7 @@ class DecodeGraphs:
     def run(self, step: DecodeColumns) -> DecodeOutput:
         """Launch the uploaded step. The result is valid until the next one is launched."""
         captured = self._captured.get(step.size)
-        return self._launch(step) if captured is None else captured.replay()
+        return self._launch(step) if captured is None else captured()
 
     def _launch(self, step: DecodeColumns) -> DecodeOutput:
         words = self._arena[self._head_words :]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model_dir = tmp_path_factory.mktemp("single")
-    make_model("qwen3-attention-bias").save_pretrained(model_dir)
-    return model_dir
+def single(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint("qwen3-attention-bias")
 
 
 def read_config(model_dir: Path) -> DecoderConfig:
@@ -67,9 +66,8 @@ def test_load_weights_when_dtype_differs_converts(single: Path) -> None:
     assert torch.equal(half.embedding, exact.embedding.to(torch.bfloat16))
 
 
-def test_load_weights_when_embeddings_are_tied_shares_them(tmp_path: Path) -> None:
-    make_model("llama-tied").save_pretrained(tmp_path)
-    weights = read_weights(tmp_path)
+def test_load_weights_when_embeddings_are_tied_shares_them(checkpoint: Callable[[str], Path]) -> None:
+    weights = read_weights(checkpoint("llama-tied"))
     assert plain(weights.head).weight is weights.embedding
 
 

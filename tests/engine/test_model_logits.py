@@ -42,8 +42,7 @@ def test_prefill_when_float32_equals_transformers(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_prefill_when_half_precision_stays_near_float32(dtype: torch.dtype, tmp_path: Path) -> None:
-    make_model("qwen3").save_pretrained(tmp_path)
-    exact, half = prompt_logits(tmp_path), prompt_logits(tmp_path, dtype)
+def test_prefill_when_half_precision_stays_near_float32(dtype: torch.dtype, qwen3: Path) -> None:
+    exact, half = prompt_logits(qwen3), prompt_logits(qwen3, dtype)
     assert half.dtype is torch.float32
     assert (half - exact).abs().mean() < 0.05 * exact.std()

@@ -26,7 +26,6 @@ from engine.model.quantize import (
     round_to_fp8,
 )
 from engine.model.weights import DecoderWeights, Linear
-from tests.engine.tiny_models import make_model
 
 Kind = Callable[[Linear], Callable[[Tensor], Tensor]]
 CPU = torch.device("cpu")
@@ -49,16 +48,6 @@ def channel_errors(found: Tensor, x: Tensor, linear: Linear) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(error, dim=0)
     sizes: Tensor = x.double().norm() * torch.linalg.vector_norm(linear.weight.double(), dim=1)
     return norms / sizes
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    def save(name: str) -> Path:
-        folder: Path = tmp_path_factory.mktemp(name)
-        make_model(name).save_pretrained(folder)
-        return folder
-
-    return save
 
 
 def load(folder: Path) -> tuple[DecoderWeights, DecoderConfig]:

@@ -84,10 +84,8 @@ def edit_json(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
 
 
 @pytest.fixture(scope="module")
-def gemma2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model_dir = tmp_path_factory.mktemp("gemma2")
-    make_model("gemma2").save_pretrained(model_dir)
-    return model_dir
+def gemma2(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint("gemma2")
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS_MODELS)
@@ -118,11 +116,10 @@ def test_generate_when_chunked_any_way_answers_the_same(gemma2: Path, chunk_size
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mixtral", "granite", "phi3-longrope"])
-def test_engine_when_prompt_is_cached_answers_as_transformers(name: str, tmp_path: Path) -> None:
+def test_engine_when_prompt_is_cached_answers_as_transformers(name: str, checkpoint: Callable[[str], Path]) -> None:
     reference = make_model(name)
-    reference.save_pretrained(tmp_path)
     limits = SchedulerLimits(block_size=BLOCK_SIZE, max_step_tokens=16, max_running=4, max_waiting=8)
-    core = EngineCore(load(tmp_path), limits, ManualClock())
+    core = EngineCore(load(checkpoint(name)), limits, ManualClock())
     prompt = make_prompt(5 * BLOCK_SIZE + 1)
     root = hash_root(model_fingerprint="test", cache_salt="")
     request = EngineRequest(
@@ -165,9 +162,8 @@ def test_generate_in_two_engines_in_two_threads_keeps_them_apart(gemma2: Path, t
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3_moe"])
-def test_prefill_when_bfloat16_stays_near_float32(name: str, tmp_path: Path) -> None:
-    make_model(name).save_pretrained(tmp_path)
-    exact, half = prompt_logits(tmp_path), prompt_logits(tmp_path, torch.bfloat16)
+def test_prefill_when_bfloat16_stays_near_float32(name: str, checkpoint: Callable[[str], Path]) -> None:
+    exact, half = prompt_logits(checkpoint(name)), prompt_logits(checkpoint(name), torch.bfloat16)
     assert half.dtype is torch.float32
     assert (half - exact).abs().mean() < 0.1 * exact.std()
 

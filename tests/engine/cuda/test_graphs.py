@@ -33,8 +33,8 @@ def test_launch_when_graphs_cannot_be_captured_runs_without_and_says_why(
 
     prompts = [make_prompt(num, seed=num) for num in (5, 9, 2)]
     expected = Driver(load(qwen3)).generate([make_sequence(p) for p in prompts], num_tokens=6)
-    monkeypatch.setattr("engine.cuda.device.HostDevice.capture", fail)
-    monkeypatch.setattr("engine.cuda.device.CudaDevice.capture", fail)
+    for device in ("HostDevice", "CudaDevice"):
+        monkeypatch.setattr(f"engine.cuda.device.{device}.capture", fail)
     with caplog.at_level(logging.WARNING, logger="engine.cuda.graphs"):
         executor = load_device(qwen3)
     (record,) = (each for each in caplog.records if each.name == "engine.cuda.graphs")
