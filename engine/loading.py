@@ -18,8 +18,7 @@ from engine.model.decoder import Decoder
 from engine.model.loader import load_weights
 from engine.model.precision import dtype_name
 from engine.model.quantize import quantize_weights
-from engine.ops.cpu.decoder import CpuDecoder, can_run
-from engine.ops.cpu.ops import CpuOps
+from engine.ops.cpu.ops import CpuDecoder, CpuOps, can_run
 from engine.ops.interface import StepOps
 from engine.ops.select import choose_cpu_kernels
 from engine.options import EngineOptions, ModelDescription

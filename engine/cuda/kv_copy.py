@@ -189,7 +189,7 @@ def move_blocks_in_torch(source: Tensor, source_ids: Tensor, target: Tensor, tar
 def _choose_move(device: torch.device) -> MoveBlocks:
     if device.type == "cuda":
         try:
-            from engine.cuda.move_blocks import move_blocks
+            from engine.cuda.kernels import move_blocks
         except ImportError as error:
             logger.warning("blocks are moved in two passes, by torch: %s", error)
         else:

@@ -86,7 +86,7 @@ class Fp8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias, [num_tokens, out_features], in x's dtype."""
         if self._is_fast:
-            from engine.cuda.quantized_linear import quantize_rows
+            from engine.cuda.kernels import quantize_rows
 
             rows, scales = quantize_rows(x)
             # Without fast accumulation, so that quality measured on a CPU holds here.
@@ -118,7 +118,7 @@ class Int8Linear:
         if x.shape[0] > (_CUDA_INT8_ROWS if self._is_cuda else _CPU_INT8_ROWS):
             product = F.linear(x, self.weight.to(x.dtype)) * self.scale.t()
         elif self._is_cuda:
-            from engine.cuda.quantized_linear import int8_linear
+            from engine.cuda.kernels import int8_linear
 
             product = int8_linear(x, self.weight, self.scale)
         else:

@@ -13,28 +13,17 @@ import torch
 
 from common.errors import LayoutMismatch
 from common.ids import BlockId
-from engine.executor import NONCE_BYTES, KvShape
+from engine.executor import NONCE_BYTES
 from engine.kv_cache import TorchKvStore, num_blocks_for_budget
 from engine.shared_memory import allocate_region, map_peer_region
+from tests.engine.cuda_kv.support import make_shape
 
 CPU = torch.device("cpu")
 
 
-def make_shape(dtype: str = "float32") -> KvShape:
-    return KvShape(
-        num_layers=3,
-        num_kv_heads=2,
-        head_dim=6,
-        block_size=4,
-        dtype=dtype,
-        bytes_per_element=4 if dtype == "float32" else 2,
-        fingerprint="test",
-    )
-
-
 def make_store(dtype: str = "float32", num_blocks: int = 5) -> TorchKvStore:
     """Return a store whose every element differs from its neighbours."""
-    store = TorchKvStore(make_shape(dtype), num_blocks, device=CPU)
+    store = TorchKvStore(make_shape(dtype=dtype), num_blocks, device=CPU)
     for layer_idx, pages in enumerate(store.layers):
         for half, page in enumerate(pages):
             values = torch.arange(page.numel(), dtype=torch.float32) + 1000 * (2 * layer_idx + half)
@@ -60,7 +49,7 @@ def test_read_blocks_when_order_is_scrambled_returns_each_block_contiguous(dtype
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_write_blocks_when_given_what_was_read_restores_it_elsewhere(dtype: str) -> None:
-    source, target = make_store(dtype), TorchKvStore(make_shape(dtype), 7, device=CPU)
+    source, target = make_store(dtype), TorchKvStore(make_shape(dtype=dtype), 7, device=CPU)
     target.write_blocks(ids(6, 2), source.read_blocks(ids(1, 4)))
     for (keys, values), (target_keys, target_values) in zip(source.layers, target.layers, strict=True):
         assert torch.equal(target_keys[6], keys[1])

@@ -1,9 +1,12 @@
-"""KV memory from measured figures; control groups from files as the kernel writes them."""
+"""KV memory of hosts and devices from measured figures; control groups from files as the kernel writes them."""
 
 from pathlib import Path
 
 import pytest
+import torch
 
+from engine.cuda.device import MeasuredMemory, device_for
+from engine.cuda.loading import StepBounds, kv_bytes_left
 from engine.memory import (
     DeviceMemory,
     HostMemory,
@@ -13,6 +16,7 @@ from engine.memory import (
     host_kv_bytes,
     measure_host,
 )
+from tests.engine.driver import DEVICE
 
 GIB = 1 << 30
 
@@ -160,3 +164,46 @@ def test_measure_host_counts_this_process() -> None:
     after = measure_host()
 
     assert after.process_bytes - before.process_bytes >= len(block) * 0.9
+
+
+def measured(*, total_gib: int, free_gib: int, peak_gib: int, process_gib: int = 0) -> MeasuredMemory:
+    memory = make_device(total_gib=total_gib, free_gib=free_gib, process_gib=process_gib)
+    return MeasuredMemory(device=memory, peak_bytes=peak_gib * GIB)
+
+
+@pytest.mark.parametrize(
+    ("step", "fraction", "graph_gib", "expected_gib"),
+    [
+        pytest.param(
+            measured(total_gib=100, free_gib=80, peak_gib=5), 1.0, 3, 80 - 6 - 3 - 2, id="step, graphs, reserve"
+        ),
+        pytest.param(
+            measured(total_gib=100, free_gib=80, peak_gib=5, process_gib=20), 0.5, 3, 30 - 6 - 3 - 2, id="shared card"
+        ),
+        pytest.param(measured(total_gib=8, free_gib=4, peak_gib=0), 1.0, 0, 3.5, id="half a GiB on a small device"),
+    ],
+)
+def test_kv_bytes_left_are_the_workers_free_memory_less_its_other_needs(
+    step: MeasuredMemory, fraction: float, graph_gib: int, expected_gib: float
+) -> None:
+    left = kv_bytes_left(step, MemoryShare(device_fraction=fraction), graph_bytes=graph_gib * GIB)
+    assert left == expected_gib * GIB
+
+
+@pytest.mark.parametrize("free_gib", [0, 5, 11])
+def test_kv_bytes_left_when_steps_take_all_say_what_to_lower(free_gib: int) -> None:
+    step = measured(total_gib=100, free_gib=free_gib, peak_gib=5)
+    with pytest.raises(ValueError, match="lower max_step_tokens or max_running"):
+        kv_bytes_left(step, MemoryShare(), graph_bytes=3 * GIB)
+
+
+def test_measure_runs_the_work_and_finds_memory() -> None:
+    runs: list[None] = []
+    memory = device_for(torch.device(DEVICE)).measure(lambda: runs.append(None)).device
+    assert runs
+    assert 0 < memory.free_bytes < memory.total_bytes
+
+
+@pytest.mark.parametrize(("max_running", "expected"), [(1, 64), (64, 64), (300, 300)])
+def test_step_bounds_leave_room_for_all_samples_of_one_prompt(max_running: int, expected: int) -> None:
+    assert StepBounds(max_step_tokens=10, max_running=max_running).max_seqs == expected

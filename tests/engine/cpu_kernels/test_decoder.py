@@ -15,10 +15,9 @@ from engine.model.decoder import Decoder
 from engine.model.loader import load_weights
 from engine.model.precision import cpu_has
 from engine.model.weights import Linear
-from engine.ops.cpu.decoder import CpuDecoder
 from engine.ops.cpu.library import CpuKernels
 from engine.ops.cpu.linear import pack_projections
-from engine.ops.cpu.ops import CpuOps
+from engine.ops.cpu.ops import CpuDecoder, CpuOps
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.options import EngineOptions, ModelDescription
 from tests.engine.driver import Driver, load, make_sequence

@@ -11,7 +11,7 @@ from tests.engine.cuda_kv.support import DEVICE, make_shape, make_storage
 
 pytest.importorskip("triton")
 
-from engine.cuda.move_blocks import move_blocks
+from engine.cuda.kernels import move_blocks
 
 
 @settings(max_examples=20, deadline=None)

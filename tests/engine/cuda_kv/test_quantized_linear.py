@@ -8,7 +8,7 @@ from tests.engine.cuda_kv.support import DEVICE
 
 pytest.importorskip("triton")
 
-from engine.cuda.quantized_linear import int8_linear, quantize_rows
+from engine.cuda.kernels import int8_linear, quantize_rows
 
 
 def random(*sizes: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:

@@ -21,8 +21,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from engine.cuda.move_blocks import move_blocks
-from engine.cuda.quantized_linear import int8_linear, quantize_rows
+from engine.cuda.kernels import int8_linear, move_blocks, quantize_rows
 from engine.ops.triton_kernels.decode_attention import decode_attention, split_keys
 from engine.ops.triton_kernels.elementwise import add_rms_norm, rms_norm, silu_mul
 from engine.ops.triton_kernels.pages import LayerPages
