@@ -37,10 +37,10 @@ class Work:
     kind: str
     """"add", "prefill" or "reserve"."""
     is_ended: bool = False
-    """Cancelled from outside."""
+    """Whether it was cancelled."""
     ended_samples: set[int] = field(default_factory=set)
     first_index: int = 0
-    """Index of the first token that comes from here."""
+    """Index of the first token that this core generates."""
     _answers: dict[int, list[int]] = field(default_factory=dict)
 
     def answer(self, sample: int) -> list[int]:
@@ -154,7 +154,7 @@ class CoreMachine(RuleBasedStateMachine):
         size = BLOCK_SIZE
         self.fill(work)
         whole = data.draw(st.booleans())
-        if not whole:  # verified so far; published, and the rest comes later
+        if not whole:  # a verified part, which is published; the rest comes later
             self.core.commit(work.group, max(leader.num_computed, leader.num_tokens // size * size))
             return
         self.core.commit(work.group, leader.num_tokens)
@@ -332,7 +332,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.core.landings.release(landing)
         for pin in self.pins:
             self.core.landings.unpin(pin)
-        for _ in range(len(self.works) + 1):  # each round at least one more request has got its pages
+        for _ in range(len(self.works) + 1):  # in each round at least one more request gets its pages
             self.core.wake()
             self.run_until_idle()
             for work in self.works:
@@ -355,7 +355,7 @@ class CoreMachine(RuleBasedStateMachine):
     # ── helpers ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def run_until_idle(self) -> None:
-        """Step as the engine thread does: a core that is stalled waits for a command."""
+        """Step like the engine thread: a stalled core waits for a command."""
         for _ in range(1000):
             if not self.core.has_work:
                 return

@@ -35,7 +35,7 @@ def test_pull_is_granted_no_page_that_the_first_in_line_needs() -> None:
     core = make_core(num_blocks=16, max_running=1)
     running, _ = submit(core, make_request(range(16), max_tokens=9, ignore_eos=True))
     core.step()
-    submit(core, make_request(range(40, 64), ignore_eos=True))  # six pages, one more is spared for growth
+    submit(core, make_request(range(40, 64), ignore_eos=True))  # six pages, and one more stays free for growth
     num_left = core.pool.num_free - 7
     landing = core.arrive(make_request(range(100, 164)).block_hashes[: num_left + 1])
     assert isinstance(core.landings.reserve(landing), Refused)
@@ -97,7 +97,7 @@ def test_first_in_line_takes_pulled_pages_of_those_behind_it() -> None:
     assert not isinstance(landed, Refused)
     early = make_request(range(200, 260), max_tokens=1)
     landing = core.arrive(early.block_hashes[:0])
-    landing.order = 0  # it arrived before, and pulled for long
+    landing.order = 0  # it arrived before, and its pull took long
     told = Collector()
     core.add(early, told, landing)
     run_until_idle(core)

@@ -37,7 +37,10 @@ def make_store(num_blocks: int) -> TorchKvStore:
 
 
 def naive_attention(query: Tensor, key: Tensor, value: Tensor, first_position: int, window: int | None) -> Tensor:
-    """query [n, heads, dim] at first_position.., key and value [context, kv_heads, dim]; loops over queries."""
+    """Return the attention of query [n, heads, dim] at first_position.., by a loop over queries.
+
+    key and value are [context, kv_heads, dim].
+    """
     key, value = (x.repeat_interleave(NUM_HEADS // NUM_KV_HEADS, dim=1) for x in (key, value))
     rows = []
     for i, row in enumerate(query):
@@ -55,7 +58,7 @@ def check_step(spans: list[tuple[int, int]], window: int | None, seed: int) -> N
     store = make_store(num_blocks + 1)
     free = [BlockId(i) for i in range(num_blocks + 1)]
     random.Random(seed).shuffle(free)
-    store.layers[0][0].normal_(std=100)  # whatever is left in pages must not matter
+    store.layers[0][0].normal_(std=100)  # old content of pages must not matter
     store.layers[0][1].normal_(std=100)
     attention = TorchPagedAttention(store, [window])
     keys = [torch.randn(computed + new, NUM_KV_HEADS, HEAD_DIM) for computed, new in spans]

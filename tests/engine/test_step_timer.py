@@ -16,7 +16,7 @@ STEP_S, HOST_S = 0.5, 0.125
 
 
 class SlowExecutor:
-    """Makes each step of a core take `STEP_S` of a manual clock: from its launch, or the end of the step before."""
+    """Makes each step of a core take `STEP_S` of a manual clock, from its launch or the end of the previous step."""
 
     def __init__(self, core: EngineCore, clock: ManualClock) -> None:
         self._launch, self._clock = core.executor.launch, clock
@@ -82,7 +82,7 @@ def test_failed_step_and_the_time_until_the_next_are_not_counted(max_steps_in_fl
 
 def test_shape_counts_chunks_pairs_and_decodes() -> None:
     core, clock = timed_core(1)
-    submit(core, make_request(range(20), max_tokens=3, ignore_eos=True))  # 16 tokens, then 4 behind them
+    submit(core, make_request(range(20), max_tokens=3, ignore_eos=True))  # 16 tokens, then 4 more
     shapes = [sample.shape for sample in run(core, clock)]
     assert shapes == [
         StepShape(num_prefill_tokens=16, num_prefill_pairs=16 * 17 // 2),

@@ -123,7 +123,7 @@ def cut(text: str, stops: Sequence[str]) -> str:
 
 
 def without_begun_stop(text: str, stops: Sequence[str]) -> str:
-    """Return the text without the longest ending that is the beginning of a stop string."""
+    """Return the text without its longest ending that begins a stop string."""
     begun = [n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
     return text[: len(text) - max(begun, default=0)]
 

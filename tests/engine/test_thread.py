@@ -80,7 +80,7 @@ async def test_acquire_cancelled_at_any_turn_releases_what_was_acquired(num_turn
 
 
 class Gate:
-    """Ends no step of a core before the test says so."""
+    """Keeps a core's steps from ending until the test opens it."""
 
     def __init__(self, core: EngineCore) -> None:
         self._launch = core.executor.launch

@@ -57,7 +57,7 @@ def prompt_logits(model_dir: Path, dtype: torch.dtype = torch.float32) -> torch.
 
 
 def write_config(model_dir: Path, model_type: str, **overrides: Any) -> None:
-    """Write a small config.json without weights beside it."""
+    """Write a small config.json without weights."""
     shape = {
         "hidden_size": 64,
         "intermediate_size": 72,

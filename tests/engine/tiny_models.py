@@ -198,7 +198,7 @@ def make_prompt(num_tokens: int, *, seed: int = 0) -> tuple[int, ...]:
 
 
 def reference_tokens(model: Any, prompt: Seq[int], num_tokens: int) -> list[int]:
-    """Return transformers' greedy answer, beyond an end-of-sequence token where there is one."""
+    """Return transformers' greedy answer, which an end-of-sequence token does not end."""
     prompt_ids = torch.tensor([list(prompt)])
     model.generation_config.eos_token_id = None
     with torch.inference_mode():

@@ -71,7 +71,7 @@ def test_build_when_the_compiler_fails_gives_its_words(tmp_path: Path, monkeypat
 def test_build_when_it_is_there_needs_no_writable_folder(counting_compiler: Path, tmp_path: Path) -> None:
     first = build_kernels(tmp_path / "cache")
     (tmp_path / "cache" / "lock").unlink()
-    (tmp_path / "cache" / "lock").mkdir()  # cannot be opened for writing, as root neither
+    (tmp_path / "cache" / "lock").mkdir()  # not even root can open it for writing
     assert build_kernels(tmp_path / "cache") == first
     assert counting_compiler.read_text() == "x\n"
 

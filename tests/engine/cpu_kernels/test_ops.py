@@ -50,7 +50,7 @@ def make_qkv(config: DecoderConfig, num_tokens: int, dtype: torch.dtype) -> torc
 
 
 def spans_for(lengths: list[tuple[int, int]], block_size: int, num_blocks: int = NUM_BLOCKS) -> list[SequenceSpan]:
-    """Return spans of (num_computed, num_new_tokens) on shuffled pages of their own."""
+    """Return spans of (num_computed, num_new_tokens) on shuffled, separate pages."""
     free = list(range(num_blocks))
     random.Random(7).shuffle(free)
     spans = []
@@ -99,7 +99,7 @@ def test_attention_when_float32_equals_torch(
         results.append(make_ops(store).plan(metadata).attend(0, qkv.clone(), *norms))
         stores.append(store)
     torch.testing.assert_close(results[1], results[0], atol=2e-5, rtol=2e-5)
-    for span in spans:  # what was written is what torch writes, and nothing else of these pages has changed
+    for span in spans:  # the same slots are written as by torch, and no others of these pages
         for ours, theirs in zip(stores[1].layers[0], stores[0].layers[0], strict=True):
             written = [table_row(ours, span), table_row(theirs, span)]
             torch.testing.assert_close(*written, atol=1e-5, rtol=1e-5)

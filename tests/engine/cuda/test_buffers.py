@@ -67,7 +67,7 @@ def test_upload_into_an_arena_keeps_the_fixed_columns_there_when_the_rest_overfl
 
 
 def apply(tables: BlockTables, sequences: list[Sequence]) -> tuple[list[int], int]:
-    """Bring tables up to date; return the rows, and how many words went to the device."""
+    """Update tables; return the rows, and the number of words sent to the device."""
     columns = Columns()
     rows = tables.assign(sequences)
     update = tables.plan(sequences, rows, columns)
@@ -127,7 +127,7 @@ def test_decode_columns_at_any_size_describe_the_batch_and_inert_padding(size: i
     token_ids = arena.index_select(0, step.token_places.of(words))
     padding = [0] * (size - 2)
     assert token_ids.tolist()[:2] == [batch[0].sequence.token_ids[6], 103]
-    assert set(token_ids.tolist()[2:]) <= {batch[0].sequence.token_ids[6]}  # any token that exists will do
+    assert set(token_ids.tolist()[2:]) <= {batch[0].sequence.token_ids[6]}  # any existing token will do
     assert step.positions.of(words).tolist() == [6, 8, *padding]
     assert step.slot_mapping.of(words).tolist() == [9 * 4 + 2, 1 * 4, *[-1] * (size - 2)]
     assert step.context_lens.of(words).tolist() == [7, 9, *padding]

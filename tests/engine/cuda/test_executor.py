@@ -63,7 +63,7 @@ def test_launch_when_batch_exceeds_the_largest_graph_answers_the_same(
 def test_launch_when_rows_change_hands_and_pages_are_taken_answers_the_same(
     qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seven sequences take turns on three rows, and come back with other pages, or with the same in another order."""
+    """Seven sequences share three rows, and return with other pages, or with the same pages in another order."""
     monkeypatch.setattr("engine.cuda.loading.MAX_N", 3)
     prompts = [make_prompt(num, seed=num) for num in (9, 14, 5, 22, 17, 8, 11)]
     expected = Driver(load(qwen3)).generate([make_sequence(p) for p in prompts], num_tokens=12)

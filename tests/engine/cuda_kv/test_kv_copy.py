@@ -7,27 +7,30 @@ import torch
 
 from common.errors import LayoutMismatch
 from engine.cuda.kv_copy import block_view
+from engine.executor import KvShape
 from tests.engine.cuda_kv.support import make_shape, make_storage, pages_in, wire_bytes
 
-# head_dim 6 gives parts of 8-byte, 3 of 4-byte and 5 with 8-bit numbers of 4-byte words; odd sizes need narrower ones
-SHAPES = [("bfloat16", 6), ("float32", 8), ("float8_e4m3fn", 16), ("float16", 3), ("float8_e4m3fn", 5)]
+# Parts of 8-byte words, then of 4-, 2- and 1-byte words.
+SHAPES = [
+    make_shape(),
+    make_shape(dtype="float8_e4m3fn", head_dim=16),
+    make_shape(dtype="float32", head_dim=3, num_kv_heads=1, block_size=1),
+    make_shape(dtype="float16", head_dim=3, num_kv_heads=1, block_size=1),
+    make_shape(dtype="float8_e4m3fn", head_dim=5, num_kv_heads=1, block_size=1),
+]
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), SHAPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.dtype}-{shape.block_bytes}")
 @pytest.mark.parametrize("block_ids", [[], [4], [6, 0, 3], [5, 1, 0, 6, 2, 4, 3]])
-def test_read_blocks_when_order_is_scrambled_equals_plain_indexing(
-    dtype: str, head_dim: int, block_ids: list[int]
-) -> None:
-    shape = make_shape(dtype=dtype, head_dim=head_dim)
+def test_read_blocks_when_order_is_scrambled_equals_plain_indexing(shape: KvShape, block_ids: list[int]) -> None:
     storage = make_storage(shape, 7)
     data = pages_in(storage, shape).read_blocks(block_ids)
     assert data.nbytes == len(block_ids) * shape.block_bytes
     assert bytes(data) == wire_bytes(storage, shape, block_ids)
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), SHAPES)
-def test_write_blocks_when_given_another_engines_blocks_fills_those_pages_only(dtype: str, head_dim: int) -> None:
-    shape = make_shape(dtype=dtype, head_dim=head_dim)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.dtype}-{shape.block_bytes}")
+def test_write_blocks_when_given_another_engines_blocks_fills_those_pages_only(shape: KvShape) -> None:
     source, target = make_storage(shape, 5, seed=1), make_storage(shape, 9, seed=2)
     before = target.clone()
     data = pages_in(source, shape).read_blocks([3, 1, 0, 4])
@@ -97,9 +100,8 @@ def test_copies_of_more_threads_than_lanes_do_not_mix_their_staging() -> None:
     assert torch.equal(target[:-16], source[:-16])
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), SHAPES)
-def test_block_view_shares_memory_with_the_pages(dtype: str, head_dim: int) -> None:
-    shape = make_shape(dtype=dtype, head_dim=head_dim)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.dtype}-{shape.block_bytes}")
+def test_block_view_shares_memory_with_the_pages(shape: KvShape) -> None:
     storage = make_storage(shape, 7)
     view = block_view(storage[:-16], shape)
     assert view.shape[:2] == (7, 2 * shape.num_layers)

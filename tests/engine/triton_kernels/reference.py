@@ -58,7 +58,7 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _attend_sequence(query: Tensor, pages: LayerPages, step: DeviceStep, seq: int) -> Tensor:
-    """Return what the last len(query) tokens of a sequence read, [num_new, num_heads, head_dim]."""
+    """Return the attention of the last len(query) tokens of a sequence, [num_new, num_heads, head_dim]."""
     context_len = int(step.context_lens[seq])
     if context_len == 0:
         return torch.zeros_like(query)

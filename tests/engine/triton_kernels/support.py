@@ -93,7 +93,7 @@ class Case:
 
 
 def padded(step: DeviceStep, num_seqs: int) -> DeviceStep:
-    """Return a step of decodes alone with padding rows added, whose block tables point anywhere."""
+    """Return a step of only decodes with added padding rows, whose block tables point anywhere."""
     extra = num_seqs - len(step.context_lens)
 
     def grow(tensor: Tensor, value: int) -> Tensor:

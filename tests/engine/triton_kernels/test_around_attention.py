@@ -23,7 +23,7 @@ def _random(device: torch.device, dtype: torch.dtype, *sizes: int, seed: int) ->
 
 
 def _normed(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the norm as checkpoints' own implementations round it: before the weight as well."""
+    """Return the norm with the rounding of the checkpoints' own implementations: also before the weight."""
     return F.rms_norm(x.float(), x.shape[-1:], eps=1e-5).to(x.dtype) * weight
 
 
@@ -92,7 +92,7 @@ def _check(case: Case, device: torch.device, norms: HeadNorms | None) -> None:
     expected_pages = _copy(pages)
     query = rope_kv_write(qkv, norms, rotations, pages, step)
     assert_close(query, reference.rope_kv_write(qkv, norms, rotations, expected_pages, step))
-    # A step of float8's three bits is up to an eighth.
+    # A step of float8's three mantissa bits is up to an eighth.
     tolerance = 0.13 if pages.keys.dtype == torch.float8_e4m3fn else TOLERANCE[case.dtype]
     for cache, expected in ((pages.keys, expected_pages.keys), (pages.values, expected_pages.values)):
         assert torch.equal(cache.float().isnan(), expected.float().isnan())

@@ -19,7 +19,7 @@ _MIXED = [(80, 1), (40, 21), (5, 1), (0, 9)]
 
 
 def _splits(case: Case, pages: LayerPages, num_splits: int, *, min_keys: int = 1) -> KeySplits:
-    """Return splits whose memory holds NaN, so that reading what no program wrote shows."""
+    """Return splits whose memory holds NaN, so that reads of unwritten memory show."""
     sizes = (64, case.num_heads, num_splits)
     return KeySplits(
         num_splits=num_splits,

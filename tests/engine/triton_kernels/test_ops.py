@@ -26,7 +26,7 @@ from tests.engine.triton_kernels.support import Case, bits, padded
 _BLOCK_SIZE = 4
 _NUM_BLOCKS = 40
 _PROMPTS = (make_prompt(10, seed=1), make_prompt(4, seed=2), make_prompt(6, seed=3))
-# Of each prompt, tokens per step: whole prompts beside chunks, then decodes beside chunks, then decodes alone.
+# Tokens of each prompt per step: whole prompts and chunks, then decodes and chunks, then only decodes.
 _STEPS = ((5, 4, 0), (4, 0, 2), (1, 0, 3), (0, 0, 1))
 
 
@@ -49,7 +49,7 @@ def _load(model_dir: Path, device: torch.device) -> _TinyModel:
 
 
 def _spans(computed: Seq[int], num_new: Seq[int]) -> list[SequenceSpan]:
-    """Return spans of the prompts that run; prompt i has every third block, from block i down."""
+    """Return spans of the prompts that run; prompt i has every third block, counted down from the end."""
     return [
         SequenceSpan(num_computed=done, num_new_tokens=new, block_table=list(range(_NUM_BLOCKS - 1 - i, -1, -3)))
         for i, (done, new) in enumerate(zip(computed, num_new, strict=True))
@@ -58,7 +58,7 @@ def _spans(computed: Seq[int], num_new: Seq[int]) -> list[SequenceSpan]:
 
 
 def _run_steps(model: _TinyModel, ops: Ops, steps: Seq[Seq[int]] = _STEPS) -> list[Tensor]:
-    """Return the hidden states of each step, in which every prompt advances by so many tokens."""
+    """Return the hidden states of each step, in which the prompts advance by its numbers of tokens."""
     computed = [0] * len(_PROMPTS)
     hidden = []
     for num_new in steps:
