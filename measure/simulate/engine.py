@@ -69,7 +69,10 @@ class SimEngine(EngineDriver):
 
     def load(self) -> Load:
         """Return the load at this moment."""
-        load = self.core.load()
+        return self._up_to_date(self.core.load())
+
+    def _up_to_date(self, load: Load) -> Load:
+        """Return a load of the core with the tokens that a leap has not applied yet."""
         num_behind = 0 if self._leap is None else self._leap.num_tokens_behind(self._loop.time())
         return replace(load, num_context_tokens=load.num_context_tokens + num_behind) if num_behind else load
 
@@ -206,7 +209,8 @@ class SimEngine(EngineDriver):
         """Tell the worker of load and cache."""
         report = self.core.report()
         if self._leap is not None:
-            report = replace(report, load=self.load(), samples=report.samples + self._leap.drain_samples())
+            samples = report.samples + self._leap.drain_samples()
+            report = replace(report, load=self._up_to_date(report.load), samples=samples)
         self._on_report(report)
 
     def _dispatch(self, emitted: Emitted) -> None:
