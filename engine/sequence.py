@@ -171,14 +171,10 @@ class Sequence:
     def append_token(self, token_id: int) -> None:
         """Add a generated token; extends block_hashes when it fills a block. O(1)."""
         self.token_ids.append(token_id)
-        self._hash_new_blocks()
+        self.hash_new_blocks()
 
-    def append_tokens(self, token_ids: TokenArray) -> None:
-        """Add generated tokens, as one `append_token` after the other would."""
-        self.token_ids += token_ids
-        self._hash_new_blocks()
-
-    def _hash_new_blocks(self) -> None:
+    def hash_new_blocks(self) -> None:
+        """Extend block_hashes by the blocks that new tokens have filled."""
         while (len(self.block_hashes) + 1) * self.block_size <= len(self.token_ids):
             start = len(self.block_hashes) * self.block_size
             parent = self.block_hashes[-1] if self.block_hashes else self.request.hash_root

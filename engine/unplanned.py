@@ -18,8 +18,8 @@ from engine.sequence import Sequence
 class UnplannedDecodes:
     """Running sequences of one core that decode without being planned. Engine thread only, between two steps.
 
-    The scheduler counts them in every step and plans none of them. Nothing is preempted beside them: when pages run
-    out, the driver brings all of them up to date and empties the set before the next plan.
+    The scheduler counts them in every step and plans none of them. When pages run out, the driver brings all of them up
+    to date and empties the set before the next plan: nothing is preempted while it is not empty.
     """
 
     def __init__(self, pool: BlockPool, pages: Pages, groups: Mapping[Sequence, Group]) -> None:
@@ -49,5 +49,6 @@ class UnplannedDecodes:
         """
         sequence.num_computed += len(token_ids)
         sequence.num_ready += len(token_ids)
-        sequence.append_tokens(token_ids)
+        sequence.token_ids += token_ids
+        sequence.hash_new_blocks()
         self._pages.publish(sequence)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.triton_kernels.pages import LOG2_E, LayerPages, attend_keys, dot_dtype
+from engine.ops.triton_kernels.pages import LOG2_E, LayerPages, Tiles, attend_keys, dot_dtype
 from engine.ops.triton_kernels.step import STEP_POINTERS, DeviceStep
 
 MAX_SPLITS = 64
@@ -26,15 +26,6 @@ _MIN_SPLITS_OF_LARGE_BATCH = 4
 _MIN_KEYS_OF_LARGE_BATCH = 512
 """When the batch fills the device by itself, smaller splits cost more in partial results than they gain."""
 _COMBINED_AT_ONCE = tl.constexpr(16)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeTiles:
-    """Block sizes of the kernel."""
-
-    keys: int
-    num_warps: int
-    num_stages: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +41,15 @@ class KeySplits:
     """log2 of each split's sum of exponentials, float32 [num_decodes, num_heads, num_splits]."""
 
 
-def decode_tiles(page_dtype: torch.dtype, head_dim: int) -> DecodeTiles:
+def decode_tiles(page_dtype: torch.dtype, head_dim: int) -> Tiles:
     """Return block sizes that keep three programs on a multiprocessor, each loading two tiles of keys ahead.
 
     Half of the stages are for the block table, whose entries must arrive before the tile that they point to.
     """
     if page_dtype.itemsize == 4:
-        return DecodeTiles(keys=32, num_warps=4, num_stages=3)
+        return Tiles(keys=32, num_warps=4, num_stages=3)
     keys = 128 if head_dim <= 64 else 64 if head_dim <= 128 else 32
-    return DecodeTiles(keys=keys, num_warps=4, num_stages=5 if page_dtype.itemsize == 2 else 7)
+    return Tiles(keys=keys, num_warps=4, num_stages=5 if page_dtype.itemsize == 2 else 7)
 
 
 def split_keys(num_decodes: int, num_heads: int, pages: LayerPages, *, num_sms: int) -> KeySplits:

@@ -45,6 +45,17 @@ class LayerPages:
         return self.keys.shape[3]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """Block sizes of an attention kernel."""
+
+    keys: int
+    num_warps: int
+    num_stages: int
+    rows: int = 0
+    """Rows of a chunk's query matrix: tokens times query heads of a key head."""
+
+
 def is_interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, that is, TRITON_INTERPRET was set before the import."""
     return bool(triton.knobs.runtime.interpret)

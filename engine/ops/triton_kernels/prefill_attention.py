@@ -7,35 +7,22 @@ pass over the keys): first the keys that every row of the tile sees, without a m
 # ruff: noqa: ANN001, ANN202, PLR0913 - a kernel's parameters are pointers, strides and compile-time constants
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.triton_kernels.pages import LOG2_E, LayerPages, attend_keys, dot_dtype
+from engine.ops.triton_kernels.pages import LOG2_E, LayerPages, Tiles, attend_keys, dot_dtype
 from engine.ops.triton_kernels.step import STEP_POINTERS, DeviceStep
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillTiles:
-    """Block sizes of the kernel."""
-
-    rows: int
-    """Rows of the queries' matrix: tokens times query heads of a key head."""
-    keys: int
-    num_warps: int
-    num_stages: int
-
-
-def prefill_tiles(query_dtype: torch.dtype, head_dim: int) -> PrefillTiles:
+def prefill_tiles(query_dtype: torch.dtype, head_dim: int) -> Tiles:
     """Return block sizes; 128 rows are two warp groups of Hopper's tensor cores."""
     if query_dtype.itemsize == 4:
-        return PrefillTiles(rows=32, keys=16, num_warps=4, num_stages=2)
+        return Tiles(rows=32, keys=16, num_warps=4, num_stages=2)
     if head_dim > 128:
-        return PrefillTiles(rows=64, keys=32, num_warps=8, num_stages=3)
-    return PrefillTiles(rows=128, keys=64 if head_dim > 64 else 128, num_warps=8, num_stages=5)
+        return Tiles(rows=64, keys=32, num_warps=8, num_stages=3)
+    return Tiles(rows=128, keys=64 if head_dim > 64 else 128, num_warps=8, num_stages=5)
 
 
 def tile_tokens(query_dtype: torch.dtype, head_dim: int, group: int) -> int:
