@@ -55,7 +55,7 @@ class TokenRun:
     first_token_index: int
     token_ids: Sequence[int]
     finish_reason: FinishReason | None
-    """Reason why the sample ended with the last token; None: it goes on."""
+    """Reason why the sample ended with the last token; None: it continues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ class SchedulerLimits:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: pages to copy first (copy-on-write), then what to compute."""
+    """One step: pages to copy first (copy-on-write), then the batch to compute."""
 
     batch: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
     copies: list[tuple[BlockId, BlockId]] = field(default_factory=list)

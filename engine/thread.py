@@ -43,7 +43,7 @@ class EngineDriver(Protocol):
         ...
 
     async def acquire(self, command: Callable[[EngineCore], T], undo: Callable[[EngineCore, T], object]) -> T:
-        """Like `call`, but when the caller is cancelled meanwhile, `undo` is run on the result."""
+        """Like `call`, but when the caller is cancelled before it returns, `undo` runs on the result."""
         box: list[T] = []
 
         def run(core: EngineCore) -> T:

@@ -117,7 +117,7 @@ def is_native(raw: Mapping[str, Any]) -> bool:
 
 
 def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Return the decoder that a config.json describes. Raises UnsupportedModel naming what is not supported."""
+    """Return the decoder that a config.json describes. Raises UnsupportedModel, naming the unsupported feature."""
     architecture = _architecture(raw)
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unnamed")
