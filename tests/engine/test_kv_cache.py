@@ -58,33 +58,6 @@ def test_write_blocks_when_given_what_was_read_restores_it_elsewhere(dtype: str)
     assert target.read_blocks(ids(6, 2)) == source.read_blocks(ids(1, 4))
 
 
-def test_read_blocks_when_pages_change_afterwards_keeps_the_copy() -> None:
-    store = make_store()
-    data = store.read_blocks(ids(1))
-    before = bytes(data)
-    store.clear_blocks(ids(1))
-    assert bytes(data) == before
-
-
-def test_read_blocks_when_no_block_is_asked_for_returns_nothing() -> None:
-    assert make_store().read_blocks([]).nbytes == 0
-
-
-@pytest.mark.parametrize("block_id", [-1, 5])
-def test_read_blocks_when_id_is_out_of_range_reports_layout_mismatch(block_id: int) -> None:
-    with pytest.raises(LayoutMismatch, match="no block"):
-        make_store().read_blocks(ids(block_id))
-
-
-@pytest.mark.parametrize("difference", [-1, 1])
-def test_write_blocks_when_size_is_wrong_reports_layout_mismatch_and_writes_nothing(difference: int) -> None:
-    store = make_store()
-    before = bytes(store.read_blocks(ids(0, 1)))
-    with pytest.raises(LayoutMismatch, match="2 blocks take"):
-        store.write_blocks(ids(0, 1), memoryview(bytes(2 * store.shape.block_bytes + difference)))
-    assert bytes(store.read_blocks(ids(0, 1))) == before
-
-
 def test_copy_block_when_copied_leaves_source_and_others_alone() -> None:
     store = make_store()
     before = [bytes(store.read_blocks(ids(i))) for i in range(5)]

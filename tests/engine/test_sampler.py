@@ -188,36 +188,21 @@ def test_sample_when_every_token_is_impossible_raises_engine_fault(temperature: 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
-    ("ignore_eos", "token_index", "expected"), [(False, 2, {0}), (True, 2, {2}), (False, 3, {2}), (True, 3, {2})]
+    ("logits", "params", "token_index", "expected"),
+    [
+        ([10.0, -30.0, 50.0, -30.0], {"min_tokens": 3}, 2, 0),
+        ([10.0, -30.0, 50.0, -30.0], {"min_tokens": 3, "ignore_eos": True}, 2, 2),
+        ([10.0, -30.0, 50.0, -30.0], {"min_tokens": 3}, 3, 2),
+        ([10.0, -30.0, 50.0, -30.0], {"min_tokens": 3, "ignore_eos": True}, 3, 2),
+        ([0.0, 50.0, 1.0, 90.0], {"min_tokens": 1, "ignore_eos": True, "stop_token_ids": frozenset({3})}, 0, 1),
+        ([0.0, 50.0, 1.0, 90.0], {"min_tokens": 1, "ignore_eos": True, "stop_token_ids": frozenset({3})}, 1, 3),
+    ],
 )
-def test_min_tokens_forbids_eos_until_reached_unless_eos_is_ignored(
-    temperature: float, ignore_eos: bool, token_index: int, expected: set[int]
+def test_min_tokens_forbids_stop_tokens_and_eos_unless_eos_is_ignored(
+    logits: list[float], params: dict[str, Any], token_index: int, expected: int, temperature: float
 ) -> None:
-    logits = np.array([[10.0, -30.0, 50.0, -30.0]], dtype=np.float32)
-    row = make_row(
-        token_index=token_index,
-        prompt=(),
-        output=(1,) * token_index,
-        min_tokens=3,
-        ignore_eos=ignore_eos,
-        temperature=temperature,
-    )
-    assert set(sample_ids(logits, [row])) == expected
-
-
-@pytest.mark.parametrize(("token_index", "expected"), [(0, 1), (1, 3)])
-def test_min_tokens_forbids_stop_tokens_even_when_eos_is_ignored(token_index: int, expected: int) -> None:
-    logits = np.array([[0.0, 5.0, 1.0, 9.0]], dtype=np.float32)
-    row = make_row(
-        token_index=token_index,
-        prompt=(),
-        output=(0,) * token_index,
-        min_tokens=1,
-        stop_token_ids=frozenset({3}),
-        ignore_eos=True,
-        temperature=0.0,
-    )
-    assert sample_ids(logits, [row]) == [expected]
+    row = make_row(token_index=token_index, prompt=(), output=(1,) * token_index, temperature=temperature, **params)
+    assert sample_ids(np.array([logits], dtype=np.float32), [row]) == [expected]
 
 
 class CountingTuple(tuple[tuple[int, float], ...]):
@@ -264,17 +249,7 @@ def test_penalties_count_output_tokens_and_only_repetition_sees_the_prompt() -> 
     )
     expected = [2.0, -8.0, 2.0 - 0.5 - 3 * 0.25, 4.0]
     assert shaped_logits(logits[0], row, EOS).tolist() == expected
-    rows = [
-        make_row(
-            prompt=(0, 1, 1),
-            output=(2, 2, 2),
-            token_index=i,
-            repetition_penalty=2.0,
-            presence_penalty=0.5,
-            frequency_penalty=0.25,
-        )
-        for i in range(4000)
-    ]
+    rows = [dataclasses.replace(row, token_index=i) for i in range(4000)]
     counts = np.bincount(sample_ids(np.repeat(logits, 4000, axis=0), rows), minlength=4)
     probabilities = np.exp(expected) / np.exp(expected).sum()
     assert np.abs(counts / 4000 - probabilities).max() < 0.02
