@@ -33,7 +33,7 @@ def opens(request: pytest.FixtureRequest) -> Open:
         if request.param == "device":
             return storage, pages_in(storage, shape)
         storage = storage.cpu()
-        return storage, HostPages(memoryview(storage.numpy()), num_blocks, shape)
+        return storage, HostPages(storage.numpy().data, num_blocks, shape)
 
     return open_pages
 
