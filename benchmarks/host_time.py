@@ -143,9 +143,9 @@ class _Bench:
         """Run one step; returns its parts in microseconds."""
         inside_ns = self._executor.inside_ns
         stamps = [time.perf_counter_ns()]
-        emitted = self.core.begin_step()
+        plan, emitted = self.core.begin_step()
         stamps.append(time.perf_counter_ns())
-        emitted += self.core.finish_step()
+        emitted += self.core.finish_step(plan)
         stamps.append(time.perf_counter_ns())
         StepReport(kv_events=self.core.pool.drain_events(), load=self.core.load())
         stamps.append(time.perf_counter_ns())

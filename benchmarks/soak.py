@@ -105,7 +105,7 @@ class Load:
         pool.drain_events()
         self._core.load()
         self.counts.steps += 1
-        self.counts.max_filled_blocks = max(self.counts.max_filled_blocks, pool.num_used + pool.num_cached)
+        self.counts.max_filled_blocks = max(self.counts.max_filled_blocks, pool.num_used + pool.num_cached_blocks)
 
     def stop(self) -> None:
         """Cancel everything and let what is in flight end."""

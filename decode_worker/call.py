@@ -62,7 +62,7 @@ class DecodeCall:
             self._group = group
             try:
                 self._open_direct(request, spec)
-                reserved = pb.Reserved(num_cached_tokens=group.leader.num_cached if has_handoff else 0)
+                reserved = pb.Reserved(num_cached_tokens=group.leader.num_cached_tokens if has_handoff else 0)
                 self._outlet.put(pb.DecodeResponse(reserved=reserved))
                 if has_handoff:
                     pulled = await self._pull(spec, request.handoff)
@@ -123,7 +123,7 @@ class DecodeCall:
                 first_sample_index=spec.first_sample_index,
             ),
             block_table=leader.block_ids(),
-            first_block=leader.num_cached // leader.block_size,
+            first_block=leader.num_cached_tokens // leader.block_size,
             ticket=handoff.ticket,
         )
         runtime = self._runtime

@@ -1,7 +1,7 @@
-"""Prompt work that an engine has accepted and not done yet: what its load report says will take time.
+"""Prompt work that an engine has accepted and not done yet, for its load report.
 
-Work is counted without what the prefix cache is expected to save: a line of ten prompts that share a long prefix is
-short. What is cached changes while a sequence waits, so the scheduler has one of the waiting looked at again a step.
+Tokens that the prefix cache will probably save do not count: ten prompts that share a long prefix are little work. The
+cache changes while a sequence waits, so the scheduler has one waiting sequence checked again per step.
 """
 
 from collections.abc import Sequence as Seq
@@ -16,31 +16,31 @@ def num_pairs(num_new_tokens: int, num_tokens_before: int) -> int:
 
 
 class Backlog:
-    """Sums over the sequences in line, kept as they come and go. Engine thread only; O(log blocks) a change."""
+    """Sums over the waiting sequences. Engine thread only; O(log blocks) per change."""
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool = pool
         self._block_size = block_size
         self._next_idx = 0
         self.num_tokens = 0
-        """To be computed before they can decode."""
+        """Tokens to compute before they can decode."""
         self.num_pairs = 0
-        """Pairs of one of these tokens and a token that it attends to."""
+        """Pairs of such a token and a token that it attends to."""
         self.num_context_tokens = 0
-        """Tokens of those that will decode here."""
+        """Tokens of the sequences that will decode here."""
 
     def enter(self, sequence: Sequence) -> None:
-        """Count a sequence that gets in line."""
+        """Count a sequence that starts to wait."""
         num_blocks = self._pool.num_matching(sequence.block_hashes, sequence.num_reusable_blocks)
-        sequence.num_expected = num_blocks * self._block_size
+        sequence.num_expected_cached_tokens = num_blocks * self._block_size
         self._count(sequence, 1)
 
     def leave(self, sequence: Sequence) -> None:
-        """Forget a sequence that leaves the line."""
+        """Forget a sequence that no longer waits."""
         self._count(sequence, -1)
 
     def look_again(self, waiting: Seq[Sequence]) -> None:
-        """Ask the cache again about one of those in line, each in turn."""
+        """Check the cache again for one waiting sequence, each in turn."""
         if waiting:
             self._next_idx = (self._next_idx + 1) % len(waiting)
             sequence = waiting[self._next_idx]
@@ -48,8 +48,8 @@ class Backlog:
             self.enter(sequence)
 
     def _count(self, sequence: Sequence, sign: int) -> None:
-        num_new = sequence.num_tokens - sequence.num_expected
+        num_new = sequence.num_tokens - sequence.num_expected_cached_tokens
         self.num_tokens += sign * num_new
-        self.num_pairs += sign * num_pairs(num_new, sequence.num_expected)
+        self.num_pairs += sign * num_pairs(num_new, sequence.num_expected_cached_tokens)
         if not sequence.is_pinned:
             self.num_context_tokens += sign * sequence.num_tokens

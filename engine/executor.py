@@ -1,15 +1,19 @@
 """The seam between bookkeeping and arithmetic.
 
-Above it (scheduler, block pool, loop) nothing knows tensors; below it (model runner, sampler, KV store) nothing knows
-queues. `engine.runner.ModelExecutor` computes with torch; `engine.fake.FakeExecutor` computes a hash of the pages.
+Above it (scheduler, block pool, loop) there are no tensors; below it (model runner, sampler, KV store) no queues.
+`engine.runner.ModelExecutor` computes with torch; `engine.fake.FakeExecutor` computes a hash of the pages.
 """
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
+from common.errors import LayoutMismatch
 from common.ids import BlockId
 from engine.sequence import Sequence
+
+NONCE_BYTES = 16
+"""Random bytes at the end of a shared region, by which a peer verifies that it mapped the right one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,10 +25,10 @@ class KvShape:
     head_dim: int
     block_size: int
     dtype: str
-    """Such as "bfloat16"."""
+    """Name of the dtype, such as "bfloat16"."""
     bytes_per_element: int
     fingerprint: str
-    """Hash of model weights, dtype and everything above."""
+    """Hash of the model weights, the dtype and all fields above."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -36,45 +40,63 @@ class KvShape:
         """Bytes of a block on the wire: contiguous [num_layers, 2, block_size, num_kv_heads, head_dim]."""
         return self.bytes_per_token * self.block_size
 
+    def check_data(self, data: memoryview, num_blocks: int) -> None:
+        """Raise LayoutMismatch unless `data` holds exactly `num_blocks` blocks."""
+        if data.nbytes != num_blocks * self.block_bytes:
+            raise LayoutMismatch(f"{num_blocks} blocks take {num_blocks * self.block_bytes} bytes, not {data.nbytes}")
+
+    def check_region(self, size_bytes: int, num_blocks: int) -> None:
+        """Raise LayoutMismatch unless a region has room for exactly `num_blocks` blocks and a nonce."""
+        expected = num_blocks * self.block_bytes + NONCE_BYTES
+        if size_bytes != expected:
+            raise LayoutMismatch(f"a region of {num_blocks} blocks has {size_bytes} bytes, expected {expected}")
+
+
+def check_ids(block_ids: Seq[int], num_blocks: int) -> None:
+    """Raise LayoutMismatch for an id outside: on a device it would end the process, or read memory of another user."""
+    if block_ids and not (min(block_ids) >= 0 and max(block_ids) < num_blocks):
+        bad = next(block_id for block_id in block_ids if not 0 <= block_id < num_blocks)
+        raise LayoutMismatch(f"there is no block {bad} among {num_blocks}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedRegion:
-    """Where another process of this host finds the pages: an anonymous memory file, gone with its last user."""
+    """Address of the pages for other processes of this host: an anonymous memory file, freed with its last user."""
 
     fd: int
     size_bytes: int
     nonce: bytes
-    """Random bytes stored in the last 16 bytes of the region."""
+    """Content of the last NONCE_BYTES of the region."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRegion:
-    """Where another process on the same card finds the pages."""
+    """Address of the pages for other processes on the same card."""
 
     handle: bytes
-    """Of the device allocation that holds them (cudaIpcMemHandle_t)."""
+    """Handle of the device allocation that holds the pages (cudaIpcMemHandle_t)."""
     offset_bytes: int
-    """Where in that allocation the pages begin."""
+    """Offset of the pages in that allocation."""
     size_bytes: int
     device_uuid: str
     nonce: bytes
-    """Random bytes stored in the last 16 bytes of the region."""
+    """Content of the last NONCE_BYTES of the region."""
 
 
 class DevicePeerPages(Protocol):
     """Pages of another process in the memory of our own device. Any thread."""
 
     def copy_blocks(self, sources: Seq[int], targets: Seq[BlockId]) -> None:
-        """Copy the peer's pages into ours; they are there when this returns. Raises LayoutMismatch for a bad id."""
+        """Copy the peer's pages into ours and wait for the copy. Raises LayoutMismatch for a bad id."""
         ...
 
     def close(self) -> None:
-        """Unmap the pages; no copy is running."""
+        """Unmap the pages. No copy may be running."""
         ...
 
 
 class DeviceSharing(Protocol):
-    """Pages in device memory, as one that processes on the same card may map."""
+    """Pages in device memory that processes on the same card may map."""
 
     region: DeviceRegion
 
@@ -89,9 +111,9 @@ class KvStore(Protocol):
     shape: KvShape
     num_blocks: int
     shared_region: SharedRegion | None
-    """None when the pages are not in shareable host memory."""
+    """Region of the pages; None when they are not in shareable host memory."""
     device_sharing: DeviceSharing | None
-    """None when the pages are not in device memory, or the device cannot share it."""
+    """Sharing of the pages; None when they are not in device memory, or the device cannot share it."""
 
     def read_blocks(self, block_ids: Seq[BlockId]) -> memoryview:
         """Return a copy of the blocks' bytes, [len(block_ids) * block_bytes]."""
@@ -102,7 +124,7 @@ class KvStore(Protocol):
         ...
 
     def copy_block(self, source: BlockId, target: BlockId) -> None:
-        """Copy one block inside the pool: after the steps launched so far, before the next. Engine thread only."""
+        """Copy one block inside the pool, in order with the steps. Engine thread only."""
         ...
 
     def map_peer(self, region: memoryview, num_blocks: int) -> "PeerPages":
@@ -120,7 +142,7 @@ class PeerPages(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprobs:
-    """Log-probabilities at one position, from the unshaped distribution."""
+    """Log-probabilities at one position, from the distribution before any sampling parameter."""
 
     token_id: int
     logprob: float
@@ -143,14 +165,14 @@ class ScheduledSequence:
     sequence: Sequence
     num_new_tokens: int
     num_samples: int
-    """0 while the chunk ends before the last token; n for a prompt with n samples; else 1."""
+    """0 if the chunk ends before the last token; n for a prompt with n samples; else 1."""
     input_row: int | None = None
-    """Overlapped: the chunk is one token whose id the host does not know yet. It is row `input_row` of the tokens that
-    the step launched just before samples; rows are all samples of that batch in order, item 0's num_samples first."""
+    """Row of the input token among the tokens that the previously launched step samples, when the host does not know it
+    yet; the chunk is then that one token. Rows are all samples of that batch in order, item 0's num_samples first."""
 
     @property
     def token_index(self) -> int:
-        """Index, among the generated tokens, of the one that this step samples. Valid inside `launch`."""
+        """Index of the token that this step samples among the generated ones. Valid inside `launch`."""
         return self.sequence.num_output_tokens + (self.input_row is not None)
 
 
@@ -159,9 +181,9 @@ class StepResult:
     """Output for one ScheduledSequence."""
 
     sampled: list[Sampled]
-    """num_samples entries; entry j belongs to sample_index + j."""
+    """Tokens of num_samples samples; entry j belongs to sample_index + j."""
     prompt_logprobs: list[Logprobs]
-    """When asked for: one entry per scheduled position p with p + 1 inside the prompt, telling of token p + 1."""
+    """Log-probabilities of token p + 1, for each scheduled position p with p + 1 inside the prompt, when requested."""
 
 
 class StepHandle(Protocol):
@@ -170,7 +192,7 @@ class StepHandle(Protocol):
     def results(self) -> list[StepResult]:
         """Wait for the step and return one result per scheduled sequence, in order. Called exactly once.
 
-        Does not read the sequences: these have moved on. When it raises, nothing of the step is running any more.
+        Does not read the sequences, which have changed since. When it raises, the step no longer runs.
         """
         ...
 
@@ -195,14 +217,14 @@ class Executor(Protocol):
     eos_token_ids: frozenset[int]
     model_name: str
     max_steps_in_flight: int
-    """1: a step's tokens are known before the next one is launched. 2: step n + 1 is planned and launched while step n
-    computes; then `ScheduledSequence.input_row` occurs."""
+    """1: a step's tokens are known before the next launch. 2: step n + 1 is planned and launched while step n computes,
+    with `ScheduledSequence.input_row`."""
 
     def launch(self, batch: Seq[ScheduledSequence]) -> StepHandle:
         """Start one step: write KV of all new tokens, sample where asked. Does not mutate the sequences.
 
-        Every sequence's block_table covers num_computed + num_new_tokens tokens. All that is needed of the sequences is
-        read before this returns, and no view of a block_table outlives it (an exported array cannot grow). Results are
-        taken in launch order. When it raises, nothing of the step is running, nor a block copy asked for before it.
+        Every sequence's block_table covers num_computed + num_new_tokens tokens. The sequences are read before this
+        returns, and no view of a block_table outlives it (an exported array cannot grow). Results are taken in launch
+        order. When it raises, neither the step nor a block copy requested before it is running.
         """
         ...

@@ -1,11 +1,11 @@
 """A deterministic engine without torch, whose answers depend on every byte of KV that it reads.
 
-KV of a token is 8 bytes: a hash of the token and its position. The next token is a hash over the KV *found in the
+The KV of a token is 8 bytes: a hash of the token and its position. The next token is a hash over the KV *found in the
 pages* of all earlier positions, through the block table. So a wrong page, a missed copy-on-write, a corrupt transfer
-or an off-by-one slot changes the answer, exactly as in a real model. Scheduler, block pool and protocol are real.
+or an off-by-one slot changes the answer, as in a real model. Scheduler, block pool and protocol are real.
 
-As on a device, a launched step is computed later: only when its results are asked for, on the pages as they are then.
-So whoever gives a page away while a step in flight may still use it gets wrong answers, too.
+As on a device, a launched step is computed later: when its results are requested, on the pages as they are then. So a
+page that is given away while a step in flight may still use it changes the answer too.
 """
 
 import time
@@ -18,14 +18,23 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import LayoutMismatch
 from common.fake_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE
 from common.ids import BlockId
 from common.sampling import SamplingParams
 from common.tokens import TokenArray
-from engine.executor import DeviceSharing, KvShape, KvStore, Logprobs, Sampled, ScheduledSequence, StepResult
+from engine.executor import (
+    NONCE_BYTES,
+    DeviceSharing,
+    KvShape,
+    KvStore,
+    Logprobs,
+    Sampled,
+    ScheduledSequence,
+    StepResult,
+    check_ids,
+)
 from engine.noise import noise_key
-from engine.shared_memory import NONCE_BYTES, allocate_region
+from engine.shared_memory import allocate_region
 
 U64 = npt.NDArray[np.uint64]
 _MASK = (1 << 64) - 1
@@ -34,7 +43,7 @@ _EOS_PER_1000 = 8
 
 
 def fake_shape(block_size: int) -> KvShape:
-    """Return the shape of the fake's blocks: 8 bytes a token."""
+    """Return the shape of the fake's blocks: 8 bytes per token."""
     return KvShape(
         num_layers=1,
         num_kv_heads=1,
@@ -56,7 +65,7 @@ class FakeKvStore:
         memory, self.shared_region = allocate_region(num_blocks * self.shape.block_bytes)
         self._pages = self._view(memoryview(memory), num_blocks)
         self.queue: deque[Callable[[], None]] = deque()
-        """Launched and not computed yet, in order."""
+        """Launched work that is not computed yet, in order."""
 
     def read_blocks(self, block_ids: Seq[BlockId]) -> memoryview:
         """Return a copy of the blocks' bytes."""
@@ -68,7 +77,7 @@ class FakeKvStore:
         self._pages[list(block_ids)] = values.reshape(len(block_ids), self.shape.block_size)
 
     def copy_block(self, source: BlockId, target: BlockId) -> None:
-        """Copy one block, behind the steps launched so far."""
+        """Copy one block, after the steps launched so far."""
 
         def copy() -> None:
             self._pages[target] = self._pages[source]
@@ -77,8 +86,7 @@ class FakeKvStore:
 
     def map_peer(self, region: memoryview, num_blocks: int) -> "FakePeerPages":
         """Interpret another process's region as pages. Raises LayoutMismatch when its size is wrong."""
-        if region.nbytes != num_blocks * self.shape.block_bytes + NONCE_BYTES:
-            raise LayoutMismatch(f"{num_blocks} blocks do not take {region.nbytes} bytes")
+        self.shape.check_region(region.nbytes, num_blocks)
         return FakePeerPages(self._view(region, num_blocks))
 
     def write_token(self, block_table: Seq[int], position: int, value: int) -> None:
@@ -104,43 +112,31 @@ class FakePeerPages:
 
     def read_blocks(self, block_ids: Seq[int]) -> memoryview:
         """Return a copy of the blocks' bytes. Raises LayoutMismatch for a bad id."""
-        if bad := [block_id for block_id in block_ids if not 0 <= block_id < len(self._pages)]:
-            raise LayoutMismatch(f"there is no block {bad[0]} among {len(self._pages)}")
+        check_ids(block_ids, len(self._pages))
         return memoryview(self._pages[list(block_ids)].tobytes())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Chunk:
-    """What a launched step knows of one sequence."""
+    """A scheduled sequence, and copies of its data that change after the launch."""
 
+    item: ScheduledSequence
     start: int
-    token_ids: TokenArray
-    """Those of the chunk, and the one behind it where that is known; empty when the input is pending."""
-    input_row: int | None
-    num_new_tokens: int
-    block_table: "array[int]"
-    sampling: SamplingParams
-    sample_index: int
-    num_samples: int
     token_index: int
-    num_prompt_tokens: int
+    token_ids: TokenArray
+    """Tokens of the chunk, and the next one if it is known; empty when the input is pending."""
+    block_table: "array[int]"
 
     @classmethod
     def of(cls, item: ScheduledSequence) -> "_Chunk":
         sequence = item.sequence
         start = sequence.num_computed
-        return cls(
-            start=start,
-            token_ids=sequence.token_ids[start : start + item.num_new_tokens + 1],
-            input_row=item.input_row,
-            num_new_tokens=item.num_new_tokens,
-            block_table=sequence.block_table[:],
-            sampling=sequence.request.sampling,
-            sample_index=sequence.sample_index,
-            num_samples=item.num_samples,
-            token_index=item.token_index,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-        )
+        token_ids = sequence.token_ids[start : start + item.num_new_tokens + 1]
+        return cls(item, start, item.token_index, token_ids, sequence.block_table[:])
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.item.sequence.request.sampling
 
 
 class FakeStep:
@@ -148,14 +144,14 @@ class FakeStep:
 
     def __init__(self, store: FakeKvStore, chunks: list[_Chunk], previous: "FakeStep | None", ready_s: float) -> None:
         self.ready_s = ready_s
-        """When it is over, on the monotonic clock."""
+        """Time at which it is over, on the monotonic clock."""
         self._store = store
         self._chunks = chunks
         self._previous = previous
         self._results: list[StepResult] | None = None
 
     def compute(self) -> None:
-        """Write KV and sample. Runs after everything that was launched before it."""
+        """Write KV and sample. Runs after all work that was launched before it."""
         tokens = self._previous.sampled_token_ids() if self._previous is not None else []
         self._previous = None
         self._results = [self._one(chunk, tokens) for chunk in self._chunks]
@@ -173,18 +169,18 @@ class FakeStep:
         return self._results
 
     def _one(self, chunk: _Chunk, previous_token_ids: list[int]) -> StepResult:
-        end = chunk.start + chunk.num_new_tokens
-        token_ids = chunk.token_ids if chunk.input_row is None else [previous_token_ids[chunk.input_row]]
+        item, end = chunk.item, chunk.start + chunk.item.num_new_tokens
+        token_ids = chunk.token_ids if item.input_row is None else [previous_token_ids[item.input_row]]
         for position in range(chunk.start, end):
             value = token_kv(token_ids[position - chunk.start], position)
             self._store.write_token(chunk.block_table, position, value)
         result = StepResult(sampled=[], prompt_logprobs=[])
-        if chunk.num_samples:
+        if item.num_samples:
             state = context_state(self._store.gather(chunk.block_table, end))
-            result.sampled = [_sample(chunk, state, j) for j in range(chunk.num_samples)]
+            result.sampled = [_sample(chunk, state, j) for j in range(item.num_samples)]
         num_top = chunk.sampling.num_prompt_logprobs
         if num_top is not None:
-            for position in range(chunk.start, min(end, chunk.num_prompt_tokens - 1)):
+            for position in range(chunk.start, min(end, item.sequence.num_prompt_tokens - 1)):
                 state = context_state(self._store.gather(chunk.block_table, position + 1))
                 result.prompt_logprobs.append(_logprobs(state, token_ids[position + 1 - chunk.start], num_top))
         return result
@@ -213,7 +209,7 @@ class FakeExecutor:
         self._last: FakeStep | None = None
 
     def launch(self, batch: Seq[ScheduledSequence]) -> FakeStep:
-        """Remember what to compute."""
+        """Queue the step."""
         now_s = time.monotonic()
         begin_s = now_s if self._last is None else max(now_s, self._last.ready_s)
         self._last = FakeStep(self._store, [_Chunk.of(item) for item in batch], self._last, begin_s + self._step_s)
@@ -224,7 +220,7 @@ class FakeExecutor:
 def _sample(chunk: _Chunk, state: int, sample: int) -> Sampled:
     sampling = chunk.sampling
     if not sampling.is_greedy:
-        state = _mix(state ^ noise_key(sampling.seed, chunk.sample_index + sample, chunk.token_index))
+        state = _mix(state ^ noise_key(sampling.seed, chunk.item.sequence.sample_index + sample, chunk.token_index))
     token_id = _LETTERS[state % len(_LETTERS)]
     may_end = not sampling.ignore_eos and chunk.token_index >= sampling.min_tokens
     if may_end and (state >> 20) % 1000 < _EOS_PER_1000:

@@ -1,4 +1,4 @@
-"""A request inside one engine: its samples, and where its events go."""
+"""A request inside one engine: its samples and the sink of its events."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -15,7 +15,7 @@ Sink = Callable[[EngineEvent], None]
 class Group:
     """The n samples of one request. The first sequence computes the prompt; the others are forked from it.
 
-    A group, not a request id, names work inside an engine: after a failure two samples of one request may be resumed
+    Work inside an engine is named by group, not by request id: after a failure two samples of one request may resume
     side by side. Engine thread only, except `sink`, which `EngineThread` calls on the event loop.
     """
 
@@ -23,7 +23,7 @@ class Group:
     sink: Sink
     queued_s: float
     holds_after_prefill: bool = False
-    """Keep the pages after the prompt instead of decoding: a puller will come."""
+    """Whether its pages are kept for a puller after the prompt, instead of decoding."""
     sequences: list[Sequence] = field(default_factory=list)
     prefill_started_s: float | None = None
     reported_prefill: bool = False
@@ -40,19 +40,19 @@ class Group:
         return all(sequence.state is SequenceState.FINISHED for sequence in self.sequences)
 
     def admitted(self, sequence: Sequence, now_s: float) -> Started | None:
-        """The first chunk of a sequence is planned. Returns the event when it is the first time."""
-        self.prompt_logprobs.clear()  # a prompt that was preempted half-way is told from its beginning again
+        """Note that a sequence's first chunk is planned. Returns the event unless it was returned before."""
+        self.prompt_logprobs.clear()  # a preempted prompt is computed from its beginning again
         if self.prefill_started_s is not None:
             return None
         self.prefill_started_s = now_s
         return Started(
-            num_cached_tokens=sequence.num_cached,
+            num_cached_tokens=sequence.num_cached_tokens,
             queue_s=now_s - self.queued_s,
             num_pulled_tokens=sequence.num_pulled_tokens,
         )
 
     def tokens_event(self, outputs: Seq[TokenOutput], now_s: float) -> Tokens:
-        """Return the event for a step's tokens; the first one of a prompt computed here tells the prefill time."""
+        """Return the event for a step's tokens; the first one of a prompt computed here has the prefill time."""
         prefill_s = None
         if not self.reported_prefill and self.prefill_started_s is not None:
             self.reported_prefill = True

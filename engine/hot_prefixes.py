@@ -1,7 +1,8 @@
-"""What of a cache is worth most: the prefixes that others should take over when this worker goes.
+"""The most valuable prefixes of a cache, which other workers take over when this one leaves.
 
-The measure is eviction's own (`common/eviction.py`), read backwards: what would be evicted last comes first. In front
-of that comes what requests share just now. A page that one running request alone holds is left out: it moves with that.
+The order is that of eviction (`common/eviction.py`), reversed: the page that would be evicted last comes first. Pages
+that running requests share come before all others. A page that only one running request holds is left out: it moves
+with that request.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +16,7 @@ from engine.block_pool import BlockPool
 
 @dataclass(slots=True)
 class _Growing:
-    """A chain that is being put together."""
+    """A chain under construction."""
 
     trunk: int | None
     num_shared: int
@@ -23,19 +24,18 @@ class _Growing:
 
 
 def hot_prefixes(pool: BlockPool, held: Iterable[Sequence[int]], max_blocks: int) -> list[PrefixChain]:
-    """Return the `max_blocks` blocks that are worth most, as chains from their roots, what is worth most first.
+    """Return the `max_blocks` most valuable blocks, as chains from their roots, the most valuable first.
 
-    `held` are the block tables in use. O(max_blocks + tables · log pages), whatever the size of the cache. Engine
-    thread only.
+    `held` are the block tables in use. O(max_blocks + tables · log pages), for any cache size. Engine thread only.
     """
-    values: dict[int, float] = {}  # in the order of what they are worth, parents before children
+    values: dict[int, float] = {}  # most valuable first, parents before children
     for value, block_id in _candidates(pool, held):
         path: list[int] = []
         page: int | None = block_id
         while page is not None and page not in values:
             path.append(page)
             page = pool.parent_of(page)
-        # A parent that has not come by itself is held, or equally old: it is worth at least as much.
+        # A parent that was not yielded itself is held, or equally old: it is worth at least as much.
         for page in reversed(path):
             if len(values) == max_blocks:
                 return _chains(pool, values)

@@ -11,55 +11,67 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from common.errors import LayoutMismatch
 from common.ids import BlockId
 from engine.cuda.ipc import share_pages
 from engine.cuda.kv_copy import DevicePages
-from engine.executor import DeviceSharing, KvShape, SharedRegion
-from engine.shared_memory import NONCE_BYTES, allocate_region
+from engine.executor import NONCE_BYTES, DeviceSharing, KvShape, SharedRegion, check_ids
+from engine.model.config import DecoderConfig, TransformersConfig
+from engine.model.precision import dtype_name
+from engine.shared_memory import allocate_region
 
 Bytes = npt.NDArray[np.uint8]
 
 
 def num_blocks_for_budget(kv_bytes: int, shape: KvShape) -> int:
-    """Return how many pages fit in `kv_bytes`. Raises ValueError when it is not even one."""
+    """Return how many pages fit in `kv_bytes`. Raises ValueError when not even one does."""
     num_blocks = kv_bytes // shape.block_bytes
     if num_blocks < 1:
-        raise ValueError(f"{kv_bytes} bytes of KV memory hold no page of {shape.block_bytes} bytes")
+        raise ValueError(
+            f"{kv_bytes} bytes of KV memory hold no page of {shape.block_bytes} bytes: raise kv_memory_gib"
+        )
     return num_blocks
 
 
+def kv_shape(
+    config: DecoderConfig | TransformersConfig, *, block_size: int, dtype: torch.dtype, fingerprint: str
+) -> KvShape:
+    """Return the shape of a model's pages."""
+    return KvShape(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        dtype=dtype_name(dtype),
+        bytes_per_element=dtype.itemsize,
+        fingerprint=fingerprint,
+    )
+
+
 class HostPages:
-    """Pages in host memory, own or mapped, seen as bytes. Any thread, for blocks that the caller holds."""
+    """Pages in host memory, our own or mapped, as bytes. Any thread, for blocks that the caller holds."""
 
     def __init__(self, region: memoryview, num_blocks: int, shape: KvShape) -> None:
-        expected = num_blocks * shape.block_bytes + NONCE_BYTES
-        if region.nbytes != expected:
-            raise LayoutMismatch(f"a region of {num_blocks} blocks has {region.nbytes} bytes, expected {expected}")
-        self._num_blocks = num_blocks
-        self._block_bytes = shape.block_bytes
+        shape.check_region(region.nbytes, num_blocks)
+        self._shape = shape
         pages = np.frombuffer(region, dtype=np.uint8)[:-NONCE_BYTES]
         # [num_layers * 2, num_blocks, bytes of one block's keys or values in one layer]
         self._pages: Bytes = pages.reshape(2 * shape.num_layers, num_blocks, -1)
 
     def read_blocks(self, block_ids: Seq[int]) -> memoryview:
         """Return a copy of the blocks' bytes, [len(block_ids) * block_bytes]. Raises LayoutMismatch for a bad id."""
+        check_ids(block_ids, self._pages.shape[1])
         blocks = np.empty((len(block_ids), *self._pages[:, 0].shape), dtype=np.uint8)
         for target, block_id in zip(blocks, block_ids, strict=True):
-            target[:] = self._block(block_id)
+            target[:] = self._pages[:, block_id]
         return blocks.reshape(-1).data
 
     def write_blocks(self, block_ids: Seq[int], data: memoryview) -> None:
         """Fill blocks from bytes laid out as `read_blocks` returns them. Raises LayoutMismatch for a bad id or size."""
-        check_size(data, len(block_ids), self._block_bytes)
+        check_ids(block_ids, self._pages.shape[1])
+        self._shape.check_data(data, len(block_ids))
         blocks = np.frombuffer(data, dtype=np.uint8).reshape(len(block_ids), *self._pages[:, 0].shape)
         for source, block_id in zip(blocks, block_ids, strict=True):
-            self._block(block_id)[:] = source
-
-    def _block(self, block_id: int) -> Bytes:
-        if not 0 <= block_id < self._num_blocks:
-            raise LayoutMismatch(f"there is no block {block_id} among {self._num_blocks}")
-        return self._pages[:, block_id]
+            self._pages[:, block_id] = source
 
 
 class TorchKvStore:
@@ -113,9 +125,3 @@ class TorchKvStore:
 
     def _index(self, block_ids: Seq[BlockId]) -> Tensor:
         return torch.tensor(block_ids, dtype=torch.int64, device=self._pages.device)
-
-
-def check_size(data: memoryview, num_blocks: int, block_bytes: int) -> None:
-    """Raise LayoutMismatch unless `data` holds exactly `num_blocks` blocks."""
-    if data.nbytes != num_blocks * block_bytes:
-        raise LayoutMismatch(f"{num_blocks} blocks take {num_blocks * block_bytes} bytes, not {data.nbytes}")

@@ -1,10 +1,10 @@
-"""Cached blocks that travel between engines: pins for those that others pull, pages for those that are pulled to here.
+"""Cached blocks that travel between engines: pins for blocks that others pull, pages for blocks pulled to here.
 
-A request whose prefix is pulled first takes its place in line when it arrives (`Landing`), not when the pull is over.
-Pages of a landing are ours alone until their content is verified; then they are published behind their parents, which
-the landing holds, and the request finds them as it finds any cached block. Until it is admitted it goes on holding
-them: in a long line they would be the oldest ones, and the next pull would evict them. They are lent, though: a running
-sequence that grows, and whoever is first in line, take them back from the latest arrival (`Scheduler`).
+A request whose prefix is pulled takes its place in line when it arrives (`Landing`), not when the pull is over. Pages
+of a landing are private until their content is verified; then they are published after their parents, which the
+landing holds, and the request finds them like any cached block. It holds them until it is admitted: in a long line
+they would be the oldest ones, and the next pull would evict them. A growing sequence, and the first in line, may take
+them back from the latest arrival (`Scheduler`).
 """
 
 from array import array
@@ -26,14 +26,14 @@ class Landing:
     order: int
     queued_s: float
     hashes: BlockHashes
-    """Of the leading blocks that are wanted."""
+    """Hashes of the wanted leading blocks."""
     block_table: "array[int]" = field(default_factory=lambda: array("i"))
-    """A page for each wanted block; empty while none are granted."""
+    """Page of each wanted block; empty until pages are granted."""
     retired_blocks: list[BlockId] = field(default_factory=list)
-    num_cached: int = 0
-    """Leading blocks that were here already."""
-    num_landed: int = 0
-    """Leading blocks that are here now; those from num_cached on were pulled."""
+    num_cached_blocks: int = 0
+    """Leading blocks that were cached here already."""
+    num_landed_blocks: int = 0
+    """Leading blocks that are here now, cached and pulled."""
 
     def block_ids(self) -> tuple[BlockId, ...]:
         """Return the block table as it is now, for another thread."""
@@ -41,13 +41,13 @@ class Landing:
 
     @property
     def pulled(self) -> range:
-        """Indexes of the blocks that are here by this pull."""
-        return range(self.num_cached, self.num_landed)
+        """Indexes of the blocks that this pull brought."""
+        return range(self.num_cached_blocks, self.num_landed_blocks)
 
     @property
-    def num_missing(self) -> int:
+    def num_missing_blocks(self) -> int:
         """Blocks to pull."""
-        return len(self.hashes) - self.num_cached
+        return len(self.hashes) - self.num_cached_blocks
 
 
 class Landings:
@@ -65,19 +65,19 @@ class Landings:
         return block_ids
 
     def unpin(self, block_ids: Seq[BlockId]) -> None:
-        """Let go of what `pin` returned."""
+        """Release the pages that `pin` returned."""
         self._pool.release(block_ids)
 
     def reserve(self, landing: Landing) -> Refused | None:
-        """Hold what is cached of the wanted blocks, and grant pages for the others when there is room.
+        """Hold the wanted blocks that are cached, and grant pages for the others when there is room.
 
-        What is granted leaves alone what running sequences may grow into and what the first in line needs: neither
-        waits for a pull of somebody behind it.
+        Pages that running sequences may grow into, or that the first in line needs, are not granted: neither waits for
+        the pull of a later request.
         """
         assert not landing.block_table, "pages are granted already"
         cached = self._pool.match_prefix(landing.hashes)
-        landing.num_cached = landing.num_landed = len(cached)
-        num_fresh = landing.num_missing
+        landing.num_cached_blocks = landing.num_landed_blocks = len(cached)
+        num_fresh = landing.num_missing_blocks
         if num_fresh == 0:
             return None
         num_left = self._pool.num_free - self._pool.num_matched_free(cached) - num_fresh
@@ -89,50 +89,54 @@ class Landings:
         return None
 
     def reserve_below(self, landing: Landing, values: Seq[float], max_blocks: int) -> Refused | None:
-        """Like `reserve`, but in exchange for what is worth less: a page for a block must be empty, or hold what is
-        worth less than the block's value. `values` never rise; what is not granted is no longer wanted.
+        """Like `reserve`, but a page is granted only if it is empty or worth less than the value of the block.
+
+        `values` never rise. Blocks without a page are no longer wanted.
         """
         assert not landing.block_table, "pages are granted already"
         cached = self._pool.match_prefix(landing.hashes)
-        landing.num_cached = landing.num_landed = num_cached = len(cached)
-        if landing.num_missing == 0:
+        landing.num_cached_blocks = landing.num_landed_blocks = num_cached_blocks = len(cached)
+        if landing.num_missing_blocks == 0:
             return None
         self._pool.acquire(cached)
         num_spare = self._pool.num_free - self._scheduler.num_spoken_for
         granted: list[BlockId] = []
-        for value in values[num_cached : num_cached + min(max_blocks, max(0, num_spare))]:
+        for value in values[num_cached_blocks : num_cached_blocks + min(max_blocks, max(0, num_spare))]:
             if not self._pool.has_page_below(value):
                 break
             granted += self._pool.allocate(1)
         if not granted:
             self._pool.release(cached)
-            return Refused(reason="every free page holds what is worth more", retry_after_s=0.5)
-        landing.hashes = landing.hashes[: num_cached + len(granted)]
+            return Refused(reason="every free page is worth more", retry_after_s=0.5)
+        landing.hashes = landing.hashes[: num_cached_blocks + len(granted)]
         landing.block_table = array("i", [*cached, *granted])
         return None
 
     def mark_reused(self, landing: Landing, num_blocks: int) -> int:
-        """The first `num_blocks` blocks were reused where they come from. Returns how many blocks are here."""
-        num_held = min(landing.num_landed, len(landing.block_table))
+        """Mark the first `num_blocks` blocks as reused: they were at their source. Returns how many blocks are here."""
+        num_held = min(landing.num_landed_blocks, len(landing.block_table))
         self._pool.mark_reused(landing.block_table, min(num_blocks, num_held))
-        return landing.num_landed
+        return landing.num_landed_blocks
 
     def commit(self, landing: Landing, num_blocks: int) -> None:
-        """The content of the first `num_blocks` blocks is verified: publish it."""
-        assert landing.num_landed <= num_blocks <= len(landing.block_table), (landing.num_landed, num_blocks)
-        for i in range(landing.num_landed, num_blocks):
+        """Publish the first `num_blocks` blocks, whose content is verified."""
+        assert landing.num_landed_blocks <= num_blocks <= len(landing.block_table), (
+            landing.num_landed_blocks,
+            num_blocks,
+        )
+        for i in range(landing.num_landed_blocks, num_blocks):
             self._pages.publish_block(landing.block_table, i, landing.hashes[i], landing.retired_blocks)
-        landing.num_landed = num_blocks
+        landing.num_landed_blocks = num_blocks
 
     def enter(self, landing: Landing, sequence: Sequence) -> None:
-        """The request enters: it holds the blocks that are here, and the landing nothing any more."""
+        """Hand the blocks that are here to the entering request; the landing then holds nothing."""
         sequence.pulled_blocks = landing.pulled
-        sequence.landed_blocks = landing.block_table[: landing.num_landed]
-        landing.block_table = landing.block_table[landing.num_landed :]
+        sequence.landed_blocks = landing.block_table[: landing.num_landed_blocks]
+        landing.block_table = landing.block_table[landing.num_landed_blocks :]
         self.release(landing)
 
     def release(self, landing: Landing) -> None:
-        """Let go of all pages; what was published stays cached. Harmless when done already."""
+        """Release all pages; published ones stay cached. Harmless when done already."""
         self._pool.release(landing.block_table)
         self._pool.release(landing.retired_blocks)
         landing.block_table, landing.retired_blocks = array("i"), []

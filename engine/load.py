@@ -1,4 +1,4 @@
-"""Measures what an engine is busy with."""
+"""Measures an engine's load."""
 
 from engine.backlog import num_pairs
 from engine.events import Load
@@ -29,7 +29,7 @@ def measure_load(scheduler: Scheduler, *, now_s: float) -> Load:
         num_held=len(scheduler.held),
         num_free_blocks=pool.num_free,
         num_used_blocks=pool.num_used,
-        num_cached_blocks=pool.num_cached,
+        num_cached_blocks=pool.num_cached_blocks,
         num_blocks=pool.num_blocks,
         num_cold_blocks=pool.num_cold,
         num_decoding=num_decoding,

@@ -1,4 +1,4 @@
-"""Loads a model and the kernels that suit model and machine: the one way from options to an executor.
+"""Makes an executor from options: loads a model, and chooses kernels for the model and the machine.
 
 native architecture, CPU     ModelExecutor: our decoder on compiled kernels, else on torch's
 native architecture, CUDA    CudaExecutor (`engine.cuda.loading`)
@@ -13,14 +13,12 @@ import torch
 from engine.executor import Executor
 from engine.kv_cache import TorchKvStore, num_blocks_for_budget
 from engine.memory import host_kv_bytes, measure_host
-from engine.model.config import DecoderConfig
+from engine.model.config import DecoderConfig, TransformersConfig
 from engine.model.decoder import Decoder
 from engine.model.loader import load_weights
 from engine.model.precision import dtype_name
 from engine.model.quantize import quantize_weights
-from engine.model.transformers_config import TransformersConfig
-from engine.ops.cpu.decoder import CpuDecoder, can_run
-from engine.ops.cpu.ops import CpuOps
+from engine.ops.cpu.ops import CpuDecoder, CpuOps, can_run
 from engine.ops.interface import StepOps
 from engine.ops.select import choose_cpu_kernels
 from engine.options import EngineOptions, ModelDescription
@@ -30,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 
 def load_executor(options: EngineOptions) -> Executor:
-    """Return an executor; takes seconds, and logs what it chose.
+    """Return an executor; takes seconds and logs its choices.
 
-    Raises UnsupportedModel for a model, and ValueError when its pages do not fit into memory.
+    Raises UnsupportedModel, or ValueError when the pages do not fit into memory.
     """
     started_s = time.monotonic()
     model = ModelDescription.read(options)
@@ -71,7 +69,7 @@ def _load_foreign(model: ModelDescription, config: TransformersConfig, options: 
 
 
 def _make_store(model: ModelDescription, options: EngineOptions) -> TorchKvStore:
-    """Return the pages, as many as are asked for or fit. The weights are loaded: what they take is not free."""
+    """Return as many pages as configured, or as fit beside the weights, which are loaded already."""
     num_blocks = options.num_blocks
     if num_blocks is None:
         kv_bytes = options.kv_memory_bytes
@@ -82,7 +80,7 @@ def _make_store(model: ModelDescription, options: EngineOptions) -> TorchKvStore
 
 
 def _check_fixed_pages(model: ModelDescription, options: EngineOptions) -> None:
-    """Raise ValueError when pages of a given size do not fit: the system would grant them, and kill us later."""
+    """Raise ValueError when a configured size does not fit: the system would grant it and kill the process later."""
     if model.device.type != "cpu":
         return
     kv_bytes = options.kv_memory_bytes or 0

@@ -1,7 +1,7 @@
-"""What the sampler asks of logits: shaping them in place, ranking them, reading log-probabilities off them.
+"""Operations of the sampler on logits: shaping them in place, ranking them, and log-probabilities.
 
-Everything works on whole batches, on the logits' device, and never waits for it. What it needs from the host is first
-planned, as columns that go to the device in one copy.
+All of them work on whole batches, on the logits' device, and never wait for it. Their inputs from the host are planned
+first, as columns that go to the device in one copy.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,7 +21,7 @@ from engine.sequence import Sequence as EngineSequence
 
 
 class OutputTokens(Sequence[int]):
-    """A sequence's outputs, without a copy: the cost of looking at the last ones does not grow with the others."""
+    """A view of a sequence's outputs: reading the last ones costs the same at any length."""
 
     def __init__(self, sequence: EngineSequence) -> None:
         self._sequence = sequence
@@ -34,7 +34,7 @@ class OutputTokens(Sequence[int]):
     @overload
     def __getitem__(self, index: slice) -> TokenArray: ...
     def __getitem__(self, index: int | slice) -> "int | TokenArray":
-        """Return a token, or some."""
+        """Return a token, or a copy of several."""
         first = self._sequence.num_prompt_tokens
         if isinstance(index, slice):
             begin, end, step = index.indices(len(self))
@@ -42,35 +42,35 @@ class OutputTokens(Sequence[int]):
         return self._sequence.token_ids[first + range(len(self))[index]]
 
 
-# Not frozen: one is made for every token, and passing the guard of a frozen class takes longer than all the rest.
+# Not frozen: one is made for every token, and the guard of a frozen class costs more than the rest of its construction.
 @dataclass(slots=True, kw_only=True)
 class SamplingRow:
-    """All that the choice of one token depends on, besides its logits. Not to be changed."""
+    """Inputs of the choice of one token, apart from its logits. Must not be changed."""
 
     params: SamplingParams
     sample_index: int
     token_index: int
-    """Position in the sample's output; the number of tokens generated before."""
+    """Position in the sample's output: the number of tokens generated before."""
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
     sequence: EngineSequence | None = None
-    """Whose tokens these are: penalties then count a token once, in the step after it was chosen, and not in every
-    step. The rows of a sequence have one prompt, and outputs that grow at their end. None: counted afresh."""
+    """Owner of the tokens: penalties then count a token once, in the step after it was chosen, not in every step. Its
+    rows have one prompt, and outputs that grow at the end. None: tokens are counted anew."""
 
     @property
-    def must_go_on(self) -> bool:
+    def must_continue(self) -> bool:
         """Whether the sample is still shorter than `min_tokens`."""
         return self.token_index < self.params.min_tokens
 
 
 def end_token_ids(params: SamplingParams, eos_token_ids: Collection[int]) -> frozenset[int]:
-    """Return the tokens that would end a sample: `min_tokens` keeps them from being chosen."""
+    """Return the tokens that end a sample, which `min_tokens` forbids."""
     return params.stop_token_ids if params.ignore_eos else params.stop_token_ids.union(eos_token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cells:
-    """Some places of a matrix."""
+    """Cells of a matrix of logits."""
 
     rows: Column
     token_ids: Column
@@ -78,7 +78,7 @@ class Cells:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitEdits:
-    """Logit bias and min_tokens of a batch, planned."""
+    """Planned logit bias and min_tokens of a batch."""
 
     biased: Cells | None
     biases: Column | None
@@ -86,16 +86,16 @@ class LogitEdits:
 
     @classmethod
     def plan(cls, rows: Sequence[SamplingRow], eos_token_ids: Collection[int], columns: Columns) -> "LogitEdits | None":
-        """Add the columns that `apply` needs; None when there is nothing to edit."""
-        # The samples of a request share its parameters, which are packed once for all of them.
+        """Add the columns that `apply` needs. Returns None when there is nothing to edit."""
+        # The samples of a request share its parameters, which are packed only once.
         biases = {id(row.params): row.params for row in rows if row.params.logit_bias}
-        ends = {id(row.params): row.params for row in rows if row.must_go_on}
+        ends = {id(row.params): row.params for row in rows if row.must_continue}
         if not biases and not ends:
             return None
         bias_of = {key: np.array(params.logit_bias, dtype=np.float64) for key, params in biases.items()}
         ends_of = {key: np.array([*end_token_ids(params, eos_token_ids)]) for key, params in ends.items()}
         biased = [i for i, row in enumerate(rows) if row.params.logit_bias]
-        going_on = [i for i, row in enumerate(rows) if row.must_go_on]
+        going_on = [i for i, row in enumerate(rows) if row.must_continue]
         values = [bias_of[id(rows[i].params)] for i in biased]
         return cls(
             biased=_plan_cells(biased, [value[:, 0] for value in values], columns),
@@ -104,7 +104,7 @@ class LogitEdits:
         )
 
     def apply(self, logits: torch.Tensor, words: torch.Tensor) -> None:
-        """Add the biases, then forbid tokens, in logits [rows, vocab] (float32). Mutates them."""
+        """Add the biases to logits [rows, vocab] (float32), then forbid tokens. Mutates them."""
         if self.biased is not None and self.biases is not None:
             cells = (self.biased.rows.of(words), self.biased.token_ids.of(words))
             logits.index_put_(cells, self.biases.of(words).float(), accumulate=True)
@@ -114,7 +114,7 @@ class LogitEdits:
 
 
 def _plan_cells(rows: Sequence[int], token_ids: Sequence[npt.NDArray[Any]], columns: Columns) -> Cells | None:
-    """Add the columns of some tokens in each of some rows."""
+    """Add the columns of the cells of each row's tokens."""
     if not any(map(len, token_ids)):
         return None
     return Cells(
@@ -126,8 +126,8 @@ def _plan_cells(rows: Sequence[int], token_ids: Sequence[npt.NDArray[Any]], colu
 def rank_logits(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the values (float32) and token ids (int64) of the best tokens, [rows, num_top], best first.
 
-    Of equal logits the smaller token id comes first. `torch.topk` alone leaves that open, so it is given one integer
-    per token that carries both: the value's bits, mapped so that integers order as floats do, above the reversed id.
+    Of equal logits the smaller token id comes first. `torch.topk` alone does not guarantee that, so it ranks one
+    integer per token: the value's bits, mapped so that integers order as floats do, above the reversed id.
     """
     vocab_size = logits.shape[-1]
     values = logits.float() + 0.0  # -0.0 and 0.0 are equal, their bits are not
@@ -135,7 +135,7 @@ def rank_logits(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch
         ranked = torch.sort(values, dim=-1, descending=True, stable=True)
         return ranked.values, ranked.indices
     bits = values.view(torch.int32)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # of negative floats the larger magnitude is the smaller number
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # among negative floats, the larger magnitude is the smaller number
     reversed_ids = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
     keys = (ordered.to(torch.int64) << 32) | reversed_ids
     token_ids = torch.topk(keys, num_top, dim=-1).indices
@@ -152,7 +152,7 @@ class LogprobsFetch:
 
     def wait(self) -> list[Logprobs]:
         """Wait for them; return one entry per row."""
-        packed = self._fetch.wait().reshape(self._num_rows, 2 + 2 * self._num_top)
+        packed = self._fetch().reshape(self._num_rows, 2 + 2 * self._num_top)
         ids, values = packed[:, : 1 + self._num_top], packed[:, 1 + self._num_top :].view("<f8")
         return [
             Logprobs(token_id=token_id, logprob=logprob, top=tuple(zip(top_ids, top_values, strict=True)))
@@ -161,10 +161,10 @@ class LogprobsFetch:
 
 
 def fetch_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobsFetch:
-    """Have the log-probability of one given token per row, and of the num_top best ones, copied to the host.
+    """Start copying to the host the log-probabilities of one given token per row and of the num_top best ones.
 
-    Computed in float32 from logits [rows, vocab] as they are; of equally probable tokens the smaller id comes first.
-    token_ids is int64 [rows] on the logits' device.
+    They are computed in float32 from unshaped logits [rows, vocab]; of equally probable tokens the smaller id comes
+    first. token_ids is int64 [rows] on the logits' device.
     """
     normalizer = torch.logsumexp(logits.float(), dim=-1, keepdim=True)
     chosen_ids = token_ids.unsqueeze(1)
@@ -176,7 +176,7 @@ def fetch_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
 
 
 def position_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[Logprobs]:
-    """Return what `fetch_logprobs` fetches, for token ids of the host. Waits for the device."""
+    """Return the log-probabilities of `fetch_logprobs`, for token ids on the host. Waits for the device."""
     columns = Columns()
     ids = columns.ints(token_ids)
     return fetch_logprobs(logits, ids.of(columns.upload(logits.device)), num_top).wait()

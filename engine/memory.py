@@ -1,16 +1,16 @@
-"""How much of the memory that is measured to be free a worker may fill with KV pages (`kv_memory_gib: auto`).
+"""A worker's share of the free memory for KV pages (`kv_memory_gib: auto`).
 
-On a host: half of this worker's part, less what the worker itself uses. Measure behind loading: what weights, packed
-copies and kernels take is then in the figures, not guessed.
+On a host: half of this worker's part, less the worker's own use. It is measured after loading, so that the memory of
+weights, packed copies and kernels is included and not guessed.
 
-Workers of one host must not count the same free memory twice, and a restarted worker must find as many pages as its
-predecessor had, though the others have filled theirs meanwhile. So whoever starts the workers measures the host once,
-before any of them runs, and deals it out like the cores (`cluster.processes.plan`); each worker takes its own use from
-its part. Pages are of memory that the system grants when it is first written, so that a too large sum would show hours
-later, as a kill: an upper bound is therefore always what is free at this moment.
+Workers of one host must not count the same free memory twice, and a restarted worker must get as many pages as before,
+though the others have filled theirs by then. So the launcher measures the host once, before any worker runs, and
+divides it like the cores (`cluster.processes.plan`); each worker subtracts its own use from its part. The system grants
+memory when it is first written, so that a sum that is too large shows hours later, as a kill: the memory that is free
+now is always an upper bound.
 
-On a device the part is a fraction of the card (`device_free_bytes`); what steps and graphs need of it is measured where
-they are made (`engine.cuda`).
+On a device the part is a fraction of the card (`device_free_bytes`); `engine.cuda` measures the needs of steps and
+graphs.
 """
 
 import contextlib
@@ -23,40 +23,40 @@ import psutil
 _GIB = 1 << 30
 
 HOST_KV_SHARE = 0.5
-"""Of a worker's part of a host. The rest is for page cache, router, clients, and growth."""
+"""Share of a worker's part of a host. The rest is for page cache, router, clients, and growth."""
 
 _NO_LIMIT = 1 << 62
-"""cgroup v1 says "unlimited" with the largest page-aligned number of 63 bits."""
+"""Smallest limit that means "unlimited": cgroup v1 uses the largest page-aligned number of 63 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryShare:
-    """Which part of the memory is this process's, beside the other workers."""
+    """Part of the memory that belongs to this process among all workers."""
 
     host_bytes: int | None = None
-    """Dealt out before any worker ran; None: nobody did, and `host_fraction` of what is there now is its part."""
+    """Part as the launcher divided it; None: `host_fraction` of the memory that is there now."""
     host_fraction: float = 1.0
     device_fraction: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """A measurement."""
+    """A measurement of a host's memory."""
 
     available_bytes: int
-    """What could still be had without swapping, by the system and by every control group that contains us."""
+    """Memory that the system and all control groups around this process still grant without swapping."""
     process_bytes: int
-    """What this process has in memory."""
+    """Resident memory of this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """A measurement."""
+    """A measurement of a device's memory."""
 
     total_bytes: int
     free_bytes: int
     process_bytes: int
-    """What this process's allocator and its context hold."""
+    """Memory held by this process's allocator and context."""
 
 
 def host_kv_bytes(memory: HostMemory, share: MemoryShare) -> int:
@@ -74,12 +74,12 @@ def host_kv_bytes(memory: HostMemory, share: MemoryShare) -> int:
 
 
 def device_free_bytes(memory: DeviceMemory, share: MemoryShare) -> int:
-    """Return what of a device's free memory is this process's; negative when it has outgrown its part."""
+    """Return this process's part of a device's free memory; negative when it has outgrown its part."""
     return min(memory.free_bytes, int(memory.total_bytes * share.device_fraction) - memory.process_bytes)
 
 
 def measure_host() -> HostMemory:
-    """Measure now. A container's limit counts, not only the machine's memory."""
+    """Return the host's memory now, within a container's limit."""
     available = psutil.virtual_memory().available
     headroom = cgroup_headroom_bytes()
     return HostMemory(
@@ -89,9 +89,9 @@ def measure_host() -> HostMemory:
 
 
 def cgroup_headroom_bytes(proc: Path = Path("/proc/self"), mount: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return what the control groups around this process still grant; None without a limit.
+    """Return the bytes that the tightest control group around this process still grants; None without a limit.
 
-    The tightest of all groups up to the root counts. A group's page cache that it could drop at once is not in use.
+    Page cache that a group could drop at once does not count as used.
     """
     headrooms = [
         limit - used
@@ -105,12 +105,12 @@ def cgroup_headroom_bytes(proc: Path = Path("/proc/self"), mount: Path = Path("/
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """What the files of a memory control group are called."""
+    """File names of a memory control group."""
 
     limit: str
     usage: str
     droppable: str
-    """Key in memory.stat: cached file pages that were not used lately."""
+    """Key in memory.stat of the cached file pages that were not used lately."""
 
 
 _V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -132,7 +132,7 @@ def _cgroup_folders(proc: Path, mount: Path) -> Iterator[tuple[Path, _Names]]:
             root, names = mount / "memory", _V1
         else:
             continue
-        # In a container the path may be the host's, with none of its folders below our mount: then the mount is ours.
+        # In a container the path may be the host's, with none of its folders below our mount: the mount then counts.
         folder = root / path.lstrip("/")
         while folder != root:
             yield folder, names
@@ -153,7 +153,7 @@ def _used_bytes(folder: Path, names: _Names) -> int | None:
 
 
 def _read_number(path: Path) -> int | None:
-    """Return a file's number; None when it is not there or says "max"."""
+    """Return a file's number; None when the file is missing or says "max"."""
     try:
         return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):

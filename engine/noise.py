@@ -2,7 +2,7 @@
 
 The function is Philox-4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011): ten
 rounds turn a 128-bit counter and a 64-bit key into 128 well-mixed bits. Key: the request's seed. Counter: (token index,
-sample index). So whichever worker draws a token, in whatever batch, it draws the same one.
+sample index). So any worker draws the same token, in any batch.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _MASK_32 = 0xFFFFFFFF
 
 
 def noise_key(seed: int, sample_index: int, token_index: int) -> int:
-    """Return 64 random bits: the key of one draw. The arguments are unsigned integers of at most 64 bits."""
+    """Return the key of one draw, 64 random bits. The arguments are unsigned integers of at most 64 bits."""
     high, low, _, _ = philox_4x32(_split(token_index) + _split(sample_index), _split(seed))
     key: int = (high << 32) | low
     return key
@@ -42,7 +42,7 @@ def philox_4x32(
 ) -> tuple[Words, Words, Words, Words]:
     """Return the four 32-bit output words for a counter and a key of 32-bit words, least significant first.
 
-    Nothing overflows 64 bits, since that is what the product of two words has.
+    Nothing overflows 64 bits, the width of a product of two words.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key

@@ -1,4 +1,4 @@
-"""What serving.yaml says about one worker's engine, and what a checkpoint says about its model."""
+"""Options of one worker's engine, from serving.yaml, and the description of a model, from its checkpoint."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,13 +7,12 @@ from typing import Any, Literal
 import torch
 
 from engine.executor import KvShape
+from engine.kv_cache import kv_shape
 from engine.memory import MemoryShare
-from engine.model.config import DecoderConfig, UnsupportedModel, is_native, parse_config, read_json
-from engine.model.fingerprint import kv_fingerprint
-from engine.model.loader import weight_files
+from engine.model.config import DecoderConfig, TransformersConfig, UnsupportedModel, is_native, parse_config, read_json
+from engine.model.loader import kv_fingerprint, weight_files
 from engine.model.precision import dtype_name, resolve_device, resolve_dtype
 from engine.model.quantize import FP8, QuantizationMethod, check_quantization
-from engine.model.transformers_config import TransformersConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,30 +20,30 @@ class EngineOptions:
     """One worker's engine, as configured."""
 
     model_dir: Path
-    """A checkpoint folder: config.json and safetensors files."""
+    """Checkpoint folder: config.json and safetensors files."""
     model_name: str
     dtype: str = "auto"
-    """Of weights and activations; "auto" is resolved when the device is known."""
+    """Dtype of weights and activations; "auto" is resolved when the device is known."""
     device: str = "auto"
     block_size: int = 16
     num_blocks: int | None = None
-    """Number of pages; None: what fits in `kv_memory_bytes`."""
+    """Number of pages; None: as many as fit in `kv_memory_bytes`."""
     kv_memory_bytes: int | None = None
-    """None, too: what fits in this process's share of the free memory, measured when the weights are loaded."""
+    """None: this process's share of the free memory, measured when the weights are loaded."""
     memory_share: MemoryShare = MemoryShare()  # noqa: RUF009 - frozen
     max_model_len: int | None = None
-    """Can only shorten what the checkpoint allows."""
+    """Limit below that of the checkpoint."""
     max_step_tokens: int = 8192
     max_running: int = 256
     quantization: QuantizationMethod | None = None
     kv_dtype: Literal["auto", "fp8"] = "auto"
     kernels: Literal["auto", "torch"] = "auto"
-    """"torch": no compiled kernels, also where they could be had."""
+    """"torch": no compiled kernels, even where they are available."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What a checkpoint says beside its decoder."""
+    """Facts about a model apart from its decoder."""
 
     name: str
     vocab_size: int
@@ -58,16 +57,16 @@ class ModelDescription:
 
     config: DecoderConfig | TransformersConfig
     files: tuple[Path, ...]
-    """Safetensors files, or what stands for random weights."""
+    """Safetensors files, or the seed file of random weights."""
     device: torch.device
     dtype: torch.dtype
-    """Of weights and activations."""
+    """Dtype of weights and activations."""
     shape: KvShape
     info: ModelInfo
 
     @classmethod
     def read(cls, options: EngineOptions) -> "ModelDescription":
-        """Read config.json and decide device and formats. Raises UnsupportedModel, naming what is not supported."""
+        """Read config.json and choose device and formats. Raises UnsupportedModel, naming the unsupported feature."""
         raw = read_json(options.model_dir / "config.json")
         device = resolve_device(options.device)
         dtype = resolve_dtype(options.dtype, device, raw)
@@ -79,22 +78,15 @@ class ModelDescription:
         else:
             config = _read_foreign(options, dtype)
         files = weight_files(options.model_dir)
-        shape = KvShape(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+        fingerprint = kv_fingerprint(
+            config,
+            files,
+            dtype=dtype_name(dtype),
             block_size=options.block_size,
-            dtype=dtype_name(kv_dtype),
-            bytes_per_element=kv_dtype.itemsize,
-            fingerprint=kv_fingerprint(
-                config,
-                files,
-                dtype=dtype_name(dtype),
-                block_size=options.block_size,
-                quantization=options.quantization,
-                kv_dtype=dtype_name(kv_dtype),
-            ),
+            quantization=options.quantization,
+            kv_dtype=dtype_name(kv_dtype),
         )
+        shape = kv_shape(config, block_size=options.block_size, dtype=kv_dtype, fingerprint=fingerprint)
         info = ModelInfo(
             name=options.model_name,
             vocab_size=config.vocab_size,
@@ -108,7 +100,7 @@ def _read_foreign(options: EngineOptions, dtype: torch.dtype) -> TransformersCon
     """Return the configuration of an architecture that transformers computes."""
     if options.quantization is not None or options.kv_dtype != "auto":
         raise UnsupportedModel("quantization and kv_dtype are for native architectures; transformers computes this one")
-    from engine.model.transformers_trial import read_transformers_config  # seconds; most models do without
+    from engine.model.transformers_trial import read_transformers_config  # seconds, which native models save
 
     return read_transformers_config(options.model_dir, dtype=dtype)
 

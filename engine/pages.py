@@ -1,4 +1,4 @@
-"""Moves pages between the pool and the sequences' block tables. Who gets them is the scheduler's decision."""
+"""Moves pages between the pool and the sequences' block tables, as the scheduler decides."""
 
 from array import array
 from collections.abc import Sequence as Seq
@@ -16,16 +16,16 @@ class Pages:
         self._pool = pool
         self._block_size = block_size
         self.num_admitted = num_admitted(pool.num_blocks)
-        """New blocks of one sequence that are no tail (`common/eviction.py`)."""
+        """Number of a sequence's new blocks that are not evicted as its tail (`common/eviction.py`)."""
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the pages that `num_tokens` tokens need."""
         return -(-num_tokens // self._block_size)
 
     def take(self, sequence: Sequence, cached: Seq[BlockId], *, num_spared: int) -> bool:
-        """Give a sequence its cached prefix and fresh pages for all other known tokens, if they are there.
+        """Give a sequence its cached prefix and fresh pages for all other known tokens. False when too few are free.
 
-        `num_spared` pages must stay free. Sets num_cached, num_ready and num_computed.
+        `num_spared` pages must stay free. Sets num_cached_tokens, num_ready and num_computed.
         """
         num_fresh = self.num_blocks_for(sequence.num_tokens) - len(cached)
         if num_fresh + num_spared > self._pool.num_free - self._pool.num_matched_free(cached):
@@ -33,22 +33,17 @@ class Pages:
         self._pool.acquire(cached)
         self._pool.mark_reused(cached, sequence.num_found(len(cached)))
         sequence.block_table = array("i", [*cached, *self._pool.allocate(num_fresh)])
-        self.release_landed(sequence)  # which are among the cached ones
-        sequence.num_cached = sequence.num_ready = sequence.num_computed = len(cached) * self._block_size
+        self.release_landed(sequence)  # they are among the cached ones
+        sequence.num_cached_tokens = sequence.num_ready = sequence.num_computed = len(cached) * self._block_size
         sequence.num_published = len(cached)
         return True
 
     def num_missing(self, sequence: Sequence, num_new: int) -> int:
-        """Return the free pages without which [num_computed, num_computed + num_new) cannot be written."""
+        """Return how many free pages it takes to write [num_computed, num_computed + num_new)."""
         table, first = sequence.block_table, sequence.num_computed // self._block_size
         num_fresh = max(0, self.num_blocks_for(sequence.num_computed + num_new) - len(table))
         shares_tail = first < len(table) and not self._pool.is_writable(table[first])
         return num_fresh + shares_tail
-
-    def owns_tail(self, sequence: Sequence) -> bool:
-        """Whether the next token needs no copy of a page that others hold, too."""
-        table, first = sequence.block_table, sequence.num_computed // self._block_size
-        return first >= len(table) or self._pool.is_writable(table[first])
 
     def make_writable(self, sequence: Sequence, num_new: int) -> tuple[BlockId, BlockId] | None:
         """Take the missing pages. Returns (source, target) when a shared page must be copied before the step."""
@@ -66,11 +61,11 @@ class Pages:
         return copy
 
     def hold_sources(self, copies: Seq[tuple[BlockId, BlockId]]) -> None:
-        """Keep what a launched step copies from until `release_sources`: its owners may be gone before that."""
+        """Hold the pages that a launched step copies from: their owners may end before `release_sources`."""
         self._pool.acquire([source for source, _target in copies])
 
     def release_sources(self, copies: Seq[tuple[BlockId, BlockId]]) -> None:
-        """The copies have been made."""
+        """Release the sources of copies that were made."""
         self._pool.release([source for source, _target in copies])
 
     def share(self, sequence: Sequence) -> None:
@@ -78,29 +73,29 @@ class Pages:
         self._pool.acquire(sequence.block_table)
 
     def release(self, sequence: Sequence) -> None:
-        """Give everything back."""
+        """Return all pages of a sequence to the pool."""
         keeping = KEEP_BRIEFLY
         if sequence.request.retention is Retention.KEEP:
-            keeping = Keeping(num_front=sequence.num_cached // self._block_size + self.num_admitted)
+            keeping = Keeping(num_front=sequence.num_cached_tokens // self._block_size + self.num_admitted)
         self._pool.release(sequence.block_table, keeping)
         self._pool.release(sequence.retired_blocks)
         sequence.block_table, sequence.retired_blocks = array("i"), []
         self.release_landed(sequence)
-        sequence.num_computed = sequence.num_ready = sequence.num_cached = sequence.num_published = 0
+        sequence.num_computed = sequence.num_ready = sequence.num_cached_tokens = sequence.num_published = 0
 
     def release_landed(self, sequence: Sequence) -> None:
-        """Let a sequence in line hold nothing any more; what it held stays cached."""
+        """Release the pulled blocks of a waiting sequence; they stay cached."""
         self._pool.release(sequence.landed_blocks)
         sequence.landed_blocks = array("i")
 
     def publish(self, sequence: Sequence) -> None:
-        """Put full blocks whose KV exists into the prefix cache, each behind its published parent.
+        """Put full blocks whose KV exists into the prefix cache, parents first.
 
-        Where a sibling was faster, its page takes the place of ours in the block table, so that what follows can be
-        published too. Our page stays held to the end: a puller, or a step in flight, may be reading it.
+        When a sibling was faster, its page replaces ours in the block table, so that later blocks can be published
+        too. Our page stays held to the end: a puller, or a step in flight, may be reading it.
         """
-        # num_ready, not num_computed: nobody may find a page whose step could still fail. And a step in flight may
-        # have filled a block with a token that is not known yet: there is no hash for it.
+        # num_ready, not num_computed: a published page must not depend on a step that could still fail. A step in
+        # flight may also have filled a block with an unknown token, for which no hash exists.
         num_full = min(sequence.num_ready // self._block_size, len(sequence.block_hashes))
         while sequence.num_published < num_full:
             i = sequence.num_published
@@ -110,7 +105,7 @@ class Pages:
     def publish_block(
         self, block_table: "array[int]", i: int, block_hash: BlockHash, retired_blocks: list[BlockId]
     ) -> None:
-        """Publish block i of a table, behind its published parent; a page that came first takes the place of ours."""
+        """Publish block i of a table after its parent; an equal page that was published first replaces ours."""
         own = BlockId(block_table[i])
         published = self._pool.publish(own, block_hash, behind=block_table[i - 1] if i else None)
         if published != own:

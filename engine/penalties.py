@@ -1,7 +1,7 @@
-"""Repetition, frequency and presence penalties, and the token counts that they go by.
+"""Repetition, frequency and presence penalties, and the token counts behind them.
 
-Counts stay on the device between steps. A step brings there only the tokens that were chosen since the last one, so
-that its cost on the host does not grow with the context.
+Counts stay on the device between steps. A step sends only the tokens that were chosen since the last one, so that its
+cost on the host does not grow with the context.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.cuda.columns import Column, Columns
+from engine.cuda.columns import Column, Columns, RowMap
 from engine.logits import SamplingRow
-from engine.row_map import RowMap
 
 Cells = npt.NDArray[np.int64]
 
@@ -22,7 +21,7 @@ _MIN_ROWS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Counted:
-    """What a row of the counts holds: this sequence's prompt and its first outputs."""
+    """Content of a row of the counts: a sequence's prompt and its first outputs."""
 
     key: object
     num_outputs: int
@@ -30,25 +29,25 @@ class _Counted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PenaltyPlan:
-    """One step's penalties. Columns are of its rows, unless they say otherwise."""
+    """One step's penalties; unless noted, a column has an entry per row of the step."""
 
     places: Column
-    """The rows' places in the counts, int64."""
+    """Places of the rows in the counts, int64."""
     restarted: Column | None
-    """Places that change hands, int64."""
+    """Places that get a new owner, int64."""
     prompt_cells: Column | None
-    """Prompt tokens of these, int64: place * vocab_size + token id."""
+    """Prompt tokens of the restarted places, int64: place * vocab_size + token id."""
     output_cells: Column | None
     """Outputs not yet counted, int64, likewise."""
     repetition: Column | None
     frequency: Column
     presence: Column
     counted: dict[int, _Counted]
-    """By place: what will be counted then."""
+    """Content of each place after the step."""
 
 
 class Penalties:
-    """Counts of the penalised sequences' tokens, and what is made of them. Engine thread only."""
+    """Token counts of the penalised sequences, and the penalties. Engine thread only."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -60,11 +59,11 @@ class Penalties:
         """bool [places, vocab_size]."""
 
     def plan(self, rows: Sequence[SamplingRow], columns: Columns) -> PenaltyPlan:
-        """Add the columns that `apply` needs. Changes no counts: a step that fails before `apply` is made good."""
+        """Add the columns that `apply` needs. Changes no counts: a step may fail before `apply`."""
         keys = [object() if row.sequence is None else row.sequence for row in rows]
         if len(keys) > self._places.num_rows:
             self._places.grow(max(_MIN_ROWS, 1 << (len(keys) - 1).bit_length()))
-            self._counted.clear()  # `_tables` will make new ones: rare, and everything can be counted afresh
+            self._counted.clear()  # `_tables` makes new tables: rare, and everything is counted anew
         places = self._places.assign(keys)
         counted: dict[int, _Counted] = {}
         restarted: list[int] = []
@@ -98,7 +97,7 @@ class Penalties:
         )
 
     def apply(self, plan: PenaltyPlan, logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-        """Count what is new; return logits [rows, vocab] (float32) after repetition, frequency and presence."""
+        """Count new tokens; return logits [rows, vocab] (float32) after repetition, frequency and presence."""
         counts, in_prompt = self._tables(logits.device)
         self._count(plan, counts, in_prompt, words)
         places = plan.places.of(words)
@@ -113,7 +112,7 @@ class Penalties:
 
     def _count(self, plan: PenaltyPlan, counts: torch.Tensor, in_prompt: torch.Tensor, words: torch.Tensor) -> None:
         for place in plan.counted:
-            self._counted.pop(place, None)  # were a launch below to fail, these would have to be counted afresh
+            self._counted.pop(place, None)  # if a launch below fails, these must be counted anew
         if plan.restarted is not None:
             restarted = plan.restarted.of(words)
             counts.index_fill_(0, restarted, 0.0)
@@ -126,7 +125,7 @@ class Penalties:
         self._counted.update(plan.counted)
 
     def _tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the two tables, with as many rows as there are places."""
+        """Return the two tables, with a row per place."""
         sizes = (self._places.num_rows, self._vocab_size)
         if self._output_counts is None or self._in_prompt is None or self._output_counts.shape != sizes:
             self._output_counts = torch.zeros(sizes, dtype=torch.float32, device=device)

@@ -18,15 +18,15 @@ StepT = TypeVar("StepT")
 StepT_co = TypeVar("StepT_co", covariant=True)
 StepT_contra = TypeVar("StepT_contra", contravariant=True)
 
-# Prompt log-probabilities need float32 logits of every position; so many rows at a time bound that memory.
+# Prompt log-probabilities need float32 logits of every position; they are computed for this many rows at a time.
 _LOGPROB_ROWS = 64
 
 
 class Model(Protocol[StepT_contra]):
-    """A decoder, given a step's attention in a form of its own."""
+    """A decoder with its own form of a step's attention."""
 
     def forward(self, token_ids: Tensor, step: StepT_contra, /) -> Tensor:
-        """Return final hidden states [num_tokens, hidden_size] of int64 token ids [num_tokens]; writes their KV."""
+        """Return final hidden states [num_tokens, hidden_size] for int64 token ids [num_tokens]; writes their KV."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -59,16 +59,12 @@ class ModelExecutor(Generic[StepT]):
         self._sampler = Sampler(vocab_size=self.vocab_size, eos_token_ids=info.eos_token_ids)
         self._device = store.layers[0][0].device
 
-    def launch(self, batch: Seq[ScheduledSequence]) -> DoneStep:
-        """Run one step before returning."""
-        return DoneStep(self.execute(batch))
-
     @torch.inference_mode()
-    def execute(self, batch: Seq[ScheduledSequence]) -> list[StepResult]:
-        """Run one step: write KV of all new tokens, sample where asked. Does not mutate the sequences."""
+    def launch(self, batch: Seq[ScheduledSequence]) -> DoneStep:
+        """Run one step before returning: write KV of all new tokens, sample where asked."""
         if not batch:
-            return []
-        spans = [_span(item) for item in batch]
+            return DoneStep([])
+        spans = [SequenceSpan.of(item) for item in batch]
         block_size = self._store.shape.block_size
         metadata = AttentionMetadata.from_spans(spans, block_size=block_size)
         token_ids = array("I")
@@ -84,12 +80,12 @@ class ModelExecutor(Generic[StepT]):
             for item, begin, end in zip(batch, starts[:-1], starts[1:], strict=True)
         ]
         self._sample(batch, hidden, starts, results)
-        return results
+        return DoneStep(results)
 
     def _sample(
         self, batch: Seq[ScheduledSequence], hidden: Tensor, starts: list[int], results: list[StepResult]
     ) -> None:
-        """Choose the tokens that are due, from each sequence's last hidden state, and add them to the results."""
+        """Choose the due tokens from each sequence's last hidden state and add them to the results."""
         due = [i for i, item in enumerate(batch) if item.num_samples]
         if not due:
             return
@@ -104,7 +100,7 @@ class ModelExecutor(Generic[StepT]):
             results[i].sampled.extend(next(sampled) for _ in range(batch[i].num_samples))
 
     def _prompt_logprobs(self, item: ScheduledSequence, hidden: Tensor) -> list[Logprobs]:
-        """Return what the step's prompt positions say of the prompt tokens behind them; hidden is of this sequence."""
+        """Return the log-probabilities of the next prompt token at each prompt position, from the hidden states."""
         sequence = item.sequence
         num_top = sequence.request.sampling.num_prompt_logprobs
         if num_top is None:
@@ -115,10 +111,3 @@ class ModelExecutor(Generic[StepT]):
             chunk = targets[begin : begin + _LOGPROB_ROWS]
             found.extend(position_logprobs(self._model.logits(hidden[begin : begin + len(chunk)]), chunk, num_top))
         return found
-
-
-def _span(item: ScheduledSequence) -> SequenceSpan:
-    sequence = item.sequence
-    return SequenceSpan(
-        num_computed=sequence.num_computed, num_new_tokens=item.num_new_tokens, block_table=sequence.block_table
-    )

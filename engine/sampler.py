@@ -1,27 +1,27 @@
 """Chooses the next token of every row of a batch.
 
-Each row goes through these steps, in this order; a step that its parameters leave out is skipped:
+Each row goes through these steps in order; a step that its parameters do not ask for is skipped:
 
-1. log-probabilities, when asked for: float32, from the logits as the model gave them
+1. log-probabilities: float32, from the logits as the model returned them
 2. logit bias, added
-3. min_tokens: tokens that would end the sample become impossible (end-of-sequence unless ignore_eos, stop tokens)
+3. min_tokens: tokens that would end the sample become impossible (stop tokens, and end-of-sequence unless ignore_eos)
 4. penalties: repetition (prompt and output), then frequency and presence (output)
-5. temperature 0: the largest logit, the smallest token id of equals. Else:
+5. temperature 0: the largest logit, of equals the smallest token id. Else:
 6. temperature
 7. top-k: the k best tokens, of equals the smaller ids
-8. top-p: the fewest best tokens whose share of what top-k left reaches p, of equals the smaller ids
+8. top-p: the fewest best tokens whose share of the remaining mass reaches p, of equals the smaller ids
 9. min-p: tokens at least min_p times as probable as the best one
 10. the choice: an exponential race. Token t arrives after E(t) / probability(t), where the E(t) are independent
     exponential times, a hash of (seed, sample index, token index, t); the first to arrive is chosen
 
-vLLM has this order too, but for min-p, which it applies before top-k; that changes only the mass that top-p measures
-against. transformers has repetition before min_tokens, which comes to the same, and min-p last, as here. Both keep
-every token that ties with the k-th one; here exactly k are kept.
+vLLM has the same order, except that min-p comes before top-k, which changes only the mass that top-p refers to.
+transformers has repetition before min_tokens, with the same effect, and min-p last, as here. Both keep every token that
+ties with the k-th one; here exactly k are kept.
 
-The race (the Gumbel-max trick without the logarithms) is exact, and it is stable: when another batch composition or
-another device moves the probabilities by 1e-6, only a photo finish of the two best can turn out otherwise. Inverting
-the cumulative distribution would not do: each of its 50,000 boundaries moves, and about one draw in a thousand changes
-(measured on SmolLM2 in float32). No random generator exists, so a row's answer depends on nothing but the row.
+The race (the Gumbel-max trick without the logarithms) is exact and stable: when another batch composition or device
+moves the probabilities by 1e-6, only a near tie of the two best can change. Inverting the cumulative distribution is
+not stable: each of its 50,000 boundaries moves, and about one draw in a thousand changes (measured on SmolLM2 in
+float32). There is no random generator, so that a row's answer depends on the row alone.
 """
 
 import enum
@@ -43,20 +43,20 @@ __all__ = ["Nucleus", "Sampler", "SamplingRow", "position_logprobs", "sampling_r
 
 
 class Nucleus(enum.Enum):
-    """How top-p without top-k finds its tokens. The answers are the same."""
+    """Method by which top-p without top-k finds its tokens, with equal answers."""
 
     WIDEN = "widen"
-    """Rank the best tokens, look whether they suffice, else rank more. Waits for the device: right on a CPU."""
+    """Rank the best tokens, and more if they do not suffice. Waits for the device: the choice for a CPU."""
     SORT = "sort"
     """Sort the vocabulary. Never waits."""
 
 
-# With top-p alone nobody knows beforehand how many of the best tokens it takes; `Nucleus.WIDEN` begins with these.
+# Number of best tokens that `Nucleus.WIDEN` ranks first; how many top-p alone needs is not known beforehand.
 _NUCLEUS_TOKENS = 1024
 
 
 class Sampler:
-    """Chooses tokens. What it keeps between calls only saves work: see `Penalties`. Engine thread only."""
+    """Chooses tokens. Its state between calls only saves work: see `Penalties`. Engine thread only."""
 
     def __init__(self, *, vocab_size: int, eos_token_ids: frozenset[int], nucleus: Nucleus = Nucleus.WIDEN) -> None:
         self._vocab_size = vocab_size
@@ -65,20 +65,20 @@ class Sampler:
         self._penalties = Penalties(vocab_size)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
-        """Choose, and wait for the choice; see `choose` and `Chosen.materialize`."""
+        """Choose tokens and wait for them; see `choose` and `Chosen.materialize`."""
         return self.choose(logits, rows).materialize()
 
     def choose(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> "Chosen":
         """Choose a token for each row of logits [len(rows), vocab_size], any float dtype; does not mutate them.
 
-        Waits for nothing, except as `Nucleus.WIDEN` does.
+        Does not wait for the device, except with `Nucleus.WIDEN`.
         """
         columns = Columns()
         plan = self.plan(rows, columns)
         return plan.choose(logits, columns.upload(logits.device))
 
     def plan(self, rows: Sequence[SamplingRow], columns: Columns) -> "SamplingPlan":
-        """Do the host's part of choosing, and add to `columns` what the device needs for the rest."""
+        """Do the host's part of the choice, and add the device's inputs to `columns`."""
         plain: list[int] = []
         shaped: list[int] = []
         logprobs: list[tuple[int, int]] = []
@@ -130,7 +130,7 @@ class Sampler:
 
 
 def sampling_rows(item: ScheduledSequence) -> list[SamplingRow]:
-    """Return the rows of a scheduled sequence: one per sample. To be used before the sequence changes."""
+    """Return the rows of a scheduled sequence, one per sample; valid until the sequence changes."""
     sequence = item.sequence
     request = sequence.request
     token_index = item.token_index
@@ -161,25 +161,25 @@ def _is_plain(row: SamplingRow) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Way:
-    """Rows that are chosen in the same way can be chosen together."""
+    """Method of choosing a row's token; rows with equal ones are chosen together."""
 
     is_greedy: bool = False
     width: int | None = None
-    """How many best tokens are ranked; None: none, nothing needs a ranking."""
+    """Number of best tokens to rank; None: no ranking is needed."""
     may_widen: bool = False
-    """Whether these may turn out to be too few."""
+    """Whether more tokens may have to be ranked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingPlan:
-    """One batch, ready to choose from its logits. Columns of row numbers: None stands for all rows, or for none."""
+    """One batch, ready to choose from its logits. A column of row numbers is None for all rows, or for none."""
 
     num_rows: int
     vocab_size: int
     plain_rows: Column | None
     shaped_rows: Column | None
     shaped: "_ShapedPlan | None"
-    """Of the rows that are not plain; None when there are none."""
+    """Plan of the rows that are not plain; None when all are."""
     logprobs: tuple[tuple[int, int], ...]
     """(row, number of best tokens) of the rows that ask for log-probabilities."""
     logprob_rows: Column | None
@@ -207,7 +207,7 @@ class SamplingPlan:
         return self.deliver(token_ids, logits, words)
 
     def deliver(self, token_ids: torch.Tensor, logits: torch.Tensor, words: torch.Tensor) -> "Chosen":
-        """Have the choice (int64 [num_rows]) and the log-probabilities that are asked for brought to the host."""
+        """Start copying the choice (int64 [num_rows]) and the requested log-probabilities to the host."""
         logprobs = None
         if self.logprobs:
             known = token_ids.clamp(min=0)
@@ -215,25 +215,25 @@ class SamplingPlan:
                 rows = self.logprob_rows.of(words)
                 logits, known = logits.index_select(0, rows), known.index_select(0, rows)
             logprobs = fetch_logprobs(logits, known, max(num_top for _, num_top in self.logprobs))
-        # Last, so that nothing of the step is running any more when the tokens are there.
+        # Last, so that nothing of the step runs any more when the tokens arrive.
         fetch = device_for(token_ids.device).fetch(token_ids)
         return Chosen(token_ids=token_ids, fetch=fetch, logprobs_fetch=logprobs, logprobs=self.logprobs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """One token per row, on the device, and the copy of it that is on its way to the host."""
+    """One token per row, on the device, and its copy to the host that is in progress."""
 
     token_ids: torch.Tensor
     """int64 [rows]; negative where a row's logits have no finite maximum."""
     fetch: Fetch
     logprobs_fetch: LogprobsFetch | None
     logprobs: tuple[tuple[int, int], ...]
-    """(row, number of best tokens) of the rows that `logprobs_fetch` brings."""
+    """(row, number of best tokens) of the rows in `logprobs_fetch`."""
 
     def materialize(self) -> list[Sampled]:
         """Wait for the copy. Raises EngineFault when a row's logits have no finite maximum."""
-        token_ids: list[int] = self.fetch.wait().tolist()
+        token_ids: list[int] = self.fetch().tolist()
         if token_ids and min(token_ids) < 0:
             bad_row = next(row for row, token_id in enumerate(token_ids) if token_id < 0)
             raise EngineFault(f"logits of row {bad_row} have no finite maximum")
@@ -247,13 +247,13 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ShapedPlan:
-    """Rows that are not plain: their logits are shaped, then groups of them chosen in the same way."""
+    """Rows that are not plain: their logits are shaped, then chosen from in groups of one `_Way`."""
 
     edits: LogitEdits | None
     penalties: Penalties
     penalty_plan: PenaltyPlan | None
     penalized: Column | None
-    """Which rows the penalties are for; None: all."""
+    """Rows with penalties; None: all."""
     groups: "tuple[_Group, ...]"
 
     def choose(self, logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
@@ -284,7 +284,7 @@ class _ShapedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """Rows that are chosen in the same way."""
+    """Rows of one `_Way`."""
 
     rows: Column | None
     way: _Way

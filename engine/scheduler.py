@@ -1,33 +1,32 @@
-"""Which sequences run in the next step, and on which pages.
+"""Chooses the sequences and pages of the next step.
 
-One step mixes decode tokens (first) and prefill chunks (with the rest of the token budget). A sequence goes
+A step mixes decode tokens (first) and prefill chunks (with the rest of the token budget). A sequence goes
 
     WAITING ──admit──▶ RUNNING ──hold──▶ HELD          (prefill worker: pages stay for the puller)
        ▲                 │ ▲
        └────preempt──────┘ └──start── RESERVED          (decode worker: pages that a transfer fills)
 
-and from everywhere to FINISHED, when its pages are released: at once, or with the last step in flight that may still
-write them. Preemption takes the latest arrival's pages; it is computed again later, from whatever the prefix cache
-still holds, and keeps its place in line.
+and from any state to FINISHED. Its pages are then released: at once, or with the last step in flight that may still
+write them. Preemption takes the pages of the latest arrival, which keeps its place in line and is computed again
+later, from what the prefix cache still holds.
 
-Plans are made while an earlier step is in flight, whose tokens are not known yet. Such a plan never takes pages away
-from anybody: when they run out, who lacks some sits that step out, and the plan says that it `is_short`. The next plan
-is then made with nothing in flight, and can preempt.
+A plan made while an earlier step is in flight, whose tokens are not known yet, never preempts: when pages run out,
+sequences without one skip the step and the plan `is_short`. The next plan is then made with nothing in flight, and can
+preempt.
 """
 
 from bisect import insort
-from collections.abc import Container
 from dataclasses import dataclass, field
 
 from common.errors import Refused
 from common.ids import BlockId
 from common.timing import StepShape
-from common.tokens import TokenArray
 from engine.backlog import Backlog, num_pairs
 from engine.block_pool import BlockPool
 from engine.executor import ScheduledSequence
 from engine.pages import Pages
 from engine.sequence import Sequence, SequenceState
+from engine.unplanned import UnplannedDecodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +43,7 @@ class SchedulerLimits:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: pages to copy first (copy-on-write), then what to compute."""
+    """One step: pages to copy first (copy-on-write), then the batch to compute."""
 
     batch: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
     copies: list[tuple[BlockId, BlockId]] = field(default_factory=list)
@@ -54,34 +53,17 @@ class StepPlan:
     num_context_tokens: int = 0
     num_prefill_pairs: int = 0
     is_short: bool = False
-    """A running sequence lacks pages that only preemption, or the end of what is in flight, can give it."""
+    """Whether a running sequence needs pages that only preemption, or the end of the steps in flight, can free."""
 
     @property
     def shape(self) -> StepShape:
-        """What its time depends on."""
+        """Counts that the step's time depends on."""
         return StepShape(
             num_prefill_tokens=self.num_tokens - self.num_decodes,
             num_prefill_pairs=self.num_prefill_pairs,
             num_decodes=self.num_decodes,
             num_context_tokens=self.num_context_tokens,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Elsewhere:
-    """Running sequences whose decoding somebody else looks after: in the step, but not in its plan.
-
-    They are advanced by `Scheduler.advance` and have taken the page for their next token (`Scheduler.make_writable`).
-    Who looks after them brings them up to date before anybody is preempted.
-    """
-
-    sequences: Container[Sequence] = ()
-    num_sequences: int = 0
-    num_context_tokens: int = 0
-    """That they read in the step."""
-
-
-NOBODY = Elsewhere()
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:
@@ -102,13 +84,13 @@ class Scheduler:
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
         self.backlog = Backlog(pool, limits.block_size)
-        """Work of those in line."""
+        """Work of the waiting sequences."""
         self.pages = Pages(pool, limits.block_size)
         self._num_steps_in_flight = 0
         self._watermark_blocks = max(1, round(limits.watermark * pool.num_blocks))
 
     def change_limits(self, limits: SchedulerLimits) -> None:
-        """Plan within other bounds from the next step on. Whoever has entered stays, be it more than these allow."""
+        """Change the bounds from the next step on. Admitted sequences stay, even above the new limits."""
         assert limits.block_size == self.limits.block_size, "pages keep their size"
         self.limits = limits
         self._watermark_blocks = max(1, round(limits.watermark * self.pool.num_blocks))
@@ -120,15 +102,11 @@ class Scheduler:
 
     @property
     def num_spoken_for(self) -> int:
-        """Free pages that nobody but running sequences and the first in line should take."""
+        """Free pages that are reserved for running sequences and the first in line."""
         if not self.waiting:
             return self._num_spared(0)
         first = self.waiting[0]
         return self._num_spared(0) + self.pages.num_blocks_for(first.num_tokens) - len(first.landed_blocks)
-
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Return the pages that `num_tokens` tokens need."""
-        return self.pages.num_blocks_for(num_tokens)
 
     # ── entering ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -140,14 +118,14 @@ class Scheduler:
         return None
 
     def reserve(self, sequence: Sequence) -> Refused | None:
-        """Grant pages for all known tokens, to be filled by a transfer, or refuse. Sets num_cached and num_computed."""
+        """Grant pages for all known tokens, which a transfer fills, or refuse; see `Pages.take` for what it sets."""
         slots = sum(s.num_samples for s in (*self.running, *self.reserved, *self.waiting))
         if slots and slots + sequence.num_samples > self.limits.max_running:
-            return Refused(reason=f"{slots} sequences are running or about to", retry_after_s=0.5)
+            return Refused(reason=f"{slots} sequences are running or about to run", retry_after_s=0.5)
         if self.waiting:
             return Refused(reason="sequences are waiting for pages", retry_after_s=0.5)
         cached = self.pool.match_prefix(sequence.block_hashes)
-        # Every sample is about to write its next token.
+        # Every sample writes its next token soon.
         if not self.pages.take(sequence, cached, num_spared=self._num_spared(sequence.num_samples)):
             return Refused(reason=f"{self.pool.num_free} pages are free; too few for this prompt", retry_after_s=0.5)
         sequence.state = SequenceState.RESERVED
@@ -155,7 +133,7 @@ class Scheduler:
         return None
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
-        """A transfer has verified the KV of the first `num_tokens` tokens of a reservation."""
+        """Count the KV of a reservation's first `num_tokens` tokens as ready: a transfer has verified it."""
         assert sequence.state is SequenceState.RESERVED, sequence.state
         assert sequence.num_computed <= num_tokens <= sequence.num_tokens, (sequence.num_computed, num_tokens)
         sequence.num_ready = sequence.num_computed = num_tokens
@@ -185,10 +163,10 @@ class Scheduler:
         self.held.append(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """Release everything that a sequence holds, in whatever state it is. Harmless when finished already.
+        """Release everything that a sequence holds, in any state. Harmless when it is finished already.
 
-        Pages that steps in flight may still write are released with the last of these: in other hands, a transfer
-        might fill them meanwhile.
+        Pages that steps in flight may still write are released with the last of these steps: a transfer for the next
+        owner might fill them before that.
         """
         match sequence.state:
             case SequenceState.WAITING:
@@ -207,18 +185,19 @@ class Scheduler:
 
     # ── stepping ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def schedule(self, elsewhere: Elsewhere = NOBODY) -> StepPlan:
-        """Plan the next step: allocates pages, preempts when they run out, admits when there is room."""
+    def schedule(self, unplanned: UnplannedDecodes) -> StepPlan:
+        """Return the next step's plan: allocates pages, preempts when they run out, admits when there is room."""
+        num_unplanned = len(unplanned.sequences)
         plan = StepPlan(
-            num_tokens=elsewhere.num_sequences,
-            num_decodes=elsewhere.num_sequences,
-            num_context_tokens=elsewhere.num_context_tokens,
+            num_tokens=num_unplanned, num_decodes=num_unplanned, num_context_tokens=unplanned.num_context_tokens
         )
+        if num_unplanned == len(self.running) and not self.waiting:
+            return plan
         preemptions_before = self.num_preemptions
         decoding: list[tuple[Sequence, int]] = []
         prefilling: list[tuple[Sequence, int]] = []
         for sequence in self.running:
-            if sequence in elsewhere.sequences:
+            if sequence in unplanned.sequences:
                 continue
             num_to_run = sequence.num_to_run
             if num_to_run:
@@ -228,7 +207,7 @@ class Scheduler:
             if budget == 0:
                 break
             if sequence.state is not SequenceState.RUNNING:
-                continue  # preempted by an earlier one in this very loop
+                continue  # preempted by an earlier one in this loop
             num_new = min(num_to_run, budget)
             if self._make_room(sequence, num_new, plan):
                 self._plan(sequence, num_new, num_to_run, plan)
@@ -238,7 +217,7 @@ class Scheduler:
         return plan
 
     def launched(self, plan: StepPlan) -> None:
-        """The planned step is in flight: from now on its tokens count as computed, and those it samples as pending."""
+        """Count the tokens of a launched step as computed, and the tokens that it samples as pending."""
         self._num_steps_in_flight += 1
         self.pages.hold_sources(plan.copies)
         row = 0
@@ -252,8 +231,8 @@ class Scheduler:
                 row += item.num_samples
 
     def complete(self, plan: StepPlan) -> None:
-        """The oldest step in flight is over: KV of every planned token exists. Its tokens are appended after this."""
-        self._land(plan)
+        """End the oldest step in flight: KV of every planned token exists. Its tokens are appended after this."""
+        self.land(plan)
         for sequence, item in plan.batch.items():
             if sequence.state is SequenceState.RUNNING:
                 before = sequence.num_ready
@@ -261,30 +240,8 @@ class Scheduler:
                 self.num_computed_tokens += max(0, min(sequence.num_ready, sequence.num_prompt_tokens) - before)
                 self.pages.publish(sequence)
 
-    def advance(self, sequence: Sequence, token_ids: TokenArray) -> None:
-        """Take over steps that were computed without a plan: each has computed one token and sampled the next.
-
-        The sequence decodes, and `make_writable` has been asked before the first one that needed a page.
-        """
-        sequence.num_computed += len(token_ids)
-        sequence.num_ready += len(token_ids)
-        sequence.append_tokens(token_ids)
-        self.pages.publish(sequence)
-
-    def make_writable(self, sequence: Sequence) -> bool:
-        """Take the page that a decoding sequence's next token needs; False when that takes preemption or a copy."""
-        num_missing = self.pages.num_missing(sequence, 1)
-        if num_missing > self.pool.num_free or not self.pages.owns_tail(sequence):
-            return False
-        if num_missing:
-            self.pages.make_writable(sequence, 1)
-        return True
-
-    def fail(self, plan: StepPlan) -> None:
-        """The oldest step in flight is over, in vain: all its sequences have been finished."""
-        self._land(plan)
-
-    def _land(self, plan: StepPlan) -> None:
+    def land(self, plan: StepPlan) -> None:
+        """End the oldest step in flight; a failed one lands without `complete`, after its sequences are finished."""
         self._num_steps_in_flight -= 1
         self.pages.release_sources(plan.copies)
         for sequence, item in plan.batch.items():
@@ -306,16 +263,19 @@ class Scheduler:
             sequence.state = SequenceState.RUNNING
             insort(self.running, sequence, key=_order)
             plan.admitted.append(sequence)
-            self.num_cached_tokens += min(sequence.num_cached, sequence.num_prompt_tokens)
+            self.num_cached_tokens += min(sequence.num_cached_tokens, sequence.num_prompt_tokens)
             budget = self.limits.max_step_tokens - plan.num_tokens
             self._plan(sequence, min(sequence.num_to_run, budget), sequence.num_to_run, plan)
 
     def _take_pages(self, first: Sequence) -> bool:
-        """Give the first in line its pages; others in line let go of what was pulled for them where it lacks some."""
+        """Give the first in line its pages, taking back blocks that were pulled for others in line when pages run out.
+
+        False when that does not suffice.
+        """
         num_spared = self._num_spared(0)
         reusable = first.block_hashes[: first.num_reusable_blocks]
         while True:
-            # It needs a page of its own at least: else it is not worth looking for the others in the cache.
+            # It needs at least one page of its own: without one the search of the cache is not worth it.
             if self.pool.num_free > num_spared and self.pages.take(
                 first, self.pool.match_prefix(reusable), num_spared=num_spared
             ):
@@ -324,7 +284,7 @@ class Scheduler:
                 return False
 
     def _take_back_landed(self, waiting: list[Sequence]) -> bool:
-        """Let the latest of these that holds pulled blocks let go of them; False when none does."""
+        """Release the pulled blocks of the latest of these that holds some; False when none does."""
         holder = next((sequence for sequence in reversed(waiting) if sequence.landed_blocks), None)
         if holder is None:
             return False
@@ -366,7 +326,7 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
         assert victim.num_in_flight == 0, f"{victim.num_in_flight} steps in flight write the pages of a victim"
-        # Only decoding sequences can lack pages, and they are planned in the order of arrival.
+        # Only decoding sequences run out of pages, and they are planned in the order of arrival.
         assert victim not in plan.batch, "a victim is planned already"
         self.running.remove(victim)
         self.pages.release(victim)
@@ -385,5 +345,5 @@ class Scheduler:
         self.backlog.leave(sequence)
 
     def _num_spared(self, headroom: int) -> int:
-        """Return the pages to leave free: for others to grow into, and `headroom`. A lone sequence may take all."""
+        """Return the pages to leave free: for running sequences to grow into, and `headroom`. 0 for a lone sequence."""
         return self._watermark_blocks + headroom if self.running or self.reserved else 0

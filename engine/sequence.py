@@ -1,4 +1,4 @@
-"""What the engine knows about a request and about each of its samples."""
+"""A request inside the engine, and each of its samples."""
 
 import enum
 from array import array
@@ -11,31 +11,31 @@ from common.tokens import TokenArray, as_tokens
 
 
 class Retention(enum.Enum):
-    """How long the pages of a sequence that is over stay cached."""
+    """Time that the pages of a finished sequence stay cached."""
 
     KEEP = "keep"
-    """Until it is their turn (`common/eviction.py`)."""
+    """Until their turn in the usual order (`common/eviction.py`)."""
     BRIEF = "brief"
-    """They go before all others, unless somebody used them again: another worker keeps these blocks."""
+    """Evicted before all others, unless they were reused: another worker keeps these blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """A request as a worker receives it. With `output_token_ids` it is taken over in the middle (then n is 1)."""
+    """A request as a worker receives it. With `output_token_ids` it resumes another worker's answer (then n is 1)."""
 
     request_id: RequestId
     prompt_token_ids: TokenArray
     sampling: SamplingParams
     hash_root: HashRoot
     block_hashes: BlockHashes
-    """Of the full blocks of prompt + output tokens."""
+    """Hashes of the full blocks of prompt + output tokens."""
     output_token_ids: TokenArray = field(default_factory=lambda: as_tokens(()))
     first_sample_index: int = 0
     retention: Retention = Retention.KEEP
 
 
 class SequenceState(enum.Enum):
-    """Where a sequence is inside one engine."""
+    """State of a sequence inside one engine."""
 
     WAITING = "waiting"  # no pages; in line for admission, at the front after a preemption
     RESERVED = "reserved"  # holds pages that a transfer is filling
@@ -55,9 +55,9 @@ class Sequence:
         [num_computed, num_tokens) still to run; when decoding that is one token
 
     A step in flight may sample a token that is not known yet: it is *pending*, and num_tokens does not count it. The
-    next step may run on it all the same, and then num_computed is ahead of num_tokens until it is known. Of the blocks,
-    [0, num_published) are in the prefix cache (shared, read-only), and block_hashes holds a hash for each full block of
-    known tokens.
+    next step may still run on it; num_computed is then ahead of num_tokens until it is known. Blocks
+    [0, num_published) are in the prefix cache (shared, read-only). block_hashes has a hash for each full block of known
+    tokens.
     """
 
     request: EngineRequest
@@ -66,37 +66,36 @@ class Sequence:
     sample_index: int
     block_size: int
     token_ids: TokenArray
-    """It grows at its end: no NumPy view of it may outlive the call that made it."""
+    """Prompt and output. It grows in place: no NumPy view of it may outlive the call that made it."""
     num_prompt_tokens: int
     block_hashes: list[BlockHash]
     max_num_tokens: int
-    """It ends when it has so many tokens, prompt included."""
+    """Length at which it ends, prompt included."""
     is_pinned: bool = False
-    """A puller reads its pages as they fill, and goes on reading them afterwards: it is never preempted."""
+    """Whether a puller reads its pages as they fill: it is then never preempted."""
     state: SequenceState = SequenceState.WAITING
     num_ready: int = 0
     num_computed: int = 0
     num_in_flight: int = 0
-    """Launched steps, not complete yet, that compute a part of it; its pages are theirs as well."""
+    """Launched, incomplete steps that compute a part of it; they may write its pages."""
     num_pending: int = 0
-    """Of these, how many sample a token."""
+    """Steps in flight that sample a token of it."""
     pending_row: int | None = None
-    """Where the latest pending token lies among its step's tokens; None when the next step must not run without
-    knowing it."""
+    """Place of the latest pending token among its step's tokens; None when the next step must wait for its value."""
     pulled_blocks: range = range(0)
     """Indexes of the blocks that were pulled into the cache for this request."""
     landed_blocks: "array[int]" = field(default_factory=lambda: array("i"))
-    """In line: pages of its leading blocks that a pull has brought or found, which it holds until it is admitted."""
-    num_cached: int = 0
-    num_expected: int = 0
-    """In line: leading tokens that the cache held when it was last asked."""
+    """Pages of leading blocks that a pull brought or found, held while it waits for admission."""
+    num_cached_tokens: int = 0
+    num_expected_cached_tokens: int = 0
+    """Leading tokens that the cache held at the last check, while it waits for admission."""
     num_published: int = 0
     block_table: "array[int]" = field(default_factory=lambda: array("i"))
-    """Page of each block, int32: kernels read it without a copy. It grows at its end. An entry changes when the block
-    is copied before a write (the last one only), or when an equal page that is published already takes its place: the
-    old one stays as it was until the sequence ends."""
+    """Page of each block, int32, grown in place: kernels read it without a copy. An entry changes when the last block
+    is copied before a write, or when an equal page that was published first takes its place; the old page stays
+    unchanged until the sequence ends."""
     retired_blocks: list[BlockId] = field(default_factory=list)
-    """Pages held on the side, whose content is published in another page."""
+    """Own pages that an equal published page replaced in the block table; still held."""
 
     @classmethod
     def from_request(cls, request: EngineRequest, *, block_size: int, order: int) -> "Sequence":
@@ -129,23 +128,23 @@ class Sequence:
 
     @property
     def waits_for_tokens(self) -> bool:
-        """Whether the value of a sampled token decides how, or whether, the next step runs."""
+        """Whether the next step depends on the value of the sampled token."""
         return self.is_pinned or self.request.sampling.has_penalties
 
     @property
     def num_pulled_tokens(self) -> int:
-        """Of the cached tokens: those that were pulled for this request."""
+        """Cached tokens that were pulled for this request."""
         first, stop = self.pulled_blocks.start, self.pulled_blocks.stop
-        return max(0, min(self.num_cached, stop * self.block_size) - first * self.block_size)
+        return max(0, min(self.num_cached_tokens, stop * self.block_size) - first * self.block_size)
 
     def num_found(self, num_cached_blocks: int) -> int:
-        """Return how many of the cached blocks before it has used again, and not brought along."""
+        """Return how many leading cached blocks it reuses: those before any that were pulled for it."""
         is_more = num_cached_blocks > self.pulled_blocks.stop
         return num_cached_blocks if is_more else min(num_cached_blocks, self.pulled_blocks.start)
 
     @property
     def num_samples(self) -> int:
-        """Samples that the next token yields: n at the end of a fresh prompt, else 1."""
+        """Samples drawn for the next token: n at the end of a fresh prompt, else 1."""
         return self.request.sampling.n if self.num_output_tokens == 0 else 1
 
     @property
@@ -157,7 +156,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far, by whichever worker."""
+        """Tokens generated so far, by any worker."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -170,16 +169,12 @@ class Sequence:
         return tuple(map(BlockId, self.block_table))
 
     def append_token(self, token_id: int) -> None:
-        """Add a generated token; extends block_hashes when it fills a block. Costs the same at every length."""
+        """Add a generated token; extends block_hashes when it fills a block. O(1)."""
         self.token_ids.append(token_id)
-        self._hash_new_blocks()
+        self.hash_new_blocks()
 
-    def append_tokens(self, token_ids: TokenArray) -> None:
-        """Add generated tokens, as one `append_token` after the other would."""
-        self.token_ids += token_ids
-        self._hash_new_blocks()
-
-    def _hash_new_blocks(self) -> None:
+    def hash_new_blocks(self) -> None:
+        """Extend block_hashes by the blocks that new tokens have filled."""
         while (len(self.block_hashes) + 1) * self.block_size <= len(self.token_ids):
             start = len(self.block_hashes) * self.block_size
             parent = self.block_hashes[-1] if self.block_hashes else self.request.hash_root
@@ -199,7 +194,7 @@ class Sequence:
             state=self.state,
             num_ready=self.num_ready,
             num_computed=self.num_computed,
-            num_cached=self.num_cached,
+            num_cached_tokens=self.num_cached_tokens,
             num_published=self.num_published,
             block_table=self.block_table[:],
         )

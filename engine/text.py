@@ -1,14 +1,14 @@
-"""From tokens to text as it streams: complete characters only, and nothing that may still become a stop string.
+"""Turns tokens into streamed text: complete characters only, and nothing that may still become a stop string.
 
-Three steps, each with a state of a few bytes or characters, so that a token costs the same at the end of a long answer:
+Three steps, each with a state of a few bytes or characters, so that a token costs the same at any length:
 
-1. a token becomes bytes (byte-level vocabularies, `<0xE4>` tokens) or text (everything else; a piece depends at most on
-   the token before it, so the tokenizer's own decoder is asked about the two)
+1. a token becomes bytes (byte-level vocabularies, `<0xE4>` tokens) or text (all others; a piece depends on the previous
+   token at most, so the tokenizer's own decoder decodes the two)
 2. bytes become characters once these are complete
 3. characters wait while they are the beginning of a stop string
 
-All that comes out is a pure function of the tokens that went in. So a stream that another worker primes with the same
-tokens goes on with exactly the text that the first one would have emitted.
+The output is a pure function of the input tokens. So a stream that another worker primes with the same tokens continues
+with exactly the text that the first one would have emitted.
 """
 
 import codecs
@@ -31,20 +31,20 @@ class TextDelta:
 
     text: str
     stopped: bool
-    """A stop string is complete; `text` ends before it and is the last of the sample."""
+    """Whether a stop string is complete: `text` ends before it and is the last of the sample."""
 
 
 class TextStream:
     """The text of one sample. Not thread-safe.
 
-    Deltas and flush together are `tokenizer.decode` of all tokens, up to the first stop string: the one that is
-    complete first, the longest of those complete at the same character. One difference is deliberate: where a
-    vocabulary spells characters in `<0x..>` tokens and a run of these is not valid UTF-8, `decode` replaces every byte
-    of the run; here the valid characters in it are kept, since they have been sent before anybody could know.
+    Deltas and flush together equal `tokenizer.decode` of all tokens, up to the first stop string: the one that is
+    complete first, or the longest of those complete at the same character. One difference is deliberate: where a run of
+    `<0x..>` tokens is not valid UTF-8, `decode` replaces every byte of the run; here the valid characters in it are
+    kept, since they were sent before the invalid byte arrived.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, *, stop: tuple[str, ...], include_special_tokens: bool) -> None:
-        """Start with no tokens. The tokenizer must not get new tokens from now on; stop strings are not empty."""
+        """Start with no tokens. The tokenizer must not get new tokens later; stop strings are not empty."""
         vocabulary = _vocabulary_of(tokenizer)
         hidden = frozenset[int]() if include_special_tokens else vocabulary.special_token_ids
         self._characters = _Characters(vocabulary, hidden)
@@ -52,7 +52,7 @@ class TextStream:
         self._is_over = False
 
     def push(self, token_id: int) -> TextDelta:
-        """Take the next token and return the text that it makes certain. After a stop string nothing comes any more."""
+        """Take the next token and return the text that it makes certain; none after a stop string."""
         if self._is_over:
             return TextDelta(text="", stopped=True)
         delta = self._stops.push(self._characters.push(token_id))
@@ -65,7 +65,7 @@ class TextStream:
             self.push(token_id)
 
     def flush(self) -> str:
-        """Return the text held back, when the sample ends for another reason than a stop string. Ends the stream."""
+        """Return the text held back when a sample ends without a stop string. Ends the stream."""
         if self._is_over:
             return ""
         self._is_over = True
@@ -85,7 +85,7 @@ class _Characters:
     def push(self, token_id: int) -> str:
         """Return the characters that the token completes."""
         if token_id in self._hidden_token_ids or not self._vocabulary.has(token_id):
-            return ""  # `decode` drops these before anything else; even the bytes around them join
+            return ""  # `decode` drops these first; the bytes around them join
         previous, self._previous_token_id = self._previous_token_id, token_id
         raw = self._vocabulary.bytes_of(token_id)
         if raw is None or (previous is None and self._vocabulary.is_whole_character(raw)):
@@ -93,18 +93,18 @@ class _Characters:
         return self._utf8.decode(raw) + self._hopeless()
 
     def _hopeless(self) -> str:
-        """Return what pending bytes become that no byte can complete: the decoder keeps halves of surrogates back."""
+        """Return the replacement of pending bytes that no byte can complete: the decoder holds back half surrogates."""
         pending = self._utf8.getstate()[0]
         is_surrogate = len(pending) == 2 and pending[0] == 0xED and pending[1] >= 0xA0
         return self.flush() if is_surrogate else ""
 
     def flush(self) -> str:
-        """Return what an incomplete character becomes when no more bytes follow."""
+        """Return the replacement of an incomplete character when no more bytes follow."""
         return self._utf8.decode(b"", final=True)
 
 
 class _Vocabulary:
-    """What a tokenizer's decoder does to single tokens. Remembers its answers."""
+    """A tokenizer's decoding of single tokens, memoised."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -117,11 +117,11 @@ class _Vocabulary:
         self.on_invalid_bytes = "replace" if self._is_byte_level else _REPLACE_EACH_BYTE
 
     def has(self, token_id: int) -> bool:
-        """Whether there is such a token."""
+        """Whether the vocabulary has this token."""
         return token_id in self._bytes or self._tokenizer.id_to_token(token_id) is not None
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """Return the bytes that a token stands for; None when it stands for text."""
+        """Return the bytes that a token spells; None when it spells text."""
         if token_id not in self._bytes:
             token = self._tokenizer.id_to_token(token_id)
             assert token is not None, f"token {token_id} is not in the vocabulary"
@@ -129,11 +129,11 @@ class _Vocabulary:
         return self._bytes[token_id]
 
     def is_whole_character(self, raw: bytes) -> bool:
-        """Whether a byte token needs no other one; as the first token the decoder may strip it (a space)."""
+        """Whether a byte token is a whole character; as the first token the decoder may strip it (a space)."""
         return self._has_byte_fallback and raw[0] < 0x80
 
     def text_after(self, previous_token_id: int | None, token_id: int) -> str:
-        """Return what a text token adds to the text: a leading space may go, or come, with what is before it."""
+        """Return the text that a token adds: its leading space may depend on the previous token."""
         if previous_token_id is None:
             return self._tokenizer.decode([token_id], skip_special_tokens=False)
         before = self._tokenizer.decode([previous_token_id], skip_special_tokens=False)
@@ -154,12 +154,12 @@ class _StopScanner:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [(stop, _failure_table(stop)) for stop in stops]
-        self._num_matched = [0] * len(stops)  # per stop string: how much of its beginning ends the text so far
+        self._num_matched = [0] * len(stops)  # per stop string: length of its beginning that ends the text so far
         self.held = ""
-        """Text seen and not returned: as long as the longest of these beginnings."""
+        """Text that was not returned yet: the longest of these beginnings."""
 
     def push(self, text: str) -> TextDelta:
-        """Return what is certain now. After a stop the scanner is of no more use."""
+        """Return the text that is certain now. Not to be called after a stop."""
         if not self._stops:
             return TextDelta(text=text, stopped=False)
         seen = self.held + text
@@ -172,7 +172,7 @@ class _StopScanner:
         return TextDelta(text=seen[:num_certain], stopped=False)
 
     def _advance(self, char: str) -> int:
-        """Take one character; return the length of the longest stop string that is complete with it, else 0."""
+        """Take one character; return the length of the longest stop string that it completes, else 0."""
         longest = 0
         for i, (stop, failure) in enumerate(self._stops):
             matched = self._num_matched[i]
@@ -205,7 +205,7 @@ def _decoder_kinds(tokenizer: tokenizers.Tokenizer) -> set[str]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte behind each character of a byte-level vocabulary: printable Latin-1 stands for itself."""
+    """Return the byte of each character of a byte-level vocabulary: printable Latin-1 stands for itself."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)).difference(printable))
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -217,6 +217,6 @@ def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
 
 
 _BYTE_OF_CHAR = _byte_level_alphabet()
-# The vocabulary of a tokenizer is read once; few tokenizers live in a process.
+# A process has few tokenizers; the vocabulary of each is read once.
 _vocabulary_of = functools.lru_cache(maxsize=8)(_Vocabulary)
 codecs.register_error(_REPLACE_EACH_BYTE, _replace_each_byte)

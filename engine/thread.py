@@ -1,10 +1,10 @@
 """Runs an EngineCore on its own thread; the event loop never waits for a forward pass.
 
-Everything that touches the core goes through `call` (await the result) or `post` (fire and forget); both run between
-two steps, in order. Events come back with one `call_soon_threadsafe` per step.
+All access to the core goes through `call` (await the result) or `post` (fire and forget); both run between two steps,
+in order. Events come back with one `call_soon_threadsafe` per step.
 
-An executor that raises costs the requests of that step. Bookkeeping that raises has broken its own invariants: the
-thread ends and says so, since nothing that it would compute afterwards could be trusted.
+An exception of the executor fails the requests of that step. An exception of the bookkeeping means broken invariants:
+the thread reports it and ends, since its later results could not be trusted.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class EngineDriver(Protocol):
-    """Steps a core, and lets others at it between two steps. All methods on the event loop."""
+    """Steps a core and runs commands on it between two steps. Call all methods on the event loop."""
 
     def start(self) -> None:
         """Start stepping."""
@@ -43,19 +43,29 @@ class EngineDriver(Protocol):
         ...
 
     async def acquire(self, command: Callable[[EngineCore], T], undo: Callable[[EngineCore, T], object]) -> T:
-        """Like `call`, but when the caller is cancelled meanwhile, `undo` is run on the result."""
-        ...
+        """Like `call`, but when the caller is cancelled before it returns, `undo` runs on the result."""
+        box: list[T] = []
+
+        def run(core: EngineCore) -> T:
+            box.append(command(core))
+            return box[0]
+
+        try:
+            return await self.call(run)
+        except asyncio.CancelledError:
+            self.post(lambda core: undo(core, box[0]) if box else None)
+            raise
 
 
 DriverFactory = Callable[[EngineCore, Callable[[StepReport], None], Callable[[Exception], None]], EngineDriver]
 """Makes a driver of a core from `on_report` and `on_fault`."""
 
 
-class EngineThread:
+class EngineThread(EngineDriver):
     """Owner of one core and its thread. Construct and use on the event loop; `start` before, `aclose` after.
 
-    `on_fault` is called on the event loop when the thread has died of an exception. Commands are not answered any more
-    then: the owner has to end the process, or everybody who waits.
+    `on_fault` is called on the event loop when the thread has died of an exception. Commands are no longer answered
+    then: the owner has to end the process, or every waiting caller.
     """
 
     def __init__(
@@ -93,27 +103,13 @@ class EngineThread:
         def run(core: EngineCore) -> None:
             try:
                 result = command(core)
-            except Exception as error:  # noqa: BLE001 - handed to the caller, who knows what it means
+            except Exception as error:  # noqa: BLE001 - handed to the caller
                 done.set_exception(error)
             else:
                 done.set_result(result)
 
         self._commands.put(run)
         return await asyncio.shield(asyncio.wrap_future(done))
-
-    async def acquire(self, command: Callable[[EngineCore], T], undo: Callable[[EngineCore, T], object]) -> T:
-        """Like `call`, but when the caller is cancelled meanwhile, `undo` is run on the result."""
-        box: list[T] = []
-
-        def run(core: EngineCore) -> T:
-            box.append(command(core))
-            return box[0]
-
-        try:
-            return await self.call(run)
-        except asyncio.CancelledError:
-            self.post(lambda core: undo(core, box[0]) if box else None)
-            raise
 
     def _run(self) -> None:
         try:
@@ -123,17 +119,19 @@ class EngineThread:
             try:
                 self._loop.call_soon_threadsafe(self._on_fault, error)
             except RuntimeError:
-                logger.debug("the event loop is closed; nobody is left to tell")
+                logger.debug("the event loop is closed; the fault is not reported")
 
     def _step_until_stopped(self) -> None:
         core = self._core
         while (num_commands := self._drain(core)) is not None:
-            if core.has_work and ((started := core.begin_step()) or num_commands):
-                self._send(core, started)  # before a step that may take long: who asked for it is a load already
-            self._send(core, core.finish_step())
+            had_work = core.has_work
+            plan, started = core.begin_step()
+            if started or (had_work and num_commands):
+                self._send(core, started)  # before a step that may take long: the report includes new requests
+            self._send(core, core.finish_step(plan))
 
     def _drain(self, core: EngineCore) -> int | None:
-        """Run all queued commands; block for one when there is nothing to compute. Returns their number; None: stop."""
+        """Run all queued commands, waiting for one when the core is idle. Returns their number; None: stop."""
         num_commands = 0
         block = not core.has_work
         while True:

@@ -158,7 +158,7 @@ class PrefixPuller:
             assert landing is not None, "a pull that ended has a landing"
             # Behind the commit, and before the release.
             num_here = await self._engine.call(lambda core: core.landings.mark_reused(landing, chain.num_reused))
-            return Brought(outcome=outcome, num_cached=landing.num_cached, num_here=num_here)
+            return Brought(outcome=outcome, num_cached=landing.num_cached_blocks, num_here=num_here)
 
     async def _pull(
         self,
@@ -169,11 +169,11 @@ class PrefixPuller:
     ) -> PullOutcome:
         while True:
             landing, refused = await self._land(arrival, hashes)
-            if landing.num_missing == 0:
+            if landing.num_missing_blocks == 0:
                 return PullOutcome.PRESENT
             if limit is not None and limit.when() is None:
                 limit.reschedule(asyncio.get_running_loop().time() + self._longest_s(landing))
-            key = hashes[landing.num_cached]
+            key = hashes[landing.num_cached_blocks]
             other = self._running.get(key)
             if other is not None:
                 self._release(landing)
@@ -190,7 +190,7 @@ class PrefixPuller:
 
     def _longest_s(self, landing: Landing) -> float:
         size = self._block_size
-        return max(MIN_PULL_S, self._prefill_s(landing.num_missing * size, landing.num_cached * size))
+        return max(MIN_PULL_S, self._prefill_s(landing.num_missing_blocks * size, landing.num_cached_blocks * size))
 
     async def _land(self, arrival: "Arrival", hashes: BlockHashes) -> tuple[Landing, Refused | None]:
         def land(core: EngineCore) -> tuple[Landing, Refused | None]:
@@ -210,7 +210,7 @@ class PrefixPuller:
             epoch=Epoch(source.epoch),
             wanted=WantedBlocks(hashes=landing.hashes, block_size=self._block_size),
             block_table=landing.block_ids(),  # reserved: nothing but this pull changes it
-            first_block=landing.num_cached,
+            first_block=landing.num_cached_blocks,
             ticket=source.ticket,
         )
         async with self._peers.use(plan.peer, source.address) as channel:

@@ -1,7 +1,7 @@
 """Profile of a step of our engine: clocks around the seams' public methods, in this process.
 
 On a CPU every call computes before it returns, so that the clocks add up to the step. "host" is what is left of a step:
-scheduling, input preparation, bookkeeping. Served, a layer of packed weights is one call (`engine.ops.cpu.decoder`);
+scheduling, input preparation, bookkeeping. Served, a layer of packed weights is one call (`engine.ops.cpu.ops`);
 here each operation is called by itself, which the same kernels in the same order allow, and which costs a millisecond
 in a small step. So the table begins with the step as served, without a clock inside.
 """

@@ -1,1 +1,1 @@
-"""What an engine needs of a CUDA device beyond kernels: overlapped steps, graphs, copies beside the steps, sharing."""
+"""Use of a CUDA device beyond kernels: overlapped steps, graphs, concurrent copies, and sharing of memory."""

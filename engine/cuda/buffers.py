@@ -1,12 +1,11 @@
-"""The tensors that steps are described in: block tables that stay on the device, and small inputs that come anew.
+"""Tensors that describe steps: block tables that stay on the device, and small inputs that are sent with each step.
 
     host                                   device
     block tables  ── changed entries ──▶   tables [num_rows, max_blocks], a row per sequence
     a step        ── one packed copy ──▶   words: columns of the step, of its sampling, and those entries
 
-Whatever a CUDA graph reads lies at a fixed address: the tables, and the *arena*, into which steps of pure decode are
-copied. Its head holds the tokens that the last step sampled, so that an input token whose id the host does not know is
-found there.
+All inputs of a CUDA graph lie at fixed addresses: the tables, and the *arena*, into which steps of pure decode are
+copied. The arena's head holds the tokens that the last step sampled, for input tokens that the host does not know yet.
 """
 
 from array import array
@@ -14,16 +13,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from common.tokens import TokenArray
-from engine.cuda.columns import Column, Columns
+from engine.cuda.columns import Column, Columns, RowMap
 from engine.executor import ScheduledSequence
-from engine.ops.metadata import AttentionMetadata, SequenceSpan
-from engine.ops.triton_kernels.step import DeviceStep, make_prefill_tiles
-from engine.row_map import RowMap
+from engine.ops.metadata import AttentionMetadata
+from engine.ops.triton_kernels.step import DeviceStep, StepColumns
 from engine.sequence import Sequence
 
 _NOTHING = b""
@@ -31,21 +28,21 @@ _NOTHING = b""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableUpdate:
-    """What the tables lack for one step."""
+    """Changes of the tables for one step."""
 
     cells: Column | None
-    """Places in the flattened tables, int64; None: nothing is missing."""
+    """Places in the flattened tables, int64; None: nothing changes."""
     block_ids: Column | None
-    """What belongs there, int32."""
+    """New entries of these places, int32."""
     contents: dict[int, bytes]
-    """By row: the block table, as bytes of int32, that it will begin with."""
+    """Block table that each changed row will begin with, as bytes of int32."""
 
 
 class BlockTables:
-    """Block tables of the sequences that ran lately. Engine thread only.
+    """Block tables of recent sequences. Engine thread only.
 
-    A row is compared with its sequence's block table as a whole, a few bytes per block, and only what differs goes to
-    the device: pages that are new, mostly. So no rule about how tables may change is needed, nor who owned the row.
+    A row is compared with its sequence's whole block table, a few bytes per block, and only differences are sent to the
+    device: mostly new pages. So tables may change in any way, and the row's previous owner does not matter.
     """
 
     def __init__(self, *, num_rows: int, max_blocks: int, device: torch.device) -> None:
@@ -58,7 +55,7 @@ class BlockTables:
         return self._rows.assign(sequences)
 
     def plan(self, sequences: Seq[Sequence], rows: Seq[int], columns: Columns) -> TableUpdate:
-        """Add the columns that `apply` needs. Changes nothing: a step that fails before `apply` is made good."""
+        """Add the columns that `apply` needs. Changes nothing: a step may fail before `apply`."""
         max_blocks = self.tables.shape[1]
         contents: dict[int, bytes] = {}
         cells: list[int] = []
@@ -86,7 +83,7 @@ class BlockTables:
 
 
 def _changed(known: bytes, table: bytes) -> Seq[int]:
-    """Return the indices at which an int32 table differs from what is known to lie in its place."""
+    """Return the indices at which an int32 table differs from the known content of its row."""
     if table.startswith(known):
         return range(len(known) // 4, len(table) // 4)
     old, new = np.frombuffer(known, dtype=np.int32), np.frombuffer(table, dtype=np.int32)
@@ -95,26 +92,18 @@ def _changed(known: bytes, table: bytes) -> Seq[int]:
     return [*changed, *range(num_both, len(new))]
 
 
-def span_of(item: ScheduledSequence) -> SequenceSpan:
-    """Return a scheduled sequence's tokens and pages; valid until the sequence changes."""
-    sequence = item.sequence
-    return SequenceSpan(
-        num_computed=sequence.num_computed, num_new_tokens=item.num_new_tokens, block_table=sequence.block_table
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeColumns:
-    """A step in which every sequence has one token, padded to a batch size that a graph was made for.
+    """A step in which every sequence has one token, padded to the batch size of a graph.
 
-    For one size, and as the first columns of a step, they always lie at the same places.
+    They are the first columns of a step, so that for one size they always lie at the same places.
     """
 
     size: int
     token_ids: Column
-    """Those that the host knows, int64."""
+    """Token ids that the host knows, int64."""
     token_places: Column
-    """Where in the arena the token ids are: there, or among those sampled last; int64."""
+    """Places of the token ids in the arena: in these columns, or among those sampled last; int64."""
     table_rows: Column
     """int64."""
     positions: Column
@@ -131,12 +120,11 @@ class DecodeColumns:
     ) -> "DecodeColumns":
         """Add the columns of a batch of at most `layout.size` sequences, or of none, for a trial.
 
-        What `AttentionMetadata` would say, without its records: this runs for every token.
+        They hold what `AttentionMetadata` would, without its records: this runs for every token.
         """
-        size, num_seqs, block_size = layout.size, len(batch), layout.block_size
         known_ids: list[int] = []
         places: list[int] = []
-        starts: list[int] = []
+        positions: list[int] = []
         slots: list[int] = []
         for i, item in enumerate(batch):
             sequence = item.sequence
@@ -147,62 +135,52 @@ class DecodeColumns:
             else:
                 known_ids.append(0)
                 places.append(item.input_row)
-            starts.append(position)
-            slots.append(sequence.block_table[position // block_size] * block_size + position % block_size)
-        token_ids = np.zeros(size, dtype=np.int64)
-        token_places = np.full(size, layout.head_words, dtype=np.int64)
-        table_rows = np.zeros(size, dtype=np.int64)
-        positions = np.zeros(size, dtype=np.int32)
-        slot_mapping = np.full(size, -1, dtype=np.int64)
-        context_lens = np.zeros(size, dtype=np.int32)
-        token_ids[:num_seqs] = known_ids
-        token_places[:num_seqs] = places
-        table_rows[:num_seqs] = rows
-        positions[:num_seqs] = starts
-        slot_mapping[:num_seqs] = slots
-        context_lens[:num_seqs] = positions[:num_seqs] + 1
+            positions.append(position)
+            block_idx, offset = divmod(position, layout.block_size)
+            slots.append(sequence.block_table[block_idx] * layout.block_size + offset)
+
+        def padded(values: Seq[int], padding: int, dtype: type[np.int64 | np.int32]) -> Column:
+            column = np.full(layout.size, padding, dtype=dtype)
+            column[: len(values)] = values
+            return columns.add(column)
+
         assert columns.num_words == 0, "other columns come first"
         return cls(
-            size=size,
-            token_ids=columns.add(token_ids),
-            token_places=columns.add(token_places),
-            table_rows=columns.add(table_rows),
-            positions=columns.add(positions),
-            slot_mapping=columns.add(slot_mapping),
-            context_lens=columns.add(context_lens),
+            size=layout.size,
+            token_ids=padded(known_ids, 0, np.int64),
+            token_places=padded(places, layout.head_words, np.int64),
+            table_rows=padded(rows, 0, np.int64),
+            positions=padded(positions, 0, np.int32),
+            slot_mapping=padded(slots, -1, np.int64),
+            context_lens=padded([position + 1 for position in positions], 0, np.int32),
             num_words=columns.num_words,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeLayout:
-    """What decides where `DecodeColumns` lie and point to."""
+    """Parameters of the places that `DecodeColumns` have and point to."""
 
     size: int
     head_words: int
-    """Words of the arena before the columns: the tokens sampled last."""
+    """Words of the arena before the columns, for the tokens sampled last."""
     block_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaggedColumns:
-    """Any step: the tokens of all sequences in one row."""
+    """A step of any kind: the tokens of all sequences in one row."""
 
     token_ids: Column
     """int64 [num_tokens]."""
     unknown: Column | None
     """Tokens whose ids are among those sampled last, int64 [num_unknown]; None: all are known."""
     unknown_rows: Column | None
-    """Which of those sampled last, int64 [num_unknown]."""
+    """Rows of those tokens among those sampled last, int64 [num_unknown]."""
     table_rows: Column
     max_blocks: int
-    """Of the longest context."""
-    positions: Column
-    slot_mapping: Column
-    context_lens: Column
-    query_start_loc: Column
-    decode_seqs: Column | None
-    prefill_tiles: Column | None
+    """Blocks of the longest context."""
+    step: StepColumns
 
     @classmethod
     def add(
@@ -214,9 +192,6 @@ class RaggedColumns:
         columns: Columns,
     ) -> "RaggedColumns":
         """Add the columns of a batch."""
-        num_new = np.diff(metadata.query_start_loc)
-        is_decode = num_new == 1
-        has_chunks = not is_decode.all()
         unknown = [i for i, item in enumerate(batch) if item.input_row is not None]
         return cls(
             token_ids=columns.ints(_known_token_ids(batch)),
@@ -224,32 +199,15 @@ class RaggedColumns:
             unknown_rows=columns.ints([batch[i].input_row or 0 for i in unknown]) if unknown else None,
             table_rows=columns.ints(rows),
             max_blocks=-(-int(metadata.context_lens.max()) // metadata.block_size),
-            positions=columns.add(_int32(metadata.positions)),
-            slot_mapping=columns.add(metadata.slot_mapping),
-            context_lens=columns.add(_int32(metadata.context_lens)),
-            query_start_loc=columns.add(_int32(metadata.query_start_loc)),
-            decode_seqs=columns.add(_int32(np.flatnonzero(is_decode))) if has_chunks else None,
-            prefill_tiles=columns.add(make_prefill_tiles(metadata, tile_tokens=tile_tokens)) if has_chunks else None,
+            step=StepColumns.add(metadata, tile_tokens=tile_tokens, columns=columns),
         )
 
     def on_device(self, words: Tensor, tables: Tensor) -> DeviceStep:
-        """Return the step, given the uploaded columns and the block tables."""
-
-        def column(planned: Column | None) -> Tensor | None:
-            return None if planned is None else planned.of(words)
-
-        return DeviceStep(
-            positions=self.positions.of(words),
-            slot_mapping=self.slot_mapping.of(words),
-            context_lens=self.context_lens.of(words),
-            block_tables=tables[:, : self.max_blocks].index_select(0, self.table_rows.of(words)),
-            query_start_loc=self.query_start_loc.of(words),
-            decode_seqs=column(self.decode_seqs),
-            prefill_tiles=column(self.prefill_tiles),
-        )
+        """Return the step, given the uploaded columns and the block tables of all rows."""
+        return self.step.on_device(words, tables[:, : self.max_blocks].index_select(0, self.table_rows.of(words)))
 
     def input_ids(self, words: Tensor, last_sampled: Tensor) -> Tensor:
-        """Return the tokens' ids, int64 [num_tokens], given those sampled last, int64 [rows], none negative."""
+        """Return the token ids, int64 [num_tokens], given those sampled last, int64 [rows], none negative."""
         token_ids = self.token_ids.of(words)
         if self.unknown is not None and self.unknown_rows is not None:
             token_ids.index_copy_(0, self.unknown.of(words), last_sampled.index_select(0, self.unknown_rows.of(words)))
@@ -257,7 +215,7 @@ class RaggedColumns:
 
 
 def _known_token_ids(batch: Seq[ScheduledSequence]) -> TokenArray:
-    """Return the tokens of a step, 0 for each that is not known."""
+    """Return the tokens of a step, 0 for unknown ones."""
     token_ids = array("I")
     for item in batch:
         if item.input_row is not None:
@@ -266,7 +224,3 @@ def _known_token_ids(batch: Seq[ScheduledSequence]) -> TokenArray:
             begin = item.sequence.num_computed
             token_ids += item.sequence.token_ids[begin : begin + item.num_new_tokens]
     return token_ids
-
-
-def _int32(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    return values.astype(np.int32)

@@ -1,13 +1,13 @@
-"""Everything that only CUDA has (pinned memory, copies that nobody waits for, events, graphs), with a twin for the CPU.
+"""Features that only CUDA has (pinned memory, asynchronous copies, events, graphs), with a twin for the CPU.
 
-What uses a `Device` runs unchanged on both, so that it is tested where no GPU is. All work of a device is ordered: it
-runs on the thread's current stream, one after another, in the order in which the host launches it.
+Code above a device runs unchanged on both, so that tests need no GPU. All work of a device is ordered: it runs on the
+thread's current stream, in the order of its launch.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,117 +17,52 @@ from torch import Tensor
 from engine.memory import DeviceMemory, measure_host
 
 Words: TypeAlias = npt.NDArray[np.int64]
+Fetch: TypeAlias = Callable[[], Words]
+"""Waits for a copy to the host, but for no later work, and returns its words."""
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
-# A process's context and its loaded kernels, which CUDA does not tell of.
+# Memory of a process's context and loaded kernels, which CUDA does not report.
 _CONTEXT_BYTES = 1 << 29
-
-
-class Fetch(Protocol):
-    """A copy to the host that is on its way."""
-
-    def wait(self) -> Words:
-        """Wait for this copy, and for nothing that was launched after it; return the words."""
-        ...
-
-
-class Captured(Protocol[T_co]):
-    """Launched work that can be launched again at once."""
-
-    def replay(self) -> T_co:
-        """Launch it on whatever its inputs hold now; the result is valid until the next replay of any graph."""
-        ...
-
-
-class Device(Protocol):
-    """Where a model computes. One thread."""
-
-    def staging(self, num_words: int) -> Tensor:
-        """Return host memory, int64 [num_words] of any content, that `send` copies from without waiting."""
-        ...
-
-    def send(self, staged: Tensor, target: Tensor) -> None:
-        """Launch a copy of `staging`'s memory into a tensor of the device. It may be dropped then, but not refilled."""
-        ...
-
-    def fetch(self, words: Tensor) -> Fetch:
-        """Launch a copy of an int64 tensor [num_words] to the host."""
-        ...
-
-    def capture(self, run: Callable[[], T]) -> Captured[T]:
-        """Return `run`, which only launches work and returns tensors, as something that is replayed in one launch.
-
-        May call `run`. Raises RuntimeError when its work cannot be captured.
-        """
-        ...
-
-    def synchronize(self) -> None:
-        """Wait for everything that was launched."""
-        ...
-
-    def measure(self, run: Callable[[], object]) -> "MeasuredMemory":
-        """Run something twice; return what it takes. Afterwards nothing is kept for it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredMemory:
-    """What some work takes."""
+    """Memory that some work needs."""
 
     device: DeviceMemory
-    """While the work does not run, and nothing is kept for it."""
+    """The device while the work does not run."""
     peak_bytes: int
-    """What it takes at its worst moment."""
-
-
-@cache
-def device_for(device: torch.device) -> Device:
-    """Return the device that a tensor's `device` names."""
-    return CudaDevice(device) if device.type == "cuda" else HostDevice()
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrived:
-    words: Tensor
-
-    def wait(self) -> Words:
-        host: Words = self.words.numpy()
-        return host
-
-
-@dataclass(frozen=True, slots=True)
-class _Eager(Generic[T]):
-    run: Callable[[], T]
-
-    def replay(self) -> T:
-        return self.run()
+    """Additional memory at the work's peak."""
 
 
 class HostDevice:
-    """The twin: everything happens at once."""
+    """A CPU, which does all work at once; the base class of `CudaDevice`. One thread."""
 
     def staging(self, num_words: int) -> Tensor:
-        """See `Device`."""
+        """Return uninitialised host memory, int64 [num_words], that `send` copies from without waiting."""
         return torch.empty(num_words, dtype=torch.int64)
 
     def send(self, staged: Tensor, target: Tensor) -> None:
-        """See `Device`."""
-        target.copy_(staged)
+        """Start a copy of `staging`'s memory to the device. Afterwards it may be dropped, but not refilled."""
+        target.copy_(staged, non_blocking=True)
 
     def fetch(self, words: Tensor) -> Fetch:
-        """See `Device`."""
-        return _Arrived(words)
+        """Start a copy of an int64 tensor [num_words] to the host."""
+        return words.numpy
 
-    def capture(self, run: Callable[[], T]) -> Captured[T]:
-        """See `Device`; a replay runs it again, and its result is a new one."""
-        return _Eager(run)
+    def capture(self, run: Callable[[], T]) -> Callable[[], T]:
+        """Return a function that repeats `run`, which only launches work and returns tensors, in one launch.
+
+        It works on the current content of the inputs; its result is valid until any captured work runs again. May call
+        `run`. Raises RuntimeError when the work cannot be captured.
+        """
+        return run
 
     def synchronize(self) -> None:
-        """See `Device`."""
+        """Wait for all launched work."""
 
     def measure(self, run: Callable[[], object]) -> MeasuredMemory:
-        """See `Device`; what it takes at its peak is not known of a CPU."""
+        """Return the memory that `run` needs, by running it; nothing is kept for it. A CPU's peak is not measured."""
         run()
         host = measure_host()
         total = host.available_bytes + host.process_bytes
@@ -135,80 +70,66 @@ class HostDevice:
         return MeasuredMemory(device=memory, peak_bytes=0)
 
 
-@dataclass(frozen=True, slots=True)
-class _CudaFetch:
-    host: Tensor
-    arrived: torch.cuda.Event
+class CudaDevice(HostDevice):
+    """A CUDA device.
 
-    def wait(self) -> Words:
-        self.arrived.synchronize()
-        words: Words = self.host.numpy()
-        return words
-
-
-@dataclass(frozen=True, slots=True)
-class _CudaGraph(Generic[T]):
-    graph: torch.cuda.CUDAGraph
-    result: T
-
-    def replay(self) -> T:
-        self.graph.replay()
-        return self.result
-
-
-class CudaDevice:
-    """A CUDA device; see `Device`.
-
-    Pinned memory comes from torch's caching allocator, which gives it away again only when the copies that were
-    launched from or into it have ended: no ring of buffers, and no event per buffer, is needed here.
+    Pinned memory comes from torch's caching allocator, which reuses it only after the copies from or into it have
+    ended: no ring of buffers and no event per buffer is needed here.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # One memory pool for all graphs: they never run at the same time. One stream to warm up and capture them on,
-        # since libraries keep a workspace for every stream that they have seen.
+        # All graphs share one memory pool, since they never run at the same time, and one stream to warm up and capture
+        # on, since libraries keep a workspace per stream.
         self._pool: Any = None
         self._capture_stream: torch.cuda.Stream | None = None
 
     def staging(self, num_words: int) -> Tensor:
-        """See `Device`."""
+        """Return pinned memory."""
         return torch.empty(num_words, dtype=torch.int64, pin_memory=True)
 
-    def send(self, staged: Tensor, target: Tensor) -> None:
-        """See `Device`."""
-        target.copy_(staged, non_blocking=True)
-
     def fetch(self, words: Tensor) -> Fetch:
-        """See `Device`."""
+        """Start the copy, and record an event after it."""
         host = torch.empty(words.shape, dtype=torch.int64, pin_memory=True)
         host.copy_(words, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
-        return _CudaFetch(host, arrived)
 
-    def capture(self, run: Callable[[], T]) -> Captured[T]:
-        """See `Device`. Runs it twice first, on a side stream: kernels compile, and libraries take their workspaces."""
+        def wait() -> Words:
+            arrived.synchronize()
+            fetched: Words = host.numpy()
+            return fetched
+
+        return wait
+
+    def capture(self, run: Callable[[], T]) -> Callable[[], T]:
+        """Run it twice on a side stream: kernels compile, and libraries allocate workspaces. Then record a graph."""
         if self._capture_stream is None:
             self._capture_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._pool = torch.cuda.graph_pool_handle()
         side = self._capture_stream
         side.wait_stream(torch.cuda.current_stream(self._device))
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(side):  # around the capture too: where that fails, torch leaves its stream current
+        with torch.cuda.stream(side):  # around the capture too: when that fails, torch leaves its stream current
             run()
             run()
-            # Other threads copy KV blocks at the same time: their calls must not end the capture.
+            # Other threads copy KV blocks at the same time, which must not end the capture.
             with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
                 result = run()
         torch.cuda.current_stream(self._device).wait_stream(side)
-        return _CudaGraph(graph, result)
+
+        def replay() -> T:
+            graph.replay()
+            return result
+
+        return replay
 
     def synchronize(self) -> None:
-        """See `Device`."""
+        """Wait for all launched work."""
         torch.cuda.synchronize(self._device)
 
     def measure(self, run: Callable[[], object]) -> MeasuredMemory:
-        """See `Device`. The first run loads kernels and workspaces, which stay; the second is measured."""
+        """Run it twice: the first run loads kernels and workspaces, which stay; the second is measured."""
         run()
         self.synchronize()
         before = torch.cuda.memory_allocated(self._device)
@@ -221,3 +142,9 @@ class CudaDevice:
         held = torch.cuda.memory_reserved(self._device) + _CONTEXT_BYTES
         memory = DeviceMemory(total_bytes=total, free_bytes=free, process_bytes=held)
         return MeasuredMemory(device=memory, peak_bytes=peak - before)
+
+
+@cache
+def device_for(device: torch.device) -> HostDevice:
+    """Return the device that a tensor's `device` names."""
+    return CudaDevice(device) if device.type == "cuda" else HostDevice()

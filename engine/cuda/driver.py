@@ -1,7 +1,7 @@
-"""The few calls of the CUDA driver that torch has no public name for: sharing an allocation among processes.
+"""Calls of the CUDA driver that torch does not expose: sharing an allocation among processes.
 
-Through the driver library alone: it is there wherever a GPU works, under one name, and its entry points do not change.
-(https://docs.nvidia.com/cuda/cuda-driver-api, "Memory Management".)
+They use the driver library directly: it exists wherever a GPU works, under one name, with stable entry points
+(https://docs.nvidia.com/cuda/cuda-driver-api, "Memory Management").
 """
 
 import ctypes
@@ -55,7 +55,7 @@ class CudaDriver:
         found = _Uuid()
         self._call("cuDeviceGetUuid_v2", ctypes.byref(found), ordinal)
         self.device_uuid = str(uuid.UUID(bytes=bytes(found.bytes)))
-        # The primary context is the one that the runtime, hence torch, uses. Retained for the life of the process.
+        # The primary context is the one that torch uses. It is retained for the life of the process.
         self._context = ctypes.c_void_p()
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), ordinal)
 
@@ -64,7 +64,7 @@ class CudaDriver:
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         handle = _IpcHandle()
         with self._current():
-            # torch cuts its tensors out of larger allocations, and only whole ones can be shared.
+            # torch cuts its tensors out of larger allocations, and only whole allocations can be shared.
             self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
             self._call("cuIpcGetMemHandle", ctypes.byref(handle), base.value)
         return bytes(handle), address - base.value
@@ -72,7 +72,7 @@ class CudaDriver:
     def open(self, handle: bytes) -> int:
         """Map another process's allocation and return its device address here."""
         if len(handle) != _HANDLE_BYTES:
-            raise OSError(f"a handle has {_HANDLE_BYTES} bytes, not {len(handle)}")
+            raise OSError(f"cannot open a handle of {len(handle)} bytes: it must have {_HANDLE_BYTES}")
         address = ctypes.c_uint64()
         with self._current():
             self._call(
@@ -94,7 +94,7 @@ class CudaDriver:
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """Make the context current: a thread that has not used the device yet has none."""
+        """Make the context current, for threads that have not used the device yet."""
         self._call("cuCtxPushCurrent_v2", self._context)
         try:
             yield
@@ -116,6 +116,6 @@ class _Memory:
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
             "typestr": "|u1",
-            "data": (address, False),  # torch takes writable memory only; nothing here writes to it
+            "data": (address, False),  # torch takes only writable memory; nothing here writes to it
             "version": 3,
         }

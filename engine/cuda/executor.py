@@ -3,12 +3,12 @@
     host     plan 1 ─ launch 1 ─ plan 2 ─ launch 2 ─ results 1 ─ plan 3 ─ launch 3 ─ results 2 …
     device             └─ copy in · forward 1 · choose 1 · copy out ┴─ copy in · forward 2 · choose 2 · copy out ┴─ …
 
-A step goes to the device as one packed copy, and its tokens and log-probabilities come back as one each. A token that
-the host does not know yet (`ScheduledSequence.input_row`) is read where the step before has left it. Steps are launched
-on one stream, so that no event is needed between them; `StepHandle.results` waits for its own step's copies alone.
+A step goes to the device as one packed copy; its tokens and its log-probabilities come back as one copy each. A token
+that the host does not know yet (`ScheduledSequence.input_row`) is read where the previous step left it. Steps are
+launched on one stream, so that no event is needed between them; `StepHandle.results` waits for its own step's copies.
 
-Pages are not cleared when they change hands: the kernels do not read what is behind a sequence's end. (`TorchOps`
-does, and clears them itself.)
+Pages are not cleared when they get a new owner: the kernels do not read beyond a sequence's end. (`TorchOps` does, and
+clears them itself.)
 """
 
 from collections.abc import Iterator
@@ -20,47 +20,47 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cuda.buffers import BlockTables, RaggedColumns, span_of
+from engine.cuda.buffers import BlockTables, RaggedColumns
 from engine.cuda.columns import Column, Columns
 from engine.cuda.device import Fetch, device_for
-from engine.cuda.graphs import DecodeGraphs, DecodeShapes, DeviceOps, decode_sizes
+from engine.cuda.graphs import DecodeGraphs, DeviceOps, decode_sizes
 from engine.executor import DoneStep, KvStore, ScheduledSequence, StepHandle, StepResult
 from engine.kv_cache import TorchKvStore
 from engine.logits import LogprobsFetch, fetch_logprobs
 from engine.model.decoder import Decoder
-from engine.ops.metadata import AttentionMetadata
+from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.options import ModelInfo
 from engine.sampler import Chosen, Nucleus, Sampler, SamplingPlan, sampling_rows
 
-# Prompt log-probabilities need float32 logits of every position; so many rows at a time bound that memory.
+# Prompt log-probabilities need float32 logits of every position; they are computed for this many rows at a time.
 _LOGPROB_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
-    """What any one step is bounded by; buffers are made for it."""
+    """Bounds of a single step, for which buffers are allocated."""
 
     max_seqs: int
-    max_samples: int
+    """Maximum number of sequences, and of samples."""
     max_graph_seqs: int
-    """Decode steps of more sequences run kernel by kernel."""
+    """Number of sequences above which decode steps run kernel by kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PromptLogprobs:
-    """Prompt positions of one sequence whose next tokens are to be told about."""
+    """Prompt positions of one sequence whose next tokens get log-probabilities."""
 
     item_idx: int
     first_token: int
-    """Of the step."""
+    """Index of the first position among the step's tokens."""
     targets: Column
-    """The next tokens, int64 [num_rows]."""
+    """Next tokens, int64 [num_rows]."""
     num_rows: int
     num_top: int
 
 
 class CudaExecutor:
-    """Executor of a model on a device of kernels that take their steps from its memory. Engine thread only."""
+    """Executor of a model on a device whose kernels read steps from its memory. Engine thread only."""
 
     max_steps_in_flight = 2
 
@@ -83,11 +83,8 @@ class CudaExecutor:
             model,
             ops,
             self._tables.tables,
-            DecodeShapes(
-                sizes=tuple(decode_sizes(min(limits.max_seqs, limits.max_graph_seqs))),
-                block_size=self._block_size,
-                max_samples=limits.max_samples,
-            ),
+            sizes=tuple(decode_sizes(min(limits.max_seqs, limits.max_graph_seqs))),
+            block_size=self._block_size,
         )
         self._sampler = Sampler(vocab_size=self.vocab_size, eos_token_ids=info.eos_token_ids, nucleus=Nucleus.SORT)
 
@@ -130,7 +127,7 @@ class CudaExecutor:
     def _launch_ragged(self, batch: Seq[ScheduledSequence]) -> StepHandle:
         """Launch any step, kernel by kernel."""
         sequences = [item.sequence for item in batch]
-        metadata = AttentionMetadata.from_spans([span_of(item) for item in batch], block_size=self._block_size)
+        metadata = AttentionMetadata.from_spans([SequenceSpan.of(item) for item in batch], block_size=self._block_size)
         rows = self._tables.assign(sequences)
         columns = Columns()
         step = RaggedColumns.add(batch, metadata, rows, self._ops.tile_tokens, columns)
@@ -146,14 +143,14 @@ class CudaExecutor:
         if samples is not None:
             chosen = samples.sampling.choose(samples.logits(self._model, hidden, words), words)
             self._keep_sampled(chosen)
-        # A step that samples nothing has KV that others may fetch: its results wait for it as well.
+        # Others may fetch the KV of a step that samples nothing: its results must wait for it too.
         ended = device_for(self._device).fetch(words[:1]) if chosen is None else None
         return _LaunchedStep(
             num_samples=tuple(item.num_samples for item in batch), chosen=chosen, prompt_logprobs=logprobs, ended=ended
         )
 
     def _keep_sampled(self, chosen: Chosen) -> None:
-        """Leave the tokens where the next step may read them; the negative ones of a failed row are no indices."""
+        """Leave the tokens where the next step may read them; the negative token of a failed row is no index."""
         num_rows = len(chosen.token_ids)
         torch.clamp(chosen.token_ids, min=0, out=self._decode.last_sampled[:num_rows])
 
@@ -164,12 +161,12 @@ class CudaExecutor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SamplesPlan:
-    """The samples of a ragged step."""
+    """Samples of a ragged step."""
 
     last_tokens: Column
-    """Of each sequence that is sampled: the last token's place in the step, int64."""
+    """Place of each sampled sequence's last token in the step, int64."""
     repeats: Column | None
-    """Of each sample, its sequence among those, int64; None: each has one."""
+    """Index of each sample's sequence among the sampled ones, int64; None: each has one sample."""
     sampling: SamplingPlan
 
     @classmethod
@@ -195,14 +192,14 @@ class _SamplesPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LaunchedStep:
-    """A step on its way; a `StepHandle`."""
+    """A step in flight; a `StepHandle`."""
 
     num_samples: tuple[int, ...]
     chosen: Chosen | None
     prompt_logprobs: tuple[tuple[int, LogprobsFetch], ...]
-    """(scheduled sequence, some of its prompt's), in order."""
+    """(index of a scheduled sequence, some log-probabilities of its prompt), in order."""
     ended: Fetch | None = None
-    """A copy behind the whole step; None where the chosen tokens' is."""
+    """Copy after the whole step; None when the copy of the chosen tokens is."""
 
     def results(self) -> list[StepResult]:
         """Wait for the step's copies; see `StepHandle`. Raises EngineFault for logits without a finite maximum."""
@@ -214,7 +211,7 @@ class _LaunchedStep:
         for item_idx, fetch in self.prompt_logprobs:
             results[item_idx].prompt_logprobs.extend(fetch.wait())
         if self.ended is not None:
-            self.ended.wait()
+            self.ended()
         return results
 
 
@@ -233,7 +230,7 @@ def _wants_prompt_logprobs(item: ScheduledSequence) -> bool:
 def _prompt_logprobs(
     item_idx: int, item: ScheduledSequence, metadata: AttentionMetadata, columns: Columns
 ) -> Iterator[_PromptLogprobs]:
-    """Yield what a sequence's prompt positions in this step are to tell of the prompt tokens behind them."""
+    """Yield a sequence's prompt positions in this step whose next prompt tokens get log-probabilities."""
     sequence = item.sequence
     num_top = sequence.request.sampling.num_prompt_logprobs
     if num_top is None:

@@ -1,12 +1,13 @@
 """Steps in which every sequence decodes one token: one CUDA graph per batch size, captured at start.
 
 A decode step is some hundred small kernels, which the host launches more slowly than the device runs them. A graph is
-one launch. It is made for a batch size and fixed addresses: a smaller batch is padded, and inputs are copied to where
-the graph reads them (see `buffers`).
+one launch. It has a batch size and fixed addresses: a smaller batch is padded, and inputs are copied to where the graph
+reads them (see `buffers`).
 """
 
 import logging
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from engine.cuda.buffers import DecodeColumns, DecodeLayout
 from engine.cuda.columns import Columns
-from engine.cuda.device import Captured, device_for
+from engine.cuda.device import device_for
 from engine.draw import first_best
 from engine.executor import ScheduledSequence
 from engine.model.decoder import Decoder
@@ -26,7 +27,7 @@ from engine.ops.triton_kernels.step import DeviceStep
 
 logger = logging.getLogger(__name__)
 
-# Of the arena, for what a step brings beside its sequences: sampling parameters and new pages. More goes elsewhere.
+# Words of the arena for a step's other inputs, such as sampling parameters and new pages. Larger ones go elsewhere.
 _ROOM_WORDS = 1 << 14
 
 
@@ -41,78 +42,69 @@ class DeviceOps(Protocol):
         ...
 
     def bind(self, step: DeviceStep) -> StepOps:
-        """Return the operations of a step. What was launched by them may be replayed when the tensors were refilled,
-        as long as the result is kept.
-        """
+        """Return a step's operations. Their launches may be replayed on refilled tensors while the result lives."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeOutput:
-    """What a decode step computes, [batch size, ...]; padding has nonsense in its rows."""
+    """Results of a decode step, [batch size, ...]; rows of padding are undefined."""
 
     logits: Tensor
     """float32."""
     best_ids: Tensor
     """`first_best` of them, int64."""
     ops: StepOps
-    """Kept, since it owns memory that the graph's kernels use."""
+    """Owner of memory that the graph's kernels use."""
 
 
 def decode_sizes(max_seqs: int) -> list[int]:
     """Return the batch sizes that get a graph, ascending; the last is `max_seqs`.
 
-    Their distances grow with them, so that they are few, and padding is less than half of a batch. It costs little:
+    Their distances grow with size, so that they are few and padding is less than half of a batch. Padding costs little:
     small batches are bound by reading the weights, and padding reads no KV.
     """
     sizes = [1, 2, 4, 8, 16, 24, 32, *range(48, 129, 16), *range(160, 257, 32), *range(320, max_seqs, 64)]
     return [*(size for size in sizes if size < max_seqs), max_seqs]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeShapes:
-    """What a decoder's steps are bounded by."""
-
-    sizes: tuple[int, ...]
-    """Batch sizes that steps are padded to, ascending."""
-    block_size: int
-    max_samples: int
-    """Of any one step."""
-
-
 class DecodeGraphs:
-    """Runs decode steps by graph, or kernel by kernel where there is none. Engine thread only.
+    """Runs decode steps by graph, or kernel by kernel for sizes without one. Engine thread only.
 
-    `tables` are the block tables of all rows, int32 [num_rows, max_blocks].
+    `tables` are the block tables of all rows, int32 [num_rows, max_blocks]; no step has more samples than rows.
+    `sizes` are the batch sizes that steps are padded to, ascending.
     """
 
-    def __init__(self, model: Decoder, ops: DeviceOps, tables: Tensor, shapes: DecodeShapes) -> None:
+    def __init__(
+        self, model: Decoder, ops: DeviceOps, tables: Tensor, *, sizes: tuple[int, ...], block_size: int
+    ) -> None:
         self._model = model
         self._ops = ops
         self._tables = tables
-        self._shapes = shapes
-        self._head_words = -(-shapes.max_samples // 2) * 2
+        self._sizes = sizes
+        self._block_size = block_size
+        self._head_words = -(-len(tables) // 2) * 2
         largest = Columns()
-        self.add((), (), shapes.sizes[-1], largest)
+        self.add((), (), sizes[-1], largest)
         device = tables.device
         self._arena = torch.zeros(self._head_words + largest.num_words + _ROOM_WORDS, dtype=torch.int64, device=device)
-        self._query_start_loc = torch.arange(shapes.sizes[-1] + 1, dtype=torch.int32, device=device)
-        self._step_tables = torch.zeros((shapes.sizes[-1], tables.shape[1]), dtype=torch.int32, device=device)
-        self._captured: dict[int, Captured[DecodeOutput]] = {}
+        self._query_start_loc = torch.arange(sizes[-1] + 1, dtype=torch.int32, device=device)
+        self._step_tables = torch.zeros((sizes[-1], tables.shape[1]), dtype=torch.int32, device=device)
+        self._captured: dict[int, Callable[[], DecodeOutput]] = {}
 
     @property
     def last_sampled(self) -> Tensor:
-        """The tokens that the last step sampled, int64 [max_samples], none negative. Whoever samples writes them."""
-        return self._arena[: self._shapes.max_samples]
+        """Tokens that the last step sampled, int64 [num_rows], none negative; written by the code that samples."""
+        return self._arena[: len(self._tables)]
 
     def size_for(self, num_seqs: int) -> int | None:
         """Return the batch size to pad to; None when the batch is too large."""
-        return next((size for size in self._shapes.sizes if size >= num_seqs), None)
+        return next((size for size in self._sizes if size >= num_seqs), None)
 
     def capture(self) -> None:
-        """Capture a graph for every size. Where that fails, steps run kernel by kernel, and the log says why."""
+        """Capture a graph for every size. When that fails, steps run kernel by kernel, and the log gives the reason."""
         started_s = time.monotonic()
-        for size in reversed(self._shapes.sizes):  # the largest first: the others fit into the memory that it takes
+        for size in reversed(self._sizes):  # the largest first: the others fit into its memory
             columns = Columns()
             step = self.add((), (), size, columns)
             self.upload(step, columns)
@@ -130,18 +122,18 @@ class DecodeGraphs:
         )
 
     def add(self, batch: Seq[ScheduledSequence], rows: Seq[int], size: int, columns: Columns) -> DecodeColumns:
-        """Add a batch of at most `size` sequences, with these rows of the tables, as the first columns of a step."""
-        layout = DecodeLayout(size=size, head_words=self._head_words, block_size=self._shapes.block_size)
+        """Add a batch of at most `size` sequences, with its rows of the tables, as the first columns of a step."""
+        layout = DecodeLayout(size=size, head_words=self._head_words, block_size=self._block_size)
         return DecodeColumns.add(batch, rows, layout, columns)
 
     def upload(self, step: DecodeColumns, columns: Columns) -> Tensor:
-        """Launch the copy of a step's columns to where `run` finds them; return the packed words."""
+        """Start copying a step's columns to where `run` reads them; return the packed words."""
         return columns.upload_into(self._arena[self._head_words :], num_fixed=step.num_words)
 
     def run(self, step: DecodeColumns) -> DecodeOutput:
         """Launch the uploaded step. The result is valid until the next one is launched."""
         captured = self._captured.get(step.size)
-        return self._launch(step) if captured is None else captured.replay()
+        return self._launch(step) if captured is None else captured()
 
     def _launch(self, step: DecodeColumns) -> DecodeOutput:
         words = self._arena[self._head_words :]

@@ -1,11 +1,10 @@
 """Pages in device memory, shared among the processes on one card.
 
-The owner of the pages tells a handle of the allocation that holds them, once, at start. Another process on the same
-card maps the allocation and copies pages out of it by itself, device to device, without a byte passing through the
-host. It never writes there. Random bytes behind the pages are compared with those told over gRPC: proof that the right
-memory was mapped.
+The owner of the pages publishes a handle of their allocation once, at start. Another process on the same card maps the
+allocation and copies pages out of it, device to device, without a byte passing through the host. It never writes there.
+Random bytes after the pages are compared with those received over gRPC, as proof that the right memory was mapped.
 
-A mapping keeps the memory of a dead owner allocated, so whoever maps must unmap soon after use.
+A mapping keeps the memory of a dead owner allocated, so that it must be unmapped soon after use.
 """
 
 import logging
@@ -19,14 +18,13 @@ from torch import Tensor
 from common.errors import LayoutMismatch, TransferError
 from common.ids import BlockId
 from engine.cuda.kv_copy import DevicePages
-from engine.executor import DeviceRegion
-from engine.shared_memory import NONCE_BYTES
+from engine.executor import NONCE_BYTES, DeviceRegion
 
 logger = logging.getLogger(__name__)
 
 
 class IpcDriver(Protocol):
-    """What sharing needs of a device's driver. Any thread; every call raises OSError when the driver refuses it."""
+    """Driver of a device, as far as sharing needs it. Any thread; calls raise OSError when the driver refuses them."""
 
     device_uuid: str
 
@@ -48,7 +46,7 @@ class IpcDriver(Protocol):
 
 
 class SharedDevicePages:
-    """The pages of one engine as others may map them; a `DeviceSharing`."""
+    """Pages of one engine that others may map; a `DeviceSharing`."""
 
     def __init__(self, storage: Tensor, pages: DevicePages, driver: IpcDriver) -> None:
         """`storage` uint8 is the pages followed by NONCE_BYTES, which are written here. Raises OSError."""
@@ -68,24 +66,24 @@ class SharedDevicePages:
     def map_peer(self, region: DeviceRegion, num_blocks: int) -> "MappedPages":
         """Map another process's region of equally shaped pages. Takes milliseconds. Raises TransferError."""
         if region.device_uuid != self.region.device_uuid:
-            raise LayoutMismatch(f"the pages are on device {region.device_uuid}, ours on {self.region.device_uuid}")
-        expected = self._pages.num_bytes(num_blocks) + NONCE_BYTES
-        if region.size_bytes != expected:
-            raise LayoutMismatch(f"a region of {num_blocks} blocks has {region.size_bytes} bytes, expected {expected}")
+            raise LayoutMismatch(
+                f"cannot map pages on device {region.device_uuid}: ours are on {self.region.device_uuid}"
+            )
+        self._pages.shape.check_region(region.size_bytes, num_blocks)
         try:
             address = self._driver.open(region.handle)
         except OSError as error:
-            raise TransferError(f"the device memory cannot be mapped: {error}") from error
+            raise TransferError(f"cannot map the device memory: {error}") from error
         try:
             memory = self._driver.view(address + region.offset_bytes, region.size_bytes)
             nonce = self._pages.read_bytes(memory[-NONCE_BYTES:])
             if nonce != region.nonce:
-                raise TransferError("the device memory that was mapped is not the peer's")
+                raise TransferError("cannot use the mapped device memory: it is not the peer's")
             return MappedPages(self._pages.view_of(memory[:-NONCE_BYTES]), self._pages, self._driver, address)
         except BaseException as error:
             self._driver.close(address)
-            if isinstance(error, RuntimeError):  # torch, of memory that it does not take
-                raise TransferError(f"the device memory cannot be read: {error}") from error
+            if isinstance(error, RuntimeError):  # torch rejects the memory
+                raise TransferError(f"cannot read the device memory: {error}") from error
             raise
 
 
@@ -99,25 +97,25 @@ class MappedPages:
         self._address = address
 
     def copy_blocks(self, sources: Seq[int], targets: Seq[BlockId]) -> None:
-        """Copy the peer's pages into ours; they are there when this returns. Raises LayoutMismatch for a bad id."""
+        """Copy the peer's pages into ours and wait for the copy. Raises LayoutMismatch for a bad id."""
         assert self._blocks is not None, "the pages are unmapped"
         self._own.copy_blocks(self._blocks, sources, targets)
 
     def close(self) -> None:
-        """Unmap the pages; no copy is running. Harmless the second time."""
+        """Unmap the pages. No copy may be running. Harmless the second time."""
         if self._blocks is not None:
             self._blocks = None
             self._driver.close(self._address)
 
 
 def share_pages(storage: Tensor, pages: DevicePages) -> SharedDevicePages | None:
-    """Return the pages as others may map them, or None, with the reason in the log, where the system cannot share."""
+    """Return pages that others may map, or None, with the reason in the log, when the system cannot share them."""
     if storage.device.type != "cuda":
         return None
     from engine.cuda.driver import CudaDriver
 
     try:
         return SharedDevicePages(storage, pages, CudaDriver(storage.device))
-    except (OSError, AttributeError) as error:  # no driver library, an entry point that it lacks, or a refusal
-        logger.warning("KV pages on %s cannot be shared with other processes: %s", storage.device, error)
+    except (OSError, AttributeError) as error:  # no driver library, no such entry point, or a refusal
+        logger.warning("cannot share KV pages on %s with other processes: %s", storage.device, error)
         return None

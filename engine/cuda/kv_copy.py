@@ -1,24 +1,23 @@
-"""Copies blocks between device pages and elsewhere, beside the engine's steps.
+"""Copies blocks between device pages and other memory, concurrently with the engine's steps.
 
-The step loop never waits for a copy, and a copy waits for no step: copies have streams of their own, without events
-between those and the engine's. What orders them is the host, in three rules.
+The step loop never waits for a copy, and a copy waits for no step: copies have their own streams, without events
+between those and the engine's. The host orders them by three rules.
 
     written before read   A block is offered to a puller after `StepHandle.results` of the step that wrote it, which
-                          waits for that step on the device. Whoever copies it then, in whatever stream or process,
-                          finds its bytes in memory.
+                          waits for that step on the device. A copy in any stream or process then finds its bytes.
     arrived before used   `write_blocks` and `copy_blocks` return when the copy has ended on the device. A pull returns
                           after them; only then does `commit` let a step read the pages.
     free before given     A page is reserved for a pull only when no launched step can write to it any more (the engine
-                          core's rule). A page that is read stays held until its handoff ends. Where that is aborted
-                          under a copy, the copy may see a next owner's bytes; nobody uses them, since the abort also
-                          fails the call that they were for.
+                          core's rule). A page that is read stays held until its handoff ends. When that is aborted
+                          during a copy, the copy may see the next owner's bytes; they are not used, since the abort
+                          also fails their call.
 
 Staging memory is pinned and allocated once: allocating it later would wait for the whole device.
 
 A *block view* is a tensor [num_blocks, num_parts, words_per_part] whose last dimension is contiguous and whose other
 strides are free: a part is one layer's keys or values of a block. Pages, staging buffers and another process's pages
-are block views of memory laid out differently, so that one operation moves blocks among all of them. Words are
-integers: the number format of the pages does not matter.
+are block views of memory with different layouts, so that one operation moves blocks among all of them. Words are
+integers: the dtype of the pages does not matter.
 """
 
 import logging
@@ -32,7 +31,7 @@ import torch
 from torch import Tensor
 
 from common.errors import LayoutMismatch
-from engine.executor import KvShape
+from engine.executor import KvShape, check_ids
 
 logger = logging.getLogger(__name__)
 
@@ -48,25 +47,25 @@ _MAX_IDS = 8192
 
 
 class DevicePages:
-    """Pages in device memory, seen as bytes. Any thread, for blocks that the caller holds.
+    """Pages in device memory, as bytes. Any thread, for blocks that the caller holds.
 
     `pages` is [num_layers, 2, num_blocks, ...], one dtype, contiguous. On a CPU the same code runs without streams.
     """
 
     def __init__(self, pages: Tensor, shape: KvShape, *, staging_bytes: int = _STAGING_BYTES) -> None:
-        self._shape = shape
+        self.shape = shape
         self.blocks = block_view(pages, shape)
         self._move = _choose_move(pages.device)
         self._lanes: queue.LifoQueue[_Lane] = queue.LifoQueue()
         blocks_per_lane = min(max(1, staging_bytes // shape.block_bytes), len(self.blocks), _MAX_IDS)
         for _ in range(_NUM_LANES):
             self._lanes.put(_Lane(self.blocks, blocks_per_lane))
-        self.read_blocks([0])  # the kernel is compiled now, not under the first request
+        self.read_blocks([0])  # compile the kernel now, not during the first request
 
     def read_blocks(self, block_ids: Seq[int]) -> memoryview:
         """Return a copy of the blocks' bytes, [len(block_ids) * block_bytes]. Raises LayoutMismatch for a bad id."""
-        check_ids(block_ids, self.blocks)
-        block_bytes = self._shape.block_bytes
+        check_ids(block_ids, len(self.blocks))
+        block_bytes = self.shape.block_bytes
         data = np.empty(len(block_ids) * block_bytes, dtype=np.uint8)
         with self._lane() as lane:
             for first in range(0, len(block_ids), lane.num_blocks):
@@ -80,12 +79,9 @@ class DevicePages:
 
     def write_blocks(self, block_ids: Seq[int], data: memoryview) -> None:
         """Fill blocks from bytes laid out as `read_blocks` returns them. Raises LayoutMismatch for a bad id or size."""
-        check_ids(block_ids, self.blocks)
-        block_bytes = self._shape.block_bytes
-        if data.nbytes != len(block_ids) * block_bytes:
-            raise LayoutMismatch(
-                f"{len(block_ids)} blocks take {len(block_ids) * block_bytes} bytes, not {data.nbytes}"
-            )
+        check_ids(block_ids, len(self.blocks))
+        block_bytes = self.shape.block_bytes
+        self.shape.check_data(data, len(block_ids))
         source = np.frombuffer(data, dtype=np.uint8)
         with self._lane() as lane:
             for first in range(0, len(block_ids), lane.num_blocks):
@@ -97,14 +93,14 @@ class DevicePages:
                     self._move(staged, lane.numbers[: len(ids)], self.blocks, lane.upload(0, ids))
 
     def copy_blocks(self, source: Tensor, sources: Seq[int], targets: Seq[int]) -> None:
-        """Copy blocks of `source`, a block view on this device, over blocks of these pages, by one kernel.
+        """Copy blocks of `source`, a block view on this device, over blocks of these pages, and wait for the copy.
 
-        Returns when they are there. Raises LayoutMismatch for a bad id, or another number of sources than targets.
+        Raises LayoutMismatch for a bad id, or different numbers of sources and targets.
         """
         if len(sources) != len(targets):
             raise LayoutMismatch(f"{len(sources)} blocks cannot be copied over {len(targets)}")
-        check_ids(sources, source)
-        check_ids(targets, self.blocks)
+        check_ids(sources, len(source))
+        check_ids(targets, len(self.blocks))
         with self._lane() as lane:
             for first in range(0, len(sources), _MAX_IDS):
                 with lane.running():
@@ -117,17 +113,13 @@ class DevicePages:
         with self._lane() as lane, lane.running():
             return bytes(source.tolist())
 
-    def num_bytes(self, num_blocks: int) -> int:
-        """Return what so many blocks of this shape take."""
-        return num_blocks * self._shape.block_bytes
-
     def view_of(self, memory: Tensor) -> Tensor:
-        """Return another engine's pages, uint8 [num_blocks * block_bytes] and laid out like these, as a block view."""
-        return block_view(memory, self._shape)
+        """Return another engine's pages, uint8 [num_blocks * block_bytes] of the same layout, as a block view."""
+        return block_view(memory, self.shape)
 
     @contextmanager
     def _lane(self) -> "Iterator[_Lane]":
-        lane = self._lanes.get()  # more threads than lanes wait here: they would share one copy engine anyway
+        lane = self._lanes.get()  # more threads than lanes wait: they would share one copy engine anyway
         try:
             yield lane
         finally:
@@ -148,7 +140,7 @@ class _Lane:
         self._host_ids = torch.empty((2, _MAX_IDS), dtype=torch.int64, pin_memory=is_cuda)
         self._ids = torch.empty((2, _MAX_IDS), dtype=torch.int64, device=device)
         self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
-        # Waiting for it sleeps: a spinning thread would take a core from the step loop.
+        # A blocking event: a spinning thread would take a core from the step loop.
         self._ended = torch.cuda.Event(blocking=True) if is_cuda else None  # type: ignore[no-untyped-call]
         if is_cuda:
             torch.cuda.synchronize(device)  # `numbers` was filled on another stream
@@ -167,7 +159,7 @@ class _Lane:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Launch on this lane's stream; leaving waits, without the interpreter lock, until everything has ended."""
+        """Launch on this lane's stream; the exit waits, without the interpreter lock, until all of it has ended."""
         if self._stream is None or self._ended is None:
             with torch.inference_mode():
                 yield
@@ -194,17 +186,10 @@ def move_blocks_in_torch(source: Tensor, source_ids: Tensor, target: Tensor, tar
     target.index_copy_(0, target_ids, source.index_select(0, source_ids))
 
 
-def check_ids(block_ids: Seq[int], blocks: Tensor) -> None:
-    """Raise LayoutMismatch for an id outside: on a device it would end the process, or read somebody else's memory."""
-    if block_ids and not (min(block_ids) >= 0 and max(block_ids) < len(blocks)):
-        bad = next(block_id for block_id in block_ids if not 0 <= block_id < len(blocks))
-        raise LayoutMismatch(f"there is no block {bad} among {len(blocks)}")
-
-
 def _choose_move(device: torch.device) -> MoveBlocks:
     if device.type == "cuda":
         try:
-            from engine.cuda.move_blocks import move_blocks
+            from engine.cuda.kernels import move_blocks
         except ImportError as error:
             logger.warning("blocks are moved in two passes, by torch: %s", error)
         else:

@@ -1,4 +1,4 @@
-"""Makes a `CudaExecutor`: weights, kernels, pages in what memory is left, graphs."""
+"""Makes a `CudaExecutor`: weights, kernels, pages in the remaining memory, graphs."""
 
 import logging
 import time
@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from common.sampling import MAX_LOGPROBS, MAX_N, SamplingParams
-from engine.cuda.device import device_for
+from engine.cuda.device import MeasuredMemory, device_for
 from engine.cuda.executor import CudaExecutor, StepLimits
 from engine.cuda.graphs import DeviceOps, decode_sizes
-from engine.cuda.memory import kv_bytes_left
 from engine.cuda.portable import PortableOps
 from engine.executor import KvShape
 from engine.kv_cache import TorchKvStore, num_blocks_for_budget
-from engine.memory import MemoryShare
+from engine.memory import MemoryShare, device_free_bytes
 from engine.model.config import DecoderConfig
 from engine.model.decoder import Decoder
 from engine.model.loader import load_weights
@@ -30,32 +29,38 @@ from engine.sampler import Nucleus, Sampler, SamplingRow
 logger = logging.getLogger(__name__)
 
 _MAX_GRAPH_SEQS = 256
+_GIB = 1 << 30
+# Share of a step's memory for gaps between the allocator's blocks.
+_STEP_SLACK = 0.2
+# Reserve for kernels that are loaded late, libraries' workspaces, staging of KV copies, and other processes.
+_RESERVE_SHARE = 0.02
+_MIN_RESERVE_BYTES = _GIB // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A decoder on its device, and what its pages look like."""
+    """A decoder on its device, and the shape of its pages."""
 
     decoder: Decoder
     info: ModelInfo
     shape: KvShape
     device: torch.device
     dtype: torch.dtype
-    """Of weights and activations."""
+    """Dtype of weights and activations."""
     kv_scales: Seq[tuple[float, float]] | None = None
-    """Of each layer's keys and values, where the pages hold 8-bit numbers."""
+    """Scales of each layer's keys and values, for pages of 8-bit numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBounds:
-    """The scheduler's: what a step holds at most."""
+    """The scheduler's bounds of a step."""
 
     max_step_tokens: int
     max_running: int
 
     @property
     def max_seqs(self) -> int:
-        """A prompt may have more samples than `max_running` when it is alone."""
+        """Maximum number of sequences: a lone prompt may have more samples than `max_running`."""
         return max(self.max_running, MAX_N)
 
 
@@ -88,15 +93,11 @@ def load_cuda_executor(model: ModelDescription, options: EngineOptions) -> CudaE
 
 
 def make_cuda_executor(model: LoadedModel, num_blocks: int, bounds: StepBounds) -> CudaExecutor:
-    """Return an executor with so many pages, its kernels compiled and its graphs captured."""
+    """Return an executor with `num_blocks` pages, compiled kernels and captured graphs."""
     started_s = time.monotonic()
     store = TorchKvStore(model.shape, num_blocks, device=model.device)
     ops = make_device_ops(model, store)
-    limits = StepLimits(
-        max_seqs=bounds.max_seqs,
-        max_samples=bounds.max_seqs,
-        max_graph_seqs=min(bounds.max_running, _MAX_GRAPH_SEQS),
-    )
+    limits = StepLimits(max_seqs=bounds.max_seqs, max_graph_seqs=min(bounds.max_running, _MAX_GRAPH_SEQS))
     executor = CudaExecutor(model.decoder, store, ops, model.info, limits)
     executor.warm_up()
     logger.info(
@@ -120,13 +121,13 @@ def make_cuda_executor(model: LoadedModel, num_blocks: int, bounds: StepBounds) 
 
 
 def make_device_ops(model: LoadedModel, store: TorchKvStore) -> DeviceOps:
-    """Return the kernels for a device: Triton's on CUDA, torch's elsewhere, and where Triton is not installed."""
+    """Return the kernels for a device: Triton's on CUDA, torch's elsewhere and when Triton is not installed."""
     config = model.decoder.config
     if model.device.type == "cuda":
         try:
             from engine.ops.triton_kernels.ops import TritonOps
         except ImportError as error:
-            logger.warning("Triton's kernels are not there; torch's are slow on a GPU: %s", error)
+            logger.warning("cannot import Triton's kernels; torch's are slow on a GPU: %s", error)
         else:
             ops = TritonOps(
                 config, store, dtype=model.dtype, kv_scales=model.kv_scales, max_positions=model.info.max_model_len
@@ -138,19 +139,19 @@ def make_device_ops(model: LoadedModel, store: TorchKvStore) -> DeviceOps:
 
 @torch.inference_mode()
 def measure_kv_bytes(model: LoadedModel, bounds: StepBounds, share: MemoryShare) -> int:
-    """Return the memory that is left for pages, by running a step at its largest. Takes seconds. Raises ValueError."""
+    """Return the memory left for pages, measured by running the largest step. Takes seconds. Raises ValueError."""
     store = TorchKvStore(model.shape, 1, device=model.device)
     ops = make_device_ops(model, store)
     largest_step = device_for(model.device).measure(lambda: _run_largest_step(model, ops, bounds))
     vocab_size = model.decoder.config.vocab_size
     sizes = decode_sizes(min(bounds.max_seqs, bounds.max_running, _MAX_GRAPH_SEQS))
-    # Each graph keeps its logits; besides, they share what the largest needs, which is less than the largest step.
+    # Each graph keeps its logits. They share the memory of the largest graph, which needs less than the largest step.
     graph_bytes = sum(sizes) * vocab_size * torch.float32.itemsize + largest_step.peak_bytes // 4
     return kv_bytes_left(largest_step, share, graph_bytes=graph_bytes)
 
 
 def _run_largest_step(model: LoadedModel, ops: DeviceOps, bounds: StepBounds) -> None:
-    """Compute as many tokens, and sample as many of them in the dearest way, as a step may have; on one page."""
+    """Run a step with the maximum of tokens and samples, in the most expensive way, on one page."""
     span_tokens = [model.info.max_model_len] * (bounds.max_step_tokens // model.info.max_model_len)
     span_tokens.append(bounds.max_step_tokens % model.info.max_model_len)
     metadata = AttentionMetadata.from_spans(
@@ -177,3 +178,23 @@ def _dearest_rows(num_rows: int) -> Seq[SamplingRow]:
     params = SamplingParams(top_p=0.9, repetition_penalty=1.1, num_logprobs=MAX_LOGPROBS)
     row = SamplingRow(params=params, sample_index=0, token_index=0, prompt_token_ids=(0,), output_token_ids=(0,))
     return [row] * num_rows
+
+
+def kv_bytes_left(largest_step: MeasuredMemory, share: MemoryShare, *, graph_bytes: int) -> int:
+    """Return the bytes left for pages when the weights are loaded. Raises ValueError when nothing is left.
+
+        total = weights, other processes │ a step at its largest │ graphs      │ reserve │ pages
+                not free                 │ measured              │ graph_bytes │ stated  │ the rest
+
+    Workers that share a card each count their own fraction of it (`engine.memory`).
+    """
+    free_bytes = device_free_bytes(largest_step.device, share)
+    reserve_bytes = max(_MIN_RESERVE_BYTES, round(largest_step.device.total_bytes * _RESERVE_SHARE))
+    needed_bytes = round(largest_step.peak_bytes * (1 + _STEP_SLACK)) + graph_bytes + reserve_bytes
+    if needed_bytes >= free_bytes:
+        raise ValueError(
+            f"kv_memory_gib: auto finds no memory for KV pages: of this worker's part of the device"
+            f" {free_bytes / _GIB:.1f} GiB are free beside the weights, and steps need {needed_bytes / _GIB:.1f} GiB:"
+            " lower max_step_tokens or max_running"
+        )
+    return free_bytes - needed_bytes

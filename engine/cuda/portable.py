@@ -1,4 +1,4 @@
-"""Any `Ops` behind the executor's seam: the reference for its tests, and the fallback where Triton is not installed."""
+"""Makes `DeviceOps` of any `Ops`: the reference for tests, and the fallback when Triton is not installed."""
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -9,7 +9,7 @@ from engine.ops.triton_kernels.step import DeviceStep
 
 
 class PortableOps:
-    """Reads steps back to the host, and plans them there; a `DeviceOps`. Waits for the device in every step."""
+    """Reads steps back to the host and plans them there; a `DeviceOps`. Waits for the device in every step."""
 
     tile_tokens = 64
 
@@ -19,13 +19,13 @@ class PortableOps:
         self._block_size = block_size
 
     def bind(self, step: DeviceStep) -> StepOps:
-        """Return the operations of the step as it is now: what they launch cannot be replayed.
+        """Return the operations of the step as it is now: their launches cannot be replayed.
 
         Raises RuntimeError for a step of padding alone.
         """
         starts, context_lens = step.query_start_loc.tolist(), step.context_lens.tolist()
         tables = step.block_tables.cpu().numpy()
-        # Padding comes last: sequences without a context, or tokens behind those of all sequences.
+        # Padding comes last: sequences without a context, or tokens after those of all sequences.
         spans = [
             SequenceSpan(
                 num_computed=context_len - (end - begin),
@@ -35,7 +35,7 @@ class PortableOps:
             for begin, end, context_len, table in zip(starts[:-1], starts[1:], context_lens, tables, strict=True)
             if context_len
         ]
-        if not spans:  # only a trial is so
+        if not spans:  # only in a trial
             raise RuntimeError(f"{self.name} plans steps on the host")
         planned = self._ops.plan(AttentionMetadata.from_spans(spans, block_size=self._block_size))
         return _PaddedStep(planned, sum(span.num_new_tokens for span in spans))

@@ -1,8 +1,8 @@
-"""What a checkpoint's config.json says about its decoder, checked.
+"""Configurations of decoders: our own, from config.json, and those that transformers computes, from a trial run.
 
-Four architectures differ in a handful of switches, which `DecoderConfig` spells out; nothing below it asks for a name.
-Keys that a config leaves out get the defaults of the architecture's reference implementation. What would change the
-arithmetic in a way that is not implemented is refused here, by name, before a weight is read.
+Our four architectures differ in a handful of switches of `DecoderConfig`; later code does not check their names. Keys
+that a config omits get the defaults of the architecture's reference implementation. Settings that change the arithmetic
+and are not implemented are refused here, by name, before a weight is read.
 """
 
 import json
@@ -14,11 +14,11 @@ from typing import Any
 
 
 class UnsupportedModel(Exception):
-    """The checkpoint needs something that is not implemented, or is not complete; the message names it."""
+    """The checkpoint is incomplete or needs something that is not implemented; the message names it."""
 
 
 class RopeType(Enum):
-    """How rotary frequencies are stretched beyond the trained length."""
+    """Method of stretching rotary frequencies beyond the trained length."""
 
     DEFAULT = "default"
     LINEAR = "linear"
@@ -29,7 +29,7 @@ class RopeType(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding; which of the optional values count depends on `rope_type`."""
+    """Rotary embedding; `rope_type` decides which optional values are used."""
 
     rope_type: RopeType
     theta: float
@@ -47,7 +47,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """Everything that the arithmetic depends on, apart from the weights."""
+    """All that the arithmetic depends on, apart from the weights."""
 
     vocab_size: int
     hidden_size: int
@@ -60,21 +60,21 @@ class DecoderConfig:
     rms_norm_eps: float
     has_qkv_bias: bool
     has_output_bias: bool
-    """On the projection behind attention."""
+    """Whether the projection after attention has a bias."""
     has_mlp_bias: bool
     has_qk_norm: bool
     has_tied_embeddings: bool
     windows: tuple[int | None, ...]
-    """Of each layer: a token attends to so many tokens, itself included; None: to all."""
+    """Window of each layer: number of tokens that a token attends to, itself included; None: all."""
     rope: RopeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Architecture:
-    """What a reference implementation does that its config.json does not say."""
+    """Behaviour of a reference implementation that config.json does not state."""
 
     has_qkv_bias: bool | None
-    """None: `attention_bias` decides, for the projection behind attention too."""
+    """None: `attention_bias` decides, for the projection after attention too."""
     has_qk_norm: bool = False
     reads_mlp_bias: bool = False
     default_head_dim: int | None = None
@@ -103,7 +103,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UnsupportedModel(f"{path} cannot be read: {error.strerror}") from error
+        raise UnsupportedModel(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise UnsupportedModel(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
@@ -117,7 +117,7 @@ def is_native(raw: Mapping[str, Any]) -> bool:
 
 
 def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Return the decoder that a config.json describes. Raises UnsupportedModel naming what is not supported."""
+    """Return the decoder that a config.json describes. Raises UnsupportedModel, naming the unsupported feature."""
     architecture = _architecture(raw)
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unnamed")
@@ -184,7 +184,7 @@ def _windows(raw: Mapping[str, Any], architecture: _Architecture) -> tuple[int |
 
 
 def _rope(raw: Mapping[str, Any]) -> RopeConfig:
-    # New configs hold everything in rope_parameters; older ones have rope_theta beside an optional rope_scaling.
+    # New configs have rope_parameters; older ones have rope_theta and an optional rope_scaling.
     params = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     name = params.get("rope_type", params.get("type", "default"))
     if any(isinstance(value, Mapping) for value in params.values()):
@@ -226,3 +226,37 @@ def _positive(raw: Mapping[str, Any], key: str) -> int:
     if not isinstance(value, int) or value < 1:
         raise UnsupportedModel(f"config.json: {key} is {value!r}, not a positive number")
     return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreFunction:
+    """Function of a layer from the product of a query and a key to a score before the softmax."""
+
+    scale: float | None = None
+    """Factor; None: 1 / sqrt(head_dim)."""
+    softcap: float | None = None
+    """Bound c of a scaled score s, which becomes c * tanh(s / c), as in Gemma 2 (arXiv:2408.00118); None: no bound."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersConfig:
+    """Outer shape of a decoder that transformers computes, and the demands of its layers on attention.
+
+    Found by a trial run (`engine.model.transformers_trial`), since config.json has many names for them.
+    """
+
+    architecture: str
+    """Class name in transformers, such as "Gemma2ForCausalLM"."""
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    """Length up to which the rotary frequencies do not change."""
+    windows: tuple[int | None, ...]
+    """Window of each layer: number of tokens that a token attends to, itself included; None: all."""
+    scores: tuple[ScoreFunction, ...]
+    """Score function of each layer."""
+    source: str
+    """Digest of config.json and the version of transformers, for everything else that the arithmetic depends on."""

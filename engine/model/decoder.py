@@ -1,4 +1,4 @@
-"""The forward pass: tokens in, hidden states and logits out. Ragged batches are one flat row of tokens."""
+"""The forward pass: tokens in, hidden states and logits out. A ragged batch is one flat row of tokens."""
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -9,7 +9,7 @@ from engine.ops.interface import StepOps
 
 
 class Decoder:
-    """A decoder-only transformer: RMSNorm, rotary attention with shared key heads, gated MLP. Keeps no state."""
+    """A decoder-only transformer: RMSNorm, rotary attention with shared key heads, gated MLP. Stateless."""
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""Chooses device and number format, and says so: nothing stays "auto" after start-up."""
+"""Resolves "auto" to a device and a dtype at start-up."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,23 +15,23 @@ _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return such as "bfloat16"."""
+    """Return the name of a dtype, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def resolve_device(device: str) -> torch.device:
-    """Return the device for "auto", "cpu" or "cuda". Raises UnsupportedModel when it is not there."""
+    """Return the device for "auto", "cpu" or "cuda". Raises UnsupportedModel when it is missing."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedModel("device: cuda was asked for, but torch finds no CUDA device")
+        raise UnsupportedModel("cannot use device: cuda: torch finds no CUDA device")
     return torch.device(device)
 
 
 def resolve_dtype(dtype: str, device: torch.device, raw_config: Mapping[str, Any]) -> torch.dtype:
     """Return the dtype of weights and KV. Raises UnsupportedModel.
 
-    "auto" is the checkpoint's own on a GPU; on a CPU bfloat16 where it computes in it, else float32.
+    "auto" is the checkpoint's own on a GPU; on a CPU bfloat16 with hardware support, else float32.
     """
     if dtype == "auto":
         if device.type == "cpu":
@@ -43,12 +43,12 @@ def resolve_dtype(dtype: str, device: torch.device, raw_config: Mapping[str, Any
 
 
 def cpu_has_bfloat16(cpu_info: Path = _CPU_INFO) -> bool:
-    """Whether the processor multiplies bfloat16 matrices in hardware; False where the system does not tell."""
+    """Whether the processor multiplies bfloat16 matrices in hardware; False when unknown."""
     return any(cpu_has(flag, cpu_info) for flag in _BFLOAT16_FLAGS)
 
 
 def cpu_has(flag: str, cpu_info: Path = _CPU_INFO) -> bool:
-    """Whether the processor has a feature, by Linux's name for it; False where the system does not tell."""
+    """Whether the processor has a feature, by its name in Linux; False when unknown."""
     try:
         lines = cpu_info.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,14 +1,14 @@
 """Weights and KV pages in 8 bits.
 
-    fp8    Weights e4m3 with a scale per output channel, activations e4m3 with a scale per token, taken as they come
-           (arXiv:2209.05433). Half the bytes of bfloat16, and Hopper multiplies them at twice its rate. Elsewhere the
-           same values are multiplied in wider numbers: that measures quality and gains nothing.
-    int8   Weights int8 with a scale per output channel, activations as they are. Any device; gains where a step is
-           bound by reading weights, that is in small batches.
+    fp8    Weights e4m3 with a scale per output channel, activations e4m3 with a dynamic scale per token
+           (arXiv:2209.05433). Half the bytes of bfloat16, and twice its rate on Hopper. Other devices multiply the same
+           values in wider numbers, which measures quality and saves nothing.
+    int8   Weights int8 with a scale per output channel, activations unchanged. Any device; faster when a step is bound
+           by reading weights, that is in small batches.
     kv     Keys and values e4m3 with one scale per layer each. The scale is a power of two, so that it costs no
            precision, and is computed from the weights alone, so that all workers of a model agree on it.
 
-Embedding and output head keep the model's dtype: they are where 8 bits cost the most, and norms are small.
+Embedding, output head and norms keep the model's dtype: 8 bits cost the most quality there, or save little.
 """
 
 import math
@@ -29,11 +29,11 @@ _INT8_MAX = 127.0
 _FP8_ALIGNMENT = 16  # of both dimensions, in Hopper's matrix products
 _HOPPER = (9, 0)
 
-# A key or value lies within so many standard deviations, estimated from the weights, of the largest channel. e4m3 keeps
-# its precision down to 1/28672 of its maximum, so that a factor too much costs nothing and one too little saturates.
+# Bound of keys and values in standard deviations of the largest channel, estimated from the weights. e4m3 keeps its
+# precision down to 1/28672 of its maximum: too large a bound costs nothing, too small a bound saturates.
 _KV_HEADROOM = 32.0
 
-# On a CPU int8 products win while reading the weights is what takes the time; then widening them first is cheaper.
+# Rows up to which int8 products are faster, while reading the weights takes the time; above, widening them is cheaper.
 _CPU_INT8_ROWS = 8
 _CUDA_INT8_ROWS = 64
 
@@ -41,7 +41,7 @@ _CUDA_INT8_ROWS = 64
 def check_quantization(
     method: str | None, kv_dtype: torch.dtype, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise UnsupportedModel when this model, device or dtype cannot be quantized so. Called before weights load."""
+    """Raise UnsupportedModel when the model, device or dtype does not allow the method. Called before weights load."""
     if method is not None and method not in get_args(QuantizationMethod):
         known = ", ".join(get_args(QuantizationMethod))
         raise UnsupportedModel(f"quantization: {method!r} is not supported; supported are {known}")
@@ -49,7 +49,7 @@ def check_quantization(
         raise UnsupportedModel(f"kv_dtype: {kv_dtype} is not supported; it is the model's {dtype}, or {FP8}")
     if device.type != "cuda":
         if kv_dtype is FP8:
-            raise UnsupportedModel("kv_dtype: 8-bit pages are read by the CUDA kernels alone")
+            raise UnsupportedModel("kv_dtype: 8-bit pages are read by the CUDA kernels alone; use a GPU")
         return
     is_hopper = torch.cuda.get_device_capability(device) >= _HOPPER
     if not is_hopper and (method == "fp8" or kv_dtype is FP8):
@@ -62,7 +62,7 @@ def check_quantization(
 
 
 def quantize_weights(weights: DecoderWeights, method: QuantizationMethod) -> None:
-    """Put 8-bit projections in the place of the layers' plain ones. Mutates `weights`; two whole copies never exist."""
+    """Replace the layers' plain projections by 8-bit ones, one by one. Mutates `weights`."""
     convert: type[Fp8Linear] | type[Int8Linear] = Fp8Linear if method == "fp8" else Int8Linear
     head = weights.head
     weights.replace_projections(lambda linear: linear if linear is head else convert(linear))
@@ -79,17 +79,17 @@ class Fp8Linear:
         """Float32 [out_features, 1]."""
         self._bias = linear.bias
         self._is_fast = weight.device.type == "cuda"
-        # e4m3 is a subset of bfloat16: widening it once, where no hardware multiplies it, changes no result.
+        # e4m3 is a subset of bfloat16: widening it once, for hardware that cannot multiply it, changes no result.
         wide = torch.bfloat16 if linear.weight.dtype is torch.bfloat16 else torch.float32
         self.weight = weight if self._is_fast else weight.to(wide)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias, [num_tokens, out_features], in x's dtype."""
         if self._is_fast:
-            from engine.cuda.quantized_linear import quantize_rows
+            from engine.cuda.kernels import quantize_rows
 
             rows, scales = quantize_rows(x)
-            # Without fast accumulation: what a CPU measures of the quality then holds here.
+            # Without fast accumulation, so that quality measured on a CPU holds here.
             product = torch._scaled_mm(  # noqa: SLF001 - its only name
                 rows, self.weight.t(), scale_a=scales, scale_b=self.scale.t(), out_dtype=torch.bfloat16
             ).to(x.dtype)
@@ -105,9 +105,9 @@ class Int8Linear:
 
     def __init__(self, linear: Linear) -> None:
         """Quantize a projection; keeps its bias."""
-        # The scale is rounded first, then the weights are to it: its own error cancels.
+        # The scale is rounded before the weights are divided by it: its own error cancels.
         self.scale = _row_scales(linear.weight, _INT8_MAX).to(linear.weight.dtype)
-        """Of the weights' dtype, [out_features, 1]."""
+        """Scale of each row, [out_features, 1], in the weights' dtype."""
         rounded = (linear.weight.float() / self.scale.float()).round_()
         self.weight = rounded.clamp_(-_INT8_MAX, _INT8_MAX).to(torch.int8)
         self._bias = linear.bias
@@ -118,7 +118,7 @@ class Int8Linear:
         if x.shape[0] > (_CUDA_INT8_ROWS if self._is_cuda else _CPU_INT8_ROWS):
             product = F.linear(x, self.weight.to(x.dtype)) * self.scale.t()
         elif self._is_cuda:
-            from engine.cuda.quantized_linear import int8_linear
+            from engine.cuda.kernels import int8_linear
 
             product = int8_linear(x, self.weight, self.scale)
         else:
@@ -133,20 +133,20 @@ def quantize_rows_in_torch(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_to_fp8(x: Tensor, scale: float) -> Tensor:
-    """Return x as it comes back from pages of e4m3 with this scale (a power of two), in x's dtype."""
+    """Return x, in its dtype, as it is read back from e4m3 pages with this scale (a power of two)."""
     return ((x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).float() * scale).to(x.dtype)
 
 
 def kv_scales(weights: DecoderWeights, config: DecoderConfig) -> tuple[tuple[float, float], ...]:
-    """Return what each layer's stored keys and values are multiplied by, both powers of two.
+    """Return the factors of each layer's stored keys and values, both powers of two.
 
-    Takes plain weights, so it is called before they are quantized or packed.
+    Needs plain weights: call it before they are quantized or packed.
     """
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     scales = []
     for layer in weights.layers:
         qkv = plain(layer.qkv)
-        # After RMSNorm a feature has the variance of its weight, and a projection's output that of its row.
+        # After RMSNorm a feature has its weight as deviation, and a projection's output has the norm of its row.
         deviations = (qkv.weight.float() * layer.input_norm.float()).square().sum(1)
         if qkv.bias is not None:
             deviations += qkv.bias.float().square()
@@ -159,7 +159,7 @@ def kv_scales(weights: DecoderWeights, config: DecoderConfig) -> tuple[tuple[flo
 
 def _kv_scale(deviations: Tensor) -> float:
     largest = float(deviations.max()) * _KV_HEADROOM
-    # Halves below a power of two round to it: two machines that differ in the last bit of a sum agree on the scale.
+    # Rounding makes machines that differ in the last bit of a sum agree on the scale.
     return 2.0 ** round(math.log2(largest / FP8_MAX)) if largest > 0 else 1.0
 
 

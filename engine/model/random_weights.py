@@ -1,9 +1,9 @@
-"""Random weights, made where they are used: no file, no copy through the host.
+"""Random weights, made on the device that uses them: no file, no copy through the host.
 
-Every element is a function of (seed, tensor name, position) and of nothing else: a counter goes through the mixing
-function of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014). torch's own
-generators would not do, because their numbers depend on the device and even on its number of multiprocessors: two
-workers on different hardware would call different KV by the same hash.
+Every element is a function of (seed, tensor name, position): a counter goes through the mixing function of SplitMix64
+(Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014). torch's generators do not suffice: their
+numbers depend on the device and even on its number of multiprocessors, so that two workers on different hardware would
+have different KV under the same hash.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from common.random_models import CONFIGS, RandomModel
 from engine.model.config import DecoderConfig
 from engine.model.weights import DecoderWeights, allocate_weights, checkpoint_views
 
-# Elements at a time. A CPU does them best inside its cache; a GPU wants few launches, and 84 MiB of scratch space.
+# Elements at a time: on a CPU they fit into its cache; on a GPU launches are few, with 84 MiB of scratch space.
 _CHUNK_CPU, _CHUNK_DEVICE = 1 << 16, 1 << 22
 _DEFAULT_STD = 0.02
 
@@ -26,17 +26,14 @@ _DEFAULT_STD = 0.02
 def make_random_weights(
     model: RandomModel, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device
 ) -> DecoderWeights:
-    """Return the weights of a random model in `dtype` on `device`, the same on every machine.
-
-    Rounded to `dtype` from the same float32 values.
-    """
+    """Return a random model's weights, the same float32 values on every machine, rounded to `dtype`, on `device`."""
     weights = allocate_weights(config, dtype=dtype, device=device)
     fill_random(checkpoint_views(weights, config), seed=model.seed, std=initializer_range(CONFIGS[model.name]))
     return weights
 
 
 def initializer_range(raw_config: Mapping[str, Any]) -> float:
-    """Return the standard deviation that a config.json says its matrices were initialised with."""
+    """Return the standard deviation of a model's initial matrices, by its config.json."""
     return float(raw_config.get("initializer_range") or _DEFAULT_STD)
 
 
@@ -44,8 +41,8 @@ def initializer_range(raw_config: Mapping[str, Any]) -> float:
 def fill_random(tensors: Mapping[str, Tensor], *, seed: int, std: float) -> None:
     """Overwrite contiguous tensors, given by their names in a Hugging Face checkpoint.
 
-    Norms become 1, biases 0, all else uniform on ±sqrt(3) * std (mean 0, standard deviation `std`). A transformers
-    model that is filled by the same names computes the same function.
+    Norms become 1, biases 0, all others uniform on ±sqrt(3) * std (mean 0, standard deviation `std`). A transformers
+    model filled by the same names computes the same function.
     """
     for name, tensor in tensors.items():
         if name.endswith("norm.weight"):
@@ -62,13 +59,13 @@ def _fill_uniform(tensor: Tensor, key: int, bound: float) -> None:
     for begin in range(0, flat.numel(), chunk):
         end = min(begin + chunk, flat.numel())
         bits = _split_mix(torch.arange(begin, end, dtype=torch.int64, device=flat.device), key)
-        # The upper 24 bits, with their sign, fit into a float32's mantissa: the value is exact but for one rounding.
+        # The upper 24 bits, with their sign, fit into a float32's mantissa: the value is rounded only once.
         values = (bits >> 40).float().add_(0.5).mul_(bound / (1 << 23))
         flat[begin:end].copy_(values)
 
 
 def _split_mix(counter: Tensor, key: int) -> Tensor:
-    """Return 64 random bits for each counter, int64. Mutates the counter. Integers wrap; shifts are made logical."""
+    """Return 64 random bits for each counter, int64. Mutates the counter. Integers wrap; shifts are logical."""
     counter.mul_(_signed(0x9E3779B97F4A7C15)).add_(_signed(key))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         counter.bitwise_xor_((counter >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(_signed(factor))

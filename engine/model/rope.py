@@ -1,4 +1,4 @@
-"""Rotary position embedding and its published stretchings, computed in float32."""
+"""Rotary position embedding and its published scalings, computed in float32."""
 
 import math
 
@@ -9,10 +9,10 @@ from engine.model.config import RopeConfig, RopeType
 
 
 class RotaryEmbedding:
-    """Turns pairs (i, i + head_dim / 2) of a head by an angle that grows with the position.
+    """Rotates pairs (i, i + head_dim / 2) of a head by an angle that grows with the position.
 
-    Every angle depends on its own position alone, so that cached keys stay valid as a sequence grows. (Dynamic NTK
-    scaling breaks this only beyond max_position_embeddings, where no sequence gets: there it is the default.)
+    An angle depends only on its position, so that cached keys stay valid as a sequence grows. (Dynamic NTK scaling
+    changes angles only beyond max_position_embeddings, which no sequence reaches: here it is the default.)
     """
 
     def __init__(self, config: RopeConfig, *, head_dim: int, device: torch.device) -> None:
@@ -22,7 +22,7 @@ class RotaryEmbedding:
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return (cos, signed sin), [num_tokens, 1, head_dim] each, for `rotate`; positions is int64 [num_tokens]."""
         cos, sin = self.half_angles(positions)
-        # The sign of rotate-half lies in the sine, so that `rotate` only has to swap the halves.
+        # The sine carries the sign of rotate-half, so that `rotate` only swaps the halves.
         return torch.cat((cos, cos), -1).to(dtype)[:, None], torch.cat((-sin, sin), -1).to(dtype)[:, None]
 
     def half_angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,12 +32,12 @@ class RotaryEmbedding:
 
 
 def rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Return heads [num_tokens, num_heads, head_dim] turned to their positions."""
+    """Return heads [num_tokens, num_heads, head_dim] rotated to their positions."""
     return heads * cos + heads.roll(heads.shape[-1] // 2, dims=-1) * signed_sin
 
 
 def attention_factor(config: RopeConfig) -> float:
-    """Return the factor on cos and sin: 1 but for YaRN, which sharpens attention as it stretches it."""
+    """Return the factor on cos and sin: 1 except for YaRN, which sharpens attention as it stretches it."""
     if config.rope_type is not RopeType.YARN:
         return 1.0
     if config.attention_factor is not None:

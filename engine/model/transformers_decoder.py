@@ -1,8 +1,8 @@
-"""Decoders that transformers computes, with our paged cache behind its attention registry.
+"""Decoders that transformers computes, with our paged cache in its attention registry.
 
-The four native architectures (`engine.model.config`) never come here. The others run their reference implementation,
-module by module: slower, but at once. The batch stays one flat row of tokens with explicit positions; nothing in these
-models looks from one token at another except attention, and attention is ours.
+The four native architectures (`engine.model.config`) do not use this. The others run their reference implementation,
+module by module, which is slower but needs no port. A batch is one flat row of tokens with explicit positions; in these
+models tokens interact only in attention, which is ours.
 """
 
 import copy
@@ -15,16 +15,16 @@ from transformers import AttentionInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from engine.kv_cache import TorchKvStore
-from engine.model.transformers_config import TransformersConfig
+from engine.model.config import TransformersConfig
 from engine.ops.metadata import AttentionMetadata
 from engine.ops.torch_attention import StepAttention, TorchPagedAttention
 
 PAGED_ATTENTION = "kvrelay_paged"
-"""Under this name our attention stands in transformers' registry."""
+"""Name of our attention in transformers' registry."""
 
 
 def register_paged_attention() -> None:
-    """Make PAGED_ATTENTION known to transformers; any number of times."""
+    """Register PAGED_ATTENTION with transformers. Idempotent."""
     AttentionInterface.register(PAGED_ATTENTION, _paged_attention)
 
 
@@ -33,12 +33,12 @@ class TransformersStep:
     """One planned step."""
 
     position_ids: Tensor
-    """Of each new token in its sequence, int64 [1, num_tokens]."""
+    """Position of each new token in its sequence, int64 [1, num_tokens]."""
     attention: StepAttention
 
 
 class TransformersOps:
-    """Plans steps for `TransformersDecoder`, which leaves nothing but attention to us. Engine thread only."""
+    """Plans the attention of `TransformersDecoder`'s steps. Engine thread only."""
 
     name = "transformers"
 
@@ -55,7 +55,7 @@ class TransformersOps:
 
 
 class TransformersDecoder:
-    """A causal language model of transformers, in two halves: hidden states, and logits of those rows that matter."""
+    """A causal language model of transformers, in two halves: hidden states, and logits of selected rows."""
 
     def __init__(self, config: TransformersConfig, causal_lm: Any) -> None:
         """`causal_lm` was loaded with PAGED_ATTENTION."""
@@ -66,8 +66,8 @@ class TransformersDecoder:
     def forward(self, token_ids: Tensor, step: TransformersStep) -> Tensor:
         """Return final hidden states [num_tokens, hidden_size] for int64 token ids [num_tokens].
 
-        Writes the tokens' keys and values to the pages that `step` was planned for. The step travels with the call, so
-        that engines of one process do not meet.
+        Writes the tokens' keys and values to the pages that `step` was planned for. The step is an argument, so that
+        engines of one process are independent.
         """
         output = self._body(
             input_ids=token_ids[None],
@@ -98,8 +98,8 @@ def _paged_attention(
     """Attend over our pages; an attention function of transformers.
 
     query, key, value [1, heads, num_tokens, head_dim], rotated; the result is [1, num_tokens, num_heads, head_dim].
-    What `_options` ask for is known from the trial run. That there is no mask, too: transformers makes none for an
-    attention function that has not registered a mask function beside it.
+    The trial run has checked `_options`, and that there is no mask: transformers makes none for an attention function
+    without a registered mask function.
     """
     rows = (x[0].transpose(0, 1) for x in (query, key, value))
     return kvrelay_step.attention.attend(module.layer_idx, *rows)[None], None
@@ -107,13 +107,13 @@ def _paged_attention(
 
 @dataclass
 class _DecoderOutput(MoeModelOutputWithPast):
-    """What any of the causal language models looks for in its decoder's output."""
+    """Output of a decoder, with all fields that a causal language model reads."""
 
     cross_attentions: None = None
 
 
 class _KnownHidden(nn.Module):
-    """Stands where a causal language model keeps its decoder, and hands on hidden states that are known already."""
+    """Replacement of a causal language model's decoder that returns known hidden states."""
 
     def forward(self, *_inputs: None, inputs_embeds: Tensor, **_options: Any) -> Any:
         """Return `inputs_embeds` as the last hidden state."""
@@ -123,7 +123,7 @@ class _KnownHidden(nn.Module):
 def _without_body(causal_lm: Any) -> Any:
     """Return the same model with `_KnownHidden` as its decoder; parameters are shared.
 
-    What a model does behind its decoder (softcaps, scales, biases) is thus its own code for any number of rows.
+    So a model's own code computes the part after its decoder (softcaps, scales, biases) for any number of rows.
     """
     head = copy.copy(causal_lm)
     head._modules = {**causal_lm._modules, causal_lm.base_model_prefix: _KnownHidden()}  # noqa: SLF001 - nn.Module's

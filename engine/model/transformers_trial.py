@@ -1,10 +1,10 @@
-"""Finds out what an architecture asks of attention: one forward pass without weights.
+"""Finds an architecture's demands on attention by one forward pass without weights.
 
-transformers describes some two hundred decoders, each with its own names for heads, scales and windows. Instead of
-reading names, the model is built on the meta device, where tensors have shapes and no content, and called with three
-tokens; every layer then states its demands in its call to the attention function. Demands that a paged cache of keys
-and values cannot meet are refused here, by name, before a weight is read: linear attention and other state, latent
-attention, cross attention, biases and sinks, attention in chunks, layers that share keys or differ in their heads.
+transformers has some two hundred decoders, each with its own names for heads, scales and windows. Instead of reading
+names, the model is built on the meta device, where tensors have shapes and no content, and called with three tokens;
+every layer states its demands in its call of the attention function. Demands that a paged cache of keys and values
+cannot meet are refused by name, before a weight is read: linear attention and other state, latent attention, cross
+attention, biases and sinks, attention in chunks, layers that share keys or differ in their heads.
 """
 
 import hashlib
@@ -20,14 +20,12 @@ import transformers
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface
 
-from engine.model.config import UnsupportedModel, read_json
-from engine.model.transformers_config import TransformersConfig
-from engine.ops.torch_attention import ScoreFunction
+from engine.model.config import ScoreFunction, TransformersConfig, UnsupportedModel, read_json
 
 _TRIAL_ATTENTION = "kvrelay_trial"
 _NUM_TRIAL_TOKENS = 3
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-# Arguments of an attention call that change nothing here: the model is in eval mode, positions are in the keys already.
+# Arguments of an attention call without effect here: the model is in eval mode, and keys include their positions.
 _NEUTRAL_OPTIONS = frozenset({"dropout", "position_ids", "cache_position", "is_causal"})
 _UNSUPPORTED_KEYS = {
     "quantization_config": "quantized weights",
@@ -39,7 +37,7 @@ _UNSUPPORTED_KEYS = {
 def pretrained_config(model_dir: Path) -> Any:
     """Return transformers' own configuration for a folder's config.json; runs no code of a checkpoint.
 
-    Raises UnsupportedModel unless it names a language model that the installed transformers knows.
+    Raises UnsupportedModel unless the installed transformers knows the language model.
     """
     raw = read_json(model_dir / "config.json")
     for key, meaning in _UNSUPPORTED_KEYS.items():
@@ -59,7 +57,7 @@ def pretrained_config(model_dir: Path) -> Any:
 
 
 def causal_lm_class(config: Any) -> Any:
-    """Return the model class with a language model head. Raises UnsupportedModel when there is none."""
+    """Return the model class with a language model head. Raises UnsupportedModel when none exists."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(f"model_type {config.model_type!r} has no causal language model in transformers")
     with refusing(f"model_type {config.model_type!r} cannot be imported"):
@@ -67,9 +65,9 @@ def causal_lm_class(config: Any) -> Any:
 
 
 def read_transformers_config(model_dir: Path, *, dtype: torch.dtype) -> TransformersConfig:
-    """Return what a trial run of a checkpoint's architecture tells. Takes a second at most; reads no weights.
+    """Return the result of a trial run of a checkpoint's architecture. Takes up to a second; reads no weights.
 
-    Raises UnsupportedModel naming what the paged cache cannot express.
+    Raises UnsupportedModel, naming what the paged cache cannot express.
     """
     config = pretrained_config(model_dir)
     with refusing(f"{config.model_type!r} is not described as a decoder"):
@@ -97,10 +95,10 @@ def read_transformers_config(model_dir: Path, *, dtype: torch.dtype) -> Transfor
 
 
 def pin_rotary_frequencies(model: nn.Module) -> None:
-    """Keep the frequencies that a model starts with; mutates its rotary modules.
+    """Keep a model's initial frequencies; mutates its rotary modules.
 
-    "dynamic" and "longrope" would change them with the longest sequence of a batch, for all sequences of that batch:
-    cached keys would then be of another frequency than new ones. Below `max_position_embeddings` none does change.
+    "dynamic" and "longrope" would change them with the longest sequence of a batch, for all its sequences: cached and
+    new keys would then have different frequencies. Below `max_position_embeddings` they are constant anyway.
     """
     rotary: Any
     for rotary in model.modules():
@@ -113,7 +111,7 @@ def pin_rotary_frequencies(model: nn.Module) -> None:
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Turn whatever transformers raises into UnsupportedModel: its models fail in every manner when they do not fit."""
+    """Turn any exception into UnsupportedModel: unfit models make transformers raise all kinds."""
     try:
         yield
     except UnsupportedModel:
@@ -125,7 +123,7 @@ def refusing(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """One layer's call to the attention function."""
+    """One layer's call of the attention function."""
 
     layer_idx: int
     num_heads: int
@@ -137,7 +135,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Trial:
-    """Goes through the model's arguments to the attention function and collects the calls."""
+    """Argument of the model's call that reaches the attention function and collects its calls."""
 
     dtype: torch.dtype
     calls: list[_Call] = field(default_factory=list)
@@ -180,7 +178,7 @@ def _record(
     kvrelay_step: _Trial | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Take down a layer's demands, or refuse them; an attention function of transformers."""
+    """Record a layer's demands, or refuse them; an attention function of transformers."""
     name = type(module).__name__
     if kvrelay_step is None:
         raise UnsupportedModel(f"{name} is not handed the arguments that its model is called with")
@@ -230,7 +228,7 @@ def _one_call_per_layer(calls: list[_Call], num_layers: int) -> list[_Call]:
 
 
 def _check_windows(config: Any, windows: tuple[int | None, ...]) -> None:
-    """Refuse a model that would put its windows into masks alone."""
+    """Refuse a model that would apply its windows only in masks."""
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if set(windows) - {None, window}:
@@ -244,7 +242,7 @@ def _check_windows(config: Any, windows: tuple[int | None, ...]) -> None:
 
 
 def _max_positions(config: Any) -> int:
-    """Return how long a text may be before rotary frequencies change."""
+    """Return the length of a text at which rotary frequencies change."""
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:
         raise UnsupportedModel(f"config.json: max_position_embeddings is {limit!r}, not a positive number")

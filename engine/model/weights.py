@@ -1,4 +1,4 @@
-"""A decoder's parameters, with the projections fused that read the same input."""
+"""A decoder's parameters, with projections of the same input fused."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Linear:
 
 @dataclass(slots=True, kw_only=True)
 class LayerWeights:
-    """One layer. Projections are replaced by faster or smaller ones after loading."""
+    """One layer. Faster or smaller projections may replace the plain ones after loading."""
 
     input_norm: Tensor
     qkv: Projection
@@ -66,7 +66,7 @@ class DecoderWeights:
             yield self.head
 
     def replace_projections(self, convert: Callable[[Linear], Projection]) -> None:
-        """Put `convert(linear)` in the place of every plain projection, one by one: two copies of all never exist."""
+        """Replace every plain projection by `convert(linear)`, one by one: two whole copies never exist."""
         for layer in self.layers:
             for name in _PROJECTIONS:
                 if isinstance(projection := getattr(layer, name), Linear):
@@ -85,7 +85,7 @@ def plain(projection: Projection) -> Linear:
 
 
 def allocate_weights(config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> DecoderWeights:
-    """Return uninitialised weights; `checkpoint_views` says where a checkpoint's tensors go."""
+    """Return uninitialised weights, to be filled through `checkpoint_views`."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -118,7 +118,7 @@ def allocate_weights(config: DecoderConfig, *, dtype: torch.dtype, device: torch
 
 
 def checkpoint_views(weights: DecoderWeights, config: DecoderConfig) -> dict[str, Tensor]:
-    """Return, for each tensor name of a Hugging Face checkpoint, the part of the weights that it fills."""
+    """Return the part of the weights that each tensor name of a Hugging Face checkpoint fills."""
     views = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.final_norm}
     if not config.has_tied_embeddings:
         views["lm_head.weight"] = plain(weights.head).weight

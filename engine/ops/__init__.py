@@ -1,1 +1,1 @@
-"""What a decoder layer does besides its matrix products, in several implementations behind one interface."""
+"""Operations of a decoder layer other than matrix products, in several implementations of one interface."""

@@ -1,7 +1,7 @@
 """The seam between the decoder and the kernels.
 
-A decoder is matrix products (`engine.model.weights.Linear`) and, between them, the handful of operations below. They
-are bound by memory: an implementation is good when it reads and writes every byte once.
+A decoder is matrix products (`engine.model.weights.Linear`) and, between them, the operations below. They are bound by
+memory: a good implementation reads and writes every byte once.
 
     torch_ops.TorchOps             portable reference, any device
     cpu.CpuOps                     C++ kernels for the CPU, where a compiler is at hand
@@ -16,7 +16,7 @@ from engine.ops.metadata import AttentionMetadata
 
 
 class StepOps(Protocol):
-    """The operations of one planned step. All tensors have the weights' dtype and device, rows are new tokens."""
+    """Operations of one planned step. All tensors have the weights' dtype and device; rows are new tokens."""
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return x / rms(x) * weight, [num_tokens, hidden_size]; the mean square is taken in float32."""
@@ -27,11 +27,11 @@ class StepOps(Protocol):
         ...
 
     def attend(self, layer_idx: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
-        """Return what the new tokens read from their contexts, [num_tokens, num_heads * head_dim].
+        """Return the attention of the new tokens over their contexts, [num_tokens, num_heads * head_dim].
 
-        qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] holds query, key and value heads as projected.
-        Query and key heads are normalised (q_norm, k_norm [head_dim], or None), turned to their positions, and the new
-        keys and values written to the layer's pages before they are read. Mutates the pages, and may mutate qkv.
+        qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] has the projected query, key and value heads. Query
+        and key heads are normalised (q_norm, k_norm [head_dim], or None) and rotated to their positions, and the new
+        keys and values are written to the layer's pages before the read. Mutates the pages, and may mutate qkv.
         """
         ...
 
@@ -44,7 +44,7 @@ class Ops(Protocol):
     """Kernels for one model on one device, bound to its pages. Engine thread only."""
 
     name: str
-    """For the log: which path computes."""
+    """Name for the log."""
 
     def plan(self, metadata: AttentionMetadata) -> StepOps:
         """Prepare a step; valid until the next one is planned."""

@@ -1,4 +1,4 @@
-"""What a step looks like to attention: a ragged batch, described once on the host."""
+"""Description of a step for attention: a ragged batch, made once on the host."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -6,6 +6,8 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+
+from engine.executor import ScheduledSequence
 
 Ints = npt.NDArray[np.int64]
 
@@ -18,9 +20,17 @@ class SequenceSpan:
     num_new_tokens: int
     block_table: Seq[int]
 
+    @classmethod
+    def of(cls, item: ScheduledSequence) -> "SequenceSpan":
+        """Return a scheduled sequence's tokens and pages; valid until the sequence changes."""
+        sequence = item.sequence
+        return cls(
+            num_computed=sequence.num_computed, num_new_tokens=item.num_new_tokens, block_table=sequence.block_table
+        )
+
     @property
     def context_len(self) -> int:
-        """Tokens whose KV exists after the step."""
+        """Number of tokens with KV after the step."""
         return self.num_computed + self.num_new_tokens
 
 
@@ -29,29 +39,26 @@ class AttentionMetadata:
     """A ragged batch: the tokens of all sequences in one row, in order. Host memory."""
 
     positions: Ints
-    """Of each new token in its sequence, [num_tokens]."""
+    """Position of each new token in its sequence, [num_tokens]."""
     slot_mapping: Ints
-    """Where each new token's KV goes, block_id * block_size + offset, all distinct, [num_tokens]."""
+    """Slot of each new token's KV, block_id * block_size + offset, all distinct, [num_tokens]."""
     query_start_loc: Ints
-    """Sequence i owns tokens [query_start_loc[i], query_start_loc[i + 1]), [num_seqs + 1]."""
+    """Bounds of the sequences' tokens: i owns [query_start_loc[i], query_start_loc[i + 1]), [num_seqs + 1]."""
     context_lens: Ints
-    """Tokens of each sequence whose KV exists after the step, [num_seqs]."""
+    """Number of each sequence's tokens with KV after the step, [num_seqs]."""
     spans: Seq[SequenceSpan]
     block_size: int
 
     @cached_property
     def block_tables(self) -> tuple[Ints, ...]:
-        """Of each sequence, a copy [cdiv(context_len, block_size)]: for those who cannot read a span's own table."""
+        """Copies of the block tables, [cdiv(context_len, block_size)] each, for code that needs arrays."""
         return tuple(
             np.array(s.block_table[: -(-s.context_len // self.block_size)], dtype=np.int64) for s in self.spans
         )
 
     @classmethod
     def from_spans(cls, spans: Seq[SequenceSpan], *, block_size: int) -> "AttentionMetadata":
-        """Describe a step. Every span has a token and a block table that covers its context.
-
-        The cost grows with the new tokens, not with the contexts.
-        """
+        """Describe a step. Every span has a new token and a block table that covers its context. O(new tokens)."""
         if all(span.num_new_tokens == 1 for span in spans):
             positions = np.array([span.num_computed for span in spans], dtype=np.int64)
             slots = np.array([_slot(span, block_size) for span in spans], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Chooses the kernels of a model: once, at load, and says which and why."""
+"""Chooses the kernels of a model on a CPU, once, when it is loaded."""
 
 import logging
 from dataclasses import dataclass
@@ -12,9 +12,8 @@ from engine.model.precision import cpu_has
 from engine.model.weights import DecoderWeights
 from engine.ops.cpu.build import NotBuilt, build_kernels
 from engine.ops.cpu.library import DTYPES, CpuKernels
-from engine.ops.cpu.linear import can_pack_all, pack_projections
+from engine.ops.cpu.linear import OneDnnLinear, can_pack, can_pack_all, pack_projections
 from engine.ops.cpu.ops import CpuOps, can_attend
-from engine.ops.onednn import OneDnnLinear, can_pack
 from engine.ops.torch_ops import TorchOps
 
 logger = logging.getLogger(__name__)
@@ -22,17 +21,17 @@ logger = logging.getLogger(__name__)
 # Tile registers multiply bfloat16 many times faster than vectors do; oneDNN uses them, our kernels do not.
 _TILE_FLAG = "amx_bf16"
 
-# The kernels' vectors are registers of AVX-512. g++ keeps them in memory elsewhere: 2.5 GFLOP/s of a core whose AVX2
+# The kernels' vectors are AVX-512 registers. On other CPUs g++ keeps them in memory: 2.5 GFLOP/s on a core whose AVX2
 # gives torch 25 to 100 (float32, projections of 1 to 96 rows).
 _VECTOR_FLAG = "avx512f"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuChoice:
-    """What computes a model on this CPU."""
+    """Kernels and projections for a model on this CPU."""
 
     kernels: CpuKernels | None
-    """None: torch does."""
+    """None: torch computes."""
     linears: str
 
     def bind(self, config: DecoderConfig, store: TorchKvStore) -> CpuOps | TorchOps:
@@ -48,7 +47,7 @@ class CpuChoice:
 def choose_cpu_kernels(weights: DecoderWeights, *, compiled: bool = True) -> CpuChoice:
     """Put the plain weights into the layout that is fastest on this CPU. Mutates `weights`.
 
-    Compiled kernels where there is a compiler, else torch; torch always when `compiled` is False.
+    Chooses compiled kernels when a compiler is available, else torch; always torch when `compiled` is False.
     """
     kernels = _load_kernels(weights.embedding.dtype) if compiled else None
     return CpuChoice(kernels=kernels, linears=_pack(weights, kernels))
@@ -59,7 +58,7 @@ def _load_kernels(dtype: torch.dtype) -> CpuKernels | None:
         logger.info("plain torch kernels: none are compiled for %s", dtype)
         return None
     if not cpu_has(_VECTOR_FLAG):
-        logger.info("plain torch kernels: the compiled ones need %s, which this CPU lacks", _VECTOR_FLAG)
+        logger.info("plain torch kernels: the compiled ones need a CPU with %s", _VECTOR_FLAG)
         return None
     built = build_kernels()
     if isinstance(built, NotBuilt):
@@ -72,12 +71,12 @@ def _open(library: Path, dtype: torch.dtype) -> CpuKernels | None:
     try:
         return CpuKernels(library, dtype)
     except OSError as error:
-        logger.warning("plain torch kernels, which are slower: %s does not load: %s", library, error)
+        logger.warning("plain torch kernels, which are slower: cannot load %s: %s", library, error)
         return None
 
 
 def _pack(weights: DecoderWeights, kernels: CpuKernels | None) -> str:
-    """Replace all projections by the fastest kind that there is; returns its name."""
+    """Replace all projections by the fastest kind available; returns its name."""
     has_tiles = weights.embedding.dtype is torch.bfloat16 and cpu_has(_TILE_FLAG)
     if kernels is not None and not has_tiles and can_pack_all(weights):
         pack_projections(weights, kernels)

@@ -1,7 +1,7 @@
 """Attention over the paged cache, for steps that mix prefill chunks and decode tokens.
 
-The runner describes a step once (`AttentionMetadata`); this turns it into a plan, once; every layer then runs the same
-plan on its own pages. Portable and plain, it is what the kernels of `cpu/` and `triton_kernels/` are compared with.
+A step's description (`AttentionMetadata`) becomes a plan once; every layer runs it on its own pages. Portable and
+plain, it is the reference for the kernels of `cpu/` and `triton_kernels/`.
 """
 
 from collections.abc import Sequence as Seq
@@ -16,10 +16,11 @@ from torch.nn import functional as F
 
 from common.ids import BlockId
 from engine.kv_cache import TorchKvStore
+from engine.model.config import ScoreFunction
 from engine.ops.metadata import AttentionMetadata, Ints
 
-# A decode group takes in a shorter sequence while its padded keys stay below the larger of these: starting another
-# group costs about as much, in every layer, as reading some hundred keys.
+# A decode group accepts a shorter sequence while its padded keys stay below the larger of these: another group costs
+# about as much, in every layer, as reading some hundred keys.
 _PADDING_TOKENS = 512
 _PADDING_SHARE = 0.25
 
@@ -28,7 +29,7 @@ class StepAttention(Protocol):
     """Attention of one planned step."""
 
     def attend(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Write the new tokens' KV into the layer's pages, then return what the queries read from them.
+        """Write the new tokens' KV into the layer's pages, then return the attention of the queries over them.
 
         query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim], in the pages'
         dtype; the result has query's shape. Mutates the pages.
@@ -37,25 +38,15 @@ class StepAttention(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreFunction:
-    """What a layer does to the product of a query and a key before the softmax."""
-
-    scale: float | None = None
-    """Factor; None: 1 / sqrt(head_dim)."""
-    softcap: float | None = None
-    """A scaled score s becomes softcap * tanh(s / softcap), as in Gemma 2 (arXiv:2408.00118); None: it stays s."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _DecodeGroup:
-    """Sequences with one new token and contexts of like length, attended together."""
+    """Sequences with one new token and contexts of similar length, attended together."""
 
     rows: Tensor
-    """Their tokens in the batch, int64 [num_seqs]."""
+    """Rows of their tokens in the batch, int64 [num_seqs]."""
     blocks: Tensor
-    """Their blocks side by side, each padded with its own first, int64 [num_seqs * blocks_per_seq]."""
+    """Blocks of all sequences in turn, each padded with its own first, int64 [num_seqs * blocks_per_seq]."""
     num_keys: int
-    """Keys of the longest; the gathered rest is dropped."""
+    """Keys of the longest sequence; gathered keys beyond it are dropped."""
     mask: Tensor | None
     """0 or -inf on the scores, [num_seqs, 1, 1, num_keys]; None: every key counts."""
 
@@ -66,15 +57,15 @@ class _Chunk:
 
     tokens: slice
     blocks: Tensor | None
-    """The pages of its keys, int64 [num_blocks]; None: all keys are new ones, and plain causal order holds."""
+    """Pages of its keys, int64 [num_blocks]; None: all keys are new, in plain causal order."""
     num_keys: int
     mask: Tensor | None
-    """0 or -inf on the scores, [num_tokens, num_keys]; None where `blocks` is."""
+    """0 or -inf on the scores, [num_tokens, num_keys]; None exactly when `blocks` is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """One step, for layers of one window."""
+    """Plan of one step, for layers of one window."""
 
     groups: tuple[_DecodeGroup, ...]
     chunks: tuple[_Chunk, ...]
@@ -84,7 +75,7 @@ class TorchPagedAttention:
     """Gathers pages by block table and attends with torch's scaled dot product. Engine thread only."""
 
     def __init__(self, store: TorchKvStore, windows: Seq[int | None], scores: Seq[ScoreFunction] = ()) -> None:
-        """`windows` and `scores` are of each layer; without `scores`, all have the plain one."""
+        """Take a window and a score function per layer; without `scores`, all have the plain one."""
         self._store = store
         self._windows = tuple(windows)
         self._scores = tuple(scores) or (ScoreFunction(),) * len(self._windows)
@@ -98,10 +89,10 @@ class TorchPagedAttention:
 
 
 def _clear_entered_blocks(metadata: AttentionMetadata, store: TorchKvStore) -> None:
-    """Zero the pages that a sequence enters in this step and leaves partly empty.
+    """Zero the pages that a sequence enters in this step and does not fill.
 
-    Whole pages are gathered, and what is beyond a sequence's end is masked; but a NaN that another request left there
-    would survive the mask: 0 * NaN is NaN.
+    Whole pages are gathered and the part beyond a sequence's end is masked; but a NaN that another request left there
+    would survive the mask, since 0 * NaN is NaN.
     """
     entered = []
     for span in metadata.spans:
@@ -170,7 +161,7 @@ def _attend_group(group: _DecodeGroup, query: Tensor, pages: tuple[Tensor, Tenso
     """Return [num_seqs, num_heads, head_dim] for one query token per sequence."""
     num_seqs, num_heads, head_dim = query.shape
     keys, values = (_gather(cache, group.blocks, num_seqs, group.num_keys) for cache in pages)
-    # Heads that share a key head become its query rows: no key is read or copied more than once.
+    # Heads that share a key head become its query rows, so that no key is read or copied twice.
     queries = query.view(num_seqs, keys.shape[1], -1, head_dim)
     if score.softcap is None:
         attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask, scale=score.scale)
@@ -182,10 +173,10 @@ def _attend_group(group: _DecodeGroup, query: Tensor, pages: tuple[Tensor, Tenso
 def _softcapped_attention(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, score: ScoreFunction
 ) -> Tensor:
-    """Return [n, num_heads, num_queries, head_dim], as scaled_dot_product_attention does, which has no softcap.
+    """Return [n, num_heads, num_queries, head_dim], like scaled_dot_product_attention, which has no softcap.
 
-    queries [n, num_heads, num_queries, head_dim]; keys, values [n, num_kv_heads, num_keys, head_dim]; mask is added
-    to scores [n, num_heads, num_queries, num_keys], which take memory here.
+    queries [n, num_heads, num_queries, head_dim]; keys, values [n, num_kv_heads, num_keys, head_dim]; mask is added to
+    the scores [n, num_heads, num_queries, num_keys], which are materialised here.
     """
     assert score.softcap is not None
     n, num_heads, num_queries, head_dim = queries.shape
@@ -228,7 +219,7 @@ def _make_chunk(metadata: AttentionMetadata, seq_idx: int, window: int | None, s
     if context_len == num_new and (window is None or num_new <= window):
         return _Chunk(tokens=slice(begin, end), blocks=None, num_keys=num_new, mask=None)
     block_size = store.shape.block_size
-    # The first query decides which key is the earliest that is needed.
+    # The first query needs the earliest key.
     first_block = 0 if window is None else max(0, context_len - num_new - window + 1) // block_size
     blocks = metadata.block_tables[seq_idx][first_block:]
     queries = metadata.positions[begin:end, None]
@@ -286,7 +277,7 @@ def _make_group(metadata: AttentionMetadata, members: Ints, window: int | None, 
 
 
 def _additive_mask(visible: npt.NDArray[np.bool_], store: TorchKvStore) -> Tensor:
-    # Once per step: a boolean mask would be turned into this one in every layer.
+    # Once per step: torch would convert a boolean mask in every layer.
     pages = store.layers[0][0]
     hidden = torch.from_numpy(~visible).to(pages.device)
     return torch.zeros(hidden.shape, dtype=pages.dtype, device=pages.device).masked_fill_(hidden, float("-inf"))

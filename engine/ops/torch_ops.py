@@ -1,4 +1,4 @@
-"""The portable implementation of the decoder's operations, in plain torch."""
+"""Portable implementation of the decoder's operations, in plain torch."""
 
 import torch
 from torch import Tensor

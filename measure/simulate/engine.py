@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from common.timing import StepShape
 from engine.core import Emitted, EngineCore
 from engine.events import Load, StepReport, Tokens
-from engine.scheduler import NOBODY
+from engine.scheduler import StepPlan
+from engine.thread import EngineDriver
 from measure.simulate.bundle import KeptTokens
 from measure.simulate.executor import SimExecutor
 from measure.simulate.leap import DecodeLeap
@@ -25,7 +26,7 @@ from measure.simulate.token_log import TokenLog
 T = TypeVar("T")
 
 
-class SimEngine:
+class SimEngine(EngineDriver):
     """An `engine.thread.EngineDriver` on a virtual loop. All methods on the loop.
 
     At any moment one thing at most is pending, and `_timer` is set for it: the beginning of a step, the end of one, or
@@ -68,7 +69,10 @@ class SimEngine:
 
     def load(self) -> Load:
         """Return the load at this moment."""
-        load = self.core.load()
+        return self._up_to_date(self.core.load())
+
+    def _up_to_date(self, load: Load) -> Load:
+        """Return a load of the core with the tokens that a leap has not applied yet."""
         num_behind = 0 if self._leap is None else self._leap.num_tokens_behind(self._loop.time())
         return replace(load, num_context_tokens=load.num_context_tokens + num_behind) if num_behind else load
 
@@ -109,20 +113,6 @@ class SimEngine:
         self._commands.append((command, done))
         self._wake()
         return await done
-
-    async def acquire(self, command: Callable[[EngineCore], T], undo: Callable[[EngineCore, T], object]) -> T:
-        """Like `call`, but when the caller is cancelled meanwhile, `undo` is run on the result."""
-        box: list[T] = []
-
-        def run(core: EngineCore) -> T:
-            box.append(command(core))
-            return box[0]
-
-        try:
-            return await self.call(run)
-        except asyncio.CancelledError:
-            self.post(lambda core: undo(core, box[0]) if box else None)
-            raise
 
     # ── between steps ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -169,38 +159,33 @@ class SimEngine:
         core, leap = self.core, self._leap
         core.wake()  # what waits may fit now: nobody comes here unless something has happened
         num_decodes = 0 if leap is None else leap.gather(self._loop.time())
-        if leap is None or num_decodes == 0:
-            self._plan(None)
-        elif core.scheduler.waiting or len(core.scheduler.running) > num_decodes:
-            self._plan(leap)
-        else:
-            self._set_boundary(leap, *leap.run())
+        self._plan(leap if num_decodes else None)
         self._report()
 
     def _plan(self, leap: DecodeLeap | None) -> None:
         """Plan a step beside the decodes that a leap looks after, and let it take its time."""
         core = self.core
-        emitted = core.begin_step(NOBODY if leap is None else leap.elsewhere) if core.has_work else []
-        if core.plan.batch:
-            seconds = self._seconds(core.plan.shape)
+        plan, emitted = core.begin_step()
+        if plan.batch:
+            seconds = self._seconds(plan.shape)
             self._num_steps += 1
             self._busy_s += seconds
             if leap is not None:
                 leap.step(seconds)
-            self._timer = self._loop.call_later(seconds, self._end, leap)
+            self._timer = self._loop.call_later(seconds, self._end, leap, plan)
         else:
-            emitted += core.finish_step()
+            emitted += core.finish_step(plan)
             if leap is not None:
                 self._set_boundary(leap, *leap.run())
             elif core.has_work:  # the results of the last steps in flight have brought some
                 self._timer = self._loop.call_soon(self._begin)
         self._dispatch(emitted)
 
-    def _end(self, leap: DecodeLeap | None) -> None:
+    def _end(self, leap: DecodeLeap | None, plan: StepPlan) -> None:
         """Take the results of a step, and begin the next one."""
         if leap is not None:
             self._dispatch(leap.complete_step(self._loop.time()))
-        self._dispatch(self.core.finish_step())
+        self._dispatch(self.core.finish_step(plan))
         self._begin()
 
     def _set_boundary(self, leap: DecodeLeap, boundary: int, at_s: float) -> None:
@@ -222,12 +207,11 @@ class SimEngine:
 
     def _report(self) -> None:
         """Tell the worker of load and cache."""
-        samples = self.core.drain_samples()
+        report = self.core.report()
         if self._leap is not None:
-            samples += self._leap.drain_samples()
-        accepted = self.core.drain_accepted()
-        kv_events = self.core.pool.drain_events()
-        self._on_report(StepReport(kv_events=kv_events, load=self.load(), samples=samples, accepted=accepted))
+            samples = report.samples + self._leap.drain_samples()
+            report = replace(report, load=self._up_to_date(report.load), samples=samples)
+        self._on_report(report)
 
     def _dispatch(self, emitted: Emitted) -> None:
         """Hand events to their requests."""

@@ -86,7 +86,7 @@ def leftovers(workers: Iterable[SimWorker], routers: Iterable[RouterParts]) -> l
             used_blocks=pool.num_used,
             missing_blocks=pool.num_blocks - pool.num_used - pool.num_free,
             references=sum(pool.ref_count(block_id) for block_id in range(pool.num_blocks)),
-            lost_cached_blocks=len(pool.snapshot().stored) - pool.num_cached,
+            lost_cached_blocks=len(pool.snapshot().stored) - pool.num_cached_blocks,
             sequences=sum(map(len, (scheduler.waiting, scheduler.running, scheduler.reserved, scheduler.held))),
             steps_in_flight=core.num_steps_in_flight,
             leases=runtime.handoffs.num_leases,

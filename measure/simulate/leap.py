@@ -3,7 +3,7 @@
 What a decoding sequence does by itself is known beforehand, as long as its tokens are: in every step it computes one
 token and samples the next one, until it ends, has filled a block, or needs a new page. So sequences that decode are
 left alone until the first of these, and then only those that it happens to are brought up to date. Other work, prompts
-above all, is planned beside them as ever (`Scheduler.schedule`).
+above all, is planned beside them as ever (`engine.unplanned`).
 
     boundary     0 ──── 1 ──── 2 ──── 3 ──── 4 ──── …      numbered by the steps completed
     sequence A   joined ──────────────────▶ ends           due at 4
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from common.timing import StepShape
 from engine.core import Emitted, EngineCore
 from engine.events import FinishReason, StepSample
-from engine.scheduler import Elsewhere
+from engine.group import Group
 from engine.sequence import Sequence, SequenceState
 from measure.simulate.bundle import KeptTokens
 from measure.simulate.executor import EOS_TOKEN_ID, Answer, SimExecutor
@@ -37,6 +37,7 @@ class _Member:
     """A decoding sequence, up to date as of boundary `since`."""
 
     sequence: Sequence
+    group: Group
     kind: str
     """Of its request."""
     answer: Answer
@@ -57,6 +58,7 @@ class DecodeLeap:
     def __init__(self, core: EngineCore, times: StepTimes, log: TokenLog, kept: KeptTokens) -> None:
         assert isinstance(core.executor, SimExecutor), "tokens must be known before their steps are computed"
         self._core = core
+        self._unplanned = core.unplanned
         self._executor = core.executor
         self._times = times
         self._log = log
@@ -85,15 +87,6 @@ class DecodeLeap:
         """Without other work in them, up to the last change."""
         self.busy_s = 0.0
         """Time of these."""
-
-    @property
-    def elsewhere(self) -> Elsewhere:
-        """Return the members' part of the next step."""
-        return Elsewhere(
-            sequences=self._members,
-            num_sequences=len(self._members),
-            num_context_tokens=self._num_context_tokens,
-        )
 
     @property
     def is_running(self) -> bool:
@@ -131,17 +124,18 @@ class DecodeLeap:
         for member in needy:
             if member.sequence not in self._members:
                 continue
-            if not self._core.scheduler.make_writable(member.sequence):
+            if not self._unplanned.take_page(member.sequence):
                 self.leave()
                 break
             self._plan(member)
+        self._unplanned.sequences = self._members
+        self._unplanned.num_context_tokens = self._num_context_tokens
         return len(self._members)
 
     def run(self) -> tuple[int, float]:
         """Take steps with nothing but decodes in them, until `complete`; returns where something is due, and when."""
         if not self.is_running:
             constant_s, per_context_token_s = self._times.decode_line(len(self._members))
-            self._core.stop_timing()
             self._open(constant_s, per_context_token_s, is_pure=True)
         return self._next_due()
 
@@ -182,9 +176,8 @@ class DecodeLeap:
             if reason is None:
                 self._plan(member)
             else:
-                group = self._core.group_of(sequence)
-                self._core.end(sequence)
-                emitted.append((group, self._kept.flush(group, reason)))
+                self._core.finish_sample(member.group, sequence.sample_index)
+                emitted.append((member.group, self._kept.flush(member.group, reason)))
         return emitted
 
     def complete_step(self, now_s: float) -> Emitted:
@@ -279,6 +272,7 @@ class DecodeLeap:
     def _join(self, sequence: Sequence) -> None:
         member = _Member(
             sequence=sequence,
+            group=self._unplanned.group_of(sequence),
             kind=self._log.kind(sequence.request.request_id),
             answer=self._executor.answer(sequence),
             since=self._boundary,
@@ -316,8 +310,8 @@ class DecodeLeap:
             return
         start = sequence.num_output_tokens
         token_ids = member.answer.run(start, start + num_steps)
-        self._core.scheduler.advance(sequence, token_ids)
-        self._kept.extend(self._core.group_of(sequence), start, token_ids)
+        self._unplanned.advance(sequence, token_ids)
+        self._kept.extend(member.group, start, token_ids)
         longest_s = max(self._longest_s[member.first_segment :], default=0.0)
         if self._segment is not None and self._boundary > self._segment.start:
             longest_s = max(longest_s, self._segment.step_s(self._boundary))

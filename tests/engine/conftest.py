@@ -1,5 +1,7 @@
-"""Engine tests compute on one thread: several at once must not fight over the cores, and sums keep their order."""
+"""Engine tests compute on one thread: parallel runs must not compete for cores, and sums keep their order."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,19 +14,26 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _save("qwen3", tmp_path_factory)
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function from a tiny model's name to its checkpoint folder, which tests leave as it is."""
+
+    @functools.cache
+    def save(name: str) -> Path:
+        from tests.engine.tiny_models import make_model  # seconds, which most engine tests save
+
+        model_dir = tmp_path_factory.mktemp(name)
+        make_model(name).save_pretrained(model_dir)
+        return model_dir
+
+    return save
 
 
 @pytest.fixture(scope="session")
-def mixed_windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def qwen3(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint("qwen3")
+
+
+@pytest.fixture(scope="session")
+def mixed_windows(checkpoint: Callable[[str], Path]) -> Path:
     """Return a checkpoint whose layers have a window, none, and a window."""
-    return _save("qwen3-layer-types", tmp_path_factory)
-
-
-def _save(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.engine.tiny_models import make_model  # seconds, which most engine tests do without
-
-    model_dir = tmp_path_factory.mktemp(name)
-    make_model(name).save_pretrained(model_dir)
-    return model_dir
+    return checkpoint("qwen3-layer-types")

@@ -1,6 +1,7 @@
-"""What tests of overlapped steps share."""
+"""Steps of a core as tests drive, watch and break them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from engine.core import EngineCore
@@ -8,8 +9,15 @@ from engine.executor import ScheduledSequence, StepHandle, StepResult
 from tests.builders import Collector, expected_tokens, make_request
 
 
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A `StepHandle` whose results a test decides."""
+
+    results: Callable[[], list[StepResult]]
+
+
 class Spy:
-    """Stands between a core and its executor: remembers every batch, and fails where it is told to."""
+    """Stands between a core and its executor: records every batch and injects faults."""
 
     def __init__(self, core: EngineCore) -> None:
         self.batches: list[list[ScheduledSequence]] = []
@@ -23,20 +31,15 @@ class Spy:
         if self.fail_launch_of == len(self.batches):
             self.fail_launch_of = None
             raise RuntimeError("no launch")
-        handle = self._launch(batch)
+        handle, step_idx = self._launch(batch), len(self.batches)
         self.batches.append(list(batch))
-        return _Handle(self, len(self.batches) - 1, handle)
+        return Handle(lambda: self._results(handle, step_idx))
 
-
-class _Handle:
-    def __init__(self, spy: Spy, step_idx: int, handle: StepHandle) -> None:
-        self._spy, self._step_idx, self._handle = spy, step_idx, handle
-
-    def results(self) -> list[StepResult]:
-        self._spy.taken.append(self._step_idx)
-        results = self._handle.results()
-        if self._step_idx in self._spy.fail_results_of:
-            raise RuntimeError(f"no results of step {self._step_idx}")
+    def _results(self, handle: StepHandle, step_idx: int) -> list[StepResult]:
+        self.taken.append(step_idx)
+        results = handle.results()
+        if step_idx in self.fail_results_of:
+            raise RuntimeError(f"no results of step {step_idx}")
         return results
 
 
@@ -46,7 +49,7 @@ def step(core: EngineCore) -> None:
 
 
 def step_until_flight_knows(core: EngineCore, collector: Collector, num_tokens: int) -> None:
-    """Step until so many tokens have come; the step behind the last one is in flight then."""
+    """Step until `num_tokens` tokens have come; the next step is in flight then."""
     while len(collector.outputs) < num_tokens:
         step(core)
     assert core.num_steps_in_flight == 1

@@ -1,4 +1,4 @@
-"""The sampler's rules, written down a second time: one row, one token at a time, NumPy float64, no cleverness."""
+"""The sampler's rules in plain form: one row, one token at a time, NumPy float64."""
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +51,7 @@ def distribution(logits: npt.NDArray[np.float32], row: SamplingRow, eos: frozens
 
 
 def choice(logits: npt.NDArray[np.float32], row: SamplingRow, eos: frozenset[int]) -> int:
-    """Return the drawn token: the one whose exponential time, divided by its probability, is the shortest."""
+    """Return the drawn token: the one with the shortest exponential time divided by its probability."""
     key = noise_key(row.params.seed, row.sample_index, row.token_index)
     arrivals = [
         waiting_time(key, token) / probability if probability else np.inf

@@ -168,7 +168,7 @@ def test_allocate_prefers_uncached_pages_over_cached_ones() -> None:
     pool.release(cached)
     pool.release(scratch)
     assert set(pool.allocate(2)) == set(scratch)
-    assert pool.num_cached == 1
+    assert pool.num_cached_blocks == 1
 
 
 def test_publish_when_another_page_has_the_hash_keeps_the_first() -> None:
@@ -177,11 +177,11 @@ def test_publish_when_another_page_has_the_hash_keeps_the_first() -> None:
     (second,) = pool.allocate(1)
     (block_hash,) = hash_blocks([0, 1], root=ROOT, block_size=BLOCK_SIZE)
     assert pool.publish(second, block_hash, behind=None) == first
-    assert pool.block_with(block_hash) == first
+    assert pool.match_prefix([block_hash]) == [first]
     assert pool.is_writable(second)
 
 
-def test_release_below_zero_is_our_own_bug_and_says_so() -> None:
+def test_release_below_zero_is_asserted_with_the_count() -> None:
     pool = BlockPool(1)
     table = pool.allocate(1)
     pool.release(table)
@@ -225,7 +225,7 @@ def test_block_that_two_samples_computed_does_not_outlive_its_parent() -> None:
     assert pool.allocate(3) == [second, first, parent]
 
 
-def test_sharing_within_a_request_is_no_reuse() -> None:
+def test_sharing_within_a_request_does_not_count_as_reuse() -> None:
     pool = BlockPool(2)
     table = _published(pool, [0, 0, 0, 1])
     pool.acquire(table)

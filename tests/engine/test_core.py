@@ -12,15 +12,8 @@ from engine.core import EngineCore
 from engine.events import FinishReason, Started, Tokens
 from engine.group import Group
 from tests import builders
-from tests.builders import (
-    BLOCK_SIZE,
-    Collector,
-    assert_empty,
-    expected_tokens,
-    make_request,
-    run_until_idle,
-    submit,
-)
+from tests.builders import BLOCK_SIZE, Collector, assert_empty, expected_tokens, make_request, run_until_idle, submit
+from tests.engine.overlap import Spy, step
 
 MakeCore = Callable[..., EngineCore]
 BOUNDARY_LENGTHS = sorted({1, *(BLOCK_SIZE * k + d for k in (1, 2, 5) for d in (-1, 0, 1))})
@@ -100,8 +93,7 @@ def test_preempted_request_is_resumed_before_later_arrivals_start(make_core: Mak
     _g, late = submit(core, make_request([1] * 9, max_tokens=12, ignore_eos=True))
     _g, last = submit(core, make_request([2] * 9, max_tokens=12, ignore_eos=True))
     while not last.events:
-        for group, event in core.step():
-            group.sink(event)
+        step(core)
     assert core.load().num_preemptions > 0
     assert (len(early.outputs), len(late.outputs)) == (12, 12)
     run_until_idle(core)
@@ -114,8 +106,7 @@ def test_n_samples_share_prompt_pages_and_equal_single_samples(make_core: MakeCo
     request = make_request(range(num_prompt_tokens), n=5, temperature=1.0, seed=3, max_tokens=9, ignore_eos=True)
     _group, collector = submit(core, request)
     while not collector.outputs:
-        for group, event in core.step():
-            group.sink(event)
+        step(core)
     assert core.load().num_used_blocks == -(-num_prompt_tokens // BLOCK_SIZE), "samples must share the prompt's pages"
     run_until_idle(core)
     for sample in range(5):
@@ -184,12 +175,11 @@ def test_eos_ends_a_sample_unless_ignored(make_core: MakeCore) -> None:
     raise AssertionError("the fake never drew its end-of-sequence token")
 
 
-def test_prompt_logprobs_of_a_prompt_that_was_preempted_half_way_come_once(make_core: MakeCore) -> None:
+def test_prompt_logprobs_of_a_prompt_preempted_half_way_come_once(make_core: MakeCore) -> None:
     core = make_core(num_blocks=16, max_step_tokens=5)
     _g, early = submit(core, make_request([0] * 11, max_tokens=40, ignore_eos=True))
     while not early.outputs:
-        for group, event in core.step():
-            group.sink(event)
+        step(core)
     _g, late = submit(core, make_request([1] * 43, max_tokens=2, num_prompt_logprobs=1))
     run_until_idle(core)
     assert core.load().num_preemptions > 0
@@ -197,7 +187,7 @@ def test_prompt_logprobs_of_a_prompt_that_was_preempted_half_way_come_once(make_
     assert_empty(core)
 
 
-def test_prompt_logprobs_of_a_sample_that_is_computed_again_or_taken_over_are_not_told_again(
+def test_prompt_logprobs_are_sent_once_when_a_sample_is_recomputed_or_taken_over(
     make_core: MakeCore,
 ) -> None:
     core = make_core(num_blocks=12, max_step_tokens=32)
@@ -222,8 +212,7 @@ def test_cancel_in_every_phase_frees_everything(make_core: MakeCore, steps_befor
     group, collector = submit(core, make_request(prompt, n=4, temperature=1.0, max_tokens=50, ignore_eos=True))
     _other, survivor = submit(core, make_request([9, 9], max_tokens=4, ignore_eos=True))
     for _ in range(steps_before_cancel):
-        for emitted_group, event in core.step():
-            emitted_group.sink(event)
+        step(core)
     core.cancel(group)
     before = len(collector.outputs)
     run_until_idle(core)
@@ -254,19 +243,12 @@ def test_add_when_it_can_never_fit_raises_prompt_too_long(
 def test_step_when_executor_fails_ends_only_that_batch(make_core: MakeCore) -> None:
     core = make_core()
     group, collector = submit(core, make_request([1, 2, 3]))
-    launch = core.executor.launch
-
-    def broken(batch: object) -> list[object]:
-        raise RuntimeError("boom")
-
-    core.executor.launch = broken  # type: ignore[method-assign,assignment]
-    for emitted_group, event in core.step():
-        emitted_group.sink(event)
+    Spy(core).fail_launch_of = 0
+    step(core)
     assert collector.failure is not None
     assert isinstance(collector.failure.error, EngineFault)
     assert group.is_over
     assert_empty(core)
-    core.executor.launch = launch  # type: ignore[method-assign]
     _group, after = submit(core, make_request([1, 2, 3]))
     run_until_idle(core)
     assert after.token_ids() == expected_tokens(_group.request)
@@ -282,7 +264,7 @@ def test_reserve_refuses_when_pages_are_short_and_grants_after_release(make_core
     assert isinstance(core.reserve(make_request(range(100, 120), max_tokens=4), Collector()), Group)
 
 
-def test_handoff_inside_one_process_equals_oracle_and_publishes_only_verified_blocks(make_core: MakeCore) -> None:
+def test_handoff_in_one_process_equals_oracle_and_publishes_only_verified_blocks(make_core: MakeCore) -> None:
     prefill, decode = make_core(max_step_tokens=16), make_core()
     request = make_request(range(23), max_tokens=10, ignore_eos=True)
     collector, sent = Collector(), Collector()

@@ -1,7 +1,7 @@
-"""EngineCore as a state machine: everything a worker may do to it, in any order, in turn and overlapped.
+"""EngineCore as a state machine: all calls of a worker, in any order, in turn and overlapped.
 
 The fake engine computes a launched step as late as possible and answers with a hash of the pages that it finds. So a
-page that changes hands too early, or is published with the wrong content, becomes a wrong token.
+page that gets a new owner too early, or is published with wrong content, gives a wrong token.
 """
 
 from collections import Counter
@@ -18,33 +18,33 @@ from common.block_hash import hash_blocks
 from common.errors import PromptTooLong, Refused
 from common.ids import BlockHash, BlockId
 from engine.events import Tokens
-from engine.executor import ScheduledSequence, StepHandle, StepResult
 from engine.fake import token_kv
 from engine.group import Group
 from engine.landing import Landing
 from engine.sequence import EngineRequest, Retention, SequenceState
 from tests.builders import BLOCK_SIZE, Collector, assert_empty, expected_tokens, make_core, make_request
+from tests.engine.overlap import Spy, step
 
 STOP_TOKEN = ord("e")  # one of the fake's letters
 
 
 @dataclass(eq=False)
 class Work:
-    """A request and what is known of its answer."""
+    """A request and the known part of its answer."""
 
     group: Group
     collector: Collector
     kind: str
     """"add", "prefill" or "reserve"."""
     is_ended: bool = False
-    """Cancelled from outside."""
+    """Whether it was cancelled."""
     ended_samples: set[int] = field(default_factory=set)
     first_index: int = 0
-    """Index of the first token that comes from here."""
+    """Index of the first token that this core generates."""
     _answers: dict[int, list[int]] = field(default_factory=dict)
 
     def answer(self, sample: int) -> list[int]:
-        """Return the whole answer, as it should be."""
+        """Return the correct whole answer."""
         if sample not in self._answers:
             request = self.group.request
             tokens = expected_tokens(request, sample=sample)
@@ -53,38 +53,10 @@ class Work:
         return self._answers[sample]
 
     def told(self, sample: int) -> list[int]:
-        """Return the tokens that came, which must be consecutive from the first one on."""
+        """Return the received tokens, which must be consecutive from the first one on."""
         outputs = [o for o in self.collector.outputs if o.sample_index == sample]
         assert [o.token_index for o in outputs] == list(range(self.first_index, self.first_index + len(outputs)))
         return [o.token_id for o in outputs]
-
-
-class Faults:
-    """An executor's launch with faults on demand."""
-
-    def __init__(self, launch: Any) -> None:
-        self._launch = launch
-        self.in_next_launch = False
-        self.in_next_results = False
-
-    def launch(self, batch: Sequence[ScheduledSequence]) -> StepHandle:
-        if self.in_next_launch:
-            self.in_next_launch = False
-            raise RuntimeError("no launch")
-        handle: StepHandle = self._launch(batch)
-        if self.in_next_results:
-            self.in_next_results = False
-            return _Broken(handle)
-        return handle
-
-
-class _Broken:
-    def __init__(self, handle: StepHandle) -> None:
-        self._handle = handle
-
-    def results(self) -> list[StepResult]:
-        self._handle.results()
-        raise RuntimeError("no results")
 
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
@@ -122,10 +94,9 @@ class CoreMachine(RuleBasedStateMachine):
             max_steps_in_flight=max_steps_in_flight,
         )
         self.core.scheduler.pages.num_admitted = num_admitted
-        self.faults = Faults(self.core.executor.launch)
-        self.core.executor.launch = self.faults.launch  # type: ignore[method-assign]
+        self.spy = Spy(self.core)
 
-    # ── what a worker does ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── calls of a worker ──────────────────────────────────────────────────────────────────────────────────────────
 
     @rule(
         prompt=PROMPTS,
@@ -170,13 +141,9 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(num_steps=st.integers(1, 4))
     def steps(self, num_steps: int) -> None:
-        self.step(num_steps)
-
-    def step(self, num_steps: int) -> None:
         for _ in range(num_steps):
             if self.core.has_work:
-                for group, event in self.core.step():
-                    group.sink(event)
+                step(self.core)
 
     @rule(data=st.data())
     def transfer_and_start(self, data: st.DataObject) -> None:
@@ -187,7 +154,7 @@ class CoreMachine(RuleBasedStateMachine):
         size = BLOCK_SIZE
         self.fill(work)
         whole = data.draw(st.booleans())
-        if not whole:  # verified so far; published, and the rest comes later
+        if not whole:  # a verified part, which is published; the rest comes later
             self.core.commit(work.group, max(leader.num_computed, leader.num_tokens // size * size))
             return
         self.core.commit(work.group, leader.num_tokens)
@@ -212,8 +179,8 @@ class CoreMachine(RuleBasedStateMachine):
         landing, request = data.draw(st.sampled_from(self.landings))
         self.landings.remove((landing, request))
         if landing.block_table:
-            num_blocks = data.draw(st.integers(landing.num_cached, len(landing.hashes)))
-            self.write(landing.block_ids(), range(landing.num_cached, num_blocks), request.prompt_token_ids)
+            num_blocks = data.draw(st.integers(landing.num_cached_blocks, len(landing.hashes)))
+            self.write(landing.block_ids(), range(landing.num_cached_blocks, num_blocks), request.prompt_token_ids)
             for i in range(num_blocks):
                 self.tokens_of[landing.hashes[i]] = request.prompt_token_ids[: (i + 1) * BLOCK_SIZE]
             self.core.landings.commit(landing, num_blocks)
@@ -272,8 +239,11 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(fault=st.sampled_from([None, None, None, "launch", "results"]))
     def break_next_step(self, fault: str | None) -> None:
-        self.faults.in_next_launch = fault == "launch"
-        self.faults.in_next_results = fault == "results"
+        next_step = len(self.spy.batches)
+        self.spy.fail_launch_of = next_step if fault == "launch" else None
+        self.spy.fail_results_of.discard(next_step)
+        if fault == "results":
+            self.spy.fail_results_of.add(next_step)
 
     # ── what must hold ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -321,8 +291,7 @@ class CoreMachine(RuleBasedStateMachine):
                 for i, block_hash in enumerate(hashes):
                     self.tokens_of[block_hash] = tuple(sequence.token_ids[: (i + 1) * BLOCK_SIZE])
         for block_hash in self.core.pool.snapshot().stored:
-            block_id = self.core.pool.block_with(block_hash)
-            assert block_id is not None
+            (block_id,) = self.core.pool.match_prefix([block_hash])
             tokens = self.tokens_of[block_hash]
             found = np.frombuffer(self.core.executor.kv.read_blocks([block_id]), dtype="<u8")
             start = len(tokens) - BLOCK_SIZE
@@ -334,7 +303,7 @@ class CoreMachine(RuleBasedStateMachine):
         running = scheduler.running
         decoding = [s for s in running if not s.is_pinned and s.num_tokens - s.num_ready == 1]
         starts = [(s, s.num_ready) for s in running if s not in decoding]
-        starts += [(s, s.num_expected) for s in scheduler.waiting]
+        starts += [(s, s.num_expected_cached_tokens) for s in scheduler.waiting]
         assert load.num_decoding == len(decoding)
         assert load.num_pending_prefill_tokens == sum(s.num_tokens - start for s, start in starts)
         pairs = sum(position + 1 for s, start in starts for position in range(start, s.num_tokens))
@@ -353,7 +322,8 @@ class CoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "core"):
             return
-        self.faults.in_next_launch = self.faults.in_next_results = False
+        self.spy.fail_launch_of = None
+        self.spy.fail_results_of.discard(len(self.spy.batches))
         for work in self.works:
             if work.kind == "reserve" and work.group.leader.state is SequenceState.RESERVED:
                 work.is_ended = True
@@ -362,7 +332,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.core.landings.release(landing)
         for pin in self.pins:
             self.core.landings.unpin(pin)
-        for _ in range(len(self.works) + 1):  # each round at least one more request has got its pages
+        for _ in range(len(self.works) + 1):  # in each round at least one more request gets its pages
             self.core.wake()
             self.run_until_idle()
             for work in self.works:
@@ -385,12 +355,11 @@ class CoreMachine(RuleBasedStateMachine):
     # ── helpers ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def run_until_idle(self) -> None:
-        """Step as the engine thread does: a core that is stalled waits for a command."""
+        """Step like the engine thread: a stalled core waits for a command."""
         for _ in range(1000):
             if not self.core.has_work:
                 return
-            for group, event in self.core.step():
-                group.sink(event)
+            step(self.core)
         raise AssertionError("still busy after 1000 steps")
 
     def alive(self) -> list[Work]:
@@ -400,18 +369,18 @@ class CoreMachine(RuleBasedStateMachine):
         return [work for work in self.works if work.group.leader.state is SequenceState.RESERVED]
 
     def whole_answer(self, work: Work, sample: int) -> list[int]:
-        """Return what comes from here: without what another worker has told."""
+        """Return the part of the answer that this core generates."""
         request: EngineRequest = work.group.request
         return work.answer(sample)[0 if request.output_token_ids else work.first_index :]
 
     def fill(self, work: Work) -> None:
-        """Write a reservation's pages, as a transfer does: at any time, whatever is in flight."""
+        """Write a reservation's pages, as a transfer does at any time."""
         leader = work.group.leader
         indexes = range(leader.num_computed // BLOCK_SIZE, len(leader.block_table))
         self.write(leader.block_ids(), indexes, leader.token_ids)
 
     def write(self, block_table: Sequence[BlockId], indexes: range, token_ids: Sequence[int]) -> None:
-        """Write the right KV of these blocks of a sequence into its pages."""
+        """Write the correct KV of these blocks of a sequence into its pages."""
         for i in indexes:
             positions = range(i * BLOCK_SIZE, min((i + 1) * BLOCK_SIZE, len(token_ids)))
             page = np.zeros(BLOCK_SIZE, dtype="<u8")

@@ -1,4 +1,4 @@
-"""What of a cache is worth most, beside a naive model that looks at every block."""
+"""The most valuable prefixes of a cache, against a naive model that looks at every block."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +15,7 @@ from tests.engine.test_block_pool import NUM_BLOCKS, ROOT, PoolMachine
 
 
 class HotMachine(PoolMachine):
-    """The pool under any use; at each point its hot prefixes are what evicting everything else would leave."""
+    """The pool under any use; its hot prefixes are always what evicting all other blocks would leave."""
 
     def check(self) -> None:
         held = [holder.table for holder in self.holders]
@@ -44,8 +44,7 @@ class HotMachine(PoolMachine):
         assert not left_out or not chosen or max(left_out) <= min(chosen)
 
     def page(self, block_hash: BlockHash) -> int:
-        page = self.pool.block_with(block_hash)
-        assert page is not None
+        (page,) = self.pool.match_prefix([block_hash])
         return page
 
     def teardown(self) -> None:
@@ -58,7 +57,7 @@ TestHotPrefixes = HotMachine.TestCase
 
 @settings(max_examples=60, deadline=None)
 @given(tokens=st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=10), min_size=1, max_size=6))
-def test_page_that_is_evicted_is_the_one_of_the_least_value(tokens: list[list[int]]) -> None:
+def test_evicted_page_has_the_least_value(tokens: list[list[int]]) -> None:
     machine = HotMachine()
     for each in tokens:
         machine.admit(each, 1, None, is_published=True)
@@ -89,7 +88,7 @@ def test_prefix_that_running_requests_share_comes_first() -> None:
     assert first.num_reused == 3
 
 
-def test_number_of_blocks_is_bounded_and_cuts_a_chain_from_its_end() -> None:
+def test_hot_prefixes_are_cut_to_max_blocks_from_their_ends() -> None:
     core = make_core()
     request = make_request(list(range(5 * BLOCK_SIZE + 1)), max_tokens=1)
     submit(core, request)

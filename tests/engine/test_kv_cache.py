@@ -1,9 +1,11 @@
-"""The KV store: bytes out, bytes in, and the same bytes seen from another process."""
+"""The KV store, and the regions in which other processes see its bytes."""
 
+import gc
 import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,28 +13,17 @@ import torch
 
 from common.errors import LayoutMismatch
 from common.ids import BlockId
-from engine.executor import KvShape
+from engine.executor import NONCE_BYTES
 from engine.kv_cache import TorchKvStore, num_blocks_for_budget
-from engine.shared_memory import NONCE_BYTES
+from engine.shared_memory import allocate_region, map_peer_region
+from tests.engine.cuda_kv.support import make_shape
 
 CPU = torch.device("cpu")
 
 
-def make_shape(dtype: str = "float32") -> KvShape:
-    return KvShape(
-        num_layers=3,
-        num_kv_heads=2,
-        head_dim=6,
-        block_size=4,
-        dtype=dtype,
-        bytes_per_element=4 if dtype == "float32" else 2,
-        fingerprint="test",
-    )
-
-
 def make_store(dtype: str = "float32", num_blocks: int = 5) -> TorchKvStore:
     """Return a store whose every element differs from its neighbours."""
-    store = TorchKvStore(make_shape(dtype), num_blocks, device=CPU)
+    store = TorchKvStore(make_shape(dtype=dtype), num_blocks, device=CPU)
     for layer_idx, pages in enumerate(store.layers):
         for half, page in enumerate(pages):
             values = torch.arange(page.numel(), dtype=torch.float32) + 1000 * (2 * layer_idx + half)
@@ -58,40 +49,13 @@ def test_read_blocks_when_order_is_scrambled_returns_each_block_contiguous(dtype
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_write_blocks_when_given_what_was_read_restores_it_elsewhere(dtype: str) -> None:
-    source, target = make_store(dtype), TorchKvStore(make_shape(dtype), 7, device=CPU)
+    source, target = make_store(dtype), TorchKvStore(make_shape(dtype=dtype), 7, device=CPU)
     target.write_blocks(ids(6, 2), source.read_blocks(ids(1, 4)))
     for (keys, values), (target_keys, target_values) in zip(source.layers, target.layers, strict=True):
         assert torch.equal(target_keys[6], keys[1])
         assert torch.equal(target_values[2], values[4])
         assert not target_keys[[0, 1, 3, 4, 5]].any()
     assert target.read_blocks(ids(6, 2)) == source.read_blocks(ids(1, 4))
-
-
-def test_read_blocks_when_pages_change_afterwards_keeps_the_copy() -> None:
-    store = make_store()
-    data = store.read_blocks(ids(1))
-    before = bytes(data)
-    store.clear_blocks(ids(1))
-    assert bytes(data) == before
-
-
-def test_read_blocks_when_no_block_is_asked_for_returns_nothing() -> None:
-    assert make_store().read_blocks([]).nbytes == 0
-
-
-@pytest.mark.parametrize("block_id", [-1, 5])
-def test_read_blocks_when_id_is_out_of_range_reports_layout_mismatch(block_id: int) -> None:
-    with pytest.raises(LayoutMismatch, match="no block"):
-        make_store().read_blocks(ids(block_id))
-
-
-@pytest.mark.parametrize("difference", [-1, 1])
-def test_write_blocks_when_size_is_wrong_reports_layout_mismatch_and_writes_nothing(difference: int) -> None:
-    store = make_store()
-    before = bytes(store.read_blocks(ids(0, 1)))
-    with pytest.raises(LayoutMismatch, match="2 blocks take"):
-        store.write_blocks(ids(0, 1), memoryview(bytes(2 * store.shape.block_bytes + difference)))
-    assert bytes(store.read_blocks(ids(0, 1))) == before
 
 
 def test_copy_block_when_copied_leaves_source_and_others_alone() -> None:
@@ -139,7 +103,7 @@ _PEER = """
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no anonymous memory files on this system")
-def test_map_peer_when_another_process_maps_the_region_reads_the_same_bytes_without_warnings() -> None:
+def test_map_peer_in_another_process_reads_the_same_bytes_without_warnings() -> None:
     store = make_store("bfloat16")
     region = store.shared_region
     assert region is not None
@@ -148,3 +112,58 @@ def test_map_peer_when_another_process_maps_the_region_reads_the_same_bytes_with
     done = subprocess.run(command, capture_output=True, timeout=60, check=False)
     assert done.stderr.decode() == ""
     assert np.frombuffer(done.stdout, np.uint8).tobytes() == bytes(store.read_blocks(ids(4, 0, 2)))
+
+
+def test_peer_sees_what_is_written_and_only_with_the_right_nonce_and_size() -> None:
+    memory, region = allocate_region(64)
+    assert region is not None
+    peer = map_peer_region(pid=os.getpid(), fd=region.fd, size_bytes=region.size_bytes, nonce=region.nonce)
+    memory[:5] = b"hello"
+    assert peer[:5] == b"hello"
+    for size_bytes, nonce in ((region.size_bytes, b"x" * NONCE_BYTES), (region.size_bytes + 1, region.nonce)):
+        with pytest.raises(OSError, match="/proc/"):
+            map_peer_region(pid=os.getpid(), fd=region.fd, size_bytes=size_bytes, nonce=nonce)
+
+
+def test_dropped_region_closes_its_descriptor_and_survives_in_a_mapping() -> None:
+    memory, region = allocate_region(64)
+    assert region is not None
+    memory[:5] = b"hello"
+    peer = map_peer_region(pid=os.getpid(), fd=region.fd, size_bytes=region.size_bytes, nonce=region.nonce)
+    del memory
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(region.fd)
+    assert peer[:5] == b"hello"
+
+
+def test_descriptor_of_a_named_pipe_or_an_empty_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # opening it waits for a writer
+    pipe, empty = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK), os.memfd_create("empty")
+    try:
+        for fd in (pipe, empty):
+            with pytest.raises(OSError, match="/proc/"):
+                map_peer_region(pid=os.getpid(), fd=fd, size_bytes=0, nonce=b"x" * NONCE_BYTES)
+    finally:
+        os.close(pipe)
+        os.close(empty)
+
+
+def test_region_keeps_its_size_so_that_no_peer_can_kill_its_readers() -> None:
+    _memory, region = allocate_region(64)
+    assert region is not None
+    for size_bytes in (0, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(region.fd, size_bytes)
+
+
+def test_peer_that_names_a_pipe_or_memory_that_could_shrink_is_refused_at_once() -> None:
+    reading, writing = os.pipe()
+    os.close(writing)
+    unsealed = os.memfd_create("x", os.MFD_CLOEXEC)
+    os.ftruncate(unsealed, 64)
+    empty = os.memfd_create("x", os.MFD_CLOEXEC)
+    for fd, size_bytes in ((reading, 0), (unsealed, 64), (empty, 0)):
+        with pytest.raises(OSError):
+            map_peer_region(pid=os.getpid(), fd=fd, size_bytes=size_bytes, nonce=bytes(NONCE_BYTES))
+        os.close(fd)

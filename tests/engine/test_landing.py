@@ -1,4 +1,4 @@
-"""Landings: a request that pulls its prefix first keeps its place in line, and takes nobody's pages."""
+"""Landings: a request that pulls its prefix keeps its place in line and takes no other request's pages."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from engine.group import Group
 from tests.builders import BLOCK_SIZE, Collector, assert_empty, make_core, make_request, run_until_idle, submit
 
 
-def test_request_that_pulled_enters_at_the_place_of_its_arrival_and_tells_its_whole_wait() -> None:
+def test_request_that_pulled_enters_in_order_of_arrival_and_reports_its_whole_wait() -> None:
     clock = ManualClock()
     core = make_core(max_running=1, clock=clock)
     _first, _ = submit(core, make_request(range(8), ignore_eos=True))
@@ -35,7 +35,7 @@ def test_pull_is_granted_no_page_that_the_first_in_line_needs() -> None:
     core = make_core(num_blocks=16, max_running=1)
     running, _ = submit(core, make_request(range(16), max_tokens=9, ignore_eos=True))
     core.step()
-    submit(core, make_request(range(40, 64), ignore_eos=True))  # six pages, one more is spared for growth
+    submit(core, make_request(range(40, 64), ignore_eos=True))  # six pages, and one more stays free for growth
     num_left = core.pool.num_free - 7
     landing = core.arrive(make_request(range(100, 164)).block_hashes[: num_left + 1])
     assert isinstance(core.landings.reserve(landing), Refused)
@@ -46,7 +46,7 @@ def test_pull_is_granted_no_page_that_the_first_in_line_needs() -> None:
 
 
 def land(core: EngineCore, prompt: Sequence[int], num_blocks: int) -> tuple[Group, Collector] | Refused:
-    """Pull the first blocks of a prompt, and put its request in line."""
+    """Pull the first blocks of a prompt and put its request in line."""
     request, told = make_request(prompt, max_tokens=1), Collector()
     landing = core.arrive(request.block_hashes[:num_blocks])
     refused = core.landings.reserve(landing)
@@ -59,13 +59,13 @@ def land(core: EngineCore, prompt: Sequence[int], num_blocks: int) -> tuple[Grou
 
 
 def num_pulled(told: Collector) -> int:
-    """Blocks that a request found of those that were pulled for it, when it began."""
+    """Return how many of its pulled blocks a request found when it started."""
     started = told.events[0]
     assert isinstance(started, Started)
     return started.num_pulled_tokens // BLOCK_SIZE
 
 
-def test_blocks_that_were_pulled_for_those_in_line_are_there_when_they_begin_however_much_later_ones_pull() -> None:
+def test_pulled_blocks_of_waiting_requests_survive_later_pulls() -> None:
     core = make_core(num_blocks=25, max_running=1)
     submit(core, make_request(range(8), max_tokens=4, ignore_eos=True))
     core.step()
@@ -75,7 +75,7 @@ def test_blocks_that_were_pulled_for_those_in_line_are_there_when_they_begin_how
     assert_empty(core)
 
 
-def test_running_request_that_grows_takes_pulled_pages_of_the_latest_in_line_and_is_not_preempted() -> None:
+def test_growing_request_takes_back_pulled_pages_of_the_latest_in_line() -> None:
     core = make_core(num_blocks=20, max_running=1)
     submit(core, make_request(range(8), max_tokens=48, ignore_eos=True))  # 14 pages in the end
     core.step()
@@ -97,7 +97,7 @@ def test_first_in_line_takes_pulled_pages_of_those_behind_it() -> None:
     assert not isinstance(landed, Refused)
     early = make_request(range(200, 260), max_tokens=1)
     landing = core.arrive(early.block_hashes[:0])
-    landing.order = 0  # it arrived before, and pulled for long
+    landing.order = 0  # it arrived before, and its pull took long
     told = Collector()
     core.add(early, told, landing)
     run_until_idle(core)
@@ -106,7 +106,7 @@ def test_first_in_line_takes_pulled_pages_of_those_behind_it() -> None:
     assert_empty(core)
 
 
-def test_request_that_leaves_the_line_lets_go_of_what_was_pulled_for_it() -> None:
+def test_request_that_leaves_the_line_releases_its_pulled_pages() -> None:
     core = make_core(max_running=1)
     running, _ = submit(core, make_request(range(8), ignore_eos=True))
     core.step()
@@ -118,7 +118,7 @@ def test_request_that_leaves_the_line_lets_go_of_what_was_pulled_for_it() -> Non
     assert_empty(core)
 
 
-def test_block_that_a_sibling_publishes_meanwhile_takes_the_place_of_the_pulled_one() -> None:
+def test_block_that_a_sibling_publishes_first_replaces_the_pulled_one() -> None:
     core = make_core()
     request = make_request(range(12), max_tokens=1)
     landing = core.arrive(request.block_hashes[:2])

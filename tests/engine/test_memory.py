@@ -1,9 +1,12 @@
-"""KV memory from measured figures; control groups from files as the kernel writes them."""
+"""KV memory of hosts and devices from measured figures; control groups from files as the kernel writes them."""
 
 from pathlib import Path
 
 import pytest
+import torch
 
+from engine.cuda.device import MeasuredMemory, device_for
+from engine.cuda.loading import StepBounds, kv_bytes_left
 from engine.memory import (
     DeviceMemory,
     HostMemory,
@@ -13,6 +16,7 @@ from engine.memory import (
     host_kv_bytes,
     measure_host,
 )
+from tests.engine.driver import DEVICE
 
 GIB = 1 << 30
 
@@ -31,24 +35,26 @@ def write_group(folder: Path, files: dict[str, object]) -> None:
         (folder / name).write_text(f"{content}\n", encoding="ascii")
 
 
-def write_proc(folder: Path, *lines: str) -> Path:
-    write_group(folder, {"cgroup": "\n".join(lines)})
-    return folder
-
-
 # ── pages from figures ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_host_when_dealt_takes_half_of_the_part_less_its_own_use() -> None:
-    assert host_kv_bytes(make_host(), MemoryShare(host_bytes=5 * GIB)) == 2 * GIB
-
-
-def test_host_when_not_dealt_takes_its_fraction_of_what_is_there_without_itself() -> None:
-    assert host_kv_bytes(make_host(available_gib=15, process_gib=1), MemoryShare(host_fraction=0.25)) == 1.5 * GIB
-
-
-def test_host_when_less_is_free_than_was_dealt_never_takes_more_than_is_free() -> None:
-    assert host_kv_bytes(make_host(available_gib=2), MemoryShare(host_bytes=9 * GIB)) == 1 * GIB
+@pytest.mark.parametrize(
+    ("memory", "share", "expected_gib"),
+    [
+        pytest.param(make_host(), MemoryShare(host_bytes=5 * GIB), 2, id="half of its part less its own use"),
+        pytest.param(
+            make_host(available_gib=15, process_gib=1),
+            MemoryShare(host_fraction=0.25),
+            1.5,
+            id="without a part: of its fraction of what is there without itself",
+        ),
+        pytest.param(
+            make_host(available_gib=2), MemoryShare(host_bytes=9 * GIB), 1, id="never of more than what is free"
+        ),
+    ],
+)
+def test_host_kv_bytes_are_half_of_its_part(memory: HostMemory, share: MemoryShare, expected_gib: float) -> None:
+    assert host_kv_bytes(memory, share) == expected_gib * GIB
 
 
 def test_host_when_a_worker_restarts_beside_full_peers_finds_the_same_pages() -> None:
@@ -77,74 +83,75 @@ def test_host_when_the_process_outgrew_its_part_says_so() -> None:
         host_kv_bytes(make_host(process_gib=2), MemoryShare(host_bytes=GIB))
 
 
-def test_device_when_whole_is_what_is_free() -> None:
-    assert device_free_bytes(make_device(), MemoryShare()) == 60 * GIB
-
-
-def test_device_when_halved_is_the_half_less_its_own_use() -> None:
-    assert device_free_bytes(make_device(), MemoryShare(device_fraction=0.5)) == (40 - 16) * GIB
-
-
-def test_device_when_others_use_the_rest_is_never_more_than_is_free() -> None:
-    assert device_free_bytes(make_device(free_gib=10), MemoryShare(device_fraction=0.5)) == 10 * GIB
+@pytest.mark.parametrize(("free_gib", "fraction", "expected_gib"), [(60, 1.0, 60), (60, 0.5, 40 - 16), (10, 0.5, 10)])
+def test_device_free_bytes_are_the_rest_of_the_part_and_at_most_what_is_free(
+    free_gib: int, fraction: float, expected_gib: int
+) -> None:
+    assert (
+        device_free_bytes(make_device(free_gib=free_gib), MemoryShare(device_fraction=fraction)) == expected_gib * GIB
+    )
 
 
 # ── control groups ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_cgroup_v2_counts_the_limit_less_what_is_in_use(tmp_path: Path) -> None:
-    proc = write_proc(tmp_path / "proc", "0::/pod/container")
-    stat = "anon 100\ninactive_file 300\nactive_file 50"
-    write_group(tmp_path / "fs/pod/container", {"memory.max": 1000, "memory.current": 500, "memory.stat": stat})
-
-    assert cgroup_headroom_bytes(proc, tmp_path / "fs") == 1000 - (500 - 300)
+V2, V1 = ["0::/pod/container"], ["5:cpu,cpuacct:/docker/abc", "4:memory:/docker/abc"]
 
 
-def test_cgroup_v2_when_an_outer_group_is_tighter_counts_that(tmp_path: Path) -> None:
-    proc = write_proc(tmp_path / "proc", "0::/pod/container")
-    write_group(tmp_path / "fs/pod/container", {"memory.max": 1000, "memory.current": 100})
-    write_group(tmp_path / "fs/pod", {"memory.max": 1200, "memory.current": 900})
-
-    assert cgroup_headroom_bytes(proc, tmp_path / "fs") == 300
-
-
-def test_cgroup_v2_when_unlimited_is_none(tmp_path: Path) -> None:
-    proc = write_proc(tmp_path / "proc", "0::/user.slice")
-    write_group(tmp_path / "fs/user.slice", {"memory.max": "max", "memory.current": 100})
-
-    assert cgroup_headroom_bytes(proc, tmp_path / "fs") is None
-
-
-def test_cgroup_v2_when_the_mount_is_the_containers_own_reads_it_there(tmp_path: Path) -> None:
-    proc = write_proc(tmp_path / "proc", "0::/")
-    write_group(tmp_path / "fs", {"memory.max": 700, "memory.current": 200})
-
-    assert cgroup_headroom_bytes(proc, tmp_path / "fs") == 500
-
-
-def test_cgroup_v1_when_the_path_is_the_hosts_reads_the_mount(tmp_path: Path) -> None:
-    proc = write_proc(tmp_path / "proc", "5:cpu,cpuacct:/docker/abc", "4:memory:/docker/abc")
-    stat = "inactive_file 1\ntotal_inactive_file 40"
-    write_group(
-        tmp_path / "fs/memory",
-        {"memory.limit_in_bytes": 800, "memory.usage_in_bytes": 240, "memory.stat": stat},
-    )
-
-    assert cgroup_headroom_bytes(proc, tmp_path / "fs") == 600
-
-
-def test_cgroup_v1_when_unlimited_is_none(tmp_path: Path) -> None:
-    proc = write_proc(tmp_path / "proc", "4:memory:/")
-    write_group(tmp_path / "fs/memory", {"memory.limit_in_bytes": 9223372036854771712, "memory.usage_in_bytes": 240})
-
-    assert cgroup_headroom_bytes(proc, tmp_path / "fs") is None
-
-
-def test_cgroup_when_over_its_limit_is_zero(tmp_path: Path) -> None:
-    proc = write_proc(tmp_path / "proc", "0::/")
-    write_group(tmp_path / "fs", {"memory.max": 700, "memory.current": 900})
-
-    assert cgroup_headroom_bytes(proc, tmp_path / "fs") == 0
+@pytest.mark.parametrize(
+    ("lines", "groups", "expected"),
+    [
+        pytest.param(
+            V2,
+            {
+                "pod/container": {
+                    "memory.max": 1000,
+                    "memory.current": 500,
+                    "memory.stat": "anon 100\ninactive_file 300\nactive_file 50",
+                }
+            },
+            1000 - (500 - 300),
+            id="v2: the limit less what is in use",
+        ),
+        pytest.param(
+            V2,
+            {
+                "pod/container": {"memory.max": 1000, "memory.current": 100},
+                "pod": {"memory.max": 1200, "memory.current": 900},
+            },
+            300,
+            id="v2: an outer group is tighter",
+        ),
+        pytest.param(V2, {"pod/container": {"memory.max": "max", "memory.current": 100}}, None, id="v2: unlimited"),
+        pytest.param(["0::/"], {"": {"memory.max": 700, "memory.current": 200}}, 500, id="v2: the mount is our own"),
+        pytest.param(["0::/"], {"": {"memory.max": 700, "memory.current": 900}}, 0, id="v2: over the limit"),
+        pytest.param(
+            V1,
+            {
+                "memory": {
+                    "memory.limit_in_bytes": 800,
+                    "memory.usage_in_bytes": 240,
+                    "memory.stat": "inactive_file 1\ntotal_inactive_file 40",
+                }
+            },
+            600,
+            id="v1: the path is the host's, the mount ours",
+        ),
+        pytest.param(
+            ["4:memory:/"],
+            {"memory": {"memory.limit_in_bytes": 9223372036854771712, "memory.usage_in_bytes": 240}},
+            None,
+            id="v1: unlimited",
+        ),
+    ],
+)
+def test_cgroup_headroom_is_what_the_tightest_group_still_grants(
+    tmp_path: Path, lines: list[str], groups: dict[str, dict[str, object]], expected: int | None
+) -> None:
+    write_group(tmp_path / "proc", {"cgroup": "\n".join(lines)})
+    for name, files in groups.items():
+        write_group(tmp_path / "fs" / name, files)
+    assert cgroup_headroom_bytes(tmp_path / "proc", tmp_path / "fs") == expected
 
 
 def test_cgroup_when_the_system_has_none_is_none(tmp_path: Path) -> None:
@@ -157,3 +164,46 @@ def test_measure_host_counts_this_process() -> None:
     after = measure_host()
 
     assert after.process_bytes - before.process_bytes >= len(block) * 0.9
+
+
+def measured(*, total_gib: int, free_gib: int, peak_gib: int, process_gib: int = 0) -> MeasuredMemory:
+    memory = make_device(total_gib=total_gib, free_gib=free_gib, process_gib=process_gib)
+    return MeasuredMemory(device=memory, peak_bytes=peak_gib * GIB)
+
+
+@pytest.mark.parametrize(
+    ("step", "fraction", "graph_gib", "expected_gib"),
+    [
+        pytest.param(
+            measured(total_gib=100, free_gib=80, peak_gib=5), 1.0, 3, 80 - 6 - 3 - 2, id="step, graphs, reserve"
+        ),
+        pytest.param(
+            measured(total_gib=100, free_gib=80, peak_gib=5, process_gib=20), 0.5, 3, 30 - 6 - 3 - 2, id="shared card"
+        ),
+        pytest.param(measured(total_gib=8, free_gib=4, peak_gib=0), 1.0, 0, 3.5, id="half a GiB on a small device"),
+    ],
+)
+def test_kv_bytes_left_are_the_workers_free_memory_less_its_other_needs(
+    step: MeasuredMemory, fraction: float, graph_gib: int, expected_gib: float
+) -> None:
+    left = kv_bytes_left(step, MemoryShare(device_fraction=fraction), graph_bytes=graph_gib * GIB)
+    assert left == expected_gib * GIB
+
+
+@pytest.mark.parametrize("free_gib", [0, 5, 11])
+def test_kv_bytes_left_when_steps_take_all_say_what_to_lower(free_gib: int) -> None:
+    step = measured(total_gib=100, free_gib=free_gib, peak_gib=5)
+    with pytest.raises(ValueError, match="lower max_step_tokens or max_running"):
+        kv_bytes_left(step, MemoryShare(), graph_bytes=3 * GIB)
+
+
+def test_measure_runs_the_work_and_finds_memory() -> None:
+    runs: list[None] = []
+    memory = device_for(torch.device(DEVICE)).measure(lambda: runs.append(None)).device
+    assert runs
+    assert 0 < memory.free_bytes < memory.total_bytes
+
+
+@pytest.mark.parametrize(("max_running", "expected"), [(1, 64), (64, 64), (300, 300)])
+def test_step_bounds_leave_room_for_all_samples_of_one_prompt(max_running: int, expected: int) -> None:
+    assert StepBounds(max_step_tokens=10, max_running=max_running).max_seqs == expected

@@ -1,4 +1,4 @@
-"""What is read from config.json, and what is refused."""
+"""Reading of config.json, and refusals of unsupported features."""
 
 from pathlib import Path
 from typing import Any
@@ -101,9 +101,7 @@ def test_parse_config_when_rope_is_spelled_old_or_new_reads_the_same(spelling: d
     assert (rope.rope_type, rope.theta, rope.factor) == (RopeType.LINEAR, 77.0, 2.0)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"), [("[1]", "no JSON object"), ("{", "not JSON"), (None, "cannot be read")]
-)
+@pytest.mark.parametrize(("content", "message"), [("[1]", "no JSON object"), ("{", "not JSON"), (None, "cannot read")])
 def test_read_json_when_file_is_bad_says_why(tmp_path: Path, content: str | None, message: str) -> None:
     path = tmp_path / "config.json"
     if content is not None:
@@ -128,11 +126,11 @@ def test_cpu_has_bfloat16_when_flags_say_so(tmp_path: Path, flags: str, expected
     assert cpu_has_bfloat16(cpu_info) is expected
 
 
-def test_cpu_has_bfloat16_when_system_does_not_tell_is_false(tmp_path: Path) -> None:
+def test_cpu_has_bfloat16_is_false_when_unknown(tmp_path: Path) -> None:
     assert not cpu_has_bfloat16(tmp_path / "missing")
 
 
-def test_resolve_dtype_when_auto_follows_the_processor_on_cpu_and_the_checkpoint_on_cuda() -> None:
+def test_resolve_dtype_auto_follows_the_processor_on_cpu_and_the_checkpoint_on_cuda() -> None:
     expected = torch.bfloat16 if cpu_has_bfloat16() else torch.float32
     assert resolve_dtype("auto", CPU, {"dtype": "float16"}) is expected
     assert resolve_dtype("auto", torch.device("cuda"), {"dtype": "float16"}) is torch.float16

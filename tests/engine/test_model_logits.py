@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from common.ids import BlockId
-from engine.executor import KvShape
-from engine.kv_cache import TorchKvStore
+from engine.kv_cache import TorchKvStore, kv_shape
 from engine.model.config import parse_config, read_json
 from engine.model.decoder import Decoder
 from engine.model.loader import load_weights, weight_files
-from engine.model.precision import dtype_name
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.torch_ops import TorchOps
 from tests.engine.tiny_models import MODELS, make_model, make_prompt
@@ -24,15 +22,7 @@ def prompt_logits(model_dir: Path, dtype: torch.dtype = torch.float32) -> torch.
     """Return our logits [num_tokens, vocab_size] of PROMPT in one chunk."""
     config = parse_config(read_json(model_dir / "config.json"))
     model = Decoder(config, load_weights(weight_files(model_dir), config, dtype=dtype, device=CPU))
-    shape = KvShape(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=4,
-        dtype=dtype_name(dtype),
-        bytes_per_element=dtype.itemsize,
-        fingerprint="test",
-    )
+    shape = kv_shape(config, block_size=4, dtype=dtype, fingerprint="test")
     store = TorchKvStore(shape, 12, device=CPU)
     span = SequenceSpan(
         num_computed=0, num_new_tokens=len(PROMPT), block_table=[BlockId(i) for i in reversed(range(12))]
@@ -52,8 +42,7 @@ def test_prefill_when_float32_equals_transformers(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_prefill_when_half_precision_stays_near_float32(dtype: torch.dtype, tmp_path: Path) -> None:
-    make_model("qwen3").save_pretrained(tmp_path)
-    exact, half = prompt_logits(tmp_path), prompt_logits(tmp_path, dtype)
+def test_prefill_when_half_precision_stays_near_float32(dtype: torch.dtype, qwen3: Path) -> None:
+    exact, half = prompt_logits(qwen3), prompt_logits(qwen3, dtype)
     assert half.dtype is torch.float32
     assert (half - exact).abs().mean() < 0.05 * exact.std()

@@ -1,4 +1,4 @@
-"""engine.noise: known answers, agreement of the two forms, independence of the three inputs."""
+"""engine.noise: known answers, agreement of the scalar and the vector form, independence of the three inputs."""
 
 import numpy as np
 import pytest

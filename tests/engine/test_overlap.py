@@ -17,7 +17,7 @@ from tests.builders import (
 from tests.engine.overlap import Spy, ending_request, step, step_until_flight_knows
 
 
-def test_step_when_executor_takes_two_launches_the_next_before_the_results_of_the_last() -> None:
+def test_step_with_two_in_flight_launches_the_next_before_the_last_results() -> None:
     core = make_core()
     spy = Spy(core)
     request = make_request([1, 2, 3], max_tokens=5, ignore_eos=True)
@@ -162,16 +162,17 @@ def test_fault_of_a_launch_spares_what_is_in_flight() -> None:
     assert_empty(core)
 
 
-def test_started_is_told_before_the_step_is_launched() -> None:
+def test_started_is_emitted_before_the_step_is_launched() -> None:
     core = make_core()
     spy = Spy(core)
     _g, first = submit(core, make_request([1, 2], max_tokens=20, ignore_eos=True))
     step(core)
     _g, second = submit(core, make_request([3, 4], max_tokens=20, ignore_eos=True))
-    for group, event in core.begin_step():
+    plan, emitted = core.begin_step()
+    for group, event in emitted:
         group.sink(event)
     assert (len(spy.batches), core.num_steps_in_flight) == (1, 1)
     assert [type(event) for event in second.events] == [Started]
-    core.finish_step()
+    core.finish_step(plan)
     assert len(spy.batches) == 2
     assert not [event for event in first.events if isinstance(event, Tokens)], "they come with the return value"

@@ -1,4 +1,4 @@
-"""Who owns a page while steps are in flight: nothing is granted, published or taken away too early."""
+"""Ownership of pages while steps are in flight: nothing is granted, published or taken away too early."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from tests.engine.overlap import Spy, ending_request, step, step_until_flight_kn
 
 
 @pytest.mark.parametrize("ending", ["stop token", "stop string", "cancel"])
-def test_pages_of_an_ended_sequence_are_not_granted_while_a_step_in_flight_writes_them(ending: str) -> None:
+def test_pages_of_an_ended_sequence_are_not_granted_while_a_step_writes_them(ending: str) -> None:
     request, expected = ending_request()
     if ending != "stop token":
         request, expected = make_request([1, 2, 3], max_tokens=30, ignore_eos=True), expected[:-1]
@@ -75,7 +75,7 @@ def test_page_exhaustion_by_a_pending_token_takes_all_steps_then_preempts() -> N
         launched = len(spy.batches)
         in_flight = core.num_steps_in_flight
         step(core)
-    assert in_flight == 0, "nobody loses pages while a step is in flight"
+    assert in_flight == 0, "no sequence loses pages while a step is in flight"
     assert len(spy.batches) == launched + 1
     run_until_idle(core)
     assert [c.token_ids() for c in collectors] == [expected_tokens(request) for request in requests]
@@ -105,7 +105,7 @@ def test_prompt_whose_pages_a_puller_reads_is_not_preempted() -> None:
     assert_empty(core)
 
 
-def test_progress_of_a_prompt_tells_only_of_kv_that_exists() -> None:
+def test_progress_of_a_prompt_covers_only_kv_that_exists() -> None:
     core = make_core(max_step_tokens=8)
     spy = Spy(core)
     prompt = list(range(30))
@@ -137,7 +137,7 @@ def test_block_of_a_chunk_in_flight_is_not_published() -> None:
     assert stored == [0, 1, 2, 3]
 
 
-def test_own_page_of_a_block_that_a_sibling_published_is_kept_for_the_step_in_flight() -> None:
+def test_own_page_of_a_block_that_a_sibling_published_is_kept_while_in_flight() -> None:
     core = make_core(num_blocks=16)
     requests = [make_request([3] * 2 * BLOCK_SIZE, max_tokens=6, ignore_eos=True) for _ in range(2)]
     (_g, first), (sibling_group, second) = [submit(core, request) for request in requests]

@@ -1,4 +1,4 @@
-"""8-bit weights and pages: small errors, the same scales everywhere, and refusals that name the reason."""
+"""8-bit weights and pages: small errors, equal scales on all machines, and refusals with their reasons."""
 
 import math
 from collections.abc import Callable
@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.model.config import DecoderConfig, UnsupportedModel, parse_config, read_json
-from engine.model.fingerprint import kv_fingerprint
-from engine.model.loader import load_weights, weight_files
+from engine.model.loader import kv_fingerprint, load_weights, weight_files
 from engine.model.quantize import (
     FP8,
     FP8_MAX,
@@ -27,7 +26,6 @@ from engine.model.quantize import (
     round_to_fp8,
 )
 from engine.model.weights import DecoderWeights, Linear
-from tests.engine.tiny_models import make_model
 
 Kind = Callable[[Linear], Callable[[Tensor], Tensor]]
 CPU = torch.device("cpu")
@@ -36,7 +34,7 @@ CUDA = torch.device("cuda")
 
 def make_linear(num_out: int, num_in: int, dtype: torch.dtype, *, has_bias: bool = False) -> Linear:
     generator = torch.Generator().manual_seed(0)
-    # Rows of very different size: one scale for all of them would lose the small ones.
+    # Rows of very different size: a common scale would lose the small ones.
     sizes = torch.logspace(-3, 1, num_out)[:, None]
     weight = (torch.randn(num_out, num_in, generator=generator) * sizes).to(dtype)
     bias = torch.randn(num_out, generator=generator).to(dtype) if has_bias else None
@@ -44,22 +42,12 @@ def make_linear(num_out: int, num_in: int, dtype: torch.dtype, *, has_bias: bool
 
 
 def channel_errors(found: Tensor, x: Tensor, linear: Linear) -> Tensor:
-    """Return each channel's error in proportion to what inputs and weights of that size could add up to."""
+    """Return each channel's error relative to the norms of inputs and weights."""
     bias = linear.bias.double() if linear.bias is not None else None
     error = found.double() - F.linear(x.double(), linear.weight.double(), bias)
     norms: Tensor = torch.linalg.vector_norm(error, dim=0)
     sizes: Tensor = x.double().norm() * torch.linalg.vector_norm(linear.weight.double(), dim=1)
     return norms / sizes
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    def save(name: str) -> Path:
-        folder: Path = tmp_path_factory.mktemp(name)
-        make_model(name).save_pretrained(folder)
-        return folder
-
-    return save
 
 
 def load(folder: Path) -> tuple[DecoderWeights, DecoderConfig]:

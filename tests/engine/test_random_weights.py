@@ -1,4 +1,4 @@
-"""Random weights of published shapes: the same everywhere, and a checkpoint like any other."""
+"""Random weights of published shapes: equal on all machines, and usable like any checkpoint."""
 
 import hashlib
 import json
@@ -15,11 +15,11 @@ from common.model_files import ModelNotFound, resolve_model
 from common.random_models import CONFIGS, SEED_FILE, RandomModel, generated_tokenizer
 from common.sampling import SamplingParams
 from engine.model.config import UnsupportedModel, parse_config
-from engine.model.fingerprint import kv_fingerprint
-from engine.model.loader import load_weights, weight_files
+from engine.model.loader import kv_fingerprint, load_weights, weight_files
 from engine.model.random_weights import fill_random, make_random_weights
 from engine.model.weights import allocate_weights, checkpoint_views
-from tests.engine.tiny_models import Driver, load, make_sequence, reference_tokens
+from tests.engine.driver import Driver, load, make_sequence
+from tests.engine.tiny_models import reference_tokens
 from worker.inprocess import LocalEngine
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -38,7 +38,7 @@ def _shared_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """For tests that change what is in it, or count."""
+    """Return an empty cache, for tests that change or count its content."""
     monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path))
     return tmp_path
 
@@ -54,7 +54,7 @@ def peer_of(folder: Path, *, device: torch.device) -> Any:
 
 
 def split_mix(key: int, position: int) -> int:
-    """The published generator, on Python's integers."""
+    """Return the published generator's output, by Python integers."""
     mask = (1 << 64) - 1
     z = (position * 0x9E3779B97F4A7C15 + key) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -73,7 +73,7 @@ def test_config_when_published_has_the_published_number_of_parameters(name: str)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_config_when_read_by_transformers_gives_tensors_of_the_same_names_and_shapes(name: str) -> None:
+def test_config_gives_the_tensor_names_and_shapes_of_transformers(name: str) -> None:
     folder, config = folder_of(name), parse_config(CONFIGS[name])
     ours = checkpoint_views(allocate_weights(config, dtype=torch.bfloat16, device=META), config)
     theirs = dict(peer_of(folder, device=META).named_parameters())
@@ -94,7 +94,7 @@ def test_fill_random_when_tensor_spans_chunks_follows_the_published_generator() 
         assert tensor.view(-1)[position].item() == pytest.approx((signed + 0.5) * bound / (1 << 23), rel=1e-6)
 
 
-def test_fill_random_when_looked_at_as_a_whole_is_centred_and_spread_as_asked() -> None:
+def test_fill_random_has_the_requested_mean_and_spread() -> None:
     first, second = torch.empty(1 << 18), torch.empty(1 << 18)
     fill_random({"a.weight": first, "b.weight": second}, seed=0, std=0.02)
     for tensor in (first, second):

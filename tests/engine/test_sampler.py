@@ -1,4 +1,4 @@
-"""engine.sampler against a straightforward reference, and the promises it makes about batches, ties and edges."""
+"""engine.sampler against a straightforward reference, and its guarantees for batches, ties and edge cases."""
 
 import dataclasses
 import random
@@ -188,40 +188,25 @@ def test_sample_when_every_token_is_impossible_raises_engine_fault(temperature: 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
-    ("ignore_eos", "token_index", "expected"), [(False, 2, {0}), (True, 2, {2}), (False, 3, {2}), (True, 3, {2})]
+    ("logits", "params", "token_index", "expected"),
+    [
+        ([10.0, -30.0, 50.0, -30.0], {"min_tokens": 3}, 2, 0),
+        ([10.0, -30.0, 50.0, -30.0], {"min_tokens": 3, "ignore_eos": True}, 2, 2),
+        ([10.0, -30.0, 50.0, -30.0], {"min_tokens": 3}, 3, 2),
+        ([10.0, -30.0, 50.0, -30.0], {"min_tokens": 3, "ignore_eos": True}, 3, 2),
+        ([0.0, 50.0, 1.0, 90.0], {"min_tokens": 1, "ignore_eos": True, "stop_token_ids": frozenset({3})}, 0, 1),
+        ([0.0, 50.0, 1.0, 90.0], {"min_tokens": 1, "ignore_eos": True, "stop_token_ids": frozenset({3})}, 1, 3),
+    ],
 )
-def test_min_tokens_forbids_eos_until_reached_unless_eos_is_ignored(
-    temperature: float, ignore_eos: bool, token_index: int, expected: set[int]
+def test_min_tokens_forbids_stop_tokens_and_eos_unless_eos_is_ignored(
+    logits: list[float], params: dict[str, Any], token_index: int, expected: int, temperature: float
 ) -> None:
-    logits = np.array([[10.0, -30.0, 50.0, -30.0]], dtype=np.float32)
-    row = make_row(
-        token_index=token_index,
-        prompt=(),
-        output=(1,) * token_index,
-        min_tokens=3,
-        ignore_eos=ignore_eos,
-        temperature=temperature,
-    )
-    assert set(sample_ids(logits, [row])) == expected
-
-
-@pytest.mark.parametrize(("token_index", "expected"), [(0, 1), (1, 3)])
-def test_min_tokens_forbids_stop_tokens_even_when_eos_is_ignored(token_index: int, expected: int) -> None:
-    logits = np.array([[0.0, 5.0, 1.0, 9.0]], dtype=np.float32)
-    row = make_row(
-        token_index=token_index,
-        prompt=(),
-        output=(0,) * token_index,
-        min_tokens=1,
-        stop_token_ids=frozenset({3}),
-        ignore_eos=True,
-        temperature=0.0,
-    )
-    assert sample_ids(logits, [row]) == [expected]
+    row = make_row(token_index=token_index, prompt=(), output=(1,) * token_index, temperature=temperature, **params)
+    assert sample_ids(np.array([logits], dtype=np.float32), [row]) == [expected]
 
 
 class CountingTuple(tuple[tuple[int, float], ...]):
-    """Counts who goes through it."""
+    """Counts the iterations over it."""
 
     num_passes = 0
 
@@ -230,7 +215,7 @@ class CountingTuple(tuple[tuple[int, float], ...]):
         return super().__iter__()
 
 
-def test_samples_of_one_request_share_the_work_that_its_logit_bias_and_stop_tokens_are() -> None:
+def test_samples_of_one_request_share_the_packing_of_logit_bias_and_stop_tokens() -> None:
     CountingTuple.num_passes = 0
     rng = np.random.default_rng(0)
     bias = CountingTuple((token, float(value)) for token, value in enumerate(rng.normal(size=40)))
@@ -264,17 +249,7 @@ def test_penalties_count_output_tokens_and_only_repetition_sees_the_prompt() -> 
     )
     expected = [2.0, -8.0, 2.0 - 0.5 - 3 * 0.25, 4.0]
     assert shaped_logits(logits[0], row, EOS).tolist() == expected
-    rows = [
-        make_row(
-            prompt=(0, 1, 1),
-            output=(2, 2, 2),
-            token_index=i,
-            repetition_penalty=2.0,
-            presence_penalty=0.5,
-            frequency_penalty=0.25,
-        )
-        for i in range(4000)
-    ]
+    rows = [dataclasses.replace(row, token_index=i) for i in range(4000)]
     counts = np.bincount(sample_ids(np.repeat(logits, 4000, axis=0), rows), minlength=4)
     probabilities = np.exp(expected) / np.exp(expected).sum()
     assert np.abs(counts / 4000 - probabilities).max() < 0.02
@@ -309,7 +284,7 @@ def test_logprobs_of_a_row_do_not_depend_on_what_its_neighbours_ask_for() -> Non
     assert together[0] == sampler.sample(logits[:1], [make_row(num_logprobs=2)])[0]
 
 
-def test_position_logprobs_tell_of_the_given_tokens_and_break_ties_by_id() -> None:
+def test_position_logprobs_are_of_the_given_tokens_and_break_ties_by_id() -> None:
     logits = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, -torch.inf, 2.0, 2.0]])
     first, second = position_logprobs(logits, [3, 1], 3)
     assert first.token_id == 3
@@ -350,7 +325,7 @@ def test_nucleus_by_sorting_equals_nucleus_by_widening(params: dict[str, Any], v
 
 
 def test_choose_never_looks_at_the_device() -> None:
-    """On the meta device there are no values to look at: whoever tries raises."""
+    """The meta device has no values: reading them raises."""
     rows = [make_row(output=(3, 4), max_tokens=999, num_logprobs=i % 3 or None, **p) for i, p in enumerate(PARAMS)]
     sampler = Sampler(vocab_size=3000, eos_token_ids=EOS, nucleus=Nucleus.SORT)
     chosen = sampler.choose(torch.empty(len(rows), 3000, device="meta"), rows)
@@ -401,8 +376,8 @@ def sequence_row(sequence: EngineSequence, **params: Any) -> SamplingRow:
     )
 
 
-def test_penalties_over_growing_sequences_that_come_and_go_equal_those_counted_afresh() -> None:
-    """Forty sequences, up to fifteen in a step, so that counts change hands and grow; some steps do not happen."""
+def test_penalties_of_sequences_that_come_and_go_equal_those_counted_anew() -> None:
+    """Forty sequences, up to fifteen per step, so that counts change owners and grow; some steps are only planned."""
     rng = random.Random(0)
     vocab_size = 30
     kept = Sampler(vocab_size=vocab_size, eos_token_ids=EOS)

@@ -1,4 +1,4 @@
-"""How long steps took: with an injected clock that moves while a step computes, and between steps."""
+"""Durations of steps, with an injected clock that moves while a step computes and between steps."""
 
 from collections.abc import Sequence
 
@@ -10,12 +10,13 @@ from engine.core import EngineCore
 from engine.events import StepSample
 from engine.executor import ScheduledSequence, StepHandle, StepResult
 from tests.builders import Collector, make_core, make_request, run_until_idle, submit
+from tests.engine.overlap import Handle, Spy
 
 STEP_S, HOST_S = 0.5, 0.125
 
 
 class SlowExecutor:
-    """Makes each step of a core take `STEP_S` of a manual clock: from its launch, or the end of the step before."""
+    """Makes each step of a core take `STEP_S` of a manual clock, from its launch or the end of the previous step."""
 
     def __init__(self, core: EngineCore, clock: ManualClock) -> None:
         self._launch, self._clock = core.executor.launch, clock
@@ -24,16 +25,12 @@ class SlowExecutor:
 
     def _slow(self, batch: Sequence[ScheduledSequence]) -> StepHandle:
         self._free_at_s = max(self._free_at_s, self._clock.monotonic()) + STEP_S
-        return _SlowStep(self._launch(batch), self._free_at_s, self._clock)
+        handle, done_s = self._launch(batch), self._free_at_s
+        return Handle(lambda: self._wait(handle, done_s))
 
-
-class _SlowStep:
-    def __init__(self, handle: StepHandle, done_s: float, clock: ManualClock) -> None:
-        self._handle, self._done_s, self._clock = handle, done_s, clock
-
-    def results(self) -> list[StepResult]:
-        self._clock.advance(max(0.0, self._done_s - self._clock.monotonic()))
-        return self._handle.results()
+    def _wait(self, handle: StepHandle, done_s: float) -> list[StepResult]:
+        self._clock.advance(max(0.0, done_s - self._clock.monotonic()))
+        return handle.results()
 
 
 def timed_core(max_steps_in_flight: int) -> tuple[EngineCore, ManualClock]:
@@ -75,23 +72,17 @@ def test_idle_time_belongs_to_no_step(max_steps_in_flight: int) -> None:
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
 def test_failed_step_and_the_time_until_the_next_are_not_counted(max_steps_in_flight: int) -> None:
     core, clock = timed_core(max_steps_in_flight)
-    launch = core.executor.launch
-
-    def fail(_batch: Sequence[ScheduledSequence]) -> StepHandle:
-        raise RuntimeError("out of memory")
-
-    core.executor.launch = fail  # type: ignore[method-assign,assignment]
+    Spy(core).fail_launch_of = 0
     submit(core, make_request([1]))
     assert run(core, clock) == ()
-    core.executor.launch = launch  # type: ignore[method-assign]
     clock.advance(1000.0)
     submit(core, make_request([1], max_tokens=1, ignore_eos=True))
     assert [sample.seconds for sample in run(core, clock)] == [STEP_S]
 
 
-def test_shape_tells_chunks_pairs_and_decodes() -> None:
+def test_shape_counts_chunks_pairs_and_decodes() -> None:
     core, clock = timed_core(1)
-    submit(core, make_request(range(20), max_tokens=3, ignore_eos=True))  # 16 tokens, then 4 behind them
+    submit(core, make_request(range(20), max_tokens=3, ignore_eos=True))  # 16 tokens, then 4 more
     shapes = [sample.shape for sample in run(core, clock)]
     assert shapes == [
         StepShape(num_prefill_tokens=16, num_prefill_pairs=16 * 17 // 2),
@@ -113,7 +104,7 @@ def test_shape_of_a_mixed_step_counts_both() -> None:
     run(core, clock)
 
 
-def test_samples_that_nobody_asks_for_do_not_pile_up() -> None:
+def test_unread_step_samples_do_not_pile_up() -> None:
     core = make_core()
     submit(core, make_request([1], max_tokens=200, ignore_eos=True))
     run_until_idle(core)

@@ -1,4 +1,4 @@
-"""engine.text against whole decodes, for every kind of vocabulary that a checkpoint may bring."""
+"""engine.text against whole decodes, for every kind of vocabulary of a checkpoint."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -53,17 +53,14 @@ def llama_like() -> tokenizers.Tokenizer:
     return byte_fallback(decoders.Sequence(chain))
 
 
-@functools.cache
 def gemma_like() -> tokenizers.Tokenizer:
     return byte_fallback(decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]))
 
 
-@functools.cache
 def metaspace_with_fallback() -> tokenizers.Tokenizer:
     return byte_fallback(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]))
 
 
-@functools.cache
 def metaspace() -> tokenizers.Tokenizer:
     return byte_fallback(decoders.Metaspace())
 
@@ -94,7 +91,7 @@ FALLBACK = [llama_like, gemma_like, metaspace_with_fallback]
 TEXT_ONLY = [metaspace, wordpiece, undecorated]
 STOPS = [(), ("stop",), ("\n\n",), ("stop", "top is", "o"), ("aab", "aabaaab"), (" a a", "😀😀", "é"), ("�",)]
 BYTE_PIECES = [byte_tokenizer().id_to_token(byte) or "" for byte in range(NUM_BYTES)]
-# Whatever bytes could complete a character, and one that cannot.
+# Bytes that could complete a character, and one that cannot.
 COMPLETIONS = [b"A", *(bytes([first, 0x80, 0x80])[:n] for first in (0x80, 0x90, 0xA0, 0xBF) for n in (1, 2, 3))]
 
 Make = Callable[[], tokenizers.Tokenizer]
@@ -106,7 +103,7 @@ def open_stream(tokenizer: tokenizers.Tokenizer, stop: Sequence[str] = (), *, sp
 
 
 def run(stream: TextStream, token_ids: Sequence[int]) -> str:
-    """Return all text, as a worker reads it: up to the stop, or with what flush gives."""
+    """Return all text as a worker reads it: up to the stop, else with the flushed rest."""
     text = ""
     for token_id in token_ids:
         delta = stream.push(token_id)
@@ -117,7 +114,7 @@ def run(stream: TextStream, token_ids: Sequence[int]) -> str:
 
 
 def cut(text: str, stops: Sequence[str]) -> str:
-    """Return the text before the first stop string: first to end, of these the longest."""
+    """Return the text before the stop string that ends first, of equals the longest."""
     found = [(text.find(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
     if not found:
         return text
@@ -126,7 +123,7 @@ def cut(text: str, stops: Sequence[str]) -> str:
 
 
 def without_begun_stop(text: str, stops: Sequence[str]) -> str:
-    """Return the text without the longest ending that is the beginning of a stop string."""
+    """Return the text without its longest ending that begins a stop string."""
     begun = [n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
     return text[: len(text) - max(begun, default=0)]
 
@@ -145,7 +142,7 @@ def byte_ids(tokenizer: tokenizers.Tokenizer, raw: bytes) -> list[int]:
 
 
 def certain_text(tokenizer: tokenizers.Tokenizer, token_ids: Sequence[int]) -> str:
-    """Return what all continuations of the tokens have in common."""
+    """Return the common beginning of all continuations of the tokens."""
     decoded = [tokenizer.decode([*token_ids, *byte_ids(tokenizer, raw)]) for raw in COMPLETIONS]
     shared = takewhile(lambda chars: len(set(chars)) == 1, zip(*decoded, strict=False))
     return "".join(chars[0] for chars in shared)
@@ -155,7 +152,7 @@ def certain_text(tokenizer: tokenizers.Tokenizer, token_ids: Sequence[int]) -> s
 @pytest.mark.parametrize("special", [False, True])
 @given(data=st.data())
 @relaxed
-def test_stream_of_any_byte_level_tokens_equals_the_whole_decode_up_to_the_stop(
+def test_stream_of_any_byte_level_tokens_equals_the_decode_up_to_the_stop(
     make: Make, special: bool, data: st.DataObject
 ) -> None:
     tokenizer = make()
@@ -169,7 +166,7 @@ def test_stream_of_any_byte_level_tokens_equals_the_whole_decode_up_to_the_stop(
 @pytest.mark.parametrize("make", BYTE_LEVEL)
 @given(data=st.data())
 @relaxed
-def test_stream_after_each_byte_level_token_has_emitted_all_that_is_certain_and_no_more(
+def test_stream_has_emitted_exactly_what_is_certain_after_each_byte_level_token(
     make: Make, data: st.DataObject
 ) -> None:
     tokenizer = make()
@@ -199,7 +196,7 @@ def test_stream_after_each_byte_level_token_has_emitted_all_that_is_certain_and_
 @example(items=["<s>", "▁Hello"], stops=())
 @example(items=["byte:é", "<s>", "byte:é"], stops=())
 @relaxed
-def test_stream_of_valid_byte_fallback_tokens_equals_the_whole_decode_up_to_the_stop(
+def test_stream_of_valid_byte_fallback_tokens_equals_the_decode_up_to_the_stop(
     make: Make, items: list[str], stops: tuple[str, ...]
 ) -> None:
     tokenizer = make()
@@ -213,7 +210,7 @@ def test_stream_of_valid_byte_fallback_tokens_equals_the_whole_decode_up_to_the_
 @pytest.mark.parametrize("make", TEXT_ONLY)
 @given(data=st.data())
 @relaxed
-def test_stream_of_any_text_tokens_equals_the_whole_decode_up_to_the_stop(make: Make, data: st.DataObject) -> None:
+def test_stream_of_any_text_tokens_equals_the_decode_up_to_the_stop(make: Make, data: st.DataObject) -> None:
     tokenizer = make()
     token_ids = data.draw(st.lists(st.integers(0, min(14, tokenizer.get_vocab_size() - 1)), max_size=30))
     stops = data.draw(st.sampled_from(STOPS))
@@ -223,9 +220,7 @@ def test_stream_of_any_text_tokens_equals_the_whole_decode_up_to_the_stop(make: 
 @pytest.mark.parametrize("make", [*BYTE_LEVEL, *FALLBACK, *TEXT_ONLY])
 @given(data=st.data())
 @relaxed
-def test_stream_primed_with_any_beginning_emits_the_same_deltas_as_the_uninterrupted_one(
-    make: Make, data: st.DataObject
-) -> None:
+def test_stream_primed_with_any_beginning_continues_with_the_same_deltas(make: Make, data: st.DataObject) -> None:
     tokenizer = make()
     token_ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=30))
     num_before = data.draw(st.integers(0, len(token_ids)))
@@ -240,7 +235,7 @@ def test_stream_primed_with_any_beginning_emits_the_same_deltas_as_the_uninterru
 
 
 @pytest.mark.model
-def test_stream_of_the_default_models_multilingual_text_gives_the_text_back_character_by_character() -> None:
+def test_stream_of_the_default_models_multilingual_text_returns_the_text() -> None:
     tokenizer = default_model()
     text = "".join(CORPUS)
     token_ids = tokenizer.encode(text).ids
@@ -251,7 +246,7 @@ def test_stream_of_the_default_models_multilingual_text_gives_the_text_back_char
     assert "�" not in text
 
 
-def test_stream_of_invalid_fallback_bytes_replaces_each_and_keeps_the_characters_already_sent() -> None:
+def test_stream_of_invalid_fallback_bytes_replaces_each_and_keeps_sent_characters() -> None:
     tokenizer = llama_like()
     stream = open_stream(tokenizer)
     deltas = [stream.push(token_id).text for token_id in byte_ids(tokenizer, b"\xff\xc3\xa9\xe4\xbd!\xe4\xbd")]
@@ -283,28 +278,23 @@ def push_text(stops: tuple[str, ...], *tokens: str) -> list[tuple[str, bool]]:
     return [(delta.text, delta.stopped) for delta in deltas]
 
 
-def test_stop_string_over_three_tokens_is_held_back_and_never_emitted() -> None:
-    assert push_text(("stop",), "x s", "t", "op y") == [("x ", False), ("", False), ("", True)]
-
-
-def test_stop_string_that_does_not_come_true_is_emitted_as_soon_as_that_is_certain() -> None:
-    assert push_text(("stop",), "s", "to", "x") == [("", False), ("", False), ("stox", False)]
-
-
-def test_stop_string_that_begins_inside_a_failed_beginning_is_found() -> None:
-    assert push_text(("aab",), "a", "a", "ab") == [("", False), ("", False), ("a", True)]
-
-
-def test_stop_strings_complete_at_the_same_character_cut_before_the_longest() -> None:
-    assert push_text(("b", "aab"), "xaa", "bz") == [("x", False), ("", True)]
-
-
-def test_stop_string_complete_first_wins_over_one_that_began_earlier() -> None:
-    assert push_text(("abcd", "bc"), "xabcd") == [("xa", True)]
-
-
-def test_stop_string_of_one_character_stops_at_its_first_occurrence() -> None:
-    assert push_text(("o",), "hello world") == [("hell", True)]
+@pytest.mark.parametrize(
+    ("stops", "tokens", "deltas"),
+    [
+        pytest.param(("stop",), ("x s", "t", "op y"), [("x ", False), ("", False), ("", True)], id="over three tokens"),
+        pytest.param(("stop",), ("s", "to", "x"), [("", False), ("", False), ("stox", False)], id="not completed"),
+        pytest.param(
+            ("aab",), ("a", "a", "ab"), [("", False), ("", False), ("a", True)], id="begins in a failed beginning"
+        ),
+        pytest.param(("b", "aab"), ("xaa", "bz"), [("x", False), ("", True)], id="longest of those that end together"),
+        pytest.param(("abcd", "bc"), ("xabcd",), [("xa", True)], id="first complete wins over begun earlier"),
+        pytest.param(("o",), ("hello world",), [("hell", True)], id="one character"),
+    ],
+)
+def test_stop_string_is_held_back_while_it_may_come_and_never_emitted(
+    stops: tuple[str, ...], tokens: tuple[str, ...], deltas: list[tuple[str, bool]]
+) -> None:
+    assert push_text(stops, *tokens) == deltas
 
 
 def test_stream_after_a_stop_string_emits_nothing_more() -> None:

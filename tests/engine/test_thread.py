@@ -1,4 +1,4 @@
-"""EngineThread: commands between steps, cancelled callers, and the death of the thread."""
+"""EngineThread: commands between steps, cancelled callers, and the end of the thread after a fault."""
 
 import asyncio
 import threading
@@ -14,6 +14,7 @@ from engine.executor import ScheduledSequence, StepHandle, StepResult
 from engine.group import Group
 from engine.thread import EngineThread
 from tests.builders import Collector, assert_empty, expected_tokens, make_core, make_request
+from tests.engine.overlap import Handle, Spy
 
 
 @asynccontextmanager
@@ -39,7 +40,7 @@ def cancel(core: EngineCore, group: Group | Refused) -> None:
     core.cancel(group)
 
 
-async def test_thread_when_bookkeeping_raises_dies_and_tells_its_owner() -> None:
+async def test_thread_when_bookkeeping_raises_ends_and_reports_the_fault() -> None:
     faults: asyncio.Queue[Exception] = asyncio.Queue()
     core = make_core()
 
@@ -79,7 +80,7 @@ async def test_acquire_cancelled_at_any_turn_releases_what_was_acquired(num_turn
 
 
 class Gate:
-    """Lets no step of a core be over before the test says so."""
+    """Keeps a core's steps from ending until the test opens it."""
 
     def __init__(self, core: EngineCore) -> None:
         self._launch = core.executor.launch
@@ -91,16 +92,12 @@ class Gate:
             self._open.release()
 
     def _gated(self, batch: Sequence[ScheduledSequence]) -> StepHandle:
-        return _GatedStep(self._open, self._launch(batch))
+        handle = self._launch(batch)
+        return Handle(lambda: self._wait(handle))
 
-
-class _GatedStep:
-    def __init__(self, gate: threading.Semaphore, handle: StepHandle) -> None:
-        self._gate, self._handle = gate, handle
-
-    def results(self) -> list[StepResult]:
-        assert self._gate.acquire(timeout=60)
-        return self._handle.results()
+    def _wait(self, handle: StepHandle) -> list[StepResult]:
+        assert self._open.acquire(timeout=60)
+        return handle.results()
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
@@ -145,17 +142,9 @@ async def test_cancel_posted_while_steps_compute_takes_effect_before_the_next_pl
         assert events.qsize() == num_told
 
 
-async def test_fault_of_a_step_is_told_and_the_thread_lives() -> None:
+async def test_fault_of_a_step_is_reported_and_the_thread_lives() -> None:
     core = make_core()
-    launch = core.executor.launch
-    faults = ["boom"]
-
-    def fail_once(batch: Sequence[ScheduledSequence]) -> StepHandle:
-        if faults:
-            raise RuntimeError(faults.pop())
-        return launch(batch)
-
-    core.executor.launch = fail_once  # type: ignore[method-assign]
+    Spy(core).fail_launch_of = 0
     events: asyncio.Queue[EngineEvent] = asyncio.Queue()
     async with running(core, unexpected) as thread, asyncio.timeout(60):
         await thread.call(lambda core: core.add(make_request([1]), events.put_nowait))

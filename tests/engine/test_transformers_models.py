@@ -19,28 +19,17 @@ from common.sampling import SamplingParams
 from common.tokens import as_tokens
 from engine.core import EngineCore
 from engine.events import Started
-from engine.executor import KvShape
-from engine.kv_cache import TorchKvStore
-from engine.model.config import UnsupportedModel
-from engine.model.precision import dtype_name
+from engine.kv_cache import TorchKvStore, kv_shape
+from engine.model.config import ScoreFunction, UnsupportedModel
 from engine.model.transformers_decoder import TransformersDecoder, TransformersOps
 from engine.model.transformers_loader import TESTED_ARCHITECTURES, load_transformers_decoder
 from engine.model.transformers_trial import read_transformers_config
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
-from engine.ops.torch_attention import ScoreFunction
 from engine.scheduler import SchedulerLimits
 from engine.sequence import EngineRequest
 from tests.builders import assert_empty, run_until_idle, submit
-from tests.engine.tiny_models import (
-    MAX_MODEL_LEN,
-    TRANSFORMERS_MODELS,
-    Driver,
-    load,
-    make_model,
-    make_prompt,
-    make_sequence,
-    reference_tokens,
-)
+from tests.engine.driver import Driver, load, make_sequence
+from tests.engine.tiny_models import MAX_MODEL_LEN, TRANSFORMERS_MODELS, make_model, make_prompt, reference_tokens
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
@@ -55,24 +44,11 @@ def load_decoder(model_dir: Path, dtype: torch.dtype = torch.float32) -> Transfo
     return load_transformers_decoder(model_dir, config, dtype=dtype, device=CPU)
 
 
-def make_store(decoder: TransformersDecoder, *, num_blocks: int, dtype: torch.dtype = torch.float32) -> TorchKvStore:
-    config = decoder.config
-    shape = KvShape(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=BLOCK_SIZE,
-        dtype=dtype_name(dtype),
-        bytes_per_element=dtype.itemsize,
-        fingerprint="test",
-    )
-    return TorchKvStore(shape, num_blocks, device=CPU)
-
-
 def prompt_logits(model_dir: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return our logits [num_tokens, vocab_size] of PROMPT in one chunk."""
     decoder = load_decoder(model_dir, dtype)
-    store = make_store(decoder, num_blocks=12, dtype=dtype)
+    shape = kv_shape(decoder.config, block_size=BLOCK_SIZE, dtype=dtype, fingerprint="test")
+    store = TorchKvStore(shape, 12, device=CPU)
     table = [BlockId(i) for i in reversed(range(12))]
     span = SequenceSpan(num_computed=0, num_new_tokens=len(PROMPT), block_table=table)
     step = TransformersOps(decoder.config, store).plan(AttentionMetadata.from_spans([span], block_size=BLOCK_SIZE))
@@ -81,7 +57,7 @@ def prompt_logits(model_dir: Path, dtype: torch.dtype = torch.float32) -> torch.
 
 
 def write_config(model_dir: Path, model_type: str, **overrides: Any) -> None:
-    """Write a small config.json without weights beside it."""
+    """Write a small config.json without weights."""
     shape = {
         "hidden_size": 64,
         "intermediate_size": 72,
@@ -108,14 +84,12 @@ def edit_json(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
 
 
 @pytest.fixture(scope="module")
-def gemma2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model_dir = tmp_path_factory.mktemp("gemma2")
-    make_model("gemma2").save_pretrained(model_dir)
-    return model_dir
+def gemma2(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint("gemma2")
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS_MODELS)
-def test_execute_when_greedy_in_mixed_batches_equals_transformers(name: str, tmp_path: Path) -> None:
+def test_generate_when_greedy_in_mixed_batches_equals_transformers(name: str, tmp_path: Path) -> None:
     reference = make_model(name)
     reference.save_pretrained(tmp_path)
     with torch.inference_mode():
@@ -133,7 +107,7 @@ def test_tested_architectures_are_those_that_are_tested_here() -> None:
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 4, 5, 8, 1000])
-def test_execute_when_chunked_any_way_answers_the_same(gemma2: Path, chunk_size: int) -> None:
+def test_generate_when_chunked_any_way_answers_the_same(gemma2: Path, chunk_size: int) -> None:
     prompts = [make_prompt(num, seed=num) for num in (33, 12, 32)]
     whole = Driver(load(gemma2)).generate([make_sequence(p) for p in prompts], num_tokens=NUM_TOKENS)
     driver = Driver(load(gemma2), seed=1)
@@ -142,11 +116,10 @@ def test_execute_when_chunked_any_way_answers_the_same(gemma2: Path, chunk_size:
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mixtral", "granite", "phi3-longrope"])
-def test_engine_when_prompt_is_cached_answers_as_transformers(name: str, tmp_path: Path) -> None:
+def test_engine_when_prompt_is_cached_answers_as_transformers(name: str, checkpoint: Callable[[str], Path]) -> None:
     reference = make_model(name)
-    reference.save_pretrained(tmp_path)
     limits = SchedulerLimits(block_size=BLOCK_SIZE, max_step_tokens=16, max_running=4, max_waiting=8)
-    core = EngineCore(load(tmp_path), limits, ManualClock())
+    core = EngineCore(load(checkpoint(name)), limits, ManualClock())
     prompt = make_prompt(5 * BLOCK_SIZE + 1)
     root = hash_root(model_fingerprint="test", cache_salt="")
     request = EngineRequest(
@@ -165,7 +138,7 @@ def test_engine_when_prompt_is_cached_answers_as_transformers(name: str, tmp_pat
     assert_empty(core)
 
 
-def test_execute_when_two_engines_run_in_two_threads_keeps_them_apart(gemma2: Path, tmp_path: Path) -> None:
+def test_generate_in_two_engines_in_two_threads_keeps_them_apart(gemma2: Path, tmp_path: Path) -> None:
     make_model("gemma2", seed=1).save_pretrained(tmp_path)
     prompts = [make_prompt(num, seed=num) for num in (9, 30)]
 
@@ -189,14 +162,13 @@ def test_execute_when_two_engines_run_in_two_threads_keeps_them_apart(gemma2: Pa
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3_moe"])
-def test_prefill_when_bfloat16_stays_near_float32(name: str, tmp_path: Path) -> None:
-    make_model(name).save_pretrained(tmp_path)
-    exact, half = prompt_logits(tmp_path), prompt_logits(tmp_path, torch.bfloat16)
+def test_prefill_when_bfloat16_stays_near_float32(name: str, checkpoint: Callable[[str], Path]) -> None:
+    exact, half = prompt_logits(checkpoint(name)), prompt_logits(checkpoint(name), torch.bfloat16)
     assert half.dtype is torch.float32
     assert (half - exact).abs().mean() < 0.1 * exact.std()
 
 
-def test_read_transformers_config_when_layers_differ_tells_of_each(gemma2: Path) -> None:
+def test_read_transformers_config_when_layers_differ_describes_each(gemma2: Path) -> None:
     config = read_transformers_config(gemma2, dtype=torch.float32)
     assert config.windows == (7, None, 7)
     assert config.scores == (ScoreFunction(scale=12**-0.5, softcap=2.0),) * 3
@@ -278,9 +250,9 @@ def test_load_when_architecture_is_not_a_tested_one_names_those_that_are(tmp_pat
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model.norm.weight": None}, r"lacks 1 tensors, model\.norm\.weight"),
-        ({"model.layers.0.adapter.weight": torch.zeros(1)}, r"has, without a place for them, 1 tensors"),
-        ({"model.norm.weight": torch.ones(61)}, "cannot be loaded"),
+        ({"model.norm.weight": None}, r"1 tensors are missing in the checkpoint, model\.norm\.weight"),
+        ({"model.layers.0.adapter.weight": torch.zeros(1)}, "1 tensors are of no known place"),
+        ({"model.norm.weight": torch.ones(61)}, "cannot load"),
     ],
 )
 def test_load_when_tensors_do_not_fit_names_them(
@@ -309,13 +281,13 @@ def test_load_when_there_is_an_adapter_refuses(gemma2: Path, tmp_path: Path) -> 
         load_decoder(tmp_path)
 
 
-def test_load_when_attention_is_not_what_the_model_means_refuses(gemma2: Path) -> None:
+def test_load_when_attention_differs_from_the_models_refuses(gemma2: Path) -> None:
     config = read_transformers_config(gemma2, dtype=torch.float32)
     wrong = dataclasses.replace(config, scores=(*config.scores[:2], ScoreFunction(scale=12**-0.5)))
     with pytest.raises(UnsupportedModel, match="differs from transformers by"):
         load_transformers_decoder(gemma2, wrong, dtype=torch.float32, device=CPU)
 
 
-def test_load_when_successful_draws_nothing(gemma2: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_load_prints_nothing(gemma2: Path, capfd: pytest.CaptureFixture[str]) -> None:
     load_decoder(gemma2)
     assert capfd.readouterr() == ("", "")

@@ -1,38 +1,15 @@
-"""Tiny randomly initialised checkpoints, and a driver that runs them through an executor as a scheduler would."""
+"""Tiny randomly initialised checkpoints of every architecture, and transformers' answers."""
 
+import copy
 import random
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
-
-from common.block_hash import NO_HASHES
-from common.ids import BlockId, HashRoot, RequestId
-from common.sampling import SamplingParams
-from common.tokens import as_tokens
-from engine.executor import ScheduledSequence, StepResult
-from engine.loading import load_executor
-from engine.options import EngineOptions
-from engine.runner import ModelExecutor
-from engine.sequence import EngineRequest, Sequence
+from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCAB_SIZE = 131
 MAX_MODEL_LEN = 256
-GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -56,57 +33,43 @@ _LLAMA3 = {
 _YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 
-def _llama(**overrides: Any) -> Any:
-    return LlamaForCausalLM(LlamaConfig(**{**_SHAPE, **overrides}))
-
-
-def _mistral(**overrides: Any) -> Any:
-    return MistralForCausalLM(MistralConfig(**{**_SHAPE, **overrides}))
-
-
-def _qwen2(**overrides: Any) -> Any:
-    return Qwen2ForCausalLM(Qwen2Config(**{**_SHAPE, **overrides}))
-
-
-def _qwen3(**overrides: Any) -> Any:
-    return Qwen3ForCausalLM(Qwen3Config(**{"head_dim": 16, **_SHAPE, **overrides}))
-
-
-def _windowed_layers() -> dict[str, Any]:
-    return {"use_sliding_window": True, "sliding_window": 9}
-
-
-MODELS: dict[str, Callable[[], Any]] = {
-    "llama": _llama,
-    "llama-tied": lambda: _llama(tie_word_embeddings=True),
-    "llama-multi-head": lambda: _llama(num_key_value_heads=6),
-    "llama-one-key-head": lambda: _llama(num_key_value_heads=1),
-    "llama-head-dim": lambda: _llama(head_dim=24),
-    "llama-attention-bias": lambda: _llama(attention_bias=True),
-    "llama-mlp-bias": lambda: _llama(mlp_bias=True),
-    "llama-rope-linear": lambda: _llama(rope_parameters={"rope_type": "linear", "rope_theta": 300.0, "factor": 3.0}),
-    "llama-rope-dynamic": lambda: _llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 300.0, "factor": 3.0}),
-    "llama-rope-llama3": lambda: _llama(rope_parameters=dict(_LLAMA3)),
-    "llama-rope-yarn": lambda: _llama(rope_parameters=dict(_YARN)),
-    "mistral": lambda: _mistral(sliding_window=None),
-    "mistral-window": lambda: _mistral(sliding_window=7),
-    "mistral-window-of-two": lambda: _mistral(sliding_window=2),
-    "qwen2": _qwen2,
-    "qwen2-tied": lambda: _qwen2(tie_word_embeddings=True),
-    "qwen2-max-window-layers": lambda: _qwen2(**_windowed_layers(), max_window_layers=1),
-    "qwen2-rope-yarn": lambda: _qwen2(rope_parameters={**_YARN, "attention_factor": 1.5, "truncate": False}),
-    "qwen3": _qwen3,
-    "qwen3-attention-bias": lambda: _qwen3(attention_bias=True),
-    "qwen3-layer-types": lambda: _qwen3(
-        **_windowed_layers(), layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+_WINDOWED: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 9}
+# Architectures of our own decoder, then those that transformers computes: model_type and what differs from _SHAPE.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-multi-head": ("llama", {"num_key_value_heads": 6}),
+    "llama-one-key-head": ("llama", {"num_key_value_heads": 1}),
+    "llama-head-dim": ("llama", {"head_dim": 24}),
+    "llama-attention-bias": ("llama", {"attention_bias": True}),
+    "llama-mlp-bias": ("llama", {"mlp_bias": True}),
+    "llama-rope-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 300.0, "factor": 3.0}}),
+    "llama-rope-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 300.0, "factor": 3.0}}),
+    "llama-rope-llama3": ("llama", {"rope_parameters": _LLAMA3}),
+    "llama-rope-yarn": ("llama", {"rope_parameters": _YARN}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-window": ("mistral", {"sliding_window": 7}),
+    "mistral-window-of-two": ("mistral", {"sliding_window": 2}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-max-window-layers": ("qwen2", {**_WINDOWED, "max_window_layers": 1}),
+    "qwen2-rope-yarn": ("qwen2", {"rope_parameters": {**_YARN, "attention_factor": 1.5, "truncate": False}}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3-attention-bias": ("qwen3", {"head_dim": 16, "attention_bias": True}),
+    "qwen3-layer-types": (
+        "qwen3",
+        {**_WINDOWED, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
-    "qwen3-rope-yarn": lambda: _qwen3(
-        rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 16, "beta_slow": 2}
+    "qwen3-rope-yarn": (
+        "qwen3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 16, "beta_slow": 2},
+        },
     ),
 }
 
-
-# Architectures that transformers computes: model_type and what differs from _SHAPE. Windows are shorter than prompts.
+# Windows are shorter than prompts.
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 _SMALL_EXPERTS = {**_EXPERTS, "moe_intermediate_size": 24}
 _SHARED_EXPERTS = {
@@ -213,15 +176,12 @@ TRANSFORMERS_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_model(name: str, *, seed: int = 0) -> Any:
+def make_model(name: str, *, seed: int = 0, **sizes: Any) -> Any:
     """Return a float32 transformers model whose biases, norms and attention all matter."""
-    if name in MODELS:
-        model = MODELS[name]().eval()
-    else:
-        model_type, overrides = TRANSFORMERS_MODELS[name]
-        config = AutoConfig.for_model(model_type, **{"pad_token_id": None, **_SHAPE, **overrides})
-        auto_model: Any = AutoModelForCausalLM
-        model = auto_model.from_config(config, dtype=torch.float32).eval()
+    model_type, overrides = (MODELS | TRANSFORMERS_MODELS)[name]
+    config = AutoConfig.for_model(model_type, **{"pad_token_id": None, **_SHAPE, **copy.deepcopy(overrides), **sizes})
+    auto_model: Any = AutoModelForCausalLM
+    model = auto_model.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -238,7 +198,7 @@ def make_prompt(num_tokens: int, *, seed: int = 0) -> tuple[int, ...]:
 
 
 def reference_tokens(model: Any, prompt: Seq[int], num_tokens: int) -> list[int]:
-    """Return transformers' greedy answer, beyond an end-of-sequence token where there is one."""
+    """Return transformers' greedy answer, which an end-of-sequence token does not end."""
     prompt_ids = torch.tensor([list(prompt)])
     model.generation_config.eos_token_id = None
     with torch.inference_mode():
@@ -250,68 +210,3 @@ def reference_tokens(model: Any, prompt: Seq[int], num_tokens: int) -> list[int]
             pad_token_id=0,
         )
     return list(output[0, len(prompt) :].tolist())
-
-
-def load(model_dir: Path, **overrides: Any) -> ModelExecutor[Any]:
-    """Return a float32 CPU executor."""
-    options: dict[str, Any] = {
-        "model_dir": model_dir,
-        "model_name": "tiny",
-        "dtype": "float32",
-        "device": "cpu",
-        "block_size": 4,
-        "num_blocks": 128,
-        "kv_memory_bytes": None,
-        "max_model_len": None,
-    }
-    executor = load_executor(EngineOptions(**{**options, **overrides}))
-    assert isinstance(executor, ModelExecutor)
-    return executor
-
-
-def make_sequence(prompt: Seq[int], *, sampling: SamplingParams = GREEDY, block_size: int = 4) -> Sequence:
-    """Return a fresh sequence without pages."""
-    request = EngineRequest(
-        request_id=RequestId("req-test"),
-        prompt_token_ids=as_tokens(prompt),
-        sampling=sampling,
-        hash_root=HashRoot(bytes(32)),
-        block_hashes=NO_HASHES,
-    )
-    return Sequence.from_request(request, block_size=block_size, order=0)
-
-
-class Driver:
-    """Plays the scheduler: hands out pages in a scrambled order and advances sequences step by step."""
-
-    def __init__(self, executor: ModelExecutor[Any], *, seed: int = 0) -> None:
-        self.executor = executor
-        self._block_size = executor.kv.shape.block_size
-        self.free = [BlockId(i) for i in range(executor.kv.num_blocks)]
-        random.Random(seed).shuffle(self.free)
-
-    def step(self, work: Seq[tuple[Sequence, int]]) -> list[StepResult]:
-        """Run (sequence, number of new tokens) pairs in one step; appends the first sample's token to each sequence."""
-        batch = []
-        for sequence, num_new in work:
-            end = sequence.num_computed + num_new
-            while len(sequence.block_table) * self._block_size < end:
-                sequence.block_table.append(self.free.pop())
-            num_samples = sequence.num_samples if end == sequence.num_tokens else 0
-            batch.append(ScheduledSequence(sequence, num_new, num_samples))
-        results = self.executor.execute(batch)
-        for item, result in zip(batch, results, strict=True):
-            item.sequence.num_computed += item.num_new_tokens
-            assert len(result.sampled) == item.num_samples
-            if result.sampled:
-                item.sequence.append_token(result.sampled[0].token_id)
-        return results
-
-    def generate(self, sequences: Seq[Sequence], *, num_tokens: int, chunk_size: int = 1 << 30) -> list[list[int]]:
-        """Return each sequence's answer. Sequence i joins at step i, so that steps mix chunks and decode tokens."""
-        num_steps = 0
-        while any(s.num_output_tokens < num_tokens for s in sequences):
-            num_steps += 1
-            live = [s for s in sequences[:num_steps] if s.num_output_tokens < num_tokens]
-            self.step([(s, min(chunk_size, s.num_tokens - s.num_computed)) for s in live])
-        return [list(s.output_token_ids) for s in sequences]

@@ -1,6 +1,6 @@
-"""Compiles the kernels once per processor, compiler and source; the result stays in the cache folder.
+"""Compiles the kernels once per processor, compiler and source, into the cache folder.
 
-A compiler is optional. Whatever goes wrong here costs speed, never a start: the caller gets a reason instead of a path.
+A compiler is optional. A failure costs speed, never a start: the caller gets a reason instead of a path.
 """
 
 import fcntl
@@ -27,28 +27,28 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotBuilt:
-    """Why there are no compiled kernels."""
+    """Reason why there are no compiled kernels."""
 
     reason: str
 
 
 def build_kernels(folder: Path | None = None) -> Path | NotBuilt:
-    """Return the shared library, compiled into `folder` (default: the cache folder) unless it is there already.
+    """Return the shared library, compiling it into `folder` (default: the cache folder) if it is missing.
 
-    Takes some seconds the first time. Several processes may call it at once: one compiles, the others wait.
+    Takes some seconds the first time. Of several processes that call it at once, one compiles and the others wait.
     """
     try:
         compiler = _compiler()
         if isinstance(compiler, NotBuilt):
             return compiler
         library = (folder or cache_dir() / "kernels") / f"kvrelay-{_key(compiler)}.so"
-        if not library.exists():  # it appears whole: who finds it needs neither lock nor a writable folder
+        if not library.exists():  # it appears whole: a reader needs neither the lock nor a writable folder
             _compile_once(compiler, library)
     except subprocess.CalledProcessError as error:
         return NotBuilt(reason=f"{error.cmd[0]} failed: {_complaint(error)}")
     # ValueError: $CXX has an open quote; RuntimeError: this user has no home.
     except (OSError, subprocess.TimeoutExpired, ValueError, RuntimeError) as error:
-        return NotBuilt(reason=f"the kernels could not be compiled: {error}")
+        return NotBuilt(reason=f"cannot compile the kernels: {error}")
     return library
 
 
@@ -59,12 +59,12 @@ def _compiler() -> list[str] | NotBuilt:
         return [found] if found else NotBuilt(reason="no C++ compiler (c++, g++ or clang++, or $CXX) is installed")
     command = shlex.split(chosen)
     if not command:
-        return NotBuilt(reason="no C++ compiler is wanted: $CXX is empty")
+        return NotBuilt(reason="no C++ compiler is used: $CXX is empty")
     return command if shutil.which(command[0]) else NotBuilt(reason=f"$CXX names {command[0]}, which is not installed")
 
 
 def _key(compiler: list[str]) -> str:
-    """Return a name for everything that the compiled code depends on."""
+    """Return a key for all that the compiled code depends on."""
     digest = hashlib.sha256(_run([*compiler, "--version"]).encode())
     digest.update(" ".join((*compiler, *_FLAGS, platform.machine(), _cpu_flags())).encode())
     for source in sorted(_SOURCES.glob("*.h")) + sorted(_SOURCES.glob("*.cpp")):
@@ -95,13 +95,13 @@ def _compile_once(compiler: list[str], library: Path) -> None:
 
 
 def _run(command: list[str]) -> str:
-    """Return what a command prints."""
+    """Return the standard output of a command."""
     return subprocess.run(
         command, capture_output=True, check=True, timeout=_COMPILE_TIMEOUT_S, encoding="utf-8", errors="replace"
     ).stdout
 
 
 def _complaint(error: subprocess.CalledProcessError) -> str:
-    """Return the line that says what is wrong: before an error in a header, compilers list who includes it."""
+    """Return the line with the error: before an error in a header, compilers list the files that include it."""
     lines: list[str] = error.stderr.strip().splitlines() or [f"exit status {error.returncode}"]
     return next((line for line in lines if "error:" in line), lines[0])

@@ -1,7 +1,7 @@
 """The compiled kernels as Python functions over addresses. Calls release the GIL.
 
-The library is loaded after torch, and where both name the same OpenMP runtime (GNU's, in torch's own wheels) there is
-one pool of threads in the process. How many of them work is a setting of each thread that starts them: `use_threads`.
+The library is loaded after torch; when both use the same OpenMP runtime (GNU's, in torch's own wheels), the process has
+one pool of threads. Each thread that calls kernels sets how many of them work: `use_threads`.
 """
 
 import ctypes
@@ -69,7 +69,7 @@ class CpuKernels:
     """The kernels for one number format. Arguments are addresses (`Tensor.data_ptr()`) and counts; see kernels.cpp."""
 
     def __init__(self, library: Path, dtype: torch.dtype) -> None:
-        """Load the library. Raises OSError when the system cannot, and ValueError for a dtype that it lacks."""
+        """Load the library. Raises OSError when the system cannot, and ValueError for an unknown dtype."""
         if dtype not in DTYPES:
             raise ValueError(f"there are no CPU kernels for {dtype}")
         self.dtype = dtype
@@ -77,7 +77,7 @@ class CpuKernels:
         suffix = str(dtype).removeprefix("torch.")
 
         self.use_threads: Callable[[int], None] = loaded.kvrelay_use_threads
-        """How many threads the kernels take that the calling thread starts."""
+        """Sets the number of threads for kernels that the calling thread starts."""
         loaded.kvrelay_use_threads.argtypes, loaded.kvrelay_use_threads.restype = (c_int64,), None
         self.num_threads: Callable[[], int] = loaded.kvrelay_num_threads
         loaded.kvrelay_num_threads.restype = c_int64

@@ -1,4 +1,4 @@
-"""The decoder's operations on the compiled CPU kernels."""
+"""The decoder's operations, and its whole layers on packed weights, on the compiled CPU kernels."""
 
 import ctypes
 import math
@@ -9,18 +9,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from engine.kv_cache import TorchKvStore
 from engine.model.config import DecoderConfig
 from engine.model.rope import RotaryEmbedding
-from engine.ops.cpu.library import CpuKernels, Layer, Step
+from engine.model.weights import DecoderWeights, LayerWeights, Projection
+from engine.ops.cpu.library import Activations, CpuKernels, Layer, PackedLayer, PackedWeight, Step
+from engine.ops.cpu.linear import PackedLinear
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 
 _HEAD_DIM_MULTIPLE = 32
 
 
 def can_attend(config: DecoderConfig) -> bool:
-    """Whether the kernels know these heads; all published sizes from 32 up but 80 are multiples of 32."""
+    """Whether the kernels take heads of this size: all published sizes from 32 up except 80 are multiples of 32."""
     return config.head_dim % _HEAD_DIM_MULTIPLE == 0
 
 
@@ -40,13 +43,13 @@ class CpuOps:
         ]
 
     def plan(self, metadata: AttentionMetadata) -> "CpuStepOps":
-        """Point the kernels at the step; see `Ops`. Block tables are read where the sequences keep them."""
-        self.kernels.use_threads(torch.get_num_threads())  # this may be the first step on this thread
+        """Prepare a step; see `Ops`. Kernels read the sequences' own block tables."""
+        self.kernels.use_threads(torch.get_num_threads())  # for the first step on this thread
         return CpuStepOps(self._config, self.kernels, self._layers, _PlannedStep(metadata, self._config, self._rope))
 
 
 class _PlannedStep:
-    """The kernels' view of a step, and everything that it points to."""
+    """The kernels' view of a step, and the memory that it points to."""
 
     def __init__(self, metadata: AttentionMetadata, config: DecoderConfig, rope: RotaryEmbedding) -> None:
         cos, sin = rope.half_angles(torch.from_numpy(metadata.positions))
@@ -80,7 +83,7 @@ class CpuStepOps:
         self._layers = layers
         self._planned = planned
         self.address = ctypes.byref(planned.struct)
-        """Of the step, for kernels."""
+        """Address of the step, for kernels."""
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """See `StepOps`."""
@@ -89,7 +92,7 @@ class CpuStepOps:
         return normed
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-        """See `StepOps`; mutates x as well, which becomes the result."""
+        """See `StepOps`; also mutates x, which becomes the result."""
         at = x.data_ptr()
         self._kernels.add_rms_norm(at, residual.data_ptr(), weight.data_ptr(), at, *x.shape, self._config.rms_norm_eps)
         return x
@@ -117,9 +120,71 @@ class CpuStepOps:
 
 
 def _table_address(span: SequenceSpan, copies: "list[array[int]]") -> int:
-    """Return where the block table's int32 entries lie; a table of another kind is copied, into `copies`."""
+    """Return the address of a block table's int32 entries; other kinds of tables are first copied into `copies`."""
     table = span.block_table
     if not (isinstance(table, array) and table.typecode == "i"):
         table = array("i", table)
         copies.append(table)
     return table.buffer_info()[0]
+
+
+class CpuDecoder:
+    """`engine.model.decoder.Decoder` with all projections packed: the same kernels in the same order."""
+
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, kernels: CpuKernels) -> None:
+        """Take weights whose projections are all packed by `kernels`."""
+        assert isinstance(weights.head, PackedLinear), f"{weights.head} is not packed"
+        self._config = config
+        self._weights = weights
+        self._head = weights.head
+        self._kernels = kernels
+        next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
+        self._layers = [
+            _packed_layer(layer, next_norm) for layer, next_norm in zip(weights.layers, next_norms, strict=True)
+        ]
+
+    def forward(self, token_ids: Tensor, step: CpuStepOps) -> Tensor:
+        """Return final hidden states [num_tokens, hidden_size], normalised, for int64 token ids [num_tokens].
+
+        Writes the tokens' keys and values to the pages that `step` was planned for.
+        """
+        weights, config = self._weights, self._config
+        residual = F.embedding(token_ids, weights.embedding)
+        normed = step.rms_norm(residual, weights.layers[0].input_norm)
+        attended_size = config.num_heads * config.head_dim
+        qkv_size = attended_size + 2 * config.num_kv_heads * config.head_dim
+        sizes = (config.hidden_size, qkv_size, attended_size, 2 * config.intermediate_size, config.intermediate_size)
+        scratch = [torch.empty((len(token_ids), size), dtype=residual.dtype) for size in sizes]
+        activations = Activations(residual.data_ptr(), normed.data_ptr(), *(each.data_ptr() for each in scratch))
+        to = ctypes.byref(activations)
+        for layer_idx, (layer, packed) in enumerate(zip(weights.layers, self._layers, strict=True)):
+            pages = step.pages(layer_idx, layer.q_norm, layer.k_norm)
+            self._kernels.run_layer(step.address, pages, ctypes.byref(packed), to)
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 [num_rows, vocab_size] for rows of `forward`'s result."""
+        return self._head.wide(hidden)
+
+
+def can_run(weights: DecoderWeights) -> bool:
+    """Whether every projection is packed; else `Decoder` calls them one by one."""
+    layers = weights.layers
+    projections = [p for layer in layers for p in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    return all(isinstance(projection, PackedLinear) for projection in (*projections, weights.head))
+
+
+def _packed_layer(layer: LayerWeights, next_norm: Tensor) -> PackedLayer:
+    return PackedLayer(
+        qkv=_address(layer.qkv),
+        output=_address(layer.output),
+        gate_up=_address(layer.gate_up),
+        down=_address(layer.down),
+        post_attention_norm=layer.post_attention_norm.data_ptr(),
+        next_norm=next_norm.data_ptr(),
+    )
+
+
+def _address(projection: Projection) -> PackedWeight:
+    assert isinstance(projection, PackedLinear), f"{projection} is not packed"
+    return projection.address

@@ -1,9 +1,9 @@
 """Attention of sequences that have one new token, over their pages.
 
-A sequence's keys are split among programs (Flash-Decoding), which a second kernel combines; the query heads that share
-a key head are the rows of one matrix product, so that no key is read twice. The grid depends on the number of sequences
-alone. How the keys of each are split is decided on the device from its context length, and programs without work leave
-at once: the same launch, captured in a CUDA graph, serves contexts of any length.
+A sequence's keys are split among programs (Flash-Decoding), whose results a second kernel combines; query heads that
+share a key head are the rows of one matrix product, so that no key is read twice. The grid depends only on the number
+of sequences. The device splits the keys by context length, and programs without work exit at once: the same launch,
+captured in a CUDA graph, serves contexts of any length.
 """
 # ruff: noqa: ANN001, ANN202, PLR0913 - a kernel's parameters are pointers, strides and compile-time constants
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
@@ -15,50 +15,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.triton_kernels.pages import LOG2_E, LayerPages, attend_keys, dot_dtype
+from engine.ops.triton_kernels.pages import LOG2_E, LayerPages, Tiles, attend_keys, dot_dtype
 from engine.ops.triton_kernels.step import STEP_POINTERS, DeviceStep
 
 MAX_SPLITS = 64
 _PROGRAMS_PER_SM = 4
-"""Two to three run at a time; the next wave evens out contexts of unlike length."""
+"""Two to three run at a time; the next wave evens out contexts of different lengths."""
 _MIN_SPLITS_OF_LARGE_BATCH = 4
 """So that one long context among many short ones is not read by a single program per head."""
 _MIN_KEYS_OF_LARGE_BATCH = 512
-"""Where the batch fills the device by itself, a smaller split would cost more in partial results than it brings."""
+"""When the batch fills the device by itself, smaller splits cost more in partial results than they gain."""
 _COMBINED_AT_ONCE = tl.constexpr(16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeTiles:
-    """Block sizes of the kernel."""
-
-    keys: int
-    num_warps: int
-    num_stages: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class KeySplits:
-    """How many programs share a sequence's keys, and where they leave their results. Reused by every layer."""
+    """Division of a sequence's keys among programs, and their partial results. Reused by every layer."""
 
     num_splits: int
     min_keys: int
-    """A split has at least so many, unless the context is shorter."""
+    """Minimum number of keys of a split, unless the context is shorter."""
     outputs: Tensor
     """Softmax-weighted values of each split, float32 [num_decodes, num_heads, num_splits, head_dim]."""
     log_sums: Tensor
     """log2 of each split's sum of exponentials, float32 [num_decodes, num_heads, num_splits]."""
 
 
-def decode_tiles(page_dtype: torch.dtype, head_dim: int) -> DecodeTiles:
-    """Return block sizes that keep three programs on a multiprocessor, each with two tiles of keys on their way.
+def decode_tiles(page_dtype: torch.dtype, head_dim: int) -> Tiles:
+    """Return block sizes that keep three programs on a multiprocessor, each loading two tiles of keys ahead.
 
-    Half of the stages go to the block table, whose entries have to be there before the tile that they point to.
+    Half of the stages are for the block table, whose entries must arrive before the tile that they point to.
     """
     if page_dtype.itemsize == 4:
-        return DecodeTiles(keys=32, num_warps=4, num_stages=3)
+        return Tiles(keys=32, num_warps=4, num_stages=3)
     keys = 128 if head_dim <= 64 else 64 if head_dim <= 128 else 32
-    return DecodeTiles(keys=keys, num_warps=4, num_stages=5 if page_dtype.itemsize == 2 else 7)
+    return Tiles(keys=keys, num_warps=4, num_stages=5 if page_dtype.itemsize == 2 else 7)
 
 
 def split_keys(num_decodes: int, num_heads: int, pages: LayerPages, *, num_sms: int) -> KeySplits:
@@ -79,9 +70,9 @@ def split_keys(num_decodes: int, num_heads: int, pages: LayerPages, *, num_sms: 
 
 
 def decode_attention(output: Tensor, query: Tensor, pages: LayerPages, step: DeviceStep, splits: KeySplits) -> None:
-    """Write what each decoding sequence's token reads from its context into its row of `output`.
+    """Write the attention of each decoding sequence's token over its context into its row of `output`.
 
-    output and query are contiguous [num_tokens, num_heads, head_dim]; rows of other tokens are left alone. The new
+    output and query are contiguous [num_tokens, num_heads, head_dim]; rows of other tokens are unchanged. The new
     token's own key and value are in the pages already. Also overwrites `splits`' tensors.
     """
     num_heads, head_dim = query.shape[1:]
@@ -137,7 +128,7 @@ def decode_attention(output: Tensor, query: Tensor, pages: LayerPages, step: Dev
 
 @triton.jit
 def _split_range(context_len, num_splits, min_keys, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the first key that counts, keys per split, and how many splits have any; both kernels go by it."""
+    """Return the first key inside the window, keys per split, and the number of non-empty splits, for both kernels."""
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(context_len - WINDOW, 0)
@@ -149,7 +140,7 @@ def _split_range(context_len, num_splits, min_keys, WINDOW: tl.constexpr, BLOCK_
 
 @triton.jit
 def _sequence_and_token(index, query_start_loc_ptr, decode_seqs_ptr):
-    """Return which sequence the index-th decode is of, and the row of its token."""
+    """Return the sequence of the index-th decode, and the row of its token."""
     if decode_seqs_ptr is None:
         return index, index
     else:  # noqa: RET505 - Triton compiles one of the two

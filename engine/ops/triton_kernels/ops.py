@@ -10,24 +10,23 @@ from engine.model.config import DecoderConfig
 from engine.model.rope import RotaryEmbedding
 from engine.ops.metadata import AttentionMetadata
 from engine.ops.triton_kernels.decode_attention import KeySplits, decode_attention, split_keys
+from engine.ops.triton_kernels.elementwise import add_rms_norm, rms_norm, silu_mul
 from engine.ops.triton_kernels.pages import LayerPages
 from engine.ops.triton_kernels.prefill_attention import prefill_attention, tile_tokens
-from engine.ops.triton_kernels.rms_norm import add_rms_norm, rms_norm
 from engine.ops.triton_kernels.rope_kv_write import HeadNorms, rope_kv_write, rotation_table
-from engine.ops.triton_kernels.silu_mul import silu_mul
 from engine.ops.triton_kernels.step import DeviceStep
 
 _INTERPRETED_SMS = 4
-"""Without a device: few enough that small batches have one split per sequence, and single sequences several."""
+"""Multiprocessors assumed without a device: small batches get one split per sequence, single sequences several."""
 _WARM_UP_TOKENS = 65
 
 
 class TritonOps:
     """Kernels for one model on one device, bound to its pages. Engine thread only.
 
-    Weights and activations are of `dtype` (default: the pages'). Pages may be float8_e4m3fn instead. `kv_scales` says
-    what a layer's stored keys and values are multiplied by (default: 1). Positions below `max_positions` (default: the
-    model's) can be computed; each costs 4 * head_dim bytes. Raises ValueError for a model that the kernels do not take.
+    Weights and activations have `dtype` (default: the pages'). Pages may be float8_e4m3fn instead. `kv_scales` are the
+    factors of each layer's stored keys and values (default: 1). Positions must be below `max_positions` (default: the
+    model's); each costs 4 * head_dim bytes. Raises ValueError for a model that the kernels do not take.
     """
 
     name = "triton"
@@ -45,7 +44,7 @@ class TritonOps:
         self._dtype = dtype or store.layers[0][0].dtype
         self._device = store.layers[0][0].device
         if self._dtype.itemsize == 1:
-            raise ValueError("beside float8 pages the dtype of the activations has to be said")
+            raise ValueError("cannot infer the dtype of the activations from float8 pages: pass dtype")
         self._tile_tokens = tile_tokens(self._dtype, config.head_dim, config.num_heads // config.num_kv_heads)
         self._num_sms = _count_sms(self._device)
         scales = kv_scales or [(1.0, 1.0)] * config.num_layers
@@ -71,22 +70,22 @@ class TritonOps:
     def bind(self, step: DeviceStep) -> "TritonStepOps":
         """Return the operations on `step`'s tensors, which may be refilled between runs.
 
-        Launches depend on the tensors' shapes alone, so that they can be captured in a CUDA graph; the result must be
-        kept as long as the graph, since it owns the memory of partial results.
+        Launches depend only on the tensors' shapes, so that a CUDA graph can capture them; the result owns the memory
+        of partial results and must live while the graph does.
         """
         splits = split_keys(step.num_decodes, self._config.num_heads, self._pages[0], num_sms=self._num_sms)
         return TritonStepOps(self._config, self._pages, self._rotations, step, splits)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compile every kernel that a step can ask for; takes seconds, unless they are cached on disk.
+        """Compile every kernel that a step can need; takes seconds, unless they are cached on disk.
 
-        Runs padding, which mutates no page: a batch of decodes, and one that has a chunk too.
+        Runs padding, which mutates no page: a batch of decodes, and one with a chunk too.
         """
         config = self._config
         num_all_heads = config.num_heads + 2 * config.num_kv_heads
         head_norm = torch.ones(config.head_dim, dtype=self._dtype, device=self._device) if config.has_qk_norm else None
-        # Of a window there is one kernel; layers that share it share the kernel.
+        # Layers with the same window share a kernel.
         layers = {window: i for i, window in enumerate(config.windows)}.values()
         for step in _padding_steps(self._tile_tokens, self._pages[0].block_size, self._device):
             ops, num_tokens = self.bind(step), len(step.positions)
@@ -151,7 +150,7 @@ def _count_sms(device: torch.device) -> int:
 
 
 def _padding_steps(tile_tokens: int, block_size: int, device: torch.device) -> list[DeviceStep]:
-    """Return steps that write no KV: two decodes without context, and such a decode beside a chunk in block 0."""
+    """Return steps that write no KV: two decodes without context, and one such decode with a chunk in block 0."""
 
     def ints(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)

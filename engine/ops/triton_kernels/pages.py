@@ -1,4 +1,4 @@
-"""One layer's pages as the kernels take them, and how both attention kernels read keys through a block table."""
+"""One layer's pages, and the loop over keys through a block table that both attention kernels share."""
 # ruff: noqa: ANN001, ANN201, PLR0913 - a kernel's parameters are pointers, strides and compile-time constants
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
 
@@ -10,10 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634
-"""Softmax is computed in base 2, which is what the hardware's exponential takes."""
+"""Factor to base 2, in which softmax is computed, since the hardware's exponential has it."""
 
-# Finite, so that (hidden - hidden) is 0 and not NaN. A row whose first keys are all hidden gathers nonsense of weight
-# 1 until its first visible key, which then scales it by exp2(_HIDDEN - m) = 0.
+# Finite, so that (hidden - hidden) is 0 and not NaN. A row whose first keys are all hidden sums them with weight 1
+# until its first visible key, which then scales the sum by exp2(_HIDDEN - m) = 0.
 _HIDDEN = tl.constexpr(-1.0e30)
 
 
@@ -24,9 +24,9 @@ class LayerPages:
     keys: Tensor
     values: Tensor
     window: int | None = None
-    """A token attends to so many tokens, itself included; None: to all."""
+    """Number of tokens that a token attends to, itself included; None: all."""
     key_scale: float = 1.0
-    """What a stored key is multiplied by, > 0; other than 1 for float8 pages."""
+    """Factor of a stored key, > 0; not 1 only for float8 pages."""
     value_scale: float = 1.0
 
     @property
@@ -45,13 +45,24 @@ class LayerPages:
         return self.keys.shape[3]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """Block sizes of an attention kernel."""
+
+    keys: int
+    num_warps: int
+    num_stages: int
+    rows: int = 0
+    """Rows of a chunk's query matrix: tokens times query heads of a key head."""
+
+
 def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, as they do when TRITON_INTERPRET was set before the import."""
+    """Whether kernels run in Triton's interpreter, that is, TRITON_INTERPRET was set before the import."""
     return bool(triton.knobs.runtime.interpret)
 
 
 def dot_dtype(dtype: torch.dtype) -> tl.dtype:
-    """Return what matrix products multiply: the queries' dtype, but float32 where the interpreter cannot."""
+    """Return the dtype of matrix products: the queries' dtype, or float32 in the interpreter."""
     if is_interpreted():
         return tl.float32  # its bfloat16 is a bit pattern
     return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
@@ -77,7 +88,7 @@ def attend_keys(
     MASKED: tl.constexpr,  # False: every row sees every key, and BLOCK_N divides end - begin
     DOT_DTYPE: tl.constexpr,
 ):
-    """Take keys [begin, end) into the running softmax (Milakov and Gimelshein 2018; FlashAttention-2) and return it."""
+    """Add keys [begin, end) to the running softmax (Milakov and Gimelshein 2018; FlashAttention-2) and return it."""
     acc, row_max, row_sum = state
     dims = tl.arange(0, BLOCK_D)
     for first_key in range(begin, end, BLOCK_N):
@@ -89,7 +100,7 @@ def attend_keys(
             blocks = tl.load(table_ptr + keys // PAGE_SIZE)
         rows = (blocks.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE) * slot_stride
         offsets = rows[:, None] + dims[None, :]
-        # Keys behind the context are not read: whatever another request left there, a NaN even, has no effect.
+        # Keys beyond the context are not read, so that data of another request, even a NaN, has no effect.
         if MASKED and BLOCK_D == HEAD_DIM:
             key = tl.load(keys_ptr + offsets, mask=exists[:, None], other=0.0)
             value = tl.load(values_ptr + offsets, mask=exists[:, None], other=0.0)

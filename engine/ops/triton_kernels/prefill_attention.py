@@ -1,57 +1,43 @@
 """Causal attention of chunks of new tokens, over their sequences' pages.
 
-The chunk's own keys were written to the pages before, so that a cached prefix and the chunk are one run of keys behind
-one block table. A program takes a tile of consecutive tokens, with all query heads that share a key head
-(FlashAttention-2, one pass over the keys): first the keys that every row of the tile sees, without a mask, then the
-rest.
+The chunk's own keys are in the pages already, so that a cached prefix and the chunk are one run of keys in one block
+table. A program takes a tile of consecutive tokens, with all query heads that share a key head (FlashAttention-2, one
+pass over the keys): first the keys that every row of the tile sees, without a mask, then the rest.
 """
 # ruff: noqa: ANN001, ANN202, PLR0913 - a kernel's parameters are pointers, strides and compile-time constants
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.triton_kernels.pages import LOG2_E, LayerPages, attend_keys, dot_dtype
+from engine.ops.triton_kernels.pages import LOG2_E, LayerPages, Tiles, attend_keys, dot_dtype
 from engine.ops.triton_kernels.step import STEP_POINTERS, DeviceStep
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillTiles:
-    """Block sizes of the kernel."""
-
-    rows: int
-    """Of the queries' matrix: tokens times query heads of a key head."""
-    keys: int
-    num_warps: int
-    num_stages: int
-
-
-def prefill_tiles(query_dtype: torch.dtype, head_dim: int) -> PrefillTiles:
+def prefill_tiles(query_dtype: torch.dtype, head_dim: int) -> Tiles:
     """Return block sizes; 128 rows are two warp groups of Hopper's tensor cores."""
     if query_dtype.itemsize == 4:
-        return PrefillTiles(rows=32, keys=16, num_warps=4, num_stages=2)
+        return Tiles(rows=32, keys=16, num_warps=4, num_stages=2)
     if head_dim > 128:
-        return PrefillTiles(rows=64, keys=32, num_warps=8, num_stages=3)
-    return PrefillTiles(rows=128, keys=64 if head_dim > 64 else 128, num_warps=8, num_stages=5)
+        return Tiles(rows=64, keys=32, num_warps=8, num_stages=3)
+    return Tiles(rows=128, keys=64 if head_dim > 64 else 128, num_warps=8, num_stages=5)
 
 
 def tile_tokens(query_dtype: torch.dtype, head_dim: int, group: int) -> int:
     """Return how many tokens a program takes when `group` query heads share a key head."""
     rows = prefill_tiles(query_dtype, head_dim).rows
     if group > rows:
-        raise ValueError(f"{group} query heads share a key head; the prefill kernel takes {rows} at most")
+        raise ValueError(f"{group} query heads share a key head; the prefill kernel takes at most {rows}")
     return rows // group
 
 
 def prefill_attention(output: Tensor, query: Tensor, pages: LayerPages, step: DeviceStep) -> None:
-    """Write what the tokens of `step.prefill_tiles` read from their contexts into their rows of `output`.
+    """Write the attention of the tokens of `step.prefill_tiles` over their contexts into their rows of `output`.
 
-    output and query are contiguous [num_tokens, num_heads, head_dim]; rows of other tokens are left alone. The tiles
-    are of `tile_tokens(...)` tokens each.
+    output and query are contiguous [num_tokens, num_heads, head_dim]; rows of other tokens are unchanged. A tile has
+    `tile_tokens(...)` tokens.
     """
     if step.prefill_tiles is None:
         return
@@ -124,7 +110,7 @@ def _prefill_kernel(
     offsets = offsets[:, None] * HEAD_DIM + dims[None, :]
     query = tl.load(query_ptr + offsets, mask=stored, other=0.0).to(DOT_DTYPE)
 
-    # [oldest, edge) some rows see, for their windows · [edge, full) all rows · [full, end) some rows, in causal order
+    # Keys visible to: [oldest, edge) some rows, by window · [edge, full) all rows · [full, end) some rows, by causality
     first_position = num_computed + first_token
     end = num_computed + tl.minimum(first_token + TILE_TOKENS, num_new)
     positions = tl.minimum(num_computed + tokens, end - 1)

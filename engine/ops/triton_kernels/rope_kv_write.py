@@ -1,4 +1,4 @@
-"""Everything between the projection and attention, in one pass: head norms, rotation, and the write to the pages."""
+"""The work between projection and attention in one pass: head norms, rotation, and the write to the pages."""
 # ruff: noqa: ANN001, ANN202, PLR0913 - a kernel's parameters are pointers, strides and compile-time constants
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
 
@@ -15,7 +15,7 @@ from engine.ops.triton_kernels.step import STEP_POINTERS, DeviceStep
 
 _FLOAT8_MAX = tl.constexpr(448.0)
 _MANY_TOKENS = 64
-"""From here on there are programs enough for each to take many heads."""
+"""Number of tokens from which on each program takes many heads, since there are enough programs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ def _rope_kv_write_kernel(
     factor = tl.where(is_value, value_factor, key_factor)
     first *= factor
     second *= factor
-    if IS_FLOAT8:  # the cast of what does not fit would be NaN
+    if IS_FLOAT8:  # casting a value out of range would give NaN
         first = tl.minimum(tl.maximum(first, -_FLOAT8_MAX), _FLOAT8_MAX)
         second = tl.minimum(tl.maximum(second, -_FLOAT8_MAX), _FLOAT8_MAX)
     first = first.to(keys_ptr.dtype.element_ty)

@@ -1,6 +1,5 @@
-"""What a step looks like to the kernels: `AttentionMetadata`, packed and on the device."""
+"""Description of a step for the kernels: `AttentionMetadata`, packed and on the device."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,10 +7,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.cuda.columns import Column, Columns
 from engine.ops.metadata import AttentionMetadata
 
-# Names of the kernels' parameters that point into a step. By default Triton compiles a kernel once for pointers to
-# multiples of 16 bytes and once for others; these may point anywhere, and no step must wait for a compiler.
+# Kernel parameters that point into a step. By default Triton compiles a kernel once for pointers to multiples of 16
+# bytes and once for others; these may point anywhere, and no step may wait for the compiler.
 STEP_POINTERS = (
     "positions_ptr",
     "slot_mapping_ptr",
@@ -21,71 +21,91 @@ STEP_POINTERS = (
     "decode_seqs_ptr",
     "tiles_ptr",
 )
-_ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceStep:
-    """Device tensors of one step. Whoever owns static buffers may refill them: kernels read them when they run.
+    """Device tensors of one step. An owner of static buffers may refill them: kernels read them when they run.
 
-    Rows of padding cost next to nothing: a token of slot -1 writes no KV, a sequence of context length 0 reads none
-    and its attention is 0.
+    Rows of padding cost almost nothing: a token of slot -1 writes no KV; a sequence of context length 0 reads none, and
+    its attention is 0.
     """
 
     positions: Tensor
-    """Of each token in its sequence, int32 or int64 [num_tokens]."""
+    """Position of each token in its sequence, int32 or int64 [num_tokens]."""
     slot_mapping: Tensor
-    """Where each token's KV goes, block_id * block_size + offset, or -1, int64 [num_tokens]."""
+    """Slot of each token's KV, block_id * block_size + offset, or -1, int64 [num_tokens]."""
     context_lens: Tensor
-    """Tokens of each sequence whose KV exists after the step, int32 [num_seqs]."""
+    """Number of each sequence's tokens with KV after the step, int32 [num_seqs]."""
     block_tables: Tensor
-    """int32 [num_seqs, max_blocks], rows of any stride; entries behind a context are never read."""
+    """Pages of each sequence, int32 [num_seqs, max_blocks], of any row stride; entries beyond a context are unused."""
     query_start_loc: Tensor
-    """Sequence i owns tokens [query_start_loc[i], query_start_loc[i + 1]), int32 [num_seqs + 1]."""
+    """Bounds of the sequences' tokens: i owns [query_start_loc[i], query_start_loc[i + 1]), int32 [num_seqs + 1]."""
     decode_seqs: Tensor | None
-    """Sequences with one new token, int32 [num_decodes]; None: all have one, so that token i is of sequence i."""
+    """Sequences with one new token, int32 [num_decodes]; None: all have one, and token i belongs to sequence i."""
     prefill_tiles: Tensor | None
     """(sequence, first token inside its chunk) of each tile of queries, int32 [num_tiles, 2]; None: no chunks."""
 
     @property
     def num_decodes(self) -> int:
-        """How many sequences have one new token."""
+        """Number of sequences with one new token."""
         return len(self.context_lens) if self.decode_seqs is None else len(self.decode_seqs)
 
     @classmethod
     def from_metadata(cls, metadata: AttentionMetadata, *, tile_tokens: int, device: torch.device) -> "DeviceStep":
-        """Describe a step on the device, with one copy that does not wait for it.
+        """Describe a step on the device, in one copy that does not wait.
 
-        `tile_tokens` is how many consecutive queries share a program of the prefill kernel.
+        `tile_tokens` is the number of consecutive queries that share a program of the prefill kernel.
         """
-        num_new = np.diff(metadata.query_start_loc)
-        is_decode = num_new == 1
-        arrays: dict[str, npt.NDArray[np.generic]] = {
-            "positions": metadata.positions.astype(np.int32),
-            "slot_mapping": metadata.slot_mapping,
-            "context_lens": metadata.context_lens.astype(np.int32),
-            "block_tables": _pad_block_tables(metadata),
-            "query_start_loc": metadata.query_start_loc.astype(np.int32),
-        }
-        if not is_decode.all():
-            arrays["decode_seqs"] = np.flatnonzero(is_decode).astype(np.int32)
-            arrays["prefill_tiles"] = make_prefill_tiles(metadata, tile_tokens=tile_tokens)
-        tensors = _copy_packed(arrays, device)
+        columns = Columns()
+        step = StepColumns.add(metadata, tile_tokens=tile_tokens, columns=columns)
+        block_tables = columns.add(_pad_block_tables(metadata))
+        words = columns.upload(device)
+        return step.on_device(words, block_tables.of(words))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepColumns:
+    """A step's tensors other than its block tables, as columns; see `DeviceStep`."""
+
+    positions: Column
+    slot_mapping: Column
+    context_lens: Column
+    query_start_loc: Column
+    decode_seqs: Column | None
+    prefill_tiles: Column | None
+
+    @classmethod
+    def add(cls, metadata: AttentionMetadata, *, tile_tokens: int, columns: Columns) -> "StepColumns":
+        """Add the columns of a step."""
+        is_decode = np.diff(metadata.query_start_loc) == 1
+        has_chunks = not is_decode.all()
         return cls(
-            positions=tensors["positions"],
-            slot_mapping=tensors["slot_mapping"],
-            context_lens=tensors["context_lens"],
-            block_tables=tensors["block_tables"],
-            query_start_loc=tensors["query_start_loc"],
-            decode_seqs=tensors.get("decode_seqs"),
-            prefill_tiles=tensors.get("prefill_tiles"),
+            positions=columns.add(metadata.positions.astype(np.int32)),
+            slot_mapping=columns.add(metadata.slot_mapping),
+            context_lens=columns.add(metadata.context_lens.astype(np.int32)),
+            query_start_loc=columns.add(metadata.query_start_loc.astype(np.int32)),
+            decode_seqs=columns.add(np.flatnonzero(is_decode).astype(np.int32)) if has_chunks else None,
+            prefill_tiles=columns.add(make_prefill_tiles(metadata, tile_tokens=tile_tokens)) if has_chunks else None,
+        )
+
+    def on_device(self, words: Tensor, block_tables: Tensor) -> DeviceStep:
+        """Return the step, given the uploaded columns and its block tables, int32 [num_seqs, max_blocks]."""
+        return DeviceStep(
+            positions=self.positions.of(words),
+            slot_mapping=self.slot_mapping.of(words),
+            context_lens=self.context_lens.of(words),
+            block_tables=block_tables,
+            query_start_loc=self.query_start_loc.of(words),
+            decode_seqs=None if self.decode_seqs is None else self.decode_seqs.of(words),
+            prefill_tiles=None if self.prefill_tiles is None else self.prefill_tiles.of(words),
         )
 
 
 def make_prefill_tiles(metadata: AttentionMetadata, *, tile_tokens: int) -> npt.NDArray[np.int32]:
     """Cut every chunk of two or more tokens into tiles, [num_tiles, 2] of (sequence, first token inside the chunk).
 
-    Tiles with the most keys come first: programs start in this order, and a long one must not be the last to start.
+    Tiles with the most keys come first: programs start in this order, and a long one must not start last.
     """
     num_new = np.diff(metadata.query_start_loc)
     chunks = np.flatnonzero(num_new > 1)
@@ -104,22 +124,3 @@ def _pad_block_tables(metadata: AttentionMetadata) -> npt.NDArray[np.int32]:
     for row, span, used in zip(tables, metadata.spans, num_blocks.tolist(), strict=True):
         row[:used] = span.block_table[:used]
     return tables
-
-
-def _copy_packed(arrays: Mapping[str, npt.NDArray[np.generic]], device: torch.device) -> dict[str, Tensor]:
-    """Copy arrays to the device in one transfer; on CUDA from pinned memory, which torch keeps until it is done."""
-    offsets, num_bytes = [], 0
-    for array in arrays.values():
-        offsets.append(num_bytes)
-        num_bytes += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-    staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    host = staging.numpy()
-    for offset, array in zip(offsets, arrays.values(), strict=True):
-        host[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    packed = staging.to(device, non_blocking=True)
-    return {
-        name: packed[offset : offset + array.nbytes]
-        .view(torch.int64 if array.dtype.itemsize == 8 else torch.int32)
-        .view(array.shape)
-        for offset, (name, array) in zip(offsets, arrays.items(), strict=True)
-    }

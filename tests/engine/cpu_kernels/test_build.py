@@ -30,26 +30,28 @@ echo built > "$2"
     return calls
 
 
-def test_build_when_there_is_no_compiler_gives_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", "")
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        (None, "no C++ compiler"),
+        ("", "$CXX is empty"),
+        ("/nowhere/c++ -O1", "$CXX names /nowhere/c++, which is not installed"),
+        ("c++ 'open", "cannot compile the kernels"),
+        ("false", "false failed"),
+    ],
+)
+def test_build_when_the_compiler_cannot_be_called_gives_the_reason(
+    compiler: str | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if compiler is None:
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("PATH", "")
+    else:
+        monkeypatch.setenv("CXX", compiler)
     built = build_kernels(tmp_path)
     assert isinstance(built, NotBuilt)
-    assert "no C++ compiler" in built.reason
-
-
-def test_build_when_switched_off_gives_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CXX", "")
-    built = build_kernels(tmp_path)
-    assert isinstance(built, NotBuilt)
-    assert "$CXX is empty" in built.reason
-
-
-def test_build_when_the_chosen_compiler_is_missing_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CXX", "/nowhere/c++ -O1")
-    built = build_kernels(tmp_path)
-    assert isinstance(built, NotBuilt)
-    assert built.reason == "$CXX names /nowhere/c++, which is not installed"
+    assert reason in built.reason
+    assert "b'" not in built.reason
 
 
 def test_build_when_the_compiler_fails_gives_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,20 +68,10 @@ def test_build_when_the_compiler_fails_gives_its_words(tmp_path: Path, monkeypat
     assert not list((tmp_path / "cache").glob("*.so"))
 
 
-@pytest.mark.parametrize("compiler", ["c++ 'open", "false", "/nowhere/c++"])
-def test_build_when_the_compiler_cannot_be_called_gives_the_reason(
-    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", compiler)
-    built = build_kernels(tmp_path)
-    assert isinstance(built, NotBuilt)
-    assert "b'" not in built.reason
-
-
 def test_build_when_it_is_there_needs_no_writable_folder(counting_compiler: Path, tmp_path: Path) -> None:
     first = build_kernels(tmp_path / "cache")
     (tmp_path / "cache" / "lock").unlink()
-    (tmp_path / "cache" / "lock").mkdir()  # cannot be opened for writing, as root neither
+    (tmp_path / "cache" / "lock").mkdir()  # not even root can open it for writing
     assert build_kernels(tmp_path / "cache") == first
     assert counting_compiler.read_text() == "x\n"
 

@@ -2,60 +2,41 @@
 
 import logging
 from array import array
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
+from engine.kv_cache import TorchKvStore
 from engine.loading import load_executor
+from engine.model.config import DecoderConfig
+from engine.model.decoder import Decoder
+from engine.model.loader import load_weights
 from engine.model.precision import cpu_has
 from engine.model.weights import Linear
-from engine.ops.cpu.decoder import CpuDecoder
 from engine.ops.cpu.library import CpuKernels
 from engine.ops.cpu.linear import pack_projections
+from engine.ops.cpu.ops import CpuDecoder, CpuOps
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.options import EngineOptions, ModelDescription
-from tests.engine.tiny_models import Driver, load, make_prompt, make_sequence, reference_tokens
+from tests.engine.driver import Driver, load, make_sequence
+from tests.engine.tiny_models import make_model, make_prompt, reference_tokens
 
-_SHAPE: dict[str, Any] = {
-    "vocab_size": 131,
-    "hidden_size": 192,
-    "intermediate_size": 74,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 # Heads of 32 and more: the sizes that the kernels take.
-MODELS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SHAPE)),
-    "llama-tied-biased": lambda: LlamaForCausalLM(
-        LlamaConfig(**_SHAPE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True)
-    ),
-    "mistral-window": lambda: MistralForCausalLM(MistralConfig(**_SHAPE, sliding_window=7)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_SHAPE)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SHAPE, head_dim=64)),
+_SIZES = {"hidden_size": 192, "intermediate_size": 74}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-tied": {"attention_bias": True, "mlp_bias": True},
+    "mistral-window": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 64},
 }
 
 
 @pytest.fixture(params=MODELS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
-    torch.manual_seed(11)
-    model = MODELS[request.param]().eval()
+    model = make_model(request.param, **_SIZES, **MODELS[request.param])
     model.save_pretrained(tmp_path)
     return model, tmp_path
 
@@ -65,7 +46,7 @@ def chosen_operations(caplog: pytest.LogCaptureFixture) -> str:
     return str(record.__dict__["operations"])
 
 
-def test_load_when_there_is_a_compiler_says_that_compiled_kernels_run(
+def test_load_with_a_compiler_logs_compiled_kernels(
     checkpoint: tuple[Any, Path], float32_kernels: CpuKernels, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert float32_kernels.dtype is torch.float32  # without a compiler this is skipped
@@ -76,24 +57,21 @@ def test_load_when_there_is_a_compiler_says_that_compiled_kernels_run(
     assert chosen_operations(caplog) == "compiled for this CPU"
 
 
-def test_load_when_the_cpu_has_short_vectors_says_that_torch_runs(
-    checkpoint: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("has_short_vectors", [True, False])
+def test_load_with_short_vectors_or_kernels_switched_off_logs_torch(
+    checkpoint: tuple[Any, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    has_short_vectors: bool,
 ) -> None:
-    monkeypatch.setattr("engine.ops.select.cpu_has", lambda flag: False)
+    if has_short_vectors:
+        monkeypatch.setattr("engine.ops.select.cpu_has", lambda flag: False)
     with caplog.at_level(logging.INFO):
-        load(checkpoint[1])
+        load(checkpoint[1], kernels="auto" if has_short_vectors else "torch")
     assert chosen_operations(caplog) == "torch"
 
 
-def test_load_when_kernels_are_switched_off_says_that_torch_runs(
-    checkpoint: tuple[Any, Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO):
-        load(checkpoint[1], kernels="torch")
-    assert chosen_operations(caplog) == "torch"
-
-
-def test_load_when_there_is_no_compiler_warns_and_answers(
+def test_load_without_a_compiler_warns_and_answers(
     checkpoint: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("engine.ops.select.cpu_has", lambda flag: flag == "avx512f")
@@ -106,7 +84,7 @@ def test_load_when_there_is_no_compiler_warns_and_answers(
 
 
 @pytest.mark.parametrize("kernels_option", ["auto", "torch"])
-def test_execute_when_greedy_equals_transformers(checkpoint: tuple[Any, Path], kernels_option: str) -> None:
+def test_generate_when_greedy_equals_transformers(checkpoint: tuple[Any, Path], kernels_option: str) -> None:
     reference, folder = checkpoint
     prompts = [make_prompt(num, seed=num) for num in (1, 7, 40)]
     driver = Driver(load(folder, kernels=kernels_option))
@@ -114,7 +92,7 @@ def test_execute_when_greedy_equals_transformers(checkpoint: tuple[Any, Path], k
     assert answers == [reference_tokens(reference, p, 9) for p in prompts]
 
 
-def test_execute_when_weights_are_quantized_answers_all_the_same(checkpoint: tuple[Any, Path]) -> None:
+def test_generate_with_quantized_weights_answers(checkpoint: tuple[Any, Path]) -> None:
     """8-bit projections are called one by one, between the same kernels."""
     _, folder = checkpoint
     options = EngineOptions(
@@ -125,15 +103,9 @@ def test_execute_when_weights_are_quantized_answers_all_the_same(checkpoint: tup
     assert len(answer) == 5
 
 
-def test_forward_when_layers_are_one_call_equals_operation_by_operation(
+def test_forward_with_one_call_per_layer_equals_operation_by_operation(
     checkpoint: tuple[Any, Path], float32_kernels: CpuKernels
 ) -> None:
-    from engine.kv_cache import TorchKvStore
-    from engine.model.config import DecoderConfig
-    from engine.model.decoder import Decoder
-    from engine.model.loader import load_weights
-    from engine.ops.cpu.ops import CpuOps
-
     described = ModelDescription.read(
         EngineOptions(model_dir=checkpoint[1], model_name="tiny", dtype="float32", device="cpu", block_size=4)
     )

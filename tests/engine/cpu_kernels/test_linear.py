@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from engine.model.weights import Linear
-from engine.ops.cpu.arena import Arena
 from engine.ops.cpu.library import CpuKernels
-from engine.ops.cpu.linear import PackedLinear
+from engine.ops.cpu.linear import Arena, PackedLinear
 
 
 def make_linear(out_features: int, in_features: int, dtype: torch.dtype) -> Linear:

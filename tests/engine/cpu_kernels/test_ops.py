@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.executor import KvShape
-from engine.kv_cache import TorchKvStore
+from engine.kv_cache import TorchKvStore, kv_shape
 from engine.model.config import DecoderConfig, parse_config
 from engine.ops.cpu.library import CpuKernels
 from engine.ops.cpu.ops import CpuOps
@@ -42,15 +41,7 @@ def make_config(num_heads: int, num_kv_heads: int, head_dim: int, window: int | 
 def make_store(
     config: DecoderConfig, block_size: int, dtype: torch.dtype, num_blocks: int = NUM_BLOCKS
 ) -> TorchKvStore:
-    shape = KvShape(
-        num_layers=1,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=block_size,
-        dtype=str(dtype).removeprefix("torch."),
-        bytes_per_element=dtype.itemsize,
-        fingerprint="test",
-    )
+    shape = kv_shape(config, block_size=block_size, dtype=dtype, fingerprint="test")
     return TorchKvStore(shape, num_blocks, device=CPU)
 
 
@@ -59,7 +50,7 @@ def make_qkv(config: DecoderConfig, num_tokens: int, dtype: torch.dtype) -> torc
 
 
 def spans_for(lengths: list[tuple[int, int]], block_size: int, num_blocks: int = NUM_BLOCKS) -> list[SequenceSpan]:
-    """Return spans of (num_computed, num_new_tokens) on shuffled pages of their own."""
+    """Return spans of (num_computed, num_new_tokens) on shuffled, separate pages."""
     free = list(range(num_blocks))
     random.Random(7).shuffle(free)
     spans = []
@@ -108,7 +99,7 @@ def test_attention_when_float32_equals_torch(
         results.append(make_ops(store).plan(metadata).attend(0, qkv.clone(), *norms))
         stores.append(store)
     torch.testing.assert_close(results[1], results[0], atol=2e-5, rtol=2e-5)
-    for span in spans:  # what was written is what torch writes, and nothing else of these pages has changed
+    for span in spans:  # the same slots are written as by torch, and no others of these pages
         for ours, theirs in zip(stores[1].layers[0], stores[0].layers[0], strict=True):
             written = [table_row(ours, span), table_row(theirs, span)]
             torch.testing.assert_close(*written, atol=1e-5, rtol=1e-5)
@@ -161,7 +152,7 @@ def test_attention_when_free_slots_hold_nan_does_not_read_them(kernels: CpuKerne
 
 
 def test_attention_when_the_batch_changes_keeps_a_rows_bits(kernels: CpuKernels) -> None:
-    """What a user gets for a seed must not depend on who else is served."""
+    """A user's answer for a seed must not depend on other requests."""
     config = make_config(6, 2, 64, None)
     spans = spans_for([(300, 1), (5, 1), (0, 40), (33, 7), (64, 1)], 16)
     counts = [span.num_new_tokens for span in spans]
@@ -196,7 +187,7 @@ def test_elementwise_equals_torch(kernels: CpuKernels, size: int, num_tokens: in
     assert_close(ours.silu_mul(gate_up), reference.silu_mul(gate_up))
 
 
-def test_silu_when_the_gate_is_extreme_stays_right(kernels: CpuKernels) -> None:
+def test_silu_of_extreme_gates_equals_torch(kernels: CpuKernels) -> None:
     config = make_config(1, 1, 32, None)
     metadata = AttentionMetadata.from_spans(spans_for([(0, 1)], 16), block_size=16)
     step = CpuOps(config, make_store(config, 16, kernels.dtype), kernels).plan(metadata)
@@ -205,8 +196,8 @@ def test_silu_when_the_gate_is_extreme_stays_right(kernels: CpuKernels) -> None:
     torch.testing.assert_close(found, torch.nn.functional.silu(gate.double()).to(kernels.dtype), equal_nan=True)
 
 
-def test_plan_on_a_new_thread_takes_as_many_threads_as_torch(float32_kernels: CpuKernels) -> None:
-    """Else a worker that was given one core would compute on all of them."""
+def test_plan_on_a_new_thread_uses_as_many_threads_as_torch(float32_kernels: CpuKernels) -> None:
+    """Otherwise a worker with one core would compute on all of them."""
     config = make_config(1, 1, 32, None)
     ops = CpuOps(config, make_store(config, 16, torch.float32), float32_kernels)
     metadata = AttentionMetadata.from_spans(spans_for([(0, 1)], 16), block_size=16)

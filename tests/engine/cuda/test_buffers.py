@@ -1,4 +1,4 @@
-"""Packed columns, block tables on the device, padded decode steps."""
+"""Packed columns, rows of tables on the device, padded decode steps."""
 
 import random
 from array import array
@@ -7,15 +7,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from engine.cuda.buffers import BlockTables, DecodeColumns, DecodeLayout, RaggedColumns, span_of
-from engine.cuda.columns import Column, Columns
+from engine.cuda.buffers import BlockTables, DecodeColumns, DecodeLayout, RaggedColumns
+from engine.cuda.columns import Column, Columns, RowMap
 from engine.executor import ScheduledSequence
-from engine.ops.metadata import AttentionMetadata
+from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.triton_kernels.step import DeviceStep
 from engine.sequence import Sequence
-from tests.engine.cuda.support import DEVICE
-from tests.engine.tiny_models import make_prompt, make_sequence
+from tests.engine.driver import DEVICE, make_sequence
+from tests.engine.tiny_models import make_prompt
 
 Array = npt.NDArray[np.generic]
 
@@ -53,7 +55,7 @@ def test_upload_brings_columns_of_all_types_unchanged_and_aligned() -> None:
 
 
 @pytest.mark.parametrize("room", [-3, 0, 50])
-def test_upload_into_an_arena_keeps_the_fixed_columns_there_even_when_the_rest_does_not_fit(room: int) -> None:
+def test_upload_into_an_arena_keeps_the_fixed_columns_there_when_the_rest_overflows(room: int) -> None:
     columns, expected = make_columns()
     arena = torch.full((columns.num_words + room,), 99, dtype=torch.int64, device=device)
     first = expected[0][0]
@@ -65,7 +67,7 @@ def test_upload_into_an_arena_keeps_the_fixed_columns_there_even_when_the_rest_d
 
 
 def apply(tables: BlockTables, sequences: list[Sequence]) -> tuple[list[int], int]:
-    """Bring tables up to date; return the rows, and how many words went to the device."""
+    """Update tables; return the rows, and the number of words sent to the device."""
     columns = Columns()
     rows = tables.assign(sequences)
     update = tables.plan(sequences, rows, columns)
@@ -114,7 +116,7 @@ def decode_batch() -> list[ScheduledSequence]:
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_decode_columns_at_any_size_describe_the_batch_and_padding_that_writes_and_reads_nothing(size: int) -> None:
+def test_decode_columns_at_any_size_describe_the_batch_and_inert_padding(size: int) -> None:
     batch = decode_batch()
     columns = Columns()
     layout = DecodeLayout(size=size, head_words=10, block_size=4)
@@ -125,7 +127,7 @@ def test_decode_columns_at_any_size_describe_the_batch_and_padding_that_writes_a
     token_ids = arena.index_select(0, step.token_places.of(words))
     padding = [0] * (size - 2)
     assert token_ids.tolist()[:2] == [batch[0].sequence.token_ids[6], 103]
-    assert set(token_ids.tolist()[2:]) <= {batch[0].sequence.token_ids[6]}  # any token that exists will do
+    assert set(token_ids.tolist()[2:]) <= {batch[0].sequence.token_ids[6]}  # any existing token will do
     assert step.positions.of(words).tolist() == [6, 8, *padding]
     assert step.slot_mapping.of(words).tolist() == [9 * 4 + 2, 1 * 4, *[-1] * (size - 2)]
     assert step.context_lens.of(words).tolist() == [7, 9, *padding]
@@ -140,7 +142,7 @@ def test_decode_columns_of_any_batch_lie_where_those_of_an_empty_one_do() -> Non
 def test_ragged_columns_equal_the_kernels_own_description_of_the_step() -> None:
     chunk = sequence_with([8, 0, 3, 11], num_computed=3, num_tokens=14)
     batch = [*decode_batch(), ScheduledSequence(chunk, 11, 1)]
-    metadata = AttentionMetadata.from_spans([span_of(item) for item in batch], block_size=4)
+    metadata = AttentionMetadata.from_spans([SequenceSpan.of(item) for item in batch], block_size=4)
     tables = BlockTables(num_rows=4, max_blocks=9, device=device)
     columns = Columns()
     sequences = [item.sequence for item in batch]
@@ -160,3 +162,33 @@ def test_ragged_columns_equal_the_kernels_own_description_of_the_step() -> None:
     sampled = torch.tensor([70, 71, 72, 73], device=device)
     token_ids = [batch[0].sequence.token_ids[6], 73, *chunk.token_ids[3:14]]
     assert step.input_ids(words, sampled).tolist() == token_ids
+
+
+KEYS = st.integers(0, 9)
+
+
+@given(st.lists(st.lists(KEYS, max_size=4), max_size=30))
+def test_assign_in_any_order_gives_distinct_keys_distinct_rows(batches: list[list[int]]) -> None:
+    rows: RowMap[int] = RowMap(4)
+    for batch in batches:
+        given_rows = dict(zip(batch, rows.assign(batch), strict=True))
+        assert len(set(given_rows.values())) == len(given_rows)
+        assert set(given_rows.values()) <= set(range(4))
+        assert rows.assign(batch) == [given_rows[key] for key in batch]
+
+
+def test_assign_when_rows_are_all_given_takes_the_one_unused_longest() -> None:
+    rows: RowMap[str] = RowMap(3)
+    first = dict(zip("abc", rows.assign(["a", "b", "c"]), strict=True))
+    rows.assign(["a"])
+    assert rows.assign(["d", "b"]) == [first["c"], first["b"]]
+    assert rows.assign(["a"]) == [first["a"]]
+
+
+def test_grow_keeps_what_is_given_and_adds_rows() -> None:
+    rows: RowMap[str] = RowMap(1)
+    (kept,) = rows.assign(["a"])
+    rows.grow(3)
+    assert sorted(rows.assign(["a", "b", "c"])) == [0, 1, 2]
+    assert rows.assign(["a"]) == [kept]
+    assert rows.num_rows == 3

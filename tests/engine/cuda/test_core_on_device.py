@@ -1,4 +1,4 @@
-"""The engine core over the device executor: the same tokens as over the CPU's, in crowds that run out of pages."""
+"""The engine core over the device executor: the same tokens as over the CPU's, in batches that run out of pages."""
 
 import random
 from pathlib import Path
@@ -12,8 +12,9 @@ from engine.executor import Executor
 from engine.scheduler import SchedulerLimits
 from engine.sequence import EngineRequest
 from tests.builders import assert_empty, make_request, run_until_idle, submit
-from tests.engine.cuda.support import load_device
-from tests.engine.tiny_models import VOCAB_SIZE, load
+from tests.engine.driver import load, load_device
+from tests.engine.overlap import step
+from tests.engine.tiny_models import VOCAB_SIZE
 
 BLOCK_SIZE = 4
 
@@ -55,8 +56,7 @@ def answers(core: EngineCore, requests: list[EngineRequest], seed: int) -> list[
     for request in requests:
         collectors.append(submit(core, request)[1])
         for _ in range(rng.randrange(4)):
-            for group, event in core.step():
-                group.sink(event)
+            step(core)
     run_until_idle(core)
     assert_empty(core)
     return [
@@ -84,8 +84,7 @@ def test_core_over_the_device_executor_when_cancelled_at_random_leaks_nothing(qw
     cancelled = rng.sample(range(len(requests)), 6)
     for i in cancelled:
         for _ in range(rng.randrange(5)):
-            for group, event in core.step():
-                group.sink(event)
+            step(core)
         core.cancel(submitted[i][0])
     run_until_idle(core)
     assert_empty(core)

@@ -7,8 +7,8 @@ import pytest
 
 from engine.cuda.device import HostDevice
 from engine.cuda.graphs import decode_sizes
-from tests.engine.cuda.support import OverlapDriver, load_device
-from tests.engine.tiny_models import Driver, load, make_prompt, make_sequence
+from tests.engine.driver import Driver, load, load_device, make_sequence
+from tests.engine.tiny_models import make_prompt
 
 
 @pytest.mark.parametrize("max_seqs", [1, 2, 3, 8, 20, 64, 100, 256, 1000])
@@ -33,10 +33,10 @@ def test_launch_when_graphs_cannot_be_captured_runs_without_and_says_why(
 
     prompts = [make_prompt(num, seed=num) for num in (5, 9, 2)]
     expected = Driver(load(qwen3)).generate([make_sequence(p) for p in prompts], num_tokens=6)
-    monkeypatch.setattr("engine.cuda.device.HostDevice.capture", fail)
-    monkeypatch.setattr("engine.cuda.device.CudaDevice.capture", fail)
+    for device in ("HostDevice", "CudaDevice"):
+        monkeypatch.setattr(f"engine.cuda.device.{device}.capture", fail)
     with caplog.at_level(logging.WARNING, logger="engine.cuda.graphs"):
         executor = load_device(qwen3)
     (record,) = (each for each in caplog.records if each.name == "engine.cuda.graphs")
     assert record.__dict__["reason"] == "operation not permitted"
-    assert OverlapDriver(executor).generate([make_sequence(p) for p in prompts], num_tokens=6) == expected
+    assert Driver(executor).generate([make_sequence(p) for p in prompts], num_tokens=6) == expected

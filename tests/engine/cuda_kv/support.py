@@ -1,21 +1,20 @@
-"""Pages with recognisable content, and a driver that shares memory within this process."""
+"""Pages with random content, and a driver that shares memory within this process."""
 
 import torch
 from torch import Tensor
 
 from engine.cuda.kv_copy import DevicePages
-from engine.executor import KvShape
-from engine.shared_memory import NONCE_BYTES
+from engine.executor import NONCE_BYTES, KvShape
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
-def make_shape(*, dtype: str = "bfloat16", head_dim: int = 6) -> KvShape:
+def make_shape(*, dtype: str = "bfloat16", head_dim: int = 6, num_kv_heads: int = 2, block_size: int = 4) -> KvShape:
     return KvShape(
         num_layers=3,
-        num_kv_heads=2,
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        block_size=4,
+        block_size=block_size,
         dtype=dtype,
         bytes_per_element=getattr(torch, dtype).itemsize,
         fingerprint="test",
@@ -23,14 +22,14 @@ def make_shape(*, dtype: str = "bfloat16", head_dim: int = 6) -> KvShape:
 
 
 def make_storage(shape: KvShape, num_blocks: int, *, seed: int = 0) -> Tensor:
-    """Return random bytes for so many pages, and room for a nonce."""
+    """Return random bytes for `num_blocks` pages and a nonce."""
     generator = torch.Generator().manual_seed(seed)
     num_bytes = num_blocks * shape.block_bytes + NONCE_BYTES
     return torch.randint(0, 256, (num_bytes,), generator=generator, dtype=torch.uint8).to(DEVICE)
 
 
 def pages_in(storage: Tensor, shape: KvShape, *, staging_blocks: int = 3) -> DevicePages:
-    """Return the pages in a storage; staging so small that every copy of more takes several rounds."""
+    """Return the pages in a storage, with staging so small that larger copies take several rounds."""
     pages = storage[:-NONCE_BYTES].view(shape.num_layers, 2, -1)
     return DevicePages(pages, shape, staging_bytes=staging_blocks * shape.block_bytes)
 
@@ -53,14 +52,15 @@ class Card:
 class CardDriver:
     """An `IpcDriver` of one process on a card. Allocations begin 64 bytes before the tensors in them."""
 
-    def __init__(self, card: Card, *, device_uuid: str = "card-0") -> None:
+    device_uuid = "card-0"
+
+    def __init__(self, card: Card) -> None:
         self.card = card
-        self.device_uuid = device_uuid
         self._own: list[Tensor] = []
         self._opened: dict[int, Tensor] = {}
 
     def own(self, storage: Tensor) -> None:
-        """Know a storage, so that its address can be exported."""
+        """Make a storage's address exportable."""
         self._own.append(storage)
 
     def export(self, address: int) -> tuple[bytes, int]:

@@ -1,6 +1,7 @@
 """Sharing pages on a card, over a driver that shares memory within this process."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,17 +17,22 @@ SHAPE = make_shape()
 class Process:
     """One process' pages on a card."""
 
-    def __init__(self, card: Card, num_blocks: int, *, seed: int, device_uuid: str = "card-0") -> None:
+    def __init__(self, card: Card, num_blocks: int, *, seed: int) -> None:
         self.storage = make_storage(SHAPE, num_blocks, seed=seed)
         self.num_blocks = num_blocks
-        driver = CardDriver(card, device_uuid=device_uuid)
+        driver = CardDriver(card)
         driver.own(self.storage)
         self.shared = SharedDevicePages(self.storage, pages_in(self.storage, SHAPE), driver)
 
 
-def test_mapped_pages_when_copied_fill_ours_and_leave_the_peers_alone() -> None:
+def two_processes() -> tuple[Card, Process, Process]:
+    """Return a card, a peer with five blocks on it and ourselves with eight."""
     card = Card()
-    peer, own = Process(card, 5, seed=1), Process(card, 8, seed=2)
+    return card, Process(card, 5, seed=1), Process(card, 8, seed=2)
+
+
+def test_mapped_pages_when_copied_fill_ours_and_leave_the_peers_alone() -> None:
+    _card, peer, own = two_processes()
     peers_before, ours_before = peer.storage.clone(), own.storage.clone()
     mapped = own.shared.map_peer(peer.shared.region, peer.num_blocks)
     mapped.copy_blocks([4, 0, 2], [BlockId(7), BlockId(1), BlockId(3)])
@@ -36,8 +42,7 @@ def test_mapped_pages_when_copied_fill_ours_and_leave_the_peers_alone() -> None:
 
 
 def test_mapped_pages_when_closed_are_unmapped_once() -> None:
-    card = Card()
-    peer, own = Process(card, 5, seed=1), Process(card, 8, seed=2)
+    card, peer, own = two_processes()
     mapped = own.shared.map_peer(peer.shared.region, peer.num_blocks)
     assert card.num_open == 1
     mapped.close()
@@ -47,43 +52,28 @@ def test_mapped_pages_when_closed_are_unmapped_once() -> None:
 
 @pytest.mark.parametrize("ids", [([5], [0]), ([0], [8]), ([-1], [0])])
 def test_mapped_pages_when_an_id_is_outside_report_layout_mismatch(ids: tuple[list[int], list[int]]) -> None:
-    card = Card()
-    peer, own = Process(card, 5, seed=1), Process(card, 8, seed=2)
+    _card, peer, own = two_processes()
     mapped = own.shared.map_peer(peer.shared.region, peer.num_blocks)
     with pytest.raises(LayoutMismatch, match="no block"):
         mapped.copy_blocks(ids[0], [BlockId(i) for i in ids[1]])
 
 
-def test_map_peer_when_it_is_on_another_device_is_refused_before_mapping() -> None:
-    card = Card()
-    peer, own = Process(card, 5, seed=1, device_uuid="card-1"), Process(card, 8, seed=2)
-    with pytest.raises(LayoutMismatch, match="card-1"):
-        own.shared.map_peer(peer.shared.region, peer.num_blocks)
-    assert card.num_open == 0
-
-
-@pytest.mark.parametrize("num_blocks", [4, 6])
-def test_map_peer_when_its_size_does_not_fit_the_blocks_is_refused_before_mapping(num_blocks: int) -> None:
-    card = Card()
-    peer, own = Process(card, 5, seed=1), Process(card, 8, seed=2)
-    with pytest.raises(LayoutMismatch, match="expected"):
-        own.shared.map_peer(peer.shared.region, num_blocks)
-    assert card.num_open == 0
-
-
-def test_map_peer_when_it_is_dead_reports_the_drivers_reason() -> None:
-    card = Card()
-    peer, own = Process(card, 5, seed=1), Process(card, 8, seed=2)
-    card.exported.clear()
-    with pytest.raises(TransferError, match="CUDA_ERROR_INVALID_HANDLE"):
-        own.shared.map_peer(peer.shared.region, peer.num_blocks)
-
-
-def test_map_peer_when_the_nonce_differs_is_refused_and_unmapped() -> None:
-    card = Card()
-    peer, own = Process(card, 5, seed=1), Process(card, 8, seed=2)
-    with pytest.raises(TransferError, match="not the peer's"):
-        own.shared.map_peer(replace(peer.shared.region, nonce=bytes(16)), peer.num_blocks)
+@pytest.mark.parametrize(
+    ("changes", "num_blocks", "error", "reason"),
+    [
+        pytest.param({"device_uuid": "card-1"}, 5, LayoutMismatch, "card-1", id="another device"),
+        pytest.param({}, 4, LayoutMismatch, "expected", id="too large for its blocks"),
+        pytest.param({}, 6, LayoutMismatch, "expected", id="too small for its blocks"),
+        pytest.param({"handle": b"gone"}, 5, TransferError, "CUDA_ERROR_INVALID_HANDLE", id="peer is dead"),
+        pytest.param({"nonce": bytes(16)}, 5, TransferError, "not the peer's", id="other memory"),
+    ],
+)
+def test_map_peer_when_the_region_is_wrong_is_refused_and_leaves_nothing_mapped(
+    changes: dict[str, Any], num_blocks: int, error: type[Exception], reason: str
+) -> None:
+    card, peer, own = two_processes()
+    with pytest.raises(error, match=reason):
+        own.shared.map_peer(replace(peer.shared.region, **changes), num_blocks)
     assert card.num_open == 0
 
 

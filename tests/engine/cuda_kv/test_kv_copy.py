@@ -1,40 +1,104 @@
-"""Copies between device pages and elsewhere: the same bytes as plain indexing gives, from many threads at once."""
+"""Copies between pages and elsewhere: the same bytes as plain indexing gives, from many threads at once."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch import Tensor
 
 from common.errors import LayoutMismatch
-from engine.cuda.kv_copy import block_view
+from engine.cuda.kv_copy import DevicePages, block_view
+from engine.executor import KvShape
+from engine.kv_cache import HostPages
 from tests.engine.cuda_kv.support import make_shape, make_storage, pages_in, wire_bytes
 
-# head_dim 6 gives parts of 8-byte, 3 of 4-byte and 5 with 8-bit numbers of 4-byte words; odd sizes need narrower ones
-SHAPES = [("bfloat16", 6), ("float32", 8), ("float8_e4m3fn", 16), ("float16", 3), ("float8_e4m3fn", 5)]
+Open = Callable[..., tuple[Tensor, HostPages | DevicePages]]
+# Parts of 8-byte words, then of 4-, 2- and 1-byte words.
+SHAPES = [
+    make_shape(),
+    make_shape(dtype="float8_e4m3fn", head_dim=16),
+    make_shape(dtype="float32", head_dim=3, num_kv_heads=1, block_size=1),
+    make_shape(dtype="float16", head_dim=3, num_kv_heads=1, block_size=1),
+    make_shape(dtype="float8_e4m3fn", head_dim=5, num_kv_heads=1, block_size=1),
+]
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), SHAPES)
+@pytest.fixture(params=["host", "device"])
+def opens(request: pytest.FixtureRequest) -> Open:
+    """Return a function that opens pages with random bytes in host or in device memory."""
+
+    def open_pages(shape: KvShape, num_blocks: int, seed: int = 0) -> tuple[Tensor, HostPages | DevicePages]:
+        storage = make_storage(shape, num_blocks, seed=seed)
+        if request.param == "device":
+            return storage, pages_in(storage, shape)
+        storage = storage.cpu()
+        return storage, HostPages(storage.numpy().data, num_blocks, shape)
+
+    return open_pages
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.dtype}-{shape.block_bytes}")
 @pytest.mark.parametrize("block_ids", [[], [4], [6, 0, 3], [5, 1, 0, 6, 2, 4, 3]])
 def test_read_blocks_when_order_is_scrambled_equals_plain_indexing(
-    dtype: str, head_dim: int, block_ids: list[int]
+    opens: Open, shape: KvShape, block_ids: list[int]
 ) -> None:
-    shape = make_shape(dtype=dtype, head_dim=head_dim)
-    storage = make_storage(shape, 7)
-    data = pages_in(storage, shape).read_blocks(block_ids)
+    storage, pages = opens(shape, 7)
+    data = pages.read_blocks(block_ids)
     assert data.nbytes == len(block_ids) * shape.block_bytes
     assert bytes(data) == wire_bytes(storage, shape, block_ids)
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), SHAPES)
-def test_write_blocks_when_given_another_engines_blocks_fills_those_pages_only(dtype: str, head_dim: int) -> None:
-    shape = make_shape(dtype=dtype, head_dim=head_dim)
-    source, target = make_storage(shape, 5, seed=1), make_storage(shape, 9, seed=2)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.dtype}-{shape.block_bytes}")
+def test_write_blocks_when_given_another_engines_blocks_fills_those_pages_only(opens: Open, shape: KvShape) -> None:
+    (source, reader), (target, writer) = opens(shape, 5, 1), opens(shape, 9, 2)
     before = target.clone()
-    data = pages_in(source, shape).read_blocks([3, 1, 0, 4])
-    pages_in(target, shape).write_blocks([8, 0, 5, 2], data)
+    writer.write_blocks([8, 0, 5, 2], reader.read_blocks([3, 1, 0, 4]))
     assert wire_bytes(target, shape, [8, 0, 5, 2]) == wire_bytes(source, shape, [3, 1, 0, 4])
     untouched = [1, 3, 4, 6, 7]
     assert wire_bytes(target, shape, untouched) == wire_bytes(before, shape, untouched)
+
+
+def test_read_blocks_when_pages_change_afterwards_keeps_the_copy(opens: Open) -> None:
+    storage, pages = opens(make_shape(), 3)
+    data = pages.read_blocks([1])
+    before = bytes(data)
+    storage.zero_()
+    assert bytes(data) == before
+
+
+@pytest.mark.parametrize("block_id", [-1, 7])
+def test_copies_with_an_id_out_of_range_report_layout_mismatch_and_write_nothing(opens: Open, block_id: int) -> None:
+    shape = make_shape()
+    storage, pages = opens(shape, 7)
+    before = storage.clone()
+    with pytest.raises(LayoutMismatch, match=f"no block {block_id}"):
+        pages.read_blocks([0, block_id])
+    with pytest.raises(LayoutMismatch, match=f"no block {block_id}"):
+        pages.write_blocks([0, block_id], memoryview(bytes(2 * shape.block_bytes)))
+    if isinstance(pages, DevicePages):
+        for sources, targets in (([block_id], [0]), ([0], [block_id])):
+            with pytest.raises(LayoutMismatch, match=f"no block {block_id}"):
+                pages.copy_blocks(pages.blocks, sources, targets)
+    assert torch.equal(storage, before)
+
+
+@pytest.mark.parametrize("difference", [-1, 1])
+def test_write_blocks_when_size_is_wrong_reports_layout_mismatch_and_writes_nothing(
+    opens: Open, difference: int
+) -> None:
+    shape = make_shape()
+    storage, pages = opens(shape, 7)
+    before = storage.clone()
+    with pytest.raises(LayoutMismatch, match="2 blocks take"):
+        pages.write_blocks([0, 1], memoryview(bytes(2 * shape.block_bytes + difference)))
+    assert torch.equal(storage, before)
+
+
+def test_copy_blocks_when_numbers_differ_reports_layout_mismatch() -> None:
+    pages = pages_in(make_storage(make_shape(), 7), make_shape())
+    with pytest.raises(LayoutMismatch, match="cannot be copied over"):
+        pages.copy_blocks(pages.blocks, [0, 1], [2])
 
 
 def test_copy_blocks_from_pages_of_another_pool_size_equals_plain_indexing() -> None:
@@ -45,41 +109,6 @@ def test_copy_blocks_from_pages_of_another_pool_size_equals_plain_indexing() -> 
     own.copy_blocks(own.view_of(source[:-16]), [3, 0, 2], [1, 5, 0])
     assert wire_bytes(target, shape, [1, 5, 0]) == wire_bytes(source, shape, [3, 0, 2])
     assert wire_bytes(target, shape, [2, 3, 4]) == wire_bytes(before, shape, [2, 3, 4])
-
-
-def test_read_blocks_when_pages_change_afterwards_keeps_the_copy() -> None:
-    shape = make_shape()
-    storage = make_storage(shape, 3)
-    data = pages_in(storage, shape).read_blocks([1])
-    before = bytes(data)
-    storage.zero_()
-    assert bytes(data) == before
-
-
-@pytest.mark.parametrize("block_id", [-1, 7])
-def test_every_copy_when_an_id_is_outside_reports_layout_mismatch_and_writes_nothing(block_id: int) -> None:
-    shape = make_shape()
-    storage = make_storage(shape, 7)
-    before = storage.clone()
-    pages = pages_in(storage, shape)
-    with pytest.raises(LayoutMismatch, match=f"no block {block_id}"):
-        pages.read_blocks([0, block_id])
-    with pytest.raises(LayoutMismatch, match=f"no block {block_id}"):
-        pages.write_blocks([block_id], memoryview(bytes(shape.block_bytes)))
-    with pytest.raises(LayoutMismatch, match=f"no block {block_id}"):
-        pages.copy_blocks(pages.blocks, [block_id], [0])
-    with pytest.raises(LayoutMismatch, match=f"no block {block_id}"):
-        pages.copy_blocks(pages.blocks, [0], [block_id])
-    assert torch.equal(storage, before)
-
-
-def test_every_copy_when_sizes_differ_reports_layout_mismatch() -> None:
-    shape = make_shape()
-    pages = pages_in(make_storage(shape, 7), shape)
-    with pytest.raises(LayoutMismatch, match="2 blocks take"):
-        pages.write_blocks([0, 1], memoryview(bytes(2 * shape.block_bytes - 1)))
-    with pytest.raises(LayoutMismatch, match="cannot be copied over"):
-        pages.copy_blocks(pages.blocks, [0, 1], [2])
 
 
 def test_copies_of_more_threads_than_lanes_do_not_mix_their_staging() -> None:
@@ -97,9 +126,8 @@ def test_copies_of_more_threads_than_lanes_do_not_mix_their_staging() -> None:
     assert torch.equal(target[:-16], source[:-16])
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), SHAPES)
-def test_block_view_shares_memory_with_the_pages(dtype: str, head_dim: int) -> None:
-    shape = make_shape(dtype=dtype, head_dim=head_dim)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.dtype}-{shape.block_bytes}")
+def test_block_view_shares_memory_with_the_pages(shape: KvShape) -> None:
     storage = make_storage(shape, 7)
     view = block_view(storage[:-16], shape)
     assert view.shape[:2] == (7, 2 * shape.num_layers)

@@ -1,21 +1,17 @@
-"""The kernel against plain torch, in the interpreter or on a GPU, and compiled for Hopper without one."""
-
-import os
-import subprocess
-import sys
-import textwrap
+"""The kernel against plain torch, in the interpreter or on a GPU."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.cuda.kv_copy import move_blocks_in_torch
-from tests.engine.cuda_kv.support import DEVICE
+from engine.cuda.kv_copy import block_view, move_blocks_in_torch
+from engine.executor import NONCE_BYTES
+from tests.engine.cuda_kv.support import DEVICE, make_shape, make_storage
 
 pytest.importorskip("triton")
 
-from engine.cuda.move_blocks import move_blocks
+from engine.cuda.kernels import move_blocks
 
 
 @settings(max_examples=20, deadline=None)
@@ -47,29 +43,14 @@ def test_move_blocks_equals_torch_in_every_layout(
     assert torch.equal(target, expected)
 
 
-_COMPILE = """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from engine.cuda.move_blocks import _move_blocks
-    names = _move_blocks.arg_names
-    signature = dict.fromkeys(names, "i64") | {name: "*i64" for name in names[:4]} | {"words_per_part": "i32"}
-    divisible = {(i,): [["tt.divisibility", 16]] for i in range(9)}
-    source = ASTSource(_move_blocks, signature | {"WORDS": "constexpr"}, {"WORDS": 1024}, divisible)
-    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    assert "ld.global.v2.b64" in kernel.asm["ptx"], "loads are not 16 bytes wide"
-    assert "st.global.v2.b64" in kernel.asm["ptx"], "stores are not 16 bytes wide"
-    assert kernel.asm["cubin"]
-"""
-
-
-def test_move_blocks_compiled_for_hopper_loads_and_stores_16_bytes_at_once() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(_COMPILE)],
-        capture_output=True,
-        timeout=120,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr.decode()
+@pytest.mark.parametrize(
+    ("block_size", "head_dim", "dtype"),
+    [(16, 128, "bfloat16"), (4, 10, "float32"), (3, 10, "float16"), (1, 5, "float8_e4m3fn")],
+)
+def test_move_blocks_between_pages_of_any_word_equals_torch(block_size: int, head_dim: int, dtype: str) -> None:
+    shape = make_shape(dtype=dtype, head_dim=head_dim, num_kv_heads=3, block_size=block_size)
+    source, target, expected = (make_storage(shape, 7, seed=seed)[:-NONCE_BYTES] for seed in (0, 1, 1))
+    source_ids, target_ids = torch.tensor([5, 0, 6], device=DEVICE), torch.tensor([1, 6, 2], device=DEVICE)
+    move_blocks(block_view(source, shape), source_ids, block_view(target, shape), target_ids)
+    move_blocks_in_torch(block_view(source, shape), source_ids, block_view(expected, shape), target_ids)
+    assert torch.equal(target, expected)

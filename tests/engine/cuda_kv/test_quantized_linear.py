@@ -1,9 +1,4 @@
-"""The kernels around 8-bit weights against plain torch, in the interpreter or on a GPU, and compiled for Hopper."""
-
-import os
-import subprocess
-import sys
-import textwrap
+"""The kernels around 8-bit weights against plain torch, in the interpreter or on a GPU."""
 
 import pytest
 import torch
@@ -13,7 +8,7 @@ from tests.engine.cuda_kv.support import DEVICE
 
 pytest.importorskip("triton")
 
-from engine.cuda.quantized_linear import int8_linear, quantize_rows
+from engine.cuda.kernels import int8_linear, quantize_rows
 
 
 def random(*sizes: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
@@ -65,35 +60,3 @@ def test_int8_linear_equals_torch(num_tokens: int, num_in: int, num_out: int, dt
     assert found.dtype is dtype
     error = (found.float() - expected).abs().max() / expected.abs().max()
     assert error < {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-6}[dtype]
-
-
-_COMPILE = """
-    import triton
-    import triton.language as tl
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from engine.cuda import quantized_linear as kernels
-
-    def compiled(kernel, pointers, integers, constants, **options):
-        signature = dict(pointers) | dict.fromkeys(integers, "i32") | dict.fromkeys(constants, "constexpr")
-        divisible = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in pointers}
-        source = ASTSource(kernel, {name: signature[name] for name in kernel.arg_names}, constants, divisible)
-        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-
-    rows = compiled(kernels._quantize_rows, {"x": "*bf16", "rows": "*fp8e4nv", "scales": "*fp32"},
-                    ["x_stride", "num_features"], {"BLOCK": 4096}, num_warps=8)
-    linear = compiled(kernels._int8_linear, {"x": "*bf16", "weight": "*i8", "scale": "*bf16", "output": "*bf16"},
-                      ["num_tokens", "num_out", "num_in", "x_stride"],
-                      {"ROWS": 64, "BLOCK_OUT": 32, "BLOCK_IN": 128, "DOT_DTYPE": tl.bfloat16},
-                      num_warps=4, num_stages=4)
-    assert rows.asm["cubin"] and linear.asm["cubin"]
-    assert linear.metadata.shared < 227 * 1024, linear.metadata.shared
-    print(rows.metadata.shared, linear.metadata.shared)
-"""
-
-
-def test_kernels_compile_for_hopper() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", textwrap.dedent(_COMPILE)]
-    done = subprocess.run(command, capture_output=True, timeout=120, check=False, env=environment)
-    assert done.returncode == 0, done.stderr.decode()

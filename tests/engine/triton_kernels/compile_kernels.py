@@ -1,4 +1,4 @@
-"""Compiles every kernel for Hopper through its own launcher, without a GPU, and prints what each takes, as JSON lines.
+"""Compiles every kernel for Hopper through its own launcher, without a GPU, and prints each one's usage as JSON lines.
 
 Run as `python -m tests.engine.triton_kernels.compile_kernels`, without TRITON_INTERPRET. Tensors are on torch's meta
 device and launches end where a module would be loaded.
@@ -21,13 +21,12 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from engine.cuda.move_blocks import move_blocks
+from engine.cuda.kernels import int8_linear, move_blocks, quantize_rows
 from engine.ops.triton_kernels.decode_attention import decode_attention, split_keys
+from engine.ops.triton_kernels.elementwise import add_rms_norm, rms_norm, silu_mul
 from engine.ops.triton_kernels.pages import LayerPages
 from engine.ops.triton_kernels.prefill_attention import prefill_attention
-from engine.ops.triton_kernels.rms_norm import add_rms_norm, rms_norm
 from engine.ops.triton_kernels.rope_kv_write import HeadNorms, rope_kv_write
-from engine.ops.triton_kernels.silu_mul import silu_mul
 from engine.ops.triton_kernels.step import DeviceStep
 
 _NUM_TOKENS = 256
@@ -35,7 +34,7 @@ _NUM_TOKENS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A model's shape, as far as kernels differ by it."""
+    """Sizes of a model by which kernels differ."""
 
     name: str
     num_heads: int
@@ -77,7 +76,7 @@ SHAPES = (
 
 
 class _HopperDriver:
-    """As much of Triton's driver as compiling takes."""
+    """Part of Triton's driver that compiling needs."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -101,7 +100,7 @@ def main() -> None:
     for shape in SHAPES:
         _launch_kernels(shape)
         _print_and_forget(shape.name, compiled)
-    _launch_move_blocks()
+    _launch_kernels_of_any_shape()
     _print_and_forget("any", compiled)
 
 
@@ -138,17 +137,21 @@ def _launch_kernels(shape: Shape) -> None:
     decode_attention(query, query, pages, step, split_keys(1, shape.num_heads, pages, num_sms=132))
     prefill_attention(query, query, pages, step)
     if shape not in (_QWEN3_0_6B, _LLAMA_8B, _SMOLLM2):
-        return  # the others' elementwise kernels are like theirs
+        return  # the other shapes have equal elementwise kernels
     x, weight = empty(_NUM_TOKENS, shape.hidden_size), empty(shape.hidden_size)
     rms_norm(x, weight, 1e-6)
     add_rms_norm(x, x, weight, 1e-6)
     silu_mul(empty(_NUM_TOKENS, 2 * shape.intermediate_size))
 
 
-def _launch_move_blocks() -> None:
+def _launch_kernels_of_any_shape() -> None:
     blocks = torch.empty((8, 2, 4096), dtype=torch.int64, device="meta")
     ids = torch.empty(8, dtype=torch.int64, device="meta")
     move_blocks(blocks, ids, blocks, ids)
+    x = torch.empty((64, 4096), dtype=torch.bfloat16, device="meta")
+    quantize_rows(x)
+    scale = torch.empty((4096, 1), dtype=torch.bfloat16, device="meta")
+    int8_linear(x, torch.empty((4096, 4096), dtype=torch.int8, device="meta"), scale)
 
 
 def _usage(kernel: Any) -> dict[str, Any]:
@@ -169,6 +172,7 @@ def _usage(kernel: Any) -> dict[str, Any]:
         "shared_bytes": kernel.metadata.shared,
         "has_tensor_cores": re.search(r"\b(wgmma|mma)\.", kernel.asm["ptx"]) is not None,
         "has_async_copies": "cp.async" in kernel.asm["ptx"],
+        "has_16_byte_copies": "ld.global.v2.b64" in kernel.asm["ptx"] and "st.global.v2.b64" in kernel.asm["ptx"],
     }
 
 

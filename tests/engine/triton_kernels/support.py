@@ -13,14 +13,14 @@ from engine.ops.triton_kernels.pages import LayerPages, is_interpreted
 from engine.ops.triton_kernels.step import DeviceStep
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Absolute and relative; about two units in the last place of what a kernel writes."""
+"""Absolute and relative tolerance: about two units in the last place of a kernel's result."""
 _TRUNCATION = 3
-"""The interpreter rounds to bfloat16 by cutting off, and a norm rounds three times."""
+"""Factor for the interpreter, which truncates to bfloat16, and rounds three times in a norm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A batch: of each sequence, how many tokens were computed before, and how many are new."""
+    """A batch of sequences, given as (tokens computed before, new tokens)."""
 
     spans: Seq[tuple[int, int]]
     num_heads: int = 4
@@ -63,7 +63,7 @@ class Case:
         return self._random(self.num_tokens, num_all_heads, self.head_dim).to(device, self.dtype)
 
     def pages(self, device: torch.device) -> LayerPages:
-        """Return pages that hold random KV in the contexts' slots and NaN in every other."""
+        """Return pages with random KV in the contexts' slots and NaN in all others."""
         keys, values = self._empty_pages(), self._empty_pages()
         metadata = self.metadata()
         for table, context_len in zip(metadata.block_tables, metadata.context_lens, strict=True):
@@ -93,7 +93,7 @@ class Case:
 
 
 def padded(step: DeviceStep, num_seqs: int) -> DeviceStep:
-    """Return a step of decodes alone with padding rows added, whose block tables point anywhere."""
+    """Return a step of only decodes with added padding rows, whose block tables point anywhere."""
     extra = num_seqs - len(step.context_lens)
 
     def grow(tensor: Tensor, value: int) -> Tensor:
@@ -118,5 +118,5 @@ def assert_close(actual: Tensor, expected: Tensor, *, tolerance: float | None = 
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Return the bytes, in which NaN equals NaN."""
+    """Return the bytes, so that NaN equals NaN."""
     return tensor.contiguous().view(torch.uint8)

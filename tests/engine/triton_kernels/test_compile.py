@@ -1,4 +1,4 @@
-"""The kernels compile for Hopper, within its registers and shared memory. Needs no GPU: Triton brings its assembler."""
+"""The kernels compile for Hopper, within its registers and shared memory. Needs no GPU: Triton has its assembler."""
 
 import json
 import os
@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 _SHARED_BYTES = 227 * 1024
-"""What a program may have on compute capability 9.0."""
+"""Maximum of a program on compute capability 9.0."""
 _REGISTERS = 65536
 _SM_SHARED_BYTES = 228 * 1024
 _RESERVED_SHARED_BYTES = 1024
-"""Of each program."""
+"""Reserved by each program."""
 _TWO_AT_A_TIME = ("llama-3.1-8b float32",)
 
 
 @pytest.fixture(scope="module")
 def usages() -> list[dict[str, Any]]:
-    # In a process of its own: this one may have imported triton for the interpreter.
+    # In another process: this one may have imported triton for the interpreter.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.engine.triton_kernels.compile_kernels"]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -40,6 +40,8 @@ def test_kernels_of_every_shape_compile_for_hopper(usages: list[dict[str, Any]])
         "_rms_norm_kernel": 2 * 3,
         "_silu_mul_kernel": 3,
         "_move_blocks": 1,
+        "_quantize_rows": 1,
+        "_int8_linear": 1,
     }
 
 
@@ -54,6 +56,10 @@ def test_kernels_of_every_shape_fit_into_shared_memory(usages: list[dict[str, An
 def test_attention_kernels_use_tensor_cores_and_asynchronous_copies(usages: list[dict[str, Any]]) -> None:
     attention = [usage for usage in usages if usage["kernel"] in ("_decode_kernel", "_prefill_kernel")]
     assert [usage for usage in attention if not (usage["has_tensor_cores"] and usage["has_async_copies"])] == []
+
+
+def test_move_blocks_loads_and_stores_16_bytes_at_once(usages: list[dict[str, Any]]) -> None:
+    assert [usage["has_16_byte_copies"] for usage in usages if usage["kernel"] == "_move_blocks"] == [True]
 
 
 def test_decode_kernels_of_half_precision_run_three_on_a_multiprocessor(usages: list[dict[str, Any]]) -> None:

@@ -1,31 +1,32 @@
-"""The kernels inside the real decoder, against the portable implementation."""
+"""The kernels inside the real decoder, against the portable implementation, and the description of their steps."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from engine.executor import KvShape
-from engine.kv_cache import TorchKvStore
+from engine.kv_cache import TorchKvStore, kv_shape
 from engine.model.config import DecoderConfig, parse_config, read_json
 from engine.model.decoder import Decoder
 from engine.model.loader import load_weights, weight_files
-from engine.model.precision import dtype_name
 from engine.ops.interface import Ops
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.torch_ops import TorchOps
 from engine.ops.triton_kernels.ops import TritonOps
 from engine.ops.triton_kernels.step import DeviceStep
-from tests.engine.tiny_models import make_model, make_prompt
-from tests.engine.triton_kernels.support import bits, padded
+from tests.engine.tiny_models import make_prompt
+from tests.engine.triton_kernels.support import Case, bits, padded
 
 _BLOCK_SIZE = 4
 _NUM_BLOCKS = 40
 _PROMPTS = (make_prompt(10, seed=1), make_prompt(4, seed=2), make_prompt(6, seed=3))
-# Of each prompt, tokens per step: whole prompts beside chunks, then decodes beside chunks, then decodes alone.
+# Tokens of each prompt per step: whole prompts and chunks, then decodes and chunks, then only decodes.
 _STEPS = ((5, 4, 0), (4, 0, 2), (1, 0, 3), (0, 0, 1))
 
 
@@ -40,24 +41,15 @@ class _TinyModel:
         return TorchKvStore(self.shape, _NUM_BLOCKS, device=self.device)
 
 
-def _load(model_dir: Path, name: str, device: torch.device) -> _TinyModel:
-    make_model(name).save_pretrained(model_dir)
+def _load(model_dir: Path, device: torch.device) -> _TinyModel:
     config = parse_config(read_json(model_dir / "config.json"))
     weights = load_weights(weight_files(model_dir), config, dtype=torch.float32, device=device)
-    shape = KvShape(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=_BLOCK_SIZE,
-        dtype=dtype_name(torch.float32),
-        bytes_per_element=4,
-        fingerprint="test",
-    )
+    shape = kv_shape(config, block_size=_BLOCK_SIZE, dtype=torch.float32, fingerprint="test")
     return _TinyModel(decoder=Decoder(config, weights), config=config, shape=shape, device=device)
 
 
 def _spans(computed: Seq[int], num_new: Seq[int]) -> list[SequenceSpan]:
-    """Return spans of the prompts that run; prompt i has every third block, from block i down."""
+    """Return spans of the prompts that run; prompt i has every third block, counted down from the end."""
     return [
         SequenceSpan(num_computed=done, num_new_tokens=new, block_table=list(range(_NUM_BLOCKS - 1 - i, -1, -3)))
         for i, (done, new) in enumerate(zip(computed, num_new, strict=True))
@@ -66,7 +58,7 @@ def _spans(computed: Seq[int], num_new: Seq[int]) -> list[SequenceSpan]:
 
 
 def _run_steps(model: _TinyModel, ops: Ops, steps: Seq[Seq[int]] = _STEPS) -> list[Tensor]:
-    """Return the hidden states of each step, in which every prompt advances by so many tokens."""
+    """Return the hidden states of each step, in which the prompts advance by its numbers of tokens."""
     computed = [0] * len(_PROMPTS)
     hidden = []
     for num_new in steps:
@@ -83,8 +75,10 @@ def _run_steps(model: _TinyModel, ops: Ops, steps: Seq[Seq[int]] = _STEPS) -> li
     ["llama-one-key-head", "qwen2-max-window-layers", "qwen3-rope-yarn"],
 )
 @torch.inference_mode()
-def test_triton_ops_in_decoder_equal_torch_ops(name: str, tmp_path: Path, device: torch.device) -> None:
-    model = _load(tmp_path, name, device)
+def test_triton_ops_in_decoder_equal_torch_ops(
+    name: str, checkpoint: Callable[[str], Path], device: torch.device
+) -> None:
+    model = _load(checkpoint(name), device)
     ours, theirs = model.store(), model.store()
     hidden = _run_steps(model, TritonOps(model.config, ours))
     expected = _run_steps(model, TorchOps(model.config, theirs))
@@ -94,8 +88,10 @@ def test_triton_ops_in_decoder_equal_torch_ops(name: str, tmp_path: Path, device
 
 
 @torch.inference_mode()
-def test_triton_ops_bound_to_padded_step_equal_planned_step(tmp_path: Path, device: torch.device) -> None:
-    model = _load(tmp_path, "qwen3", device)
+def test_triton_ops_bound_to_padded_step_equal_planned_step(
+    checkpoint: Callable[[str], Path], device: torch.device
+) -> None:
+    model = _load(checkpoint("qwen3"), device)
     planned, bound = (
         TritonOps(model.config, model.store()),
         TritonOps(model.config, model.store()),
@@ -110,8 +106,10 @@ def test_triton_ops_bound_to_padded_step_equal_planned_step(tmp_path: Path, devi
 
 
 @torch.inference_mode()
-def test_triton_ops_with_kv_scales_store_divided_and_read_alike(tmp_path: Path, device: torch.device) -> None:
-    model = _load(tmp_path, "llama", device)
+def test_triton_ops_with_kv_scales_store_divided_and_read_alike(
+    checkpoint: Callable[[str], Path], device: torch.device
+) -> None:
+    model = _load(checkpoint("llama"), device)
     plain, scaled = model.store(), model.store()
     steps = ((3, 0, 2), (1, 0, 1))
     expected = _run_steps(model, TritonOps(model.config, plain), steps)
@@ -121,8 +119,10 @@ def test_triton_ops_with_kv_scales_store_divided_and_read_alike(tmp_path: Path, 
     torch.testing.assert_close(scaled.layers[0][1] * 4.0, plain.layers[0][1])
 
 
-def test_triton_ops_beside_float8_pages_ask_for_a_dtype(tmp_path: Path, device: torch.device) -> None:
-    model = _load(tmp_path, "llama", device)
+def test_triton_ops_beside_float8_pages_ask_for_a_dtype(
+    checkpoint: Callable[[str], Path], device: torch.device
+) -> None:
+    model = _load(checkpoint("llama"), device)
     shape = replace(model.shape, dtype="float8_e4m3fn", bytes_per_element=1)
     store = TorchKvStore(shape, _NUM_BLOCKS, device=device)
     with pytest.raises(ValueError, match="dtype of the activations"):
@@ -131,8 +131,8 @@ def test_triton_ops_beside_float8_pages_ask_for_a_dtype(tmp_path: Path, device: 
 
 
 @torch.inference_mode()
-def test_triton_ops_warm_up_leaves_pages_as_they_are(tmp_path: Path, device: torch.device) -> None:
-    model = _load(tmp_path, "qwen3-layer-types", device)
+def test_triton_ops_warm_up_leaves_pages_as_they_are(checkpoint: Callable[[str], Path], device: torch.device) -> None:
+    model = _load(checkpoint("qwen3-layer-types"), device)
     store = model.store()
     for keys, values in store.layers:
         keys.normal_()
@@ -141,3 +141,40 @@ def test_triton_ops_warm_up_leaves_pages_as_they_are(tmp_path: Path, device: tor
     TritonOps(model.config, store, max_positions=16).warm_up()
     after = [bits(cache) for pages in store.layers for cache in pages]
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_device_step_from_mixed_metadata_describes_it(device: torch.device) -> None:
+    case = Case(spans=[(3, 6), (8, 1), (0, 1), (0, 4)])
+    metadata = case.metadata()
+    step = DeviceStep.from_metadata(metadata, tile_tokens=4, device=device)
+    assert step.positions.tolist() == metadata.positions.tolist()
+    assert step.slot_mapping.tolist() == metadata.slot_mapping.tolist()
+    assert step.context_lens.tolist() == [9, 9, 1, 4]
+    assert step.query_start_loc.tolist() == [0, 6, 7, 8, 12]
+    for row, table in zip(step.block_tables.tolist(), metadata.block_tables, strict=True):
+        assert row[: len(table)] == table.tolist()
+    assert step.decode_seqs is not None
+    assert step.decode_seqs.tolist() == [1, 2]
+    assert step.num_decodes == 2
+    assert step.prefill_tiles is not None
+    assert step.prefill_tiles.tolist() == [[0, 4], [0, 0], [3, 0]]
+
+
+def test_device_step_from_decodes_alone_needs_no_lists(device: torch.device) -> None:
+    step = Case(spans=[(8, 1), (0, 1)]).step(device)
+    assert step.decode_seqs is None
+    assert step.prefill_tiles is None
+    assert step.num_decodes == 2
+
+
+def test_device_step_from_chunks_alone_has_no_decodes(device: torch.device) -> None:
+    step = Case(spans=[(8, 2), (0, 3)]).step(device)
+    assert step.num_decodes == 0
+
+
+def test_device_step_from_metadata_has_dtypes_that_kernels_take(device: torch.device) -> None:
+    step = Case(spans=[(8, 2), (0, 1)]).step(device)
+    assert step.slot_mapping.dtype == torch.int64
+    others = (step.positions, step.context_lens, step.block_tables, step.query_start_loc)
+    assert {tensor.dtype for tensor in others} == {torch.int32}
+    assert np.all([tensor.device.type == device.type for tensor in others])

@@ -192,7 +192,7 @@ class Bench:
         outcome.pool = (
             sorted(pool.snapshot().stored),
             pool.num_free,
-            pool.num_cached,
+            pool.num_cached_blocks,
             [pool.ref_count(i) for i in range(pool.num_blocks)],
             core.scheduler.num_preemptions,
             sorted(self.stored) == sorted(pool.snapshot().stored),

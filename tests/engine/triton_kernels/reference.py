@@ -1,30 +1,12 @@
-"""What every kernel of this package must compute, in plain torch, with the same arguments. Simple, not fast."""
+"""References for the kernels around attention, in plain torch, with the same arguments. Simple, not fast."""
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from engine.ops.triton_kernels.pages import LayerPages
 from engine.ops.triton_kernels.rope_kv_write import HeadNorms
 from engine.ops.triton_kernels.step import DeviceStep
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `rms_norm.rms_norm`; over the last dimension."""
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `rms_norm.add_rms_norm`."""
-    residual.add_(x)
-    return rms_norm(residual, weight, eps)
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """See `silu_mul.silu_mul`."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
 
 
 def rope_kv_write(
@@ -35,8 +17,8 @@ def rope_kv_write(
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     query, key, value = torch.split(qkv.float(), [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if norms is not None:
-        query = rms_norm(query, norms.query.float(), norms.eps)
-        key = rms_norm(key, norms.key.float(), norms.eps)
+        query = F.rms_norm(query, query.shape[-1:], norms.query.float(), norms.eps)
+        key = F.rms_norm(key, key.shape[-1:], norms.key.float(), norms.eps)
     cos, sin = rotations[step.positions.long(), None].chunk(2, dim=-1)
     key = _rotate(key, cos, sin) / pages.key_scale
     value = value / pages.value_scale
@@ -76,7 +58,7 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _attend_sequence(query: Tensor, pages: LayerPages, step: DeviceStep, seq: int) -> Tensor:
-    """Return what the last len(query) tokens of a sequence read, [num_new, num_heads, head_dim]."""
+    """Return the attention of the last len(query) tokens of a sequence, [num_new, num_heads, head_dim]."""
     context_len = int(step.context_lens[seq])
     if context_len == 0:
         return torch.zeros_like(query)

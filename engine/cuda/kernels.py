@@ -1,4 +1,4 @@
-"""Kernels around 8-bit weights: rows quantized in one pass, and products with int8 weights for few rows."""
+"""Triton kernels for 8-bit weights, and for all moves of blocks inside a device."""
 # ruff: noqa: ANN001, ANN202, PLR0913 - a kernel's parameters are pointers, strides and compile-time constants
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, import-untyped"
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.ops.triton_kernels.pages import dot_dtype
 
 _FP8_MAX = tl.constexpr(448.0)
-_TINY = tl.constexpr(1.1754943508222875e-38)  # as in engine.model.quantize: a row of zeros has a scale as well
+_TINY = tl.constexpr(1.1754943508222875e-38)  # as in engine.model.quantize: a row of zeros has a scale too
 
 _INT8_BLOCK_OUT = 32
 _INT8_BLOCK_IN = 128
@@ -25,7 +25,7 @@ def _quantize_rows(x, rows, scales, x_stride, num_features, BLOCK: tl.constexpr)
     values = tl.load(x + row * x_stride + features, mask=inside, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(values), 0) / _FP8_MAX, _TINY)
     tl.store(scales + row, scale)
-    # Division may round the largest value above the maximum, and what is above it has no e4m3.
+    # Division may round the largest value above the maximum, which e4m3 cannot represent.
     quantized = tl.minimum(tl.maximum(values / scale, -_FP8_MAX), _FP8_MAX)
     tl.store(rows + row * num_features + features, quantized.to(tl.float8e4nv), mask=inside)
 
@@ -44,7 +44,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return rows, scales
 
 
-@triton.jit(do_not_specialize=["num_tokens"])  # else 1, multiples of 16 and others would be compiled one by one
+@triton.jit(do_not_specialize=["num_tokens"])  # else 1, multiples of 16 and other values are compiled separately
 def _int8_linear(
     x,
     weight,
@@ -105,3 +105,52 @@ def int8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         num_stages=4,
     )
     return output
+
+
+_WORDS_PER_PROGRAM = 1024  # of 8 bytes: 64 bytes per thread of 4 warps
+
+
+@triton.jit
+def _move_blocks(
+    source,
+    source_ids,
+    target,
+    target_ids,
+    source_block_stride,
+    source_part_stride,
+    target_block_stride,
+    target_part_stride,
+    words_per_part,
+    WORDS: tl.constexpr,
+):
+    item = tl.program_id(0)
+    part = tl.program_id(1).to(tl.int64)  # part * stride exceeds 32 bits on pages of a few GiB
+    words = tl.program_id(2) * WORDS + tl.arange(0, WORDS)
+    inside = words < words_per_part
+    source_id = tl.load(source_ids + item).to(tl.int64)
+    target_id = tl.load(target_ids + item).to(tl.int64)
+    values = tl.load(source + source_id * source_block_stride + part * source_part_stride + words, mask=inside)
+    tl.store(target + target_id * target_block_stride + part * target_part_stride + words, values, mask=inside)
+
+
+def move_blocks(source: Tensor, source_ids: Tensor, target: Tensor, target_ids: Tensor) -> None:
+    """Copy block source_ids[i] of `source` over block target_ids[i] of `target`, on the current stream.
+
+    Both are block views of one integer dtype on one device; ids are int64 [num_ids] there, in range, and the target
+    ids are distinct: the kernel checks neither. Mutates target.
+    """
+    num_parts, words_per_part = source.shape[1:]
+    grid = (len(source_ids), num_parts, triton.cdiv(words_per_part, _WORDS_PER_PROGRAM))
+    _move_blocks[grid](
+        source,
+        source_ids,
+        target,
+        target_ids,
+        source.stride(0),
+        source.stride(1),
+        target.stride(0),
+        target.stride(1),
+        words_per_part,
+        WORDS=_WORDS_PER_PROGRAM,
+        num_warps=4,
+    )

@@ -1,6 +1,7 @@
-"""A device executor of a tiny model, and a driver that launches a step before it knows the last one's tokens."""
+"""Executors of tiny models, and a driver that runs sequences through an executor as the engine core would."""
 
 import random
+from array import array
 from collections import deque
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -8,36 +9,57 @@ from typing import Any
 
 import torch
 
-from common.ids import BlockId
+from common.block_hash import NO_HASHES
+from common.ids import BlockId, HashRoot, RequestId
+from common.sampling import SamplingParams
+from common.tokens import as_tokens
 from engine.cuda.executor import CudaExecutor
 from engine.cuda.loading import load_cuda_executor
 from engine.executor import Executor, ScheduledSequence, StepHandle, StepResult
+from engine.loading import load_executor
 from engine.options import EngineOptions, ModelDescription
-from engine.sequence import Sequence
+from engine.runner import ModelExecutor
+from engine.sequence import EngineRequest, Sequence
 
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def _options(model_dir: Path, **overrides: Any) -> EngineOptions:
+    sizes = {"block_size": 4, "num_blocks": 128}
+    return EngineOptions(**{"model_dir": model_dir, "model_name": "tiny", "dtype": "float32", **sizes, **overrides})
+
+
+def load(model_dir: Path, **overrides: Any) -> ModelExecutor[Any]:
+    """Return a float32 CPU executor."""
+    executor = load_executor(_options(model_dir, device="cpu", **overrides))
+    assert isinstance(executor, ModelExecutor)
+    return executor
+
+
 def load_device(model_dir: Path, **overrides: Any) -> CudaExecutor:
-    """Return a float32 executor on the GPU, or on the CPU."""
-    options: dict[str, Any] = {
-        "model_dir": model_dir,
-        "model_name": "tiny",
-        "dtype": "float32",
-        "device": DEVICE,
-        "block_size": 4,
-        "num_blocks": 128,
-        "kv_memory_bytes": None,
-        "max_model_len": None,
-        "max_step_tokens": 64,
-        "max_running": 8,
-    }
-    chosen = EngineOptions(**{**options, **overrides})
-    return load_cuda_executor(ModelDescription.read(chosen), chosen)
+    """Return a float32 device executor, on the GPU or on the CPU."""
+    options = _options(model_dir, **{"device": DEVICE, "max_step_tokens": 64, "max_running": 8, **overrides})
+    return load_cuda_executor(ModelDescription.read(options), options)
 
 
-class OverlapDriver:
-    """Plays the core: plans step n + 1 while n is in flight, with inputs by row where tokens are pending."""
+def make_sequence(prompt: Seq[int], *, sampling: SamplingParams = GREEDY, block_size: int = 4) -> Sequence:
+    """Return a fresh sequence without pages."""
+    request = EngineRequest(
+        request_id=RequestId("req-test"),
+        prompt_token_ids=as_tokens(prompt),
+        sampling=sampling,
+        hash_root=HashRoot(bytes(32)),
+        block_hashes=NO_HASHES,
+    )
+    return Sequence.from_request(request, block_size=block_size, order=0)
+
+
+class Driver:
+    """Hands out pages in a scrambled order and keeps as many steps in flight as the executor takes.
+
+    With two of them, step n + 1 is planned while n is in flight, with inputs by row where tokens are pending.
+    """
 
     def __init__(self, executor: Executor, *, seed: int = 0) -> None:
         self.executor = executor
@@ -48,20 +70,24 @@ class OverlapDriver:
         random.Random(seed).shuffle(self.free)
         self._in_flight: deque[tuple[list[ScheduledSequence], StepHandle]] = deque()
         self._pending_rows: dict[Sequence, int] = {}
-        self.results: list[StepResult] = []
 
     def generate(self, sequences: Seq[Sequence], *, num_tokens: int, chunk_size: int = 1 << 30) -> list[list[int]]:
-        """Return each sequence's answer. Sequence i joins at step i; first samples only."""
+        """Return each sequence's answer: first samples only. Sequence i joins at step i, so that steps are mixed."""
         num_joined = 0
         while any(s.num_output_tokens < num_tokens for s in sequences):
             num_joined += 1
             batch = [item for s in sequences[:num_joined] if (item := self._plan(s, num_tokens, chunk_size))]
             self.launch(batch)
-            while len(self._in_flight) > (1 if batch else 0):
+            while len(self._in_flight) > (self.executor.max_steps_in_flight - 1 if batch else 0):
                 self.take()
         while self._in_flight:
             self.take()
         return [list(s.output_token_ids) for s in sequences]
+
+    def step(self, work: Seq[tuple[Sequence, int]]) -> list[StepResult]:
+        """Run (sequence, number of new tokens) pairs in one step."""
+        self.launch([_item(sequence, num_new) for sequence, num_new in work])
+        return self.take()
 
     def launch(self, batch: list[ScheduledSequence]) -> None:
         """Launch a batch and move its sequences on."""
@@ -80,20 +106,21 @@ class OverlapDriver:
                 self._pending_rows[item.sequence] = row
             row += item.num_samples
 
-    def take(self) -> None:
-        """Take the oldest step's results."""
+    def take(self) -> list[StepResult]:
+        """Take the oldest step's results; appends the first sample's token to each sequence."""
         batch, handle = self._in_flight.popleft()
-        self.results = handle.results()
-        for item, result in zip(batch, self.results, strict=True):
+        results = handle.results()
+        for item, result in zip(batch, results, strict=True):
             assert len(result.sampled) == item.num_samples
             if result.sampled:
                 item.sequence.append_token(result.sampled[0].token_id)
+        return results
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's pages, when nothing is in flight."""
+        """Take a sequence's pages while nothing is in flight."""
         assert not self._in_flight
         self.free.extend(BlockId(block_id) for block_id in reversed(sequence.block_table))
-        sequence.block_table = sequence.block_table[:0]
+        sequence.block_table = array("i")
         sequence.num_computed = 0
 
     def _plan(self, sequence: Sequence, num_tokens: int, chunk_size: int) -> ScheduledSequence | None:
@@ -103,10 +130,13 @@ class OverlapDriver:
         if sequence.num_output_tokens + has_pending >= num_tokens:
             return None
         if not has_pending:
-            num_new = min(chunk_size, sequence.num_tokens - sequence.num_computed)
-            is_last = sequence.num_computed + num_new == sequence.num_tokens
-            return ScheduledSequence(sequence, num_new, 1 if is_last else 0)
+            return _item(sequence, min(chunk_size, sequence.num_tokens - sequence.num_computed))
         if sequence.request.sampling.has_penalties:
             return None
         self.num_overlapped += 1
         return ScheduledSequence(sequence, 1, 1, input_row=self._pending_rows[sequence])
+
+
+def _item(sequence: Sequence, num_new_tokens: int) -> ScheduledSequence:
+    is_last = sequence.num_computed + num_new_tokens == sequence.num_tokens
+    return ScheduledSequence(sequence, num_new_tokens, sequence.num_samples if is_last else 0)

@@ -1,0 +1,160 @@
+"""The two attention kernels, over one step of decodes, chunks or both, against the reference."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.ops.triton_kernels.decode_attention import KeySplits, decode_attention, split_keys
+from engine.ops.triton_kernels.pages import LayerPages
+from engine.ops.triton_kernels.prefill_attention import prefill_attention, tile_tokens
+from engine.ops.triton_kernels.step import make_prefill_tiles
+from tests.engine.triton_kernels import reference
+from tests.engine.triton_kernels.support import Case, assert_close, padded
+
+_MIXED = [(80, 1), (40, 21), (5, 1), (0, 9)]
+
+
+def _splits(case: Case, pages: LayerPages, num_splits: int, *, min_keys: int = 1) -> KeySplits:
+    """Return splits whose memory holds NaN, so that reads of unwritten memory show."""
+    sizes = (64, case.num_heads, num_splits)
+    return KeySplits(
+        num_splits=num_splits,
+        min_keys=min_keys,
+        outputs=torch.full((*sizes, case.head_dim), float("nan"), device=pages.keys.device),
+        log_sums=torch.full(sizes, float("nan"), device=pages.keys.device),
+    )
+
+
+def _check(case: Case, device: torch.device, *, num_splits: int = 3, min_keys: int = 1) -> None:
+    """Compare each kernel alone with the reference, in the rows of its own tokens and in those of the others."""
+    pages, query = case.pages(device), case.query(device)
+    step = case.step(device, tile_tokens=tile_tokens(case.dtype, case.head_dim, case.num_heads // case.num_kv_heads))
+    output, expected = torch.full_like(query, 7.0), torch.full_like(query, 7.0)
+    decode_attention(output, query, pages, step, _splits(case, pages, num_splits, min_keys=min_keys))
+    reference.decode_attention(expected, query, pages, step)
+    assert_close(output, expected)
+    output, expected = torch.full_like(query, 7.0), torch.full_like(query, 7.0)
+    prefill_attention(output, query, pages, step)
+    reference.prefill_attention(expected, query, pages, step)
+    assert_close(output, expected)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 5])
+@pytest.mark.parametrize("context_len", [1, 3, 4, 5, 31, 32, 33, 64, 65, 129])
+def test_decode_attention_around_page_and_tile_boundaries_equals_reference(
+    context_len: int, num_splits: int, device: torch.device
+) -> None:
+    _check(Case(spans=[(context_len - 1, 1), (0, 1)]), device, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("num_new", [2, 3, 4, 5, 15, 16, 17, 32, 33, 65])
+@pytest.mark.parametrize("num_computed", [0, 1, 31, 33])
+def test_prefill_attention_around_page_and_tile_boundaries_equals_reference(
+    num_computed: int, num_new: int, device: torch.device
+) -> None:
+    _check(Case(spans=[(num_computed, num_new)]), device)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (9, 3), (8, 2), (8, 1), (34, 2)])
+def test_attention_of_head_groups_equals_reference(num_heads: int, num_kv_heads: int, device: torch.device) -> None:
+    _check(Case(spans=_MIXED, num_heads=num_heads, num_kv_heads=num_kv_heads), device)
+
+
+@pytest.mark.parametrize("head_dim", [10, 24, 64, 128])
+@pytest.mark.parametrize("block_size", [1, 3, 16, 32])
+def test_attention_of_head_and_page_sizes_equals_reference(
+    head_dim: int, block_size: int, device: torch.device
+) -> None:
+    _check(Case(spans=_MIXED, head_dim=head_dim, block_size=block_size), device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_attention_of_half_precision_pages_equals_reference(
+    dtype: torch.dtype, head_dim: int, device: torch.device
+) -> None:
+    spans = [(150, 1), (70, 40), (15, 1), (0, 50)]
+    _check(Case(spans=spans, dtype=dtype, head_dim=head_dim, block_size=16), device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_of_scaled_float8_pages_equals_reference(dtype: torch.dtype, device: torch.device) -> None:
+    sizes: dict[str, Any] = {"head_dim": 64, "block_size": 16, "key_scale": 0.5, "value_scale": 3.0}
+    spans = [(150, 1), (100, 40), (15, 1), (0, 33)]
+    _check(Case(spans=spans, dtype=dtype, page_dtype=torch.float8_e4m3fn, **sizes), device)
+
+
+@pytest.mark.parametrize("window", [1, 2, 33, 64, 500])
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_decode_attention_in_window_equals_reference(window: int, num_splits: int, device: torch.device) -> None:
+    _check(Case(spans=[(130, 1), (0, 1)], window=window), device, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 40, 500])
+def test_prefill_attention_in_window_equals_reference(window: int, device: torch.device) -> None:
+    _check(Case(spans=[(50, 35), (0, 40), (33, 2)], window=window), device)
+
+
+@settings(max_examples=24, deadline=None)
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 140), st.just(1) | st.integers(1, 40)), min_size=1, max_size=3),
+    num_splits=st.integers(1, 6),
+    min_keys=st.integers(1, 80),
+    window=st.none() | st.integers(1, 150),
+)
+def test_attention_of_any_batch_and_split_equals_reference(
+    device: torch.device, spans: list[tuple[int, int]], num_splits: int, min_keys: int, window: int | None
+) -> None:
+    _check(Case(spans=spans, window=window), device, num_splits=num_splits, min_keys=min_keys)
+
+
+def test_decode_attention_of_padding_rows_is_zero(device: torch.device) -> None:
+    case = Case(spans=[(40, 1), (7, 1)])
+    pages, step = case.pages(device), padded(case.step(device), 5)
+    query = torch.randn(5, case.num_heads, case.head_dim, device=device)
+    output, expected = torch.full_like(query, float("nan")), torch.empty_like(query)
+    decode_attention(output, query, pages, step, _splits(case, pages, 3))
+    reference.decode_attention(expected, query, pages, step)
+    assert_close(output, expected)
+    assert not output[2:].any()
+
+
+def test_decode_attention_with_refilled_step_follows_its_tensors(device: torch.device) -> None:
+    case = Case(spans=[(100, 1), (60, 1)])
+    pages, query, step = case.pages(device), case.query(device), case.step(device)
+    splits = _splits(case, pages, 3)
+    for context_lens in ((101, 61), (2, 33)):
+        step.context_lens.copy_(torch.tensor(context_lens))
+        output, expected = torch.empty_like(query), torch.empty_like(query)
+        decode_attention(output, query, pages, step, splits)
+        reference.decode_attention(expected, query, pages, step)
+        assert_close(output, expected)
+
+
+@pytest.mark.parametrize(
+    ("num_decodes", "num_splits", "min_keys"), [(1, 64, 64), (8, 9, 64), (32, 4, 512), (128, 4, 512)]
+)
+def test_split_keys_of_batch_fills_an_h200(num_decodes: int, num_splits: int, min_keys: int) -> None:
+    case = Case(spans=[(0, 1)], num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    splits = split_keys(num_decodes, 32, case.pages(torch.device("cpu")), num_sms=132)
+    assert (splits.num_splits, splits.min_keys) == (num_splits, min_keys)
+    assert splits.outputs.shape == (num_decodes, 32, num_splits, 128)
+    assert splits.log_sums.shape == (num_decodes, 32, num_splits)
+
+
+def test_tile_tokens_of_group_beyond_a_tile_is_refused() -> None:
+    assert tile_tokens(torch.bfloat16, 128, 4) == 32
+    assert tile_tokens(torch.bfloat16, 64, 3) == 42
+    with pytest.raises(ValueError, match="129 query heads share a key head"):
+        tile_tokens(torch.bfloat16, 128, 129)
+
+
+def test_make_prefill_tiles_covers_each_chunk_once_with_longest_first() -> None:
+    metadata = Case(spans=[(0, 9), (50, 1), (20, 4), (0, 2)]).metadata()
+    tiles = make_prefill_tiles(metadata, tile_tokens=4)
+    assert tiles.tolist() == [[2, 0], [0, 8], [0, 4], [0, 0], [3, 0]]
+    assert tiles.dtype == np.int32
