@@ -5,9 +5,8 @@ their workers can exchange KV and take over each other's answers. There are two 
 one. A router is told the workers of its own generation only.
 """
 
-from cluster.changes.diff import NEEDS, Need, leaves
 from cluster.processes.plan import ProcessSpec
-from common.config import ServingConfig
+from common.config import NEEDS, Need, ServingConfig, leaves
 
 Generation = tuple[object, ...]
 

@@ -5,6 +5,11 @@ from pathlib import Path
 import pytest
 
 from common.config import ConfigError, load_config, parse_config
+from common.config.keys import needs_of
+from common.config.tables import write_tables
+from common.config.workers import ModelConfig
+
+_REPO = Path(__file__).parents[2]
 
 MISTAKES = {
     "nonsense: 1": "f.yaml:nonsense: unknown key",
@@ -68,7 +73,7 @@ def test_load_config_of_the_shipped_file_and_of_an_empty_one_passes(tmp_path: Pa
     empty = tmp_path / "empty.yaml"
     empty.write_text("", encoding="utf-8")
     assert load_config(empty).router.port == 50051
-    assert load_config(Path(__file__).parents[2] / "serving.yaml").name == "kvrelay"
+    assert load_config(_REPO / "serving.yaml").name == "kvrelay"
 
 
 def test_on_and_off_need_no_quotes_though_yaml_takes_them_for_booleans(tmp_path: Path) -> None:
@@ -78,3 +83,19 @@ def test_on_and_off_need_no_quotes_though_yaml_takes_them_for_booleans(tmp_path:
     config = load_config(path)
 
     assert (config.tls.mode, config.planner.mode) == ("on", "off")
+
+
+@pytest.mark.parametrize(("document", "num_tables"), [("serving.md", 10), ("operations.md", 1)])
+def test_documents_list_every_key_with_its_default_need_and_meaning(document: str, num_tables: int) -> None:
+    text = (_REPO / "docs" / document).read_text(encoding="utf-8")
+
+    assert text.count("<!-- table: ") == num_tables
+    assert write_tables(text) == text, "the tables are out of date; run `make tables`"
+
+
+def test_key_that_declares_no_need_is_refused_by_name() -> None:
+    class Grown(ModelConfig):
+        flavour: str = "plain"
+
+    with pytest.raises(ValueError, match="flavour declares 0 needs"):
+        needs_of(Grown)

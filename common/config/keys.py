@@ -1,0 +1,90 @@
+"""How a key of serving.yaml is declared: type, bounds, default, meaning and what a change of it needs, in one place.
+
+    max_waiting: Annotated[int, Field(ge=1), Need.POOL] = 256
+    \"\"\"Sequences accepted beyond that; more are refused.\"\"\"
+
+The docstring is the key's meaning in docs/serving.md; `common.config.tables` writes the tables there.
+"""
+
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+from common.ports import MAX_PORT
+
+
+class Need(StrEnum):
+    """What a change of a key needs while the cluster serves; the value says it in words."""
+
+    NOTHING = "nothing: processes that start later read it"
+    COUNT = "more or fewer workers"
+    POOL = "new workers of that pool, one after the other"
+    PREFILL = "new prefill workers, one after the other"
+    DECODE = "new decode workers, one after the other"
+    WORKERS = "new workers of both pools, one after the other"
+    ROUTERS = "new routers, one after the other"
+    GENERATION = "a second set of workers, then new routers, one after the other; then the old workers go"
+    RESTART = "another cluster: it cannot be changed while this one runs"
+
+
+class Section(BaseModel):
+    """Keys that belong together. Immutable; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _on_or_off(value: object) -> object:
+    """Return YAML's booleans as the words `on` and `off`."""
+    return ("on" if value else "off") if isinstance(value, bool) else value
+
+
+Port = Annotated[int, Field(ge=0, le=MAX_PORT)]
+Words = BeforeValidator(_on_or_off)
+"""For choices that include `on` or `off`, which YAML reads as booleans."""
+
+
+def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield every key below a section with its value, in the order of the file; `tenants` is one key."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def declared_keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every key below a section, with the same names and in the same order as `leaves`."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from declared_keys(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def needs_of(section: type[BaseModel]) -> Mapping[str, Need]:
+    """Return what a change of each key needs. Raises ValueError for a key that does not declare exactly one need."""
+    pools = {"pools.prefill": Need.PREFILL, "pools.decode": Need.DECODE}
+    found: dict[str, Need] = {}
+    for key, field in declared_keys(section):
+        declared = [each for each in field.metadata if isinstance(each, Need)]
+        if len(declared) != 1:
+            raise ValueError(f"{key} declares {len(declared)} needs; add one `Need` to its annotation")
+        found[key] = pools[key.rpartition(".")[0]] if declared[0] is Need.POOL else declared[0]
+    return found
+
+
+def in_yaml(value: object) -> str:
+    """Return a value of the configuration as the file writes it."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case tuple():
+            return f"[{', '.join(map(str, value))}]"
+        case _:
+            return str(value)
