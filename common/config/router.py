@@ -1,10 +1,13 @@
 """Sections of serving.yaml that routers read: the doors, the tenants, and the objectives."""
 
+import logging
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from common.config.keys import Need, Port, Section
+
+logger = logging.getLogger(__name__)
 
 ROUTER_PORTS = ("port", "http_port", "metrics_port", "admin_port")
 ENV_PREFIX = "env:"
@@ -136,5 +139,16 @@ class SloConfig(Section):
     ttft_tokens: Annotated[int, Field(ge=1), Need.ROUTERS] = 8192
     """Prompts of more tokens than this may take proportionally longer to the first token; an objective that a request
     names is taken as it is."""
-    itl_s: Annotated[float, Field(gt=0), Need.ROUTERS] = 0.2
-    """Seconds between tokens."""
+    tpot_s: Annotated[float, Field(gt=0), Need.ROUTERS] = 0.2
+    """Mean seconds between the tokens of an answer."""
+
+    # Until version 0.2: `itl_s`, the name of this key in 0.1.
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, raw: object) -> object:
+        if not isinstance(raw, dict) or "itl_s" not in raw:
+            return raw
+        if "tpot_s" in raw:
+            raise ValueError("itl_s is the old name of tpot_s; leave it out")
+        logger.warning("slo.itl_s is now called slo.tpot_s; the next version does not read the old name")
+        return {"tpot_s" if key == "itl_s" else key: value for key, value in raw.items()}

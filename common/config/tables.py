@@ -30,6 +30,7 @@ def write_tables(text: str) -> str:
 
 
 def _table(name: str) -> str:
+    rows: list[tuple[str, ...]]
     match name:
         case "needs":
             shown = (need for need in Need if need not in (Need.PREFILL, Need.DECODE))

@@ -200,7 +200,7 @@ def _simulation(settings: ReplaySettings, cell: Cell) -> tuple[ClusterShape, Sim
         router=RouterConfig.model_validate({"policy": cell.policy, "shed": settings.shed}),
         report_interval_s=ORACLE_REPORT_INTERVAL_S if is_oracle else settings.report_interval_s,
         event_lag_s=0.0 if is_oracle else settings.event_lag_s,
-        itl_slo_s=settings.slo.itl_s,
+        itl_slo_s=settings.slo.tpot_s,
         seed=settings.seed,
     )
 
