@@ -2,45 +2,33 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from common.demand import Demand, RequestShape
 from kvrelay.v1 import router_admin_pb2
 
 _LONGEST_S = 86_400.0
+_COUNTS = ("num_arrived", "num_refused", "num_finished", "num_good", "num_queued", "num_queued_tokens")
 
 
 def demand_to_proto(demand: Demand) -> router_admin_pb2.Demand:
     """Return the message."""
-    return router_admin_pb2.Demand(
-        window_s=demand.window_s,
-        num_arrived=demand.num_arrived,
-        num_refused=demand.num_refused,
-        num_finished=demand.num_finished,
-        num_good=demand.num_good,
-        shapes=[
-            router_admin_pb2.RequestShape(
-                num_prompt_tokens=shape.num_prompt_tokens,
-                num_computed_tokens=shape.num_computed_tokens,
-                num_output_tokens=shape.num_output_tokens,
-            )
-            for shape in demand.shapes
-        ],
-        num_queued=demand.num_queued,
-        num_queued_tokens=demand.num_queued_tokens,
-        ttft_p90_s=demand.ttft_p90_s,
-        itl_p90_s=demand.itl_p90_s,
-        burstiness=demand.burstiness,
-    )
+    return router_admin_pb2.Demand(**asdict(demand))
 
 
 def demand_from_proto(message: router_admin_pb2.Demand) -> Demand:
-    """Return the record. Raises ValueError that names the field for what no router can have counted."""
+    """Return the record. Raises ValueError, naming the field, for a value that no router can have counted."""
+    counts = {name: getattr(message, name) for name in _COUNTS}
+    seconds: dict[str, Any] = {
+        name: _checked(getattr(message, name), f"demand.{name}") if message.HasField(name) else None
+        for name in ("ttft_p90_s", "itl_p90_s")
+    }
     return Demand(
+        **counts,
+        **seconds,
         window_s=_checked(message.window_s, "demand.window_s"),
-        num_arrived=message.num_arrived,
-        num_refused=message.num_refused,
-        num_finished=message.num_finished,
-        num_good=message.num_good,
+        burstiness=_checked(message.burstiness, "demand.burstiness"),
         shapes=tuple(
             RequestShape(
                 num_prompt_tokens=shape.num_prompt_tokens,
@@ -49,11 +37,6 @@ def demand_from_proto(message: router_admin_pb2.Demand) -> Demand:
             )
             for shape in message.shapes
         ),
-        num_queued=message.num_queued,
-        num_queued_tokens=message.num_queued_tokens,
-        ttft_p90_s=_checked(message.ttft_p90_s, "demand.ttft_p90_s") if message.HasField("ttft_p90_s") else None,
-        itl_p90_s=_checked(message.itl_p90_s, "demand.itl_p90_s") if message.HasField("itl_p90_s") else None,
-        burstiness=_checked(message.burstiness, "demand.burstiness"),
     )
 
 

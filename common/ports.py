@@ -128,16 +128,8 @@ def listen_on_first(ports: Sequence[int], listen: Callable[[int], _Listening]) -
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family, kind, _, _, address = socket.getaddrinfo(
+    family, _, _, _, address = socket.getaddrinfo(
         host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
-    listener = socket.socket(family, kind)
-    try:
-        # As gRPC does: a port whose last connections linger in TIME_WAIT is free.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(1)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+    # Sets SO_REUSEADDR, as gRPC does: a port whose last connections linger in TIME_WAIT is free.
+    return socket.create_server(address, family=family, backlog=1, dualstack_ipv6=family == socket.AF_INET6)

@@ -9,7 +9,7 @@ what was reused comes before what was not: nothing can be kept without all that 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.block_hash import BlockHashes
 
@@ -76,13 +76,7 @@ class ChainSelection:
             trunk = None if chain.trunk is None else self._places[chain.trunk]
             # A trunk that came whole has other blocks of its own than in the list that was chosen from, but as many
             # from the root.
-            chosen = PrefixChain(
-                hashes=chain.hashes,
-                values=chain.values,
-                num_reused=chain.num_reused,
-                trunk=trunk,
-                num_shared=chain.num_shared,
-            )
+            chosen = replace(chain, trunk=trunk)
         else:
             chosen = whole_chain(self._chains, idx)
         self._places[idx] = len(self.chosen)

@@ -60,8 +60,19 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: KvrelayError
     raise AssertionError("abort raises")
 
 
+def rebuilt(handler: Any, behind: Callable[[Any], Any], deserializer: Any) -> Any:
+    """Return a handler of the same kind that runs `behind(behavior)` on what `deserializer` returns."""
+    make, behavior = {
+        (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
+        (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream),
+        (True, False): (grpc.stream_unary_rpc_method_handler, handler.stream_unary),
+        (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream),
+    }[handler.request_streaming, handler.response_streaming]
+    return make(behind(behavior), deserializer, handler.response_serializer)
+
+
 def is_cancelled() -> bool:
-    """Whether the running task is being cancelled: if not, a CancelledError tells of what it awaited."""
+    """Return whether the running task is being cancelled; if not, a CancelledError comes from what it awaited."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 

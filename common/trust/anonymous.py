@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from common.errors import InvalidRequest, KvrelayError, Overloaded
+from common.malformed import strict
 from common.rpc import abort
 
 MOST_OPEN = 128
@@ -47,7 +47,8 @@ class AnonymousCalls:
 
     async def _serve(self, handler: Any, requests: AsyncIterator[bytes], context: Any) -> None:
         if handler.request_streaming:
-            parsed = (_parse(handler, each) async for each in requests)
+            decode = strict(handler.request_deserializer)
+            parsed = (decode(each) async for each in requests)
             await _answer(handler.stream_stream or handler.stream_unary, parsed, context)
         else:
             request = await _first(handler, requests)
@@ -83,14 +84,7 @@ async def _first(handler: Any, requests: AsyncIterator[bytes]) -> Any:
         raise InvalidRequest(f"the request did not come within {_REQUEST_S:g} s", field="message") from None
     if raw is None:
         raise InvalidRequest("there is no request", field="message")
-    return _parse(handler, raw)
-
-
-def _parse(handler: Any, raw: bytes) -> Any:
-    try:
-        return handler.request_deserializer(raw)
-    except (DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest("not a valid message", field="message") from error
+    return strict(handler.request_deserializer)(raw)
 
 
 async def _answer(behavior: Any, request: Any, context: Any) -> None:

@@ -8,9 +8,10 @@ import logging
 import os
 import ssl
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
@@ -26,25 +27,27 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 60.0
 
 
-class DoorCertificates(Protocol):
-    """What a door shows its clients."""
-
-    def server_credentials(self) -> grpc.ServerCredentials:
-        """Return what a gRPC server listens with."""
-        ...
-
-    def ssl_context(self) -> ssl.SSLContext:
-        """Return what an HTTP server listens with; `refresh` keeps it true."""
-        ...
+class DoorCertificates(ABC):
+    """The certificate that a door shows its clients."""
 
     @property
+    @abstractmethod
     def version(self) -> tuple[int, ...]:
-        """Another one with every certificate."""
-        ...
+        """Differs for every certificate."""
 
+    @abstractmethod
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Return the credentials of a gRPC server; every handshake takes the newest certificate."""
+
+    @abstractmethod
     def refresh(self, context: ssl.SSLContext) -> None:
         """Give a context the newest certificate, for handshakes from now on. Raises OSError, ssl.SSLError."""
-        ...
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """Return a context for an HTTP server; `refresh` keeps it up to date. Raises OSError, ssl.SSLError."""
+        context = _new_context()
+        self.refresh(context)
+        return context
 
 
 class DoorContext:
@@ -70,7 +73,7 @@ class DoorContext:
         return self._context
 
 
-class IssuedDoor:
+class IssuedDoor(DoorCertificates):
     """The process's own certificate."""
 
     def __init__(self, credentials: Credentials) -> None:
@@ -78,35 +81,29 @@ class IssuedDoor:
 
     @property
     def version(self) -> tuple[int, ...]:
-        """Another one with every certificate."""
+        """Differs for every certificate."""
         return (self._credentials.generation,)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Return what a gRPC server listens with."""
+        """Return the credentials of a gRPC server."""
         return self._credentials.server_credentials(ask_for_certificate=False)
-
-    def ssl_context(self) -> ssl.SSLContext:
-        """Return what an HTTP server listens with."""
-        context = _new_context()
-        self.refresh(context)
-        return context
 
     def refresh(self, context: ssl.SSLContext) -> None:
         """Give a context the newest certificate."""
         show(context, self._credentials)
 
 
-class FileDoor:
-    """Files of the operator's."""
+class FileDoor(DoorCertificates):
+    """The operator's own files."""
 
     def __init__(self, certificate: Path, key: Path) -> None:
         """`certificate` is the chain, leaf first. Raises OSError, ssl.SSLError for files that cannot be used."""
         self._certificate = certificate
         self._key = key
-        self.refresh(_new_context())
+        self.ssl_context()
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Return what a gRPC server listens with; files that change are read at the next handshake."""
+        """Return the credentials of a gRPC server; files that change are read at the next handshake."""
         known = self.version
 
         def configuration() -> grpc.ServerCertificateConfiguration:
@@ -117,7 +114,7 @@ class FileDoor:
             if (version := self.version) == known:
                 return None
             try:
-                self.refresh(_new_context())  # half-written files must not replace good ones
+                self.ssl_context()  # half-written files must not replace good ones
             except (OSError, ssl.SSLError):
                 return None
             known = version
@@ -125,14 +122,8 @@ class FileDoor:
 
         return grpc.dynamic_ssl_server_credentials(configuration(), newest, require_client_authentication=False)
 
-    def ssl_context(self) -> ssl.SSLContext:
-        """Return what an HTTP server listens with."""
-        context = _new_context()
-        self.refresh(context)
-        return context
-
     def refresh(self, context: ssl.SSLContext) -> None:
-        """Give a context what the files hold now; one that is in use loses nothing to files that do not fit."""
+        """Give a context the files' present content; files that do not fit each other leave it unchanged."""
         for each in (_new_context(), context):
             each.load_cert_chain(self._certificate, self._key)
 

@@ -5,15 +5,17 @@ can use. Private keys never travel.
 """
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from dataclasses import asdict, dataclass
+from typing import ClassVar, Self
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 
 class _Record:
-    """To and from a line of JSON."""
+    """A record that travels as a line of JSON."""
 
     __slots__ = ()
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
 
     def to_json(self) -> str:
         """Return the record as one line."""
@@ -21,30 +23,13 @@ class _Record:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Invert `to_json`. Raises ValueError."""
+        """Invert `to_json`. Raises ValueError, which names what is missing, unknown or of another type."""
         try:
-            entry: Any = json.loads(text)
-        except RecursionError as error:
-            raise ValueError(f"not a {cls.__name__}: it is too deep") from error
-        kinds = {field.name: _KINDS[field.type] for field in fields(cls)}  # type: ignore[arg-type]
-        if not isinstance(entry, dict) or set(entry) != set(kinds):
-            raise ValueError(f"not a {cls.__name__}")
-        if wrong := [name for name, is_right in kinds.items() if not is_right(entry[name])]:
-            raise ValueError(f"not a {cls.__name__}: {wrong[0]} has another type")
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()})
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-_KINDS: Mapping[Any, Callable[[object], bool]] = {
-    str: lambda value: isinstance(value, str),
-    bool: lambda value: isinstance(value, bool),
-    float: _is_number,
-    tuple[str, ...]: lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
-}
-"""Whether a value of JSON fits a field, by the field's type."""
+            return TypeAdapter(cls).validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_input=False)[0]  # the input may hold the block key
+            where = ".".join(map(str, first["loc"]))
+            raise ValueError(f"not a valid {cls.__name__}: {where}: {first['msg']}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

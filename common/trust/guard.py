@@ -12,8 +12,9 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from common.errors import AccessDenied, KvrelayError, Unauthenticated, to_status
+from common.errors import AccessDenied, KvrelayError, Unauthenticated
 from common.ports import is_loopback
+from common.rpc import abort, rebuilt
 from common.trust.access import METHODS, Audience, allowed_roles
 from common.trust.anonymous import AnonymousCalls
 from common.trust.credentials import Credentials
@@ -145,15 +146,13 @@ def _checked(handler: Any, check: Callable[[Any], Identity]) -> Any:
             try:
                 identity = check(context)
             except KvrelayError as error:
-                code, message, trailing = to_status(error)
-                await context.abort(code, message, trailing)
-            else:
-                _caller.set(identity)
+                await abort(context, error)
+            _caller.set(identity)
             return await behavior(request, context)
 
         return handle
 
-    return _rebuilt(handler, behind, handler.request_deserializer)
+    return rebuilt(handler, behind, handler.request_deserializer)
 
 
 def _refusal(handler: Any, error: KvrelayError) -> Any:
@@ -163,17 +162,6 @@ def _refusal(handler: Any, error: KvrelayError) -> Any:
     """
 
     async def handle(_requests: Any, context: Any) -> None:
-        code, message, trailing = to_status(error)
-        await context.abort(code, message, trailing)
+        await abort(context, error)
 
     return grpc.stream_stream_rpc_method_handler(handle, None, handler.response_serializer)
-
-
-def _rebuilt(handler: Any, behind: Callable[[_Behavior], _Behavior], deserializer: Any) -> Any:
-    make, behavior = {
-        (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
-        (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream),
-        (True, False): (grpc.stream_unary_rpc_method_handler, handler.stream_unary),
-        (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream),
-    }[handler.request_streaming, handler.response_streaming]
-    return make(behind(behavior), deserializer, handler.response_serializer)
