@@ -1,11 +1,11 @@
-"""What was asked of a cluster lately: what routers tell, and planners decide by."""
+"""Recent demand on a cluster, as routers report it and planners use it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestShape:
-    """What one request cost, as its router saw it. Lengths in tokens."""
+    """Cost of one request, as its router saw it. Lengths in tokens."""
 
     num_prompt_tokens: int
     num_computed_tokens: int
@@ -15,24 +15,24 @@ class RequestShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What was asked in the last `window_s` seconds, of all routers together."""
+    """Demand of the last `window_s` seconds on all routers together."""
 
     window_s: float
     num_arrived: int
-    """Requests that came, refused ones included."""
+    """Requests that arrived, refused ones included."""
     num_refused: int
     num_finished: int
     num_good: int
-    """Of the finished ones: within the objectives for the first token and for the gap between tokens."""
+    """Finished requests within the objectives for the first token and for the gap between tokens."""
     shapes: tuple[RequestShape, ...]
     """A uniform sample of the requests that finished in the window; empty until one has."""
     num_queued: int
     """Requests that wait in routers' lines now."""
     num_queued_tokens: int
-    """Prompt tokens of those."""
+    """Prompt tokens of the waiting requests."""
     ttft_p90_s: float | None
-    """Of the requests that finished in the window, as far as they are sampled; None: of none."""
+    """90th percentile over the sampled requests that finished in the window; None without any."""
     itl_p90_s: float | None
-    """The same of their mean gaps."""
+    """90th percentile of the mean gap between their tokens."""
     burstiness: float = 1.0
-    """Variance over mean of the numbers that arrived in each second; 1.0: independent arrivals (Poisson)."""
+    """Variance over mean of the arrivals per second; 1.0: independent arrivals (Poisson)."""

@@ -1,4 +1,4 @@
-"""Between demand on the wire and demand, and of several routers one."""
+"""Converts demand to and from the wire, and merges the demand of several routers."""
 
 import math
 from collections.abc import Sequence
@@ -41,10 +41,10 @@ def demand_from_proto(message: router_admin_pb2.Demand) -> Demand:
 
 
 def merge_demands(demands: Sequence[Demand]) -> Demand:
-    """Return what was asked of several routers together; at least one.
+    """Return the demand of one or several routers together.
 
-    A router that has run for less than the others is taken to have been asked at the same pace before. Of each one's
-    sample so much is taken that the whole is uniform again; of percentiles the worst.
+    A router that started within the window counts as if its pace had been the same before. Each router's sample is cut
+    in proportion to its requests, so that the whole is uniform again. The worst percentile counts.
     """
     window_s = max(demand.window_s for demand in demands)
     fractions = [len(demand.shapes) / demand.num_finished for demand in demands if demand.num_finished]

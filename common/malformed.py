@@ -1,4 +1,4 @@
-"""Requests that are no valid protobuf: INVALID_ARGUMENT instead of gRPC's bare UNKNOWN.
+"""Refuses requests that are not valid protobuf with INVALID_ARGUMENT instead of gRPC's bare UNKNOWN.
 
 gRPC deserializes before it calls a handler and answers a failure with a bare status. The interceptor passes the error
 on in place of the request and ends the call with it. Messages of a stream are deserialized when the handler reads them,
@@ -34,7 +34,7 @@ class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):
 
 
 def strict(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Return a deserializer that raises InvalidRequest, and nothing else, for bytes that are no message."""
+    """Return a deserializer that raises only InvalidRequest for bytes that are not a message."""
 
     def decode(raw: bytes) -> Any:
         try:

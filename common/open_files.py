@@ -1,4 +1,4 @@
-"""How many clients a process can hold: every connection is an open file, and a process may have so many."""
+"""The limit of open files of a process, and the connections that it allows."""
 
 import logging
 import resource
@@ -9,7 +9,7 @@ _MIN_RESERVED = 64
 
 
 def claim_open_files() -> int:
-    """Raise the process's limit of open files as far as it may go; returns the limit. Logs a change."""
+    """Raise the process's limit of open files to its maximum and return it. Logs a change."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -18,12 +18,12 @@ def claim_open_files() -> int:
 
 
 _NUM_LISTENERS = 3
-"""A router has two doors and its administration; a worker has control, KV plane and direct door."""
+"""Listeners of a process: a router has two doors and administration; a worker has control, KV plane and direct door."""
 
 
 def connections_per_listener(open_files: int) -> int:
-    """Return how many connections each of a process's listeners may hold, of that many open files.
+    """Return how many connections each listener of a process may hold within `open_files`.
 
-    A quarter, and at least 64, is for what the process opens itself: calls to workers, files, pipes, metrics.
+    A quarter, and at least 64, is reserved for the process itself: calls to workers, files, pipes, metrics.
     """
     return max(1, (open_files - max(_MIN_RESERVED, open_files // 4)) // _NUM_LISTENERS)

@@ -1,6 +1,6 @@
 """Operating-system processes: identity that survives pid reuse, dying with the parent, the ready line.
 
-Both sides of a process boundary import this: the services that are started, and whoever starts them.
+Both sides of a process boundary import this: services and their launchers.
 """
 
 import ctypes
@@ -15,16 +15,16 @@ from typing import Any
 import psutil
 
 PARENT_PID_ENV = "KVRELAY_PARENT_PID"
-"""Set by whoever starts a process with `--die-with-parent`: the pid that has to stay alive."""
+"""Set by the launcher of a process with `--die-with-parent`: the pid that has to stay alive."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, however that happens. Call first thing in main.
+    """Have the kernel kill this process when its parent dies for any reason. Call first in main.
 
-    SIGKILL, not SIGTERM: a drain without the rest of the cluster serves nobody, and it could hang. Linux only,
-    elsewhere a no-op. Exits at once when the parent named by KVRELAY_PARENT_PID died before this call.
+    SIGKILL, not SIGTERM: a drain without the rest of the cluster is useless and could hang. Linux only, elsewhere a
+    no-op. Exits at once when the parent named by KVRELAY_PARENT_PID died before this call.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -32,13 +32,13 @@ def die_with_parent() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    # The signal is sent only for deaths after prctl; an earlier one shows as a changed parent.
+    # The kernel signals only deaths after prctl; an earlier death shows as a changed parent.
     if os.getppid() != expected:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def process_birth(pid: int) -> str | None:
-    """Return a token that no other process with this pid ever has, or None when there is no such live process.
+    """Return a token that is unique among all processes that ever had this pid, or None without a live process.
 
     A zombie is not alive. The token is the kernel's start tick and boot id on Linux: wall-clock adjustments do not
     change it, as they do a start time in seconds.
@@ -60,7 +60,7 @@ def process_birth(pid: int) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessIdentity:
-    """One process, past pid reuse."""
+    """Identity of one process that survives pid reuse."""
 
     pid: int
     birth: str
@@ -72,11 +72,11 @@ class ProcessIdentity:
         return cls(pid=pid, birth=birth) if birth is not None else None
 
     def is_alive(self) -> bool:
-        """Whether this very process still runs."""
+        """Return whether this very process still runs."""
         return process_birth(self.pid) == self.birth
 
     def signal(self, number: signal.Signals) -> bool:
-        """Send a signal to this very process; return whether it was there."""
+        """Send a signal to this very process; return whether it was alive."""
         if not self.is_alive():
             return False
         try:
@@ -88,7 +88,7 @@ class ProcessIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """What a service tells when it serves."""
+    """Announcement of a service that serves."""
 
     address: str
     """host:port of a router's door, or of a worker's control."""
@@ -96,9 +96,9 @@ class Ready:
     """0: no metrics."""
     pid: int
     admin_address: str
-    """host:port where the controller calls it."""
+    """host:port for calls of the controller."""
     role: str = ""
-    """Of a worker, at this moment: "prefill" or "decode". It may have changed since it was started."""
+    """Present role of a worker, "prefill" or "decode", which may have changed since its start; empty for others."""
 
 
 def ready_line(ready: Ready) -> str:
@@ -107,7 +107,7 @@ def ready_line(ready: Ready) -> str:
 
 
 def parse_ready(line: str) -> Ready | None:
-    """Return what a ready line says, or None for any other line. Unknown keys are ignored."""
+    """Return the content of a ready line, or None for any other line. Unknown keys are ignored."""
     try:
         entry: Any = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Between timing reports on the wire and timing models."""
+"""Converts timing models to and from the wire."""
 
 import math
 from collections.abc import Mapping
@@ -9,13 +9,13 @@ from kvrelay.v1 import worker_pb2
 
 _STEP_FIELDS = ("constant_s", "per_prefill_token_s", "per_prefill_pair_s", "per_decode_s", "per_context_token_s")
 _LONGEST_S = 3600.0
-"""No single step, nor anything that is in one, takes longer."""
+"""Longest plausible time of one step."""
 _MAX_STEP_TOKENS = 1 << 24
 MAX_LINKS = 4096
 
 
 def timing_to_proto(model: TimingModel, transports: Mapping[WorkerId, int]) -> worker_pb2.TimingReport:
-    """Return the message; `transports` tells how each peer is reached."""
+    """Return the message; `transports` holds the transport to each peer."""
     return worker_pb2.TimingReport(
         prefill=_step_to_proto(model.prefill),
         decode=_step_to_proto(model.decode),
@@ -34,7 +34,7 @@ def timing_to_proto(model: TimingModel, transports: Mapping[WorkerId, int]) -> w
 
 
 def timing_from_proto(message: worker_pb2.TimingReport) -> TimingModel:
-    """Return the record. Raises ValueError that names the field for what no measurement can have said."""
+    """Return the record. Raises ValueError, naming the field, for values that no measurement can yield."""
     if not 1 <= message.max_step_tokens <= _MAX_STEP_TOKENS:
         raise ValueError(f"timing.max_step_tokens is {message.max_step_tokens}; allowed are 1 to {_MAX_STEP_TOKENS}")
     if len(message.links) > MAX_LINKS:

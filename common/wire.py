@@ -44,7 +44,7 @@ def sampling_to_proto(sampling: SamplingParams) -> sampling_pb2.SamplingParams:
 
 
 def token_ids_from_proto(ids: Sequence[int], *, vocab_size: int, field: str) -> TokenArray:
-    """Return the ids (a repeated uint32, say) packed. Raises InvalidRequest for one that is not in the vocabulary."""
+    """Return packed ids. Raises InvalidRequest for an id outside the vocabulary."""
     return _check_vocabulary(as_tokens(np.array(ids, dtype="<u4")), vocab_size=vocab_size, field=field)
 
 
@@ -54,9 +54,9 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_tokens(raw: bytes, *, vocab_size: int, field: str) -> TokenArray:
-    """Invert `pack_tokens`. Raises InvalidRequest for half a token, and for one that is not in the vocabulary."""
+    """Invert `pack_tokens`. Raises InvalidRequest for a partial token, and for an id outside the vocabulary."""
     if len(raw) % TOKEN_BYTES:
-        raise InvalidRequest(f"{len(raw)} bytes are no whole number of {TOKEN_BYTES}-byte tokens", field=field)
+        raise InvalidRequest(f"{len(raw)} bytes are not a multiple of {TOKEN_BYTES}, the size of a token", field=field)
     return _check_vocabulary(tokens_from_bytes(raw), vocab_size=vocab_size, field=field)
 
 

@@ -37,9 +37,9 @@ class TlsConfig(Section):
     def _files(self) -> "TlsConfig":
         is_named = self.certificate is not None and self.key is not None
         if (self.mode == "files") is not is_named or (self.certificate is None) is not (self.key is None):
-            raise ValueError("certificate and key go with mode: files, and both are needed then")
+            raise ValueError("certificate and key belong to mode: files, which needs both")
         if self.insecure and self.mode != "off":
-            raise ValueError("insecure goes with mode: off")
+            raise ValueError("insecure belongs to mode: off")
         for name in self.names:
             if name.lower().rstrip(".").endswith(INTERNAL_SUFFIX):
                 raise ValueError(f"names: {name} is a name of processes inside the cluster; leave it out")

@@ -1,4 +1,4 @@
-"""How a key of serving.yaml is declared: type, bounds, default, meaning and what a change of it needs, in one place.
+"""Declares keys of serving.yaml: type, bounds, default, meaning and the need of a change, in one place.
 
     max_waiting: Annotated[int, Field(ge=1), Need.POOL] = 256
     \"\"\"Sequences accepted beyond that; more are refused.\"\"\"
@@ -17,7 +17,7 @@ from common.ports import MAX_PORT
 
 
 class Need(StrEnum):
-    """What a change of a key needs while the cluster serves; the value says it in words."""
+    """Steps that a change of a key needs while the cluster serves; the value describes them."""
 
     NOTHING = "nothing: processes that start later read it"
     COUNT = "more or fewer workers"
@@ -43,7 +43,7 @@ def _on_or_off(value: object) -> object:
 
 Port = Annotated[int, Field(ge=0, le=MAX_PORT)]
 Words = BeforeValidator(_on_or_off)
-"""For choices that include `on` or `off`, which YAML reads as booleans."""
+"""Validator of choices that include `on` or `off`, which YAML reads as booleans."""
 
 
 def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -66,7 +66,7 @@ def declared_keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[
 
 
 def needs_of(section: type[BaseModel]) -> Mapping[str, Need]:
-    """Return what a change of each key needs. Raises ValueError for a key that does not declare exactly one need."""
+    """Return the need of each key. Raises ValueError for a key that does not declare exactly one."""
     pools = {"pools.prefill": Need.PREFILL, "pools.decode": Need.DECODE}
     found: dict[str, Need] = {}
     for key, field in declared_keys(section):

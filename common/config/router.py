@@ -110,7 +110,7 @@ class TenantConfig(Section):
     """Keys of at least 16 characters. `env:NAME` reads an environment variable of the router, so that the file holds no
     secret."""
     api_key_sha256: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")], ...] = ()
-    """The same as hexadecimal SHA-256 digests."""
+    """Keys as hexadecimal SHA-256 digests."""
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
     """Share of the cluster's work in tokens, relative to the other tenants that wait."""
     max_queued: Annotated[int | None, Field(ge=1)] = None

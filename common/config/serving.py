@@ -1,4 +1,4 @@
-"""serving.yaml as a whole: what its sections require of each other, reading and checking.
+"""serving.yaml as a whole: constraints between its sections, reading and checking.
 
 Every problem is reported as `file:key: reason`. Nothing changes after loading.
 """
@@ -59,10 +59,12 @@ class ServingConfig(Section):
         names = [tenant.name for tenant in self.tenants]
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"tenants: {name} comes twice")
+                raise ValueError(f"tenants: {name} is listed twice")
         if self.router.auth == "none":
             if names and (names != ["default"] or self.tenants[0].api_keys or self.tenants[0].api_key_sha256):
-                raise ValueError("tenants: without router.auth: api_key there is only `default`, and it has no keys")
+                raise ValueError(
+                    "tenants: without router.auth: api_key the only tenant is `default`, and it has no keys"
+                )
         elif not names:
             raise ValueError("router.auth: api_key, but no tenants have keys")
         for tenant in self.tenants:
@@ -74,8 +76,8 @@ class ServingConfig(Section):
     def _plain_text(self) -> "ServingConfig":
         if self.tls.mode == "off" and not self.tls.insecure and not is_loopback(self.router.host):
             raise ValueError(
-                f"tls.mode: off, but other hosts reach router.host: {self.router.host}; take it out for TLS,"
-                " or set tls.insecure: true if everybody on the network may read along"
+                f"tls.mode: off, but other hosts reach router.host: {self.router.host}; remove it for TLS,"
+                " or set tls.insecure: true if every host on the network may read along"
             )
         return self
 
@@ -86,9 +88,9 @@ class ServingConfig(Section):
             port = getattr(self.router.replica(index), name)
             owner = f"router.{name}" if self.router.count == 1 else f"router.{name} of router-{index}"
             if port and port in named:
-                raise ValueError(f"{owner}: {port} is {named[port]} already")
+                raise ValueError(f"{owner}: {port} is already {named[port]}")
             if port and port > MAX_PORT:
-                raise ValueError(f"{owner}: {port} is no port")
+                raise ValueError(f"{owner}: {port} is not a port")
             named[port] = owner
         return self
 
@@ -101,7 +103,7 @@ class ServingConfig(Section):
                 f" pools.prefill.block_size: {prefill.block_size}; blocks could not be handed over"
             )
         if decode.count == 0:
-            raise ValueError("pools.decode.count: 0; somebody has to write the answers")
+            raise ValueError("pools.decode.count: 0; answers need at least one decode worker")
         if not self.transfer.transports:
             raise ValueError("transfer.transports: empty; name at least one of shm, grpc")
         if self.model.device == "cpu" and (prefill.num_gpus or decode.num_gpus):
@@ -116,7 +118,7 @@ class ServingConfig(Section):
 
 
 NEEDS = needs_of(ServingConfig)
-"""What a change of each key needs, by dotted key."""
+"""Need of each key, by dotted name."""
 
 # Parts that pydantic adds to the location of a key that takes one of several types.
 _ALTERNATIVES = ("constrained-int", "constrained-float", "literal['auto']")

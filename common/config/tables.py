@@ -1,4 +1,4 @@
-"""Writes the tables of configuration keys into documents, from what the sections declare.
+"""Writes the tables of configuration keys into documents, from the declarations of the sections.
 
     python -m common.config.tables docs/serving.md docs/operations.md
 

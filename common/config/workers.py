@@ -92,7 +92,7 @@ class PoolConfig(Section):
     @model_validator(mode="after")
     def _ports_exist(self) -> "PoolConfig":
         if self.ports is not None and not 1024 <= self.port_range.start < self.port_range.stop <= 65536:
-            raise ValueError(f"ports: {self.ports} is no range of ports from 1024 to 65535")
+            raise ValueError(f"ports: {self.ports} is not a range of ports from 1024 to 65535")
         return self
 
 

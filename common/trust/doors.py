@@ -1,6 +1,6 @@
 """The certificate of a door, for gRPC and for HTTP: the one that the cluster issues, or the operator's own files.
 
-Both are taken up anew without a restart: a renewed or replaced certificate counts from the next handshake on.
+A renewed or replaced certificate takes effect from the next handshake on, without a restart.
 """
 
 import asyncio
@@ -51,30 +51,30 @@ class DoorCertificates(ABC):
 
 
 class DoorContext:
-    """What an HTTP server makes handshakes with: each takes the newest certificate. Event loop only."""
+    """TLS context of an HTTP server: each handshake takes the newest certificate. Event loop only."""
 
     def __init__(self, door: DoorCertificates) -> None:
-        """Raises OSError, ssl.SSLError."""
+        """Raise OSError, ssl.SSLError for an unusable certificate."""
         self._door = door
         self._version = self._tried = door.version
         self._context = door.ssl_context()
 
     def newest(self) -> ssl.SSLContext:
-        """Return the context; with what it had as long as a new certificate cannot be used."""
+        """Return the context; keeps the old certificate while a new one cannot be used."""
         version = self._door.version
         if version != self._version:
             try:
-                # A new one: what cannot be loaded leaves a context without the key that it had.
+                # A new context: a failed load would leave the present one without its key.
                 self._context, self._version = self._door.ssl_context(), version
-            except OSError as error:  # such as files of which one has been replaced
+            except OSError as error:  # such as a pair of files of which only one has been replaced
                 if version != self._tried:
-                    logger.error("the new certificate of the HTTP door cannot be used: %s", error)
+                    logger.error("cannot use the new certificate of the HTTP door: %s", error)
             self._tried = version
         return self._context
 
 
 class IssuedDoor(DoorCertificates):
-    """The process's own certificate."""
+    """A door with the certificate that the cluster issued to the process."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
@@ -94,10 +94,10 @@ class IssuedDoor(DoorCertificates):
 
 
 class FileDoor(DoorCertificates):
-    """The operator's own files."""
+    """A door with the certificate in the operator's files."""
 
     def __init__(self, certificate: Path, key: Path) -> None:
-        """`certificate` is the chain, leaf first. Raises OSError, ssl.SSLError for files that cannot be used."""
+        """Check the files; `certificate` is the chain, leaf first. Raises OSError, ssl.SSLError for unusable files."""
         self._certificate = certificate
         self._key = key
         self.ssl_context()
@@ -109,12 +109,12 @@ class FileDoor(DoorCertificates):
         def configuration() -> grpc.ServerCertificateConfiguration:
             return grpc.ssl_server_certificate_configuration([(self._key.read_bytes(), self._certificate.read_bytes())])
 
-        def newest() -> Any:  # None, where nothing has changed, is missing from grpc's types
+        def newest() -> Any:  # None for no change, which grpc's types do not have
             nonlocal known
             if (version := self.version) == known:
                 return None
             try:
-                self.ssl_context()  # half-written files must not replace good ones
+                self.ssl_context()  # half-written files must not replace usable ones
             except (OSError, ssl.SSLError):
                 return None
             known = version
@@ -129,7 +129,7 @@ class FileDoor(DoorCertificates):
 
     @property
     def version(self) -> tuple[int, ...]:
-        """When the files were written."""
+        """Modification times of the files."""
         try:
             return tuple(path.stat().st_mtime_ns for path in (self._certificate, self._key))
         except OSError:
@@ -137,9 +137,9 @@ class FileDoor(DoorCertificates):
 
 
 def show(context: ssl.SSLContext, credentials: Credentials) -> None:
-    """Have a context show a process's newest certificate from now on. Raises OSError."""
+    """Load a process's newest certificate into a context. Raises OSError."""
     held = credentials.held
-    # OpenSSL takes files only. mkstemp's are for the owner's eyes, and this one is gone once it is read.
+    # OpenSSL reads only files. mkstemp makes one that only the owner may read; it is deleted at once.
     fd, path = tempfile.mkstemp()
     try:
         os.write(fd, held.key_pem + held.certificate_pem)
@@ -150,7 +150,7 @@ def show(context: ssl.SSLContext, credentials: Credentials) -> None:
 
 
 def door_of(tls: TlsConfig, credentials: Credentials) -> DoorCertificates | None:
-    """Return what the doors of a process show; None without TLS. Raises OSError, ssl.SSLError for unusable files."""
+    """Return the certificates of a process's doors, None without TLS. Raises OSError, ssl.SSLError for bad files."""
     if not credentials.is_encrypted:
         return None
     if tls.certificate is not None and tls.key is not None:
@@ -159,9 +159,9 @@ def door_of(tls: TlsConfig, credentials: Credentials) -> DoorCertificates | None
 
 
 def keep_fresh(credentials: Credentials, refresh: Callable[[], None]) -> None:
-    """Have `refresh` called behind every renewal; when it raises OSError, as ssl.SSLError is one, again in a minute.
+    """Run `refresh` after every renewal, and again a minute after each OSError (such as ssl.SSLError).
 
-    What cannot be read or written now must not make the renewal itself fail. Renewals happen on an event loop.
+    A file that cannot be read or written must not fail the renewal itself. Renewals run on an event loop.
     """
 
     def renewed() -> None:
@@ -175,7 +175,7 @@ def keep_fresh(credentials: Credentials, refresh: Callable[[], None]) -> None:
 
 
 def scrape_tls(credentials: Credentials) -> ScrapeTls | None:
-    """Return how metrics are served: to operators by mutual TLS where the cluster is encrypted, else plain."""
+    """Return the encryption of metrics: mutual TLS with operators in an encrypted cluster, else None."""
     if not credentials.is_encrypted:
         return None
     context, door = _new_context(), IssuedDoor(credentials)

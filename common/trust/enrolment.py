@@ -1,7 +1,7 @@
-"""What a process and the authority exchange: a request for a certificate, and the certificate.
+"""Messages between a process and the authority: a request for a certificate, and the certificate.
 
-It travels over what the launcher has to the process anyway, its standard streams or an actor call, which nobody else
-can use. Private keys never travel.
+They travel over the launcher's existing private channel to the process: its standard streams, or actor calls. Private
+keys never travel.
 """
 
 import json
@@ -23,7 +23,7 @@ class _Record:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Invert `to_json`. Raises ValueError, which names what is missing, unknown or of another type."""
+        """Invert `to_json`. Raises ValueError, naming a field that is missing, unknown or of another type."""
         try:
             return TypeAdapter(cls).validate_json(text)
         except ValidationError as error:
@@ -34,27 +34,27 @@ class _Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnrolmentRequest(_Record):
-    """A process asks for a certificate."""
+    """Request of a process for a certificate."""
 
     csr_pem: str
     """Certificate signing request; only its public key counts."""
     hosts: tuple[str, ...]
-    """Addresses and DNS names by which a router's doors are reached; empty for anything else."""
+    """Addresses and DNS names of a router's doors; empty for other processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enrolment(_Record):
-    """The authority's answer."""
+    """Answer of the authority."""
 
     identity_uri: str
     certificate_pem: str
     ca_pem: str
-    """Certificate of the authority, by which others are known."""
+    """Certificate of the authority, which verifies other processes."""
     lifetime_s: float
-    """What is left of the certificate's life, from now on."""
+    """Life of the certificate, from now on."""
     is_encrypted: bool
-    """Whether this cluster's connections are TLS."""
+    """Whether this cluster's connections use TLS."""
     allows_plain_text: bool
-    """Whether listeners that others than this host reach may do without TLS."""
+    """Whether listeners that other hosts reach may work without TLS."""
     block_key: str
-    """What block hashes are keyed with, hexadecimal; for routers only, else empty."""
+    """Key of block hashes, hexadecimal; empty except for routers."""
