@@ -89,6 +89,14 @@ def _check(messages: Sequence[tuple[str, str]]) -> None:
         check_unicode(content, field=f"chat.messages[{position}].content")
 
 
+class LineTemplate:
+    """The template of the fake engine: a `role: content` line per message, and the start of the assistant's line."""
+
+    def render(self, messages: Sequence[tuple[str, str]], *, rendered_unix_s: int) -> str:
+        """Return the lines; they do not depend on the time."""
+        return "".join([*(f"{role}: {content}\n" for role, content in messages), "assistant:"])
+
+
 class _GenerationTag(Extension):
     """`{% generation %}…{% endgeneration %}` marks the assistant's words for training; the text stays the same."""
 

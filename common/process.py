@@ -1,11 +1,13 @@
-"""Operating-system processes: identity that survives pid reuse, dying with the parent, the ready line.
+"""Operating-system processes: identity that survives pid reuse, dying with the parent, the ready line, open files.
 
 Both sides of a process boundary import this: services and their launchers.
 """
 
 import ctypes
 import json
+import logging
 import os
+import resource
 import signal
 import sys
 from dataclasses import asdict, dataclass
@@ -18,6 +20,11 @@ PARENT_PID_ENV = "KVRELAY_PARENT_PID"
 """Set by the launcher of a process with `--die-with-parent`: the pid that has to stay alive."""
 
 _PR_SET_PDEATHSIG = 1
+_MIN_RESERVED_FILES = 64
+_NUM_LISTENERS = 3
+"""Listeners of a process: a router has two doors and administration; a worker has control, KV plane and direct door."""
+
+logger = logging.getLogger(__name__)
 
 
 def die_with_parent() -> None:
@@ -128,3 +135,20 @@ def parse_ready(line: str) -> Ready | None:
         pid=pid,
         role=role if isinstance(role, str) else "",
     )
+
+
+def claim_open_files() -> int:
+    """Raise the process's limit of open files to its maximum and return it. Logs a change."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        logger.info("limit of open files raised", extra={"before": soft, "after": hard})
+    return hard
+
+
+def connections_per_listener(open_files: int) -> int:
+    """Return how many connections each listener of a process may hold within `open_files`.
+
+    A quarter, and at least 64, is reserved for the process itself: calls to workers, files, pipes, metrics.
+    """
+    return max(1, (open_files - max(_MIN_RESERVED_FILES, open_files // 4)) // _NUM_LISTENERS)

@@ -10,8 +10,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from common.malformed import MalformedRequestInterceptor
-from common.open_files import claim_open_files, connections_per_listener
 from common.ports import is_port_free, listen_on_first
+from common.process import claim_open_files, connections_per_listener
 from common.rpc import KEEPALIVE
 from common.trust.access import Audience
 from common.trust.guard import Guard

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from common.ids import WorkerId
 from common.timing import LinkModel, StepModel, TimingModel
+from common.wire import check_number
 from kvrelay.v1 import worker_pb2
 
 _STEP_FIELDS = ("constant_s", "per_prefill_token_s", "per_prefill_pair_s", "per_decode_s", "per_context_token_s")
@@ -56,22 +57,18 @@ def _step_to_proto(model: StepModel) -> worker_pb2.StepModel:
 
 
 def _step_from_proto(message: worker_pb2.StepModel, field: str) -> StepModel:
-    weights = {name: _checked(getattr(message, name), f"{field}.{name}", _LONGEST_S) for name in _STEP_FIELDS}
+    weights = {
+        name: check_number(getattr(message, name), f"{field}.{name}", highest=_LONGEST_S) for name in _STEP_FIELDS
+    }
     return StepModel(**weights, num_samples=message.num_samples)
 
 
 def _link_from_proto(message: worker_pb2.LinkModel, field: str) -> LinkModel:
-    bytes_per_s = _checked(message.bytes_per_s, f"{field}.bytes_per_s", math.inf)
+    bytes_per_s = check_number(message.bytes_per_s, f"{field}.bytes_per_s", highest=math.inf)
     if bytes_per_s == 0:
         raise ValueError(f"{field}.bytes_per_s is 0")
     return LinkModel(
-        latency_s=_checked(message.latency_s, f"{field}.latency_s", _LONGEST_S),
+        latency_s=check_number(message.latency_s, f"{field}.latency_s", highest=_LONGEST_S),
         bytes_per_s=bytes_per_s,
         num_samples=message.num_samples,
     )
-
-
-def _checked(value: float, field: str, highest: float) -> float:
-    if not (0 <= value <= highest and math.isfinite(value)):
-        raise ValueError(f"{field} is {value}; it must be finite, at least 0 and at most {highest:g}")
-    return value

@@ -1,5 +1,6 @@
 """Converts between protobuf messages and our records."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -41,6 +42,13 @@ def sampling_to_proto(sampling: SamplingParams) -> sampling_pb2.SamplingParams:
     values["logit_bias"] = dict(sampling.logit_bias)
     values["stop_token_ids"] = sorted(sampling.stop_token_ids)
     return sampling_pb2.SamplingParams(**values)
+
+
+def check_number(value: float, field: str, *, highest: float) -> float:
+    """Return the value of a field. Raises ValueError, naming the field, unless it is finite and in 0 to `highest`."""
+    if not (0 <= value <= highest and math.isfinite(value)):
+        raise ValueError(f"{field} is {value}; it must be finite, at least 0 and at most {highest:g}")
+    return value
 
 
 def token_ids_from_proto(ids: Sequence[int], *, vocab_size: int, field: str) -> TokenArray:

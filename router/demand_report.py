@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from common.demand_wire import demand_to_proto
+from common.demand import demand_to_proto
 from common.timing_wire import timing_to_proto
 from kvrelay.v1 import router_admin_pb2, worker_pb2
 from router.member import Member, WorkerState

@@ -6,8 +6,7 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from common.chat_template import ChatTemplate
-from common.fake_template import LineTemplate
+from common.chat_template import ChatTemplate, LineTemplate
 from common.fake_tokenizer import byte_tokenizer
 from common.parity import PROBE_TEXT, byte_probes, find_text_mismatch, text_probes
 

@@ -2,8 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.demand import Demand, RequestShape
-from common.demand_wire import demand_from_proto, demand_to_proto, merge_demands
+from common.demand import Demand, RequestShape, demand_from_proto, demand_to_proto, merge_demands
 
 
 def make_demand(num_arrived: int, *, num_finished: int, num_shapes: int, size: int, window_s: float = 10.0) -> Demand:
