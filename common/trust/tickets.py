@@ -17,7 +17,6 @@ from common.trust.proofs import ProofVerifier, Signer
 _AUDIENCE = "kv"
 LIFETIME_S = 300.0
 """Longest time from placement to the start of a pull; a started pull continues."""
-_EVERYTHING = "*"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +33,7 @@ class PullRight:
     """Tenant of the request, for logs."""
 
 
-ANY_CACHED = _EVERYTHING
+ANY_CACHED = "*"
 """Every cached block of the source. Only the controller may sign this."""
 
 IssueTicket = Callable[[PullRight], str]
