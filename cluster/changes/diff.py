@@ -44,8 +44,10 @@ class Change:
 
 def find_changes(before: ServingConfig, after: ServingConfig) -> tuple[Change, ...]:
     """Return every key that differs, in the order of the file."""
-    new = dict(leaves(after))
-    return tuple(Change(key=key, before=value, after=new[key]) for key, value in leaves(before) if new[key] != value)
+    new = leaves(after)
+    return tuple(
+        Change(key=key, before=value, after=new[key]) for key, value in leaves(before).items() if new[key] != value
+    )
 
 
 def roles_to_renew(changes: Sequence[Change]) -> tuple[ProcessRole, ...]:

@@ -30,4 +30,4 @@ class Generations:
 
 def generation(config: ServingConfig) -> Generation:
     """Return the values of the keys that make a generation."""
-    return tuple(value for key, value in leaves(config) if NEEDS[key] is Need.GENERATION)
+    return tuple(value for key, value in leaves(config).items() if NEEDS[key] is Need.GENERATION)

@@ -46,30 +46,26 @@ Words = BeforeValidator(_on_or_off)
 """Validator of choices that include `on` or `off`, which YAML reads as booleans."""
 
 
-def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield every key below a section with its value, in the order of the file; `tenants` is one key."""
-    for name in type(section).model_fields:
+def declared_keys(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, object, FieldInfo]]:
+    """Yield every key below a section with its value and its declaration; `tenants` is one key."""
+    for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, BaseModel):
-            yield from leaves(value, f"{prefix}{name}.")
+            yield from declared_keys(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", value
+            yield f"{prefix}{name}", value, field
 
 
-def declared_keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every key below a section, with the same names and in the same order as `leaves`."""
-    for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from declared_keys(field.annotation, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", field
+def leaves(section: BaseModel) -> dict[str, object]:
+    """Return the values of all keys below a section, in the order of the file."""
+    return {key: value for key, value, _ in declared_keys(section)}
 
 
-def needs_of(section: type[BaseModel]) -> Mapping[str, Need]:
+def needs_of(section: BaseModel) -> Mapping[str, Need]:
     """Return the need of each key. Raises ValueError for a key that does not declare exactly one."""
     pools = {"pools.prefill": Need.PREFILL, "pools.decode": Need.DECODE}
     found: dict[str, Need] = {}
-    for key, field in declared_keys(section):
+    for key, _, field in declared_keys(section):
         declared = [each for each in field.metadata if isinstance(each, Need)]
         if len(declared) != 1:
             raise ValueError(f"{key} declares {len(declared)} needs; add one `Need` to its annotation")

@@ -117,7 +117,7 @@ class ServingConfig(Section):
         return self
 
 
-NEEDS = needs_of(ServingConfig)
+NEEDS = needs_of(ServingConfig())
 """Need of each key, by dotted name."""
 
 # Parts that pydantic adds to the location of a key that takes one of several types.

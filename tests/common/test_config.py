@@ -100,7 +100,7 @@ def test_key_that_declares_no_need_is_refused_by_name() -> None:
         flavour: str = "plain"
 
     with pytest.raises(ValueError, match="flavour declares 0 needs"):
-        needs_of(Grown)
+        needs_of(Grown())
 
 
 def test_old_name_of_the_token_objective_is_read_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
