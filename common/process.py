@@ -121,20 +121,13 @@ def parse_ready(line: str) -> Ready | None:
         return None
     if not isinstance(entry, dict) or entry.get("event") != "ready":
         return None
-    address, metrics_port, pid = entry.get("address"), entry.get("metrics_port") or 0, entry.get("pid")
-    admin_address = entry.get("admin_address")
-    if not (isinstance(address, str) and isinstance(metrics_port, int) and isinstance(pid, int)):
+    kinds = {"address": str, "admin_address": str, "metrics_port": int, "pid": int, "role": str}
+    told: dict[str, Any] = {"metrics_port": 0, "role": ""} | {
+        name: entry[name] for name in kinds if entry.get(name) is not None
+    }
+    if not all(isinstance(told.get(name), kind) for name, kind in kinds.items()):
         return None
-    if not isinstance(admin_address, str):
-        return None
-    role = entry.get("role")
-    return Ready(
-        address=address,
-        admin_address=admin_address,
-        metrics_port=metrics_port,
-        pid=pid,
-        role=role if isinstance(role, str) else "",
-    )
+    return Ready(**told)
 
 
 def claim_open_files() -> int:

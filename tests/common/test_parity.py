@@ -29,37 +29,43 @@ def test_truncation_and_padding_of_a_tokenizer_do_not_change_its_probe() -> None
     assert text_probes(cutting, None) == text_probes(byte_tokenizer(), None)
 
 
-@pytest.mark.parametrize("token", ["日本語", "<|im_start|>", "  ", "1234567890", "🏳️‍🌈"])
-def test_tokenizers_that_differ_in_one_token_have_different_probes(token: str) -> None:
+def with_token(token: str) -> tokenizers.Tokenizer:
     assert token in PROBE_TEXT
     other = byte_tokenizer()
     other.add_special_tokens([token])
+    return other
+
+
+def with_single_digits() -> tokenizers.Tokenizer:
+    single = tokenizers.Tokenizer(models.BPE(vocab=byte_tokenizer().get_vocab(), merges=[]))
+    single.pre_tokenizer = pre_tokenizers.Digits(individual_digits=True)
+    return single
+
+
+@pytest.mark.parametrize(
+    "other",
+    [*map(with_token, ["日本語", "<|im_start|>", "  ", "1234567890", "🏳️‍🌈"]), with_single_digits()],
+)
+def test_tokenizers_that_differ_have_different_probes(other: tokenizers.Tokenizer) -> None:
     why = find_text_mismatch(text_probes(other, None), text_probes(byte_tokenizer(), None))
     assert why is not None
     assert why.startswith("tokenizer_probe differs")
     assert "tokenizer.json" in why
 
 
-def test_tokenizers_that_split_digits_differently_have_different_probes() -> None:
-    single = tokenizers.Tokenizer(models.BPE(vocab=byte_tokenizer().get_vocab(), merges=[("1", "2")][:0]))
-    single.pre_tokenizer = pre_tokenizers.Digits(individual_digits=True)
-    assert text_probes(single, None).tokenizer != text_probes(byte_tokenizer(), None).tokenizer
-
-
-def test_templates_that_differ_in_a_space_have_different_probes() -> None:
-    other = make_template("{% for m in messages %}<{{ m.role }}> {{ m.content }}{% endfor %}")
-    why = find_text_mismatch(text_probes(byte_tokenizer(), other), text_probes(byte_tokenizer(), PLAIN))
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (make_template("{% for m in messages %}<{{ m.role }}> {{ m.content }}{% endfor %}"), "differs"),
+        (None, "is missing"),
+    ],
+)
+def test_templates_that_differ_in_a_space_or_are_missing_are_found(template: ChatTemplate | None, reason: str) -> None:
+    probes = text_probes(byte_tokenizer(), template)
+    assert find_text_mismatch(probes, probes) is None
+    why = find_text_mismatch(probes, text_probes(byte_tokenizer(), PLAIN))
     assert why is not None
-    assert why.startswith("template_probe differs")
-
-
-def test_model_without_a_template_differs_from_one_with() -> None:
-    without = text_probes(byte_tokenizer(), None)
-    assert without.template == b""
-    assert find_text_mismatch(without, without) is None
-    why = find_text_mismatch(without, text_probes(byte_tokenizer(), PLAIN))
-    assert why is not None
-    assert why.startswith("template_probe is missing")
+    assert why.startswith(f"template_probe {reason}")
 
 
 def test_template_that_writes_the_date_has_the_same_probe_on_every_day() -> None:
