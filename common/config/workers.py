@@ -83,7 +83,7 @@ class PoolConfig(Section):
 
     @property
     def port_range(self) -> range:
-        """Ports to try, in order; only 0, which picks any free one, where none are named."""
+        """Ports to try, in order; only 0 (any free one) if none are named."""
         if self.ports is None:
             return range(1)
         first, last = map(int, self.ports.split("-"))
