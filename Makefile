@@ -60,6 +60,10 @@ model: $(VENV)/.runtime ## Fetch the default model, once
 lock: $(VENV)/.dev ## Resolve pyproject.toml into the lock files again
 	@$(PIP) install --quiet uv && .ci/lock
 
+.PHONY: tables
+tables: $(VENV)/.dev ## Write the tables of configuration keys in docs/ again
+	@$(BIN)/python -m common.config.tables docs/serving.md docs/operations.md
+
 .PHONY: clean
 clean: ## Remove .venv and caches; the fetched model stays
 	rm -rf $(VENV) .venv-genproto .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist

@@ -182,7 +182,7 @@ def _simulate(trace: Trace, workers: dict[str, WorkerFacts], config: ServingConf
     results = run(shape, settings, arrivals).results
     refused = [result.refusal for result in results if not result.is_complete]
     assert not refused, f"the simulated workers refused: {refused[0]}"
-    return [Times(ttft_s=result.ttft_s or 0.0, itl_s=result.itl_s) for result in results]
+    return [Times(ttft_s=result.ttft_s or 0.0, itl_s=result.tpot_s) for result in results]
 
 
 def _prompts(trace: Trace, number: int) -> list[TokenArray]:

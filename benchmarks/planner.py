@@ -43,7 +43,7 @@ from measure.workload.content import ContentWriter
 from measure.workload.traces import Trace, TraceError, read_trace
 from measure.workload.waves import Day, over_a_day, repeated
 
-SLO = Slo(ttft_s=2.0, itl_s=0.05)
+SLO = Slo(ttft_s=2.0, tpot_s=0.05)
 _STEP_TOKENS = 2048
 _INTERVAL_S = 15.0
 
@@ -74,7 +74,7 @@ def simulate(trace: Trace, arm: Arm, *, day: Day) -> Outcome:
         decode_timing=timing,
         network=NetworkShape(kv_bytes_per_s=timing.links[None].bytes_per_s),
         event_lag_s=0.02,
-        itl_slo_s=SLO.itl_s,
+        itl_slo_s=SLO.tpot_s,
         elasticity=elasticity,
     )
     return outcome_of(run(shape, settings, _arrivals(trace)), arm=arm, slo=SLO, day_s=day.length_s)

@@ -73,7 +73,7 @@ def _base(text: str, *, slo: Slo, interval_s: float) -> Arm:
             return Arm(name=text, kind="ray", make_planner=lambda: QueueLength(prefill, decode))
         case "dynamo", 1 | 2:
             ttft_s = numbers[1] if len(numbers) == 2 else slo.ttft_s
-            load = DynamoLoadSettings(ttft_s=ttft_s, itl_s=slo.itl_s, sensitivity=numbers[0], bounds=_BOUNDS)
+            load = DynamoLoadSettings(ttft_s=ttft_s, itl_s=slo.tpot_s, sensitivity=numbers[0], bounds=_BOUNDS)
             return Arm(name=text, kind="dynamo", make_planner=lambda: DynamoLoad(load))
         case "ours", 0 | 1:
             ours = PlannerSettings(slo=slo, interval_s=interval_s)

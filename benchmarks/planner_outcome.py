@@ -100,7 +100,7 @@ def outcome_of(finished: SimRun, *, arm: Arm, slo: Slo, day_s: float) -> Outcome
     bins = [min(NUM_BINS - 1, int(result.arrival_s / day_s * NUM_BINS)) for result in results]
     arrived, num_good = Counter(bins), Counter(b for b, is_good in zip(bins, good, strict=True) if is_good)
     ttfts = [result.ttft_s for result in results if result.ttft_s is not None]
-    gaps = [result.itl_s for result in results if result.itl_s is not None]
+    gaps = [result.tpot_s for result in results if result.tpot_s is not None]
     stays = finished.stays
     num_flips = sum(stay.is_flipped for stay in stays)
     return Outcome(
@@ -112,7 +112,7 @@ def outcome_of(finished: SimRun, *, arm: Arm, slo: Slo, day_s: float) -> Outcome
         num_refused=sum(not result.is_complete for result in results),
         good_share=sum(good) / len(results),
         ttft_share=sum(slo.meets_ttft(result) for result in results) / len(results),
-        itl_share=sum(result.is_complete and slo.meets_itl(result) for result in results) / len(results),
+        itl_share=sum(result.is_complete and slo.meets_tpot(result) for result in results) / len(results),
         ttft_p50_s=float(np.percentile(ttfts, 50)),
         ttft_p99_s=float(np.percentile(ttfts, 99)),
         itl_p99_s=float(np.percentile(gaps, 99)),

@@ -113,7 +113,7 @@ def earlier_objectives(folder: Path) -> "Slo | None":
     if not path.exists():
         return None
     try:
-        return Slo(**json.loads(path.read_text(encoding="utf-8"))["slo"])
+        return Slo.of(json.loads(path.read_text(encoding="utf-8"))["slo"])
     except (ValueError, TypeError, KeyError) as error:
         raise CliError(f"{path}: is no summary of a run; remove it, and name the objectives") from error
 

@@ -90,9 +90,9 @@ ReportOption = Annotated[
 ]
 
 
-def objectives(defaults: "Slo", *, ttft_s: float | None, ttft_tokens: int | None, itl_s: float | None) -> "Slo":
+def objectives(defaults: "Slo", *, ttft_s: float | None, ttft_tokens: int | None, tpot_s: float | None) -> "Slo":
     """Return the objectives given, and `defaults` for the others."""
-    given = {"ttft_s": ttft_s, "ttft_tokens": ttft_tokens, "itl_s": itl_s}
+    given = {"ttft_s": ttft_s, "ttft_tokens": ttft_tokens, "tpot_s": tpot_s}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return dataclasses.replace(defaults, **changes)
 
@@ -104,4 +104,4 @@ def served_objectives(config_path: Path) -> "Slo":
 
     is_default = config_path == DEFAULT_CONFIG and not config_path.exists()
     served = (ServingConfig() if is_default else load_config(config_path)).slo
-    return Slo(ttft_s=served.ttft_s, itl_s=served.itl_s, ttft_tokens=served.ttft_tokens)
+    return Slo(ttft_s=served.ttft_s, tpot_s=served.tpot_s, ttft_tokens=served.ttft_tokens)

@@ -51,7 +51,7 @@ def report(
     from measure.load.store import read_run
 
     defaults = earlier_objectives(folder) or served_objectives(config_path)
-    slo = objectives(defaults, ttft_s=ttft, ttft_tokens=ttft_tokens, itl_s=itl)
+    slo = objectives(defaults, ttft_s=ttft, ttft_tokens=ttft_tokens, tpot_s=itl)
     judgement = Judgement(slo=slo, warm_up_s=warm_up, cool_down_s=cool_down, required_share=check)
     show(read_run(folder), judgement, folder, Output(as_json=as_json, with_report=with_report))
 
@@ -96,7 +96,7 @@ def compare(
     if len(folders) < 2:
         raise CliError("compare takes two folders of results or more")
     defaults = earlier_objectives(folders[0]) or served_objectives(config_path)
-    slo = objectives(defaults, ttft_s=ttft, ttft_tokens=ttft_tokens, itl_s=itl)
+    slo = objectives(defaults, ttft_s=ttft, ttft_tokens=ttft_tokens, tpot_s=itl)
     judgement = Judgement(slo=slo, warm_up_s=warm_up, cool_down_s=cool_down, required_share=None)
     runs = [read_run(folder) for folder in folders]
     names = _names(folders, [run.info.name for run in runs])

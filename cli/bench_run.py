@@ -145,7 +145,7 @@ def run(
         Replay(trace=trace, speed=speed, shrink=shrink, limit=limit),
         Limits(duration=duration, requests=requests, content=content, seed=seed),
     )
-    slo = objectives(served_objectives(config_path), ttft_s=ttft, ttft_tokens=ttft_tokens, itl_s=itl)
+    slo = objectives(served_objectives(config_path), ttft_s=ttft, ttft_tokens=ttft_tokens, tpot_s=itl)
     name = labels.pop("name", specification.name)
     spec = LoadSpec(
         name=name,

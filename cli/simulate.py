@@ -151,7 +151,7 @@ def simulate(
             block_size=block_size,
             max_step_tokens=step_tokens or _default_step_tokens(timing, num_prefill=num_prefill),
             hardware=_hardware(model, device, timing),
-            slo=Slo(ttft_s=ttft, itl_s=itl),
+            slo=Slo(ttft_s=ttft, tpot_s=itl),
             shed=shed.value,
             event_lag_s=event_lag,
             report_interval_s=report_interval,

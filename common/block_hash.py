@@ -2,13 +2,13 @@
 
 hash[i] = BLAKE2b-128(hash[i-1] ‖ tokens of block i), little-endian uint32 tokens; hash[-1] is the *root*, 32 bytes,
 which is keyed with the cluster's block key and seeded with everything that makes KV differ. Two blocks with equal
-hashes hold equal KV, on whichever worker they lie.
+hashes hold equal KV, on any worker.
 
 A prompt must not be able to name another prompt's blocks, so the hash is a cryptographic one. Its 16 bytes are enough:
-a pair of colliding blocks takes 2**64 hashes to find, and they can be computed only under a root, which no client
-knows. A root is longer than a hash, so that no block's hash can pass for a root and move a chain's middle to the
-beginning of a prompt. BLAKE2b is as fast as SHA-256 with the CPU's instructions for it, and needs none: 0.4 ms for 16k
-tokens in blocks of 16 (`benchmarks/results/hashing.json`).
+finding a pair of colliding blocks takes 2**64 hashes, and computing them takes a root, which no client knows. A root is
+longer than a hash, so that no block's hash can pass for a root and move a chain's middle to the beginning of a prompt.
+BLAKE2b without special instructions is as fast as SHA-256 with them: 0.4 ms for 16k tokens in blocks of 16
+(`benchmarks/results/hashing.json`).
 """
 
 import hashlib
@@ -31,9 +31,9 @@ class BlockHashes(Sequence[BlockHash]):
     __slots__ = ("_keys", "packed")
 
     def __init__(self, packed: bytes = b"") -> None:
-        """Raises ValueError when the length is no multiple of 16."""
+        """Raise ValueError when the length is not a multiple of 16."""
         if len(packed) % HASH_BYTES:
-            raise ValueError(f"{len(packed)} bytes are no whole number of {HASH_BYTES}-byte block hashes")
+            raise ValueError(f"{len(packed)} bytes are not a multiple of {HASH_BYTES}, the size of a block hash")
         self.packed = packed
         self._keys: list[int] | None = None
 
@@ -44,7 +44,7 @@ class BlockHashes(Sequence[BlockHash]):
 
     @property
     def keys(self) -> list[int]:
-        """The first 60 bits of each hash, as integers, which so take 32 bytes each; made once, not to be changed."""
+        """The first 60 bits of each hash as integers of 32 bytes each. Cached: do not change the list."""
         if not self.packed:
             return []
         if self._keys is None:
@@ -52,7 +52,7 @@ class BlockHashes(Sequence[BlockHash]):
         return self._keys
 
     def digests(self) -> list[BlockHash]:
-        """Return the hashes one by one, in a new list; 15 ns each."""
+        """Return the hashes as a new list of byte strings; 15 ns each."""
         found: list[BlockHash] = np.frombuffer(self.packed, dtype=f"V{HASH_BYTES}").tolist()
         return found
 
@@ -64,11 +64,11 @@ class BlockHashes(Sequence[BlockHash]):
     @overload
     def __getitem__(self, index: slice) -> "BlockHashes": ...
     def __getitem__(self, index: int | slice) -> "BlockHash | BlockHashes":
-        """Return a hash, or a part without gaps."""
+        """Return one hash, or a contiguous part."""
         if isinstance(index, slice):
             begin, end, step = index.indices(len(self))
             if step != 1:
-                raise ValueError(f"step is {step}: only consecutive hashes")
+                raise ValueError(f"cannot slice hashes with step {step}: only consecutive ones")
             return BlockHashes(self.packed[begin * HASH_BYTES : end * HASH_BYTES])
         position = range(len(self))[index] * HASH_BYTES
         return BlockHash(self.packed[position : position + HASH_BYTES])
@@ -77,7 +77,7 @@ class BlockHashes(Sequence[BlockHash]):
         return iter(self.digests())
 
     def __add__(self, other: "BlockHashes") -> "BlockHashes":
-        """Return both in a row; keys that are made already are not made again."""
+        """Return the concatenation; reuses keys that are cached already."""
         both = BlockHashes(self.packed + other.packed)
         if self._keys is not None:
             both._keys = self._keys + other.keys

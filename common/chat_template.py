@@ -1,8 +1,8 @@
 """Renders a conversation with the model's own chat template.
 
 A template is a Jinja2 program that comes with the checkpoint. It runs in a sandbox that lets it read the conversation
-and write text, with the functions and the whitespace rules that templates are written for. What it writes is a function
-of the conversation and of the time that it is given, on any host: that time is UTC, and nothing in it is random.
+and write text, with the functions and the whitespace rules that templates are written for. Its output is a function of
+the conversation and of the given time alone, on any host: the time is in UTC, and no randomness is available.
 """
 
 import json
@@ -20,7 +20,7 @@ from common.errors import InvalidRequest
 
 ROLES = ("system", "user", "assistant")
 
-# What a template raises on messages that it was not written for: its own refusals, and what its expressions run into.
+# Errors of a template on messages that it does not support: its own refusals, and failures of its expressions.
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -49,8 +49,8 @@ class ChatTemplate:
     def render(self, messages: Sequence[tuple[str, str]], *, rendered_unix_s: int) -> str:
         """Return the prompt for (role, content) messages, up to where the assistant's answer begins.
 
-        Templates may write the date: that of `rendered_unix_s`. Raises InvalidRequest that names the message and its
-        field, or tells what the template objects to.
+        Templates may write the date of `rendered_unix_s`. Raises InvalidRequest with the message and its field, or with
+        the template's objection.
         """
         _check(messages)
         now = datetime.fromtimestamp(rendered_unix_s, UTC).replace(tzinfo=None)
@@ -89,8 +89,16 @@ def _check(messages: Sequence[tuple[str, str]]) -> None:
         check_unicode(content, field=f"chat.messages[{position}].content")
 
 
+class LineTemplate:
+    """The template of the fake engine: a `role: content` line per message, and the start of the assistant's line."""
+
+    def render(self, messages: Sequence[tuple[str, str]], *, rendered_unix_s: int) -> str:
+        """Return the lines; they do not depend on the time."""
+        return "".join([*(f"{role}: {content}\n" for role, content in messages), "assistant:"])
+
+
 class _GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's words for training; nothing changes in the text."""
+    """`{% generation %}…{% endgeneration %}` marks the assistant's words for training; the text stays the same."""
 
     tags = {"generation"}  # noqa: RUF012 - declared so by the base class
 
@@ -107,7 +115,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,  # noqa: FBT001, FBT002
 ) -> str:
-    """Return JSON as it is; Jinja's own filter escapes it for HTML."""
+    """Return plain JSON; Jinja's own filter escapes it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""Time, taken from outside so that tests and the simulator can own it."""
+"""Monotonic time as a dependency, so that tests and the simulator control it."""
 
 import time
 from typing import Protocol
@@ -21,7 +21,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only when told to."""
+    """A clock that moves only by `advance`."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self._now_s = now_s

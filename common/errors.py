@@ -1,7 +1,7 @@
 """The one exception tree, and its mapping to and from gRPC status.
 
 KvrelayError
-├── RequestError              the caller's fault; nothing was or will be computed
+├── RequestError              the caller's fault; nothing is computed
 │   ├── InvalidRequest        a field has a bad value               INVALID_ARGUMENT + BadRequest(field)
 │   ├── PromptTooLong         prompt does not fit                   INVALID_ARGUMENT + BadRequest(field)
 │   └── UnknownModel          no such model is served               NOT_FOUND
@@ -71,25 +71,25 @@ class UnknownModel(RequestError):
 
 
 class Unauthenticated(KvrelayError):
-    """The caller did not show who it is. The message never repeats what was shown."""
+    """The caller did not prove its identity. The message never repeats its credentials."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
 
 
 class AccessDenied(KvrelayError):
-    """What was shown gives no right to this (any more)."""
+    """The caller's credentials do not, or no longer, allow the call."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
 
 
 class ClientGone(KvrelayError):
-    """A client that was to stream its tokens from the worker did not come, or left and did not come back."""
+    """A client that streams its tokens from the worker did not connect, or left and did not return."""
 
     code = grpc.StatusCode.CANCELLED
 
 
 class Overloaded(KvrelayError):
-    """Refused for now; `retry_after_s` says when to come back."""
+    """Refused for now; `retry_after_s` says when to try again."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -125,7 +125,7 @@ class KvIncomplete(TransferError):
 
 
 class HandoffGone(TransferError):
-    """The handoff is not known here (any more): aborted, expired or of another epoch."""
+    """The handoff is unknown: aborted, expired or of another epoch."""
 
 
 class LayoutMismatch(TransferError):
@@ -141,28 +141,28 @@ class WorkerError(KvrelayError):
 
 
 class StaleEpoch(WorkerError):
-    """The worker was restarted since the caller last heard from it."""
+    """The worker was restarted since its last report to the caller."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class WorkerLost(WorkerError):
-    """The connection to a worker broke, or no worker of a pool is there."""
+    """The connection to a worker broke, or a pool has no worker."""
 
 
 class EngineFault(WorkerError):
-    """An engine step failed; the requests in it are over, the worker goes on."""
+    """An engine step failed; its requests end, the worker continues."""
 
     code = grpc.StatusCode.INTERNAL
 
 
 class RefusalCause(enum.Enum):
-    """Why something was refused; a metric's label."""
+    """Reason of a refusal; a label of metrics."""
 
     NO_ROOM = "no_room"
     """No worker can take it now."""
     BUSY = "busy"
-    """Workers could take it, but are busy with others' prompts for a while: it waits where its turn can change."""
+    """Workers could take it but are busy with other prompts: it waits in line, where its turn can still change."""
     QUEUE_FULL = "queue_full"
     """Too many requests of all tenants wait."""
     TENANT_QUEUE_FULL = "tenant_queue_full"
@@ -184,12 +184,12 @@ class Refused:
 
     @property
     def is_final(self) -> bool:
-        """Whether the caller is told at once, because waiting in line cannot help it."""
+        """Whether the caller gets the refusal at once, because waiting in line cannot help."""
         return self.cause not in (RefusalCause.NO_ROOM, RefusalCause.BUSY)
 
 
 def error_classes() -> list[type[KvrelayError]]:
-    """Return every class of the tree, root first; those that other modules derive are not for the wire."""
+    """Return every class of the tree, root first; subclasses in other modules do not travel and are left out."""
     found: list[type[KvrelayError]] = [KvrelayError]
     for cls in found:
         found.extend(each for each in cls.__subclasses__() if each.__module__ == __name__)
@@ -199,7 +199,7 @@ def error_classes() -> list[type[KvrelayError]]:
 def to_status(error: KvrelayError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
     """Return (code, message, trailing metadata) that carry `error` over gRPC.
 
-    The message goes twice in the trailers, and peers refuse a call whose trailers are larger than 8 KiB.
+    Long messages are cut: they stand in the trailers twice, and peers refuse trailers above 8 KiB.
     """
     text = error.message if len(error.message) <= _MAX_MESSAGE_CHARS else error.message[: _MAX_MESSAGE_CHARS - 1] + "…"
     details = [error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN, metadata={"field": error.field})]
@@ -230,7 +230,7 @@ def from_status_bytes(raw: bytes) -> KvrelayError:
 def from_rpc_error(error: grpc.RpcError, *, unavailable: type[KvrelayError] = WorkerLost) -> KvrelayError:
     """Return the error that a peer reported, or the nearest class for a bare gRPC status.
 
-    A bare UNAVAILABLE tells only that the peer is gone; `unavailable` says what the peer was.
+    A bare UNAVAILABLE means that the peer is gone; `unavailable` is the class for a peer of this kind.
     """
     call: Any = error  # grpc.RpcError has code() and details() only on its concrete classes
     code = call.code() if hasattr(call, "code") else grpc.StatusCode.UNKNOWN

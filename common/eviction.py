@@ -1,23 +1,22 @@
-"""Which cached block goes first: the one policy that workers evict by.
+"""The eviction policy of workers: the order in which cached blocks go.
 
-Cached blocks that nobody holds are in one of four segments: *brief* (somebody else keeps them), *tail* (the far end of
-what a long prompt brought), *cold* (used once) and *warm* (used again since they were cached). When room is needed,
-brief blocks go first. Of the others goes the one that has outlived its segment by most: the oldest of each are
-compared by their age over `MAX_AGE`, so that a warm block may become twice as old as a cold one, and eight times as
-old as one of a tail.
+Cached blocks without a holder are in one of four segments: *brief* (another worker keeps them too), *tail* (the far end
+of a long prompt), *cold* (used once) and *warm* (used again since they were cached). When room is needed, brief blocks
+go first. After them goes the block that has outlived its segment by most: the oldest of each segment are compared by
+their age over `MAX_AGE`, so that a warm block may become twice as old as a cold one, and eight times as old as a tail.
 
-Why ages and no order of segments: in production traces of chats, prompts that have been continued once are continued
-again about twice as often as new ones, whatever their age; at twice the age both are worth the same (hit density, as
-in Beckmann, Chen, Cidon: LHD, NSDI 2018, reduced to classes whose ages are alike). A *protected* segment, which is
-evicted when nothing else is left (2Q, segmented LRU, LRU-2), loses instead: it keeps chats that have ended.
+Why ages and not an order of segments: in production traces of chats, prompts that have been continued once are
+continued again about twice as often as new ones, whatever their age; at twice the age both are worth the same (hit
+density, as in Beckmann, Chen, Cidon: LHD, NSDI 2018, reduced to classes of similar age). A *protected* segment, which
+is evicted only when all others are empty (2Q, segmented LRU, LRU-2), performs worse: it keeps chats that have ended.
 
-Why tails: a prompt that nobody sends twice displaces less. And where the blocks that are asked for again do not fit by
-far, the first parts of many prompts stay instead of the whole of a few, which go before they are asked for (the reason
-of bimodal insertion: Qureshi et al., Adaptive Insertion Policies, ISCA 2007). A tail stays long enough, though, to be
-there for the next turn where the cache is not too small.
+Why tails: a prompt that is never sent again displaces less. When the reused blocks exceed the cache by far, the first
+parts of many prompts stay instead of a few whole prompts, which would go before their reuse (the reason of bimodal
+insertion: Qureshi et al., Adaptive Insertion Policies, ISCA 2007). A tail still lives until the next turn unless the
+cache is very small.
 
-`benchmarks/eviction.py` has the numbers. A block is worth the same wherever it is in a prompt: computing a deeper one
-costs more, by its attention, but nothing can be kept without all that is before it.
+`benchmarks/eviction.py` has the numbers. A block's position in its prompt does not change its value: deeper blocks cost
+more attention to compute, but are useless without all blocks before them.
 """
 
 import enum
@@ -30,7 +29,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Segment(enum.IntEnum):
-    """Class of a cached block that nobody holds."""
+    """Class of a cached block without a holder."""
 
     BRIEF = 0
     TAIL = 1
@@ -39,22 +38,22 @@ class Segment(enum.IntEnum):
 
 
 MAX_AGE = {Segment.TAIL: 0.25, Segment.COLD: 1.0, Segment.WARM: 2.0}
-"""How old blocks become before they are evicted, relative to each other."""
+"""Age at eviction, relative to cold blocks."""
 MAX_VALUE = MAX_AGE[Segment.WARM]
-"""Of a block that somebody uses, and that others used before."""
+"""Value of a block that is in use and was used before."""
 _ADMITTED_SHARE = 0.04
 _MIN_ADMITTED = 16
 
 
 def num_admitted(num_blocks: int) -> int:
-    """Return how many new blocks of one prompt are no tail in a cache of `num_blocks`."""
+    """Return how many new blocks of one prompt enter a cache of `num_blocks` before its tail begins."""
     return max(_MIN_ADMITTED, round(_ADMITTED_SHARE * num_blocks))
 
 
 class EvictionOrder(Generic[T]):
-    """Blocks that may be evicted, by any key. All operations are O(1).
+    """Evictable blocks, under keys of any type. All operations are O(1).
 
-    Leaf before parent: a child goes before its parent if it was put no later, and into no higher segment.
+    Leaf before parent: a child goes before its parent if it was put no later, into the same or a lower segment.
     """
 
     def __init__(self) -> None:
@@ -75,32 +74,32 @@ class EvictionOrder(Generic[T]):
         self._segments[segment][key] = self._now
 
     def remove(self, key: T) -> None:
-        """Take a block out: somebody uses it. Raises KeyError when it is not here."""
+        """Take out a block that is in use again. Raises KeyError when it is missing."""
         for entries in self._segments[:0:-1]:
             if entries.pop(key, None) is not None:
                 return
         del self._segments[Segment.BRIEF][key]
 
     def evict(self) -> T:
-        """Take out the block that goes first. Raises KeyError when there is none."""
+        """Take out and return the first block in order. Raises KeyError when there is none."""
         entries, _value = self._next()
         if entries is not self._segments[Segment.BRIEF]:
             self._now += 1
         return entries.popitem(last=False)[0]
 
     def least_value(self) -> float:
-        """Return what the block is worth that goes first; 0 for a brief one, and when there is none.
+        """Return the value of the block that goes first; 0 for a brief one, and when there is none.
 
-        A block's *value* is its segment's `MAX_AGE` over its age, which counts from 1: blocks go in order of it. Values
-        of two caches compare where both evict equally many blocks in the same time.
+        A block's *value* is its segment's `MAX_AGE` over its age, which counts from 1; the lowest value goes first.
+        Values of two caches are comparable when both evict at the same rate.
         """
         return self._next()[1]
 
     def by_value(self) -> Iterator[tuple[float, T]]:
-        """Yield values and blocks, brief ones left out, in the reverse order of eviction; O(1) each.
+        """Yield values and blocks in the reverse order of eviction, without brief ones; O(1) each.
 
-        Of equal values the higher segment comes first, and in a segment the one that was put last: parents first. Not
-        to be used on after a change.
+        Among equal values the higher segment comes first, and in a segment the latest: parents first. Any change of the
+        order invalidates the iterator.
         """
         ranked = [
             ((value, segment, key) for key, value in self._values(segment)) for segment in sorted(MAX_AGE, reverse=True)
@@ -113,7 +112,7 @@ class EvictionOrder(Generic[T]):
             yield key, MAX_AGE[segment] / (self._now + 1 - put)
 
     def _next(self) -> "tuple[OrderedDict[T, int], float]":
-        """Return the segment whose oldest block goes first, and what that is worth."""
+        """Return the segment whose oldest block goes first, and the value of that block."""
         oldest = self._segments[Segment.BRIEF]
         if oldest:
             return oldest, 0.0

@@ -1,6 +1,10 @@
-"""A tokenizer for the fake engine: one token per byte, so that every text and every cut of it is a valid prompt."""
+"""Tokenizers without a training corpus, for the fake engine and for random weights. Both read text as bytes.
+
+One token per byte: every text, and every part of one, is a valid prompt.
+"""
 
 import functools
+from collections.abc import Mapping
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -13,7 +17,17 @@ EOS_TOKEN_ID = NUM_BYTES
 
 def byte_tokenizer() -> tokenizers.Tokenizer:
     """Return a tokenizer whose token id is the byte value; id 256 is the end-of-sequence token."""
-    vocab = {char: byte for byte, char in byte_chars().items()}
+    return _byte_level({})
+
+
+def generated_tokenizer(vocab_size: int, *, eos_token_id: int) -> tokenizers.Tokenizer:
+    """Return a tokenizer that reads text as bytes (ids below 256) and writes every other id as a word of its own."""
+    words = {_word(token_id): token_id for token_id in range(NUM_BYTES, vocab_size) if token_id != eos_token_id}
+    return _byte_level(words | {EOS_TOKEN: eos_token_id})
+
+
+def _byte_level(further: Mapping[str, int]) -> tokenizers.Tokenizer:
+    vocab = {char: byte for byte, char in byte_chars().items()} | dict(further)
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -32,3 +46,12 @@ def byte_chars() -> dict[int, str]:
             chars[byte] = chr(NUM_BYTES + shifted)
             shifted += 1
     return chars
+
+
+def _word(token_id: int) -> str:
+    """Return a space and syllables that spell the id to base 75, as a byte-level vocabulary writes them."""
+    syllables = ""
+    while token_id:
+        token_id, digit = divmod(token_id, 75)
+        syllables = "bcdfghjklmnprst"[digit % 15] + "aeiou"[digit // 15] + syllables
+    return f"{byte_chars()[ord(' ')]}{syllables}"

@@ -1,4 +1,4 @@
-"""Identifiers. Those that cross a trust boundary are minted here, never taken from a client."""
+"""Identifiers. Ids that cross a trust boundary are minted here, never taken from a client."""
 
 import random
 from collections.abc import Iterator
@@ -9,11 +9,11 @@ RequestId = NewType("RequestId", str)
 HandoffId = NewType("HandoffId", str)
 WorkerId = NewType("WorkerId", str)
 Epoch = NewType("Epoch", int)
-"""Names one life of a worker process; a restarted worker has another one."""
+"""One life of a worker process; a restart begins a new epoch."""
 BlockHash = NewType("BlockHash", bytes)
-"""16 bytes; chained, see common.block_hash."""
+"""A chained hash of 16 bytes; see common.block_hash."""
 HashRoot = NewType("HashRoot", bytes)
-"""32 bytes: the first link of a chain of block hashes."""
+"""The first link of a chain of block hashes, 32 bytes."""
 BlockId = NewType("BlockId", int)
 """Index of a page in one worker's pool."""
 
@@ -23,7 +23,7 @@ _source: random.Random = random.SystemRandom()
 
 @contextmanager
 def seeded_ids(seed: int) -> Iterator[None]:
-    """Mint the same ids in every run of the block: for simulations, since they can be guessed. Not thread-safe."""
+    """Mint the same ids in every run of the block. For simulations only: the ids can be guessed. Not thread-safe."""
     global _source
     before, _source = _source, random.Random(seed)
     try:

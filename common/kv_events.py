@@ -1,4 +1,4 @@
-"""KV events: which blocks a worker gained and lost, as msgpack batches.
+"""KV events: blocks that a worker stored and removed, as msgpack batches.
 
 A stream starts with a snapshot; later batches are changes. Each message of the stream has a sequence number, and a
 subscriber that misses one subscribes again.
@@ -13,7 +13,7 @@ from common.block_hash import NO_HASHES, BlockHashes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvEvents:
-    """Changes of one worker's reusable blocks, to be applied as a whole: removed first, then stored."""
+    """Changes of one worker's reusable blocks, applied as a whole: removed first, then stored."""
 
     stored: BlockHashes = NO_HASHES
     removed: BlockHashes = NO_HASHES
@@ -31,7 +31,7 @@ def encode_events(events: KvEvents) -> bytes:
 
 
 def decode_events(raw: bytes) -> KvEvents:
-    """Invert `encode_events`. Raises ValueError on anything else."""
+    """Invert `encode_events`. Raises ValueError for anything else."""
     try:
         batch = msgpack.unpackb(raw)
         if batch["v"] != 1:

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class State(enum.Enum):
-    """Where a request is."""
+    """Stage of a request."""
 
     QUEUED = "queued"
     RESERVING = "reserving"
@@ -33,7 +33,7 @@ class State(enum.Enum):
 TERMINAL = frozenset({State.FINISHED, State.FAILED, State.CANCELLED})
 _ENDS = TERMINAL - {State.FINISHED}
 _NEXT: dict[State, frozenset[State]] = {
-    # FINISHED: of an answer that is resumed nothing was missing but the end.
+    # FINISHED: a resumed answer may already hold all its tokens.
     State.QUEUED: frozenset({State.RESERVING, State.FINISHED}) | _ENDS,
     State.RESERVING: frozenset({State.PREFILLING, State.QUEUED}) | _ENDS,
     # FINISHED: the first token was the last one. DECODING: a local plan has no handoff.
@@ -47,7 +47,7 @@ _NEXT: dict[State, frozenset[State]] = {
 
 
 class IllegalTransition(Exception):
-    """Our own code tried a transition that the table does not have."""
+    """Our own code attempted a transition that the table does not allow."""
 
 
 class LifeCycle:
@@ -61,7 +61,7 @@ class LifeCycle:
 
     @property
     def state(self) -> State:
-        """Return the current state."""
+        """Current state."""
         return self._state
 
     @property

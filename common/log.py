@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object per line on stderr, with the request id where there is one."""
+"""Structured logs: one JSON object per line on stderr, with the request id where one exists."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ _STANDARD = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "ta
 class JsonFormatter(logging.Formatter):
     """Formats a record as JSON: ts, level, process, logger, msg, and every `extra` field.
 
-    Fields that begin with an underscore are left out: libraries (Ray) attach such to every record.
+    Fields that begin with an underscore are left out: libraries (Ray) attach them to every record.
     """
 
     def __init__(self, process_name: str) -> None:
@@ -37,7 +37,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def setup_logging(process_name: str, level: str = "INFO") -> None:
-    """Send the root logger to stderr as JSON lines, and keep the log small that stderr leads to. Once per process."""
+    """Send the root logger to stderr as JSON lines, and rotate the log file behind stderr. Call once per process."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process_name))
     root = logging.getLogger()

@@ -1,29 +1,18 @@
-"""Requests that are no valid protobuf: INVALID_ARGUMENT instead of gRPC's bare UNKNOWN.
+"""Refuses requests that are not valid protobuf with INVALID_ARGUMENT instead of gRPC's bare UNKNOWN.
 
-gRPC deserializes before it calls a handler, and answers a failure with a status that says nothing. The interceptor lets
-such a request through as a marker and refuses it where errors have a form. The messages of a stream are deserialized
-where a handler reads them: there the reader gets the error.
+gRPC deserializes before it calls a handler and answers a failure with a bare status. The interceptor passes the error
+on in place of the request and ends the call with it. Messages of a stream are deserialized when the handler reads them,
+so the error is raised there.
 """
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from common.errors import InvalidRequest, to_status
-
-_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
-
-
-@dataclass(frozen=True, slots=True)
-class _Malformed:
-    reason: str
-
-    @property
-    def error(self) -> InvalidRequest:
-        return InvalidRequest(f"not a valid message (strings must be UTF-8): {self.reason}", field="message")
+from common.errors import InvalidRequest
+from common.rpc import abort, rebuilt
 
 
 class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):
@@ -31,56 +20,46 @@ class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> _Handler:
-        """Return the handler with a deserializer that raises nothing but InvalidRequest, to who reads a stream."""
+    ) -> Any:
+        """Return the handler; a request that cannot be decoded ends its call, or raises where a stream is read."""
         handler: Any = await continuation(handler_call_details)
-        is_ours = handler_call_details.method.startswith("/kvrelay.")
-        if handler is None or not is_ours:
-            return handler  # type: ignore[no-any-return]
+        if handler is None or not handler_call_details.method.startswith("/kvrelay."):
+            return handler
+        decode = strict(handler.request_deserializer)
         if handler.request_streaming:
-            raising = _raising(handler.request_deserializer)
-            if handler.response_streaming:
-                return grpc.stream_stream_rpc_method_handler(
-                    handler.stream_stream, raising, handler.response_serializer
-                )
-            return grpc.stream_unary_rpc_method_handler(handler.stream_unary, raising, handler.response_serializer)
-        deserialize = _tolerant(handler.request_deserializer)
-        if handler.response_streaming:
-            refusing = _refusing(handler.unary_stream)
-            return grpc.unary_stream_rpc_method_handler(refusing, deserialize, handler.response_serializer)
-        refusing = _refusing(handler.unary_unary)
-        return grpc.unary_unary_rpc_method_handler(refusing, deserialize, handler.response_serializer)
+            return rebuilt(handler, lambda behavior: behavior, decode)
+        return rebuilt(handler, _refusing, _as_value(decode))
 
 
-def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    def parse(raw: bytes) -> Any:
+def strict(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Return a deserializer that raises only InvalidRequest for bytes that are not a message."""
+
+    def decode(raw: bytes) -> Any:
         try:
             return deserialize(raw)
         except (DecodeError, UnicodeDecodeError) as error:
-            return _Malformed(str(error) or type(error).__name__)
+            reason = str(error) or type(error).__name__
+            raise InvalidRequest(f"not a valid message (strings must be UTF-8): {reason}", field="message") from error
 
-    return parse
+    return decode
 
 
-def _raising(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    tolerant = _tolerant(deserialize)
+def _as_value(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def decode_or_error(raw: bytes) -> Any:
+        try:
+            return decode(raw)
+        except InvalidRequest as error:
+            return error
 
-    def parse(raw: bytes) -> Any:
-        message = tolerant(raw)
-        if isinstance(message, _Malformed):
-            raise message.error
-        return message
-
-    return parse
+    return decode_or_error
 
 
 def _refusing(behavior: Callable[[Any, Any], Any]) -> Any:
     async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        if isinstance(request, _Malformed):
-            code, message, trailing = to_status(request.error)
-            await context.abort(code, message, trailing)
+        if isinstance(request, InvalidRequest):
+            await abort(context, request)
         return await behavior(request, context)
 
     return handle

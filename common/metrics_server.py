@@ -1,4 +1,4 @@
-"""Serves a process's Prometheus metrics over HTTP, on threads of its own: one that accepts, and one a connection."""
+"""Serves a process's Prometheus metrics over HTTP: one thread accepts, and each connection has one."""
 
 import logging
 import socket
@@ -16,25 +16,25 @@ from prometheus_client.exposition import ThreadingWSGIServer
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 8
-"""Each has a thread. Another one takes the place of the oldest: scrapes are over in a moment."""
-_POLL_S = 0.1  # how late `close` may be noticed
+"""Each connection has a thread. A further one replaces the oldest: scrapes take only a moment."""
+_POLL_S = 0.1  # delay of `close`, at most
 _SILENCE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScrapeTls:
-    """How scrapes are encrypted, and whose are answered."""
+    """Encryption of scrapes, and the check of their clients."""
 
     context: ssl.SSLContext
     check: Callable[[ssl.SSLSocket], None]
-    """Raises for a client that may not."""
+    """Raises for a client without the right."""
 
 
 class MetricsServer:
     """Serves one registry until `close`."""
 
     def __init__(self, registry: CollectorRegistry, *, host: str, port: int, tls: ScrapeTls | None = None) -> None:
-        """Start serving, by TLS where `tls` says how; port 0 picks a free one. Raises OSError for a taken port."""
+        """Start serving, over TLS if `tls` is given; port 0 picks a free one. Raises OSError for a taken port."""
         app = make_wsgi_app(registry)
         self._server = make_server(host, port, app, _BoundedServer, handler_class=_QuietHandler)
         self._server.tls = tls
@@ -45,7 +45,7 @@ class MetricsServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving. Blocks for a moment: not on the event loop."""
+        """Stop serving. Blocks for a moment: do not call on the event loop."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -59,13 +59,13 @@ class _BoundedServer(ThreadingWSGIServer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.tls: ScrapeTls | None = None
         self._open: dict[socket.socket, socket.socket] = {}
-        """Accepted sockets, the oldest first, with what is read and written: themselves, or TLS over them."""
+        """Accepted sockets, the oldest first, each with the socket to read and write: itself, or TLS over it."""
         self._lock = threading.Lock()
         self._room = threading.Semaphore(MAX_CONNECTIONS)
         super().__init__(*args, **kwargs)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection on a thread; breaks the oldest one when there is no room."""
+        """Serve a connection on a thread; breaks the oldest one when all places are taken."""
         with self._lock:
             if len(self._open) >= MAX_CONNECTIONS:
                 _break([next(iter(self._open.values()))])
@@ -96,25 +96,25 @@ class _BoundedServer(ThreadingWSGIServer):
             self._room.release()
 
     def server_close(self) -> None:
-        """Stop listening, and end what is open."""
+        """Stop listening, and end open connections."""
         super().server_close()
         with self._lock:
             _break(self._open.values())
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log a connection that broke or fell silent; nobody else hears of it."""
+        """Log a connection that broke or fell silent, at debug level only."""
         logger.debug("scrape failed", exc_info=True)
 
 
 def _break(connections: Iterable[socket.socket]) -> None:
-    """Wake whoever reads or writes on these."""
+    """Wake the threads that read or write on connections."""
     for connection in connections:
         with suppress(OSError):  # the client has left
             connection.shutdown(socket.SHUT_RDWR)
 
 
 class _QuietHandler(WSGIRequestHandler):
-    """Logs no scrape."""
+    """Handles scrapes without logging them."""
 
     timeout = _SILENCE_S
 

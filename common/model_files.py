@@ -1,11 +1,12 @@
-"""Where a model's files are: the default model's cache folder, a local folder, or a hub snapshot. No torch."""
+"""Locates a model's files: the default model's cache folder, a local folder, or a hub snapshot. No torch."""
 
 import os
 from pathlib import Path
 
+from common.random_models import RANDOM_PREFIX, ensure_random_checkpoint
+
 DEFAULT_MODEL_ID = "default"
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
-RANDOM_PREFIX = "random:"
 CACHE_ENV = "KVRELAY_CACHE"
 
 # What a checkpoint folder needs: config and tokenizer, weights, chat template, sentencepiece leftovers.
@@ -13,11 +14,11 @@ _SNAPSHOT_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.
 
 
 class ModelNotFound(Exception):
-    """No usable files for a model id; the message says what to do."""
+    """A model id has no usable files; the message says what to do."""
 
 
 def cache_dir() -> Path:
-    """Return the folder for what is fetched once: `$KVRELAY_CACHE`, else `~/.cache/kvrelay`. It may not exist yet."""
+    """Return the folder of downloads and runs: `$KVRELAY_CACHE`, else `~/.cache/kvrelay`. It may not exist yet."""
     configured = os.environ.get(CACHE_ENV)
     return Path(configured).expanduser() if configured else Path.home() / ".cache" / "kvrelay"
 
@@ -28,7 +29,7 @@ def default_model_dir() -> Path:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether `folder` looks like a Hugging Face checkpoint."""
+    """Return whether `folder` looks like a Hugging Face checkpoint."""
     return (folder / "config.json").is_file()
 
 
@@ -56,18 +57,16 @@ def resolve_model(model_id: str, *, local_files_only: bool) -> Path:
 
 
 def _random_checkpoint(model_id: str) -> Path:
-    from common.random_models import ensure_random_checkpoint  # needs tokenizers, which nobody else here does
-
     try:
         return ensure_random_checkpoint(model_id, cache_dir() / "models")
     except ValueError as error:
         raise ModelNotFound(str(error)) from error
     except OSError as error:
-        raise ModelNotFound(f"{model_id} cannot be made in {cache_dir()}: {error}") from error
+        raise ModelNotFound(f"cannot make {model_id} in {cache_dir()}: {error}") from error
 
 
 def _snapshot(repo_id: str, *, local_files_only: bool) -> Path:
-    # Imported here: it costs start-up time that a local folder need not pay.
+    # Imported here: a local folder need not pay for its start-up time.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError, RevisionResolutionError
 

@@ -1,9 +1,9 @@
-"""The file that gets what a process writes to its standard streams, kept from growing for ever.
+"""Rotates the log file of a process's standard streams.
 
-A full log becomes `<name>.log.1`, that one `.2`, and so on; the oldest goes. The process that writes does this itself,
-from a thread of its own: it puts the new file in the place of descriptors 1 and 2 (`dup2`), so that nothing is lost,
-and so that C libraries, which write to the descriptors and know of no logger, go on in the new file as well. Streams
-that lead elsewhere, such as to a terminal, are left alone.
+A full log becomes `<name>.log.1`, that one `.2`, and so on; the oldest is deleted. The writing process rotates its own
+log, from a separate thread: it replaces descriptors 1 and 2 by the new file (`dup2`), so that no output is lost and C
+libraries, which write to the descriptors directly, continue in the new file too. Streams that lead elsewhere, such as
+to a terminal, are left alone.
 """
 
 import os
@@ -14,24 +14,24 @@ from typing import BinaryIO
 
 MAX_LOG_BYTES = 64 << 20
 NUM_OLD_LOGS = 3
-"""So a process keeps at most about 256 MiB."""
+"""Rotated logs that are kept; together with the current one at most about 256 MiB per process."""
 LOG_PATH_ENV = "KVRELAY_LOG_PATH"
-"""Set by the launcher of a process whose streams are appended to a log: that file."""
+"""Names the log file to a process whose launcher appends its streams to one."""
 _CHECK_S = 10.0
 _STREAMS = (1, 2)
 _MODE = 0o600
 
 
 def send_output_to(path: Path) -> None:
-    """Append what this process writes to its standard streams to `path`, C libraries included, and keep it small."""
+    """Append the standard streams of this process, C libraries included, to `path`, and rotate it."""
     _switch(path, _STREAMS)
     watch_output(path)
 
 
 def watch_output(path: Path | None = None) -> None:
-    """Keep the log small that the standard streams lead to, from now on; by default the one that the environment names.
+    """Rotate the log of the standard streams from now on; by default the file that the environment names.
 
-    The environment forgets it: it is not that of processes that this one starts.
+    Removes the variable from the environment: it does not apply to child processes.
     """
     named = os.environ.pop(LOG_PATH_ENV, None)
     log = path or (Path(named) if named else None)
@@ -40,7 +40,7 @@ def watch_output(path: Path | None = None) -> None:
 
 
 def rotate_output(path: Path, *, max_bytes: int = MAX_LOG_BYTES) -> bool:
-    """Begin a new log when this process writes to that one and it is full. Returns whether it did."""
+    """Begin a new log if `path` is full and this process writes to it. Returns whether it did."""
     try:
         log = path.stat()
     except OSError:
@@ -53,7 +53,7 @@ def rotate_output(path: Path, *, max_bytes: int = MAX_LOG_BYTES) -> bool:
 
 
 def rotate_log(path: Path, *, max_bytes: int = MAX_LOG_BYTES) -> bool:
-    """Put a log aside when it is full; who has it open writes on to the old one. Returns whether it was full."""
+    """Rename a log if it is full; processes that have it open keep writing to it. Returns whether it was full."""
     try:
         if path.stat().st_size < max_bytes:
             return False
@@ -67,12 +67,12 @@ def rotate_log(path: Path, *, max_bytes: int = MAX_LOG_BYTES) -> bool:
 
 
 def old_log(path: Path, number: int) -> Path:
-    """Return where a log was put aside; 1 is the youngest."""
+    """Return the path of a rotated log; 1 is the youngest."""
     return path.with_name(f"{path.name}.{number}")
 
 
 def open_log(path: Path) -> BinaryIO:
-    """Open a log, which its owner alone may read, to append to it; puts a full one aside first."""
+    """Open a log for appending, readable by its owner alone; rotates a full one first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rotate_log(path)
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, _MODE), "ab")
@@ -92,5 +92,5 @@ def _watch(path: Path) -> None:
     while not never.wait(_CHECK_S):
         try:
             rotate_output(path)
-        except OSError:  # such as a full disk: it goes on writing, and tries again
+        except OSError:  # such as a full disk: keeps writing, and tries again
             continue

@@ -1,7 +1,7 @@
-"""Proof that two processes turn the same text into the same tokens: digests of what they make of fixed texts.
+"""Proof that two processes turn the same text into the same tokens: digests of the tokens of fixed texts.
 
-Equal hashes mean equal KV only where equal texts mean equal tokens. A router with one tokenizer and a worker with
-another would serve, without an error, answers to questions that nobody asked.
+Equal hashes mean equal KV only if equal texts mean equal tokens. A router and a worker with different tokenizers would
+silently serve answers to other prompts.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ PROBE_TEXT = (
     "naïve Ünïcödé — “quotes”, 中文字符、日本語テキスト、한국어, العربية, हिन्दी. 👩‍👩‍👧‍👦🏳️‍🌈 🙂 "
     "def f(x):\n        return x ** 2  # <s> </s> <|im_start|> <|endoftext|> [INST] <|eot_id|> <unk> <pad> "
 )
-"""Digits, spaces, scripts, emoji of several code points, and what looks like special tokens."""
+"""Digits, spaces, scripts, emoji of several code points, and text that looks like special tokens."""
 PROBE_MESSAGES = (
     ("system", "You are terse."),
     ("user", "  What is 12 × 12?\n"),
@@ -29,13 +29,13 @@ PROBE_MESSAGES = (
     ("user", "And in 日本語? <|im_end|> 🙂"),
 )
 _PROBE_UNIX_S = int(datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC).timestamp())
-"""Templates may write the date: two processes may prove parity on two days."""
+"""A fixed time: templates may write the date, and two processes may be probed on different days."""
 _DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextProbes:
-    """What a process makes of the fixed texts."""
+    """Digests of a process's tokens of the fixed texts."""
 
     tokenizer: bytes
     """Digest of the ids of `PROBE_TEXT`."""
@@ -47,10 +47,10 @@ NO_PROBES = TextProbes(tokenizer=b"", template=b"")
 
 
 class Template(Protocol):
-    """Writes a conversation."""
+    """Renders a conversation."""
 
     def render(self, messages: Sequence[tuple[str, str]], *, rendered_unix_s: int) -> str:
-        """Return the prompt. Raises InvalidRequest when the conversation is not to the template's liking."""
+        """Return the prompt. Raises InvalidRequest when the template refuses the conversation."""
         ...
 
 
@@ -79,7 +79,7 @@ def byte_probes(template: Template) -> TextProbes:
 
 
 def find_text_mismatch(worker: TextProbes, router: TextProbes) -> str | None:
-    """Return how a worker's text differs from the router's, and what to do; None when it does not."""
+    """Return how a worker's text differs from the router's and the remedy; None when they agree."""
     if worker.tokenizer != router.tokenizer:
         return (
             f"tokenizer_probe {_differs(worker.tokenizer)}: worker and router make different tokens of one text;"
@@ -98,7 +98,7 @@ def _differs(probe: bytes) -> str:
 
 
 def _conversation(template: Template) -> str:
-    """Return the rendered conversation, or what the template says against it: some take no system message."""
+    """Return the rendered conversation, or the template's refusal. Some templates accept no system message."""
     try:
         return template.render(PROBE_MESSAGES, rendered_unix_s=_PROBE_UNIX_S)
     except InvalidRequest:

@@ -21,19 +21,19 @@ _WILDCARDS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def dial_address(host: str, port: int) -> str:
-    """Return the host:port by which this machine reaches a server that listens on `host`."""
+    """Return the host:port under which this machine reaches a server that listens on `host`."""
     bare = host.strip("[]")
     bare = _WILDCARDS.get(bare, bare)
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 
 
 def with_port(address: str, port: int) -> str:
-    """Return host:port of another port of the same host."""
+    """Return `address` with another port."""
     return f"{address.rpartition(':')[0]}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this host reach what listens on `host`, or what is dialled by it."""
+    """Return whether `host` is reachable only from this host."""
     bare = host.strip("[]")
     if bare == "localhost":
         return True
@@ -44,7 +44,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_address(text: str) -> bool:
-    """Whether a text is an IP address, perhaps in brackets."""
+    """Return whether `text` is an IP address, perhaps in brackets."""
     try:
         ipaddress.ip_address(text.strip("[]"))
     except ValueError:
@@ -53,17 +53,17 @@ def is_address(text: str) -> bool:
 
 
 def is_dns_name(text: str) -> bool:
-    """Whether a text is a DNS name as certificates have it: ASCII labels, perhaps behind a wildcard, and nothing else.
+    """Return whether `text` is a DNS name as in certificates: ASCII labels, perhaps with a leading wildcard.
 
-    TLS libraries take a name with a zero byte for what stands before it, so whoever certifies names asks this first.
+    TLS libraries cut a name at a zero byte, so an authority must check names with this before it certifies them.
     """
     return len(text) <= _MAX_NAME_CHARS and _DNS_NAME.fullmatch(text) is not None
 
 
 def names_of(host: str) -> list[str]:
-    """Return the addresses and names by which what listens on `host` may be reached, for its certificate.
+    """Return the addresses and names of a listener on `host`, for its certificate.
 
-    At most `MAX_OWN_NAMES`; link-local ones, of which a host of containers may have hundreds, are left out.
+    At most `MAX_OWN_NAMES`. Link-local addresses, of which a host of containers may have hundreds, are left out.
     """
     bare = host.strip("[]")
     if bare in _WILDCARDS:
@@ -73,7 +73,7 @@ def names_of(host: str) -> list[str]:
 
 
 def _own_addresses() -> list[str]:
-    """Return this host's addresses, but for those that are good on one link only; loopback first."""
+    """Return this host's addresses without link-local ones; loopback first."""
     own = (each for of_interface in psutil.net_if_addrs().values() for each in of_interface)
     texts = {each.address.partition("%")[0] for each in own if each.family in (socket.AF_INET, socket.AF_INET6)}
     found = [address for address in map(ipaddress.ip_address, texts) if not address.is_link_local]
@@ -82,15 +82,15 @@ def _own_addresses() -> list[str]:
 
 
 def free_port(host: str) -> int:
-    """Return a port that is free on `host` now. Raises OSError for an address that is not this machine's."""
+    """Return a port that is free on `host` now. Raises OSError for an address of another machine."""
     with _listen(host, 0) as listener:
         return int(listener.getsockname()[1])
 
 
 def free_ports(host: str, count: int, *, taken: Collection[int] = ()) -> int:
-    """Return the first of `count` ports in a row that are free on `host` now, and none of them `taken`.
+    """Return the first of `count` consecutive ports that are free on `host` now and not in `taken`.
 
-    Raises OSError for an address that is not this machine's, and when no such row was found.
+    Raises OSError for an address of another machine, and when no such ports were found.
     """
     for _ in range(_MAX_TRIES):
         first = free_port(host)
@@ -98,11 +98,11 @@ def free_ports(host: str, count: int, *, taken: Collection[int] = ()) -> int:
         is_ours = row[-1] <= MAX_PORT and not any(port in taken for port in row)
         if is_ours and all(is_port_free(host, port) for port in row[1:]):
             return first
-    raise OSError(errno.EADDRNOTAVAIL, f"no {count} free ports in a row")
+    raise OSError(errno.EADDRNOTAVAIL, f"cannot find {count} consecutive free ports")
 
 
 def is_port_free(host: str, port: int) -> bool:
-    """Whether `port` can be listened on. Raises OSError for an address that is not this machine's."""
+    """Return whether a server could listen on `port`. Raises OSError for an address of another machine."""
     try:
         with _listen(host, port):
             return True
@@ -113,7 +113,7 @@ def is_port_free(host: str, port: int) -> bool:
 
 
 def listen_on_first(ports: Sequence[int], listen: Callable[[int], _Listening]) -> _Listening:
-    """Return what `listen` makes of the first port for which it does not raise OSError; raises the last one's."""
+    """Return the result of `listen` for the first port that works. Raises the OSError of the last port."""
     for port in ports[:-1]:
         try:
             return listen(port)
@@ -128,16 +128,8 @@ def listen_on_first(ports: Sequence[int], listen: Callable[[int], _Listening]) -
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family, kind, _, _, address = socket.getaddrinfo(
+    family, _, _, _, address = socket.getaddrinfo(
         host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
-    listener = socket.socket(family, kind)
-    try:
-        # As gRPC does: a port whose last connections linger in TIME_WAIT is free.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(1)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+    # Sets SO_REUSEADDR, as gRPC does: a port whose last connections linger in TIME_WAIT is free.
+    return socket.create_server(address, family=family, backlog=1, dualstack_ipv6=family == socket.AF_INET6)

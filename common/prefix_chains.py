@@ -1,32 +1,32 @@
-"""Cached prefixes as a list of chains: a forest, in which every block is named once, with what it is worth.
+"""Cached prefixes as a list of chains: a forest that names every block once, with its value.
 
     0  A ── B ── C ── D          blocks A B C D, from a root
     1       └── E ── F           trunk 0, num_shared 2, blocks E F
     2            └── G           trunk 1, num_shared 3, block G
 
-Chains come in the order of what their first blocks are worth. Along a chain, its trunk included, values never rise, and
-what was reused comes before what was not: nothing can be kept without all that is before it.
+Chains are ordered by the values of their first blocks. Along a chain, its trunk included, values never rise, and reused
+blocks come before others: a block is useless without all blocks before it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.block_hash import BlockHashes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixChain:
-    """Consecutive blocks of one prompt; where it has no trunk, from the prompt's first block on."""
+    """Consecutive blocks of one prompt; without a trunk, from the prompt's first block on."""
 
     hashes: BlockHashes
     values: tuple[float, ...]
-    """What each block is worth (`common.eviction.EvictionOrder.least_value`)."""
+    """Value of each block (`common.eviction.EvictionOrder.least_value`)."""
     num_reused: int
-    """How many of the blocks, from the first one on, were used again since they were cached."""
+    """Leading blocks that were used again since they were cached."""
     trunk: int | None = None
     """Position in the list of the earlier chain that this one branches off."""
     num_shared: int = 0
-    """Leading blocks in common with the trunk: more than the trunk has in common with its own."""
+    """Leading blocks shared with the trunk: more than the trunk shares with its own."""
 
     @property
     def num_all(self) -> int:
@@ -35,7 +35,7 @@ class PrefixChain:
 
 
 def whole_chain(chains: Sequence[PrefixChain], idx: int) -> PrefixChain:
-    """Return a chain of a list with all that is before it, down to the root."""
+    """Return a chain of a list extended by all blocks before it, from the root on."""
     chain = chains[idx]
     hashes, values, num_reused = [chain.hashes], [chain.values], chain.num_reused
     while chain.trunk is not None:
@@ -53,7 +53,7 @@ def whole_chain(chains: Sequence[PrefixChain], idx: int) -> PrefixChain:
 
 
 class ChainSelection:
-    """Some chains of a list, as a list of their own. A chain whose trunk was not chosen comes with what it needs."""
+    """A selection of a list of chains, as a valid list. A chain without its trunk is extended to the root."""
 
     def __init__(self, chains: Sequence[PrefixChain]) -> None:
         self._chains = chains
@@ -61,28 +61,21 @@ class ChainSelection:
         self.chosen: list[PrefixChain] = []
 
     def num_blocks_of(self, idx: int) -> int:
-        """Return how many blocks more will have been chosen with this chain."""
+        """Return how many blocks this chain would add."""
         chain = self._chains[idx]
         return len(chain.hashes) if chain.trunk is None or chain.trunk in self._places else chain.num_all
 
     def has_trunk_of(self, idx: int) -> bool:
-        """Whether the chain that this one branches off was chosen."""
+        """Return whether the trunk of this chain was chosen."""
         return self._chains[idx].trunk in self._places
 
     def add(self, idx: int) -> None:
-        """Choose a chain that was not chosen before."""
+        """Choose a chain. Each chain may be chosen once."""
         chain = self._chains[idx]
         if chain.trunk is None or chain.trunk in self._places:
             trunk = None if chain.trunk is None else self._places[chain.trunk]
-            # A trunk that came whole has other blocks of its own than in the list that was chosen from, but as many
-            # from the root.
-            chosen = PrefixChain(
-                hashes=chain.hashes,
-                values=chain.values,
-                num_reused=chain.num_reused,
-                trunk=trunk,
-                num_shared=chain.num_shared,
-            )
+            # A trunk that was extended to the root has more blocks of its own, but the same number from the root.
+            chosen = replace(chain, trunk=trunk)
         else:
             chosen = whole_chain(self._chains, idx)
         self._places[idx] = len(self.chosen)

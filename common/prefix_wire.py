@@ -1,4 +1,4 @@
-"""Prefix chains on the wire."""
+"""Converts prefix chains to and from the wire."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from common.prefix_chains import PrefixChain
 from kvrelay.v1 import prefix_pb2 as pb
 
 MAX_BLOCKS = 1 << 16
-"""Blocks in one list."""
+"""Most blocks in one list."""
 
 
 def chains_to_proto(chains: Iterable[PrefixChain]) -> list[pb.PrefixChain]:
@@ -28,7 +28,7 @@ def chains_to_proto(chains: Iterable[PrefixChain]) -> list[pb.PrefixChain]:
 
 
 def chains_from_proto(messages: Sequence[pb.PrefixChain]) -> list[PrefixChain]:
-    """Return the list. Raises InvalidRequest, naming the chain, for what is none."""
+    """Return the list. Raises InvalidRequest, naming the chain, for invalid ones."""
     chains: list[PrefixChain] = []
     num_blocks = 0
     for idx, message in enumerate(messages):
@@ -44,12 +44,12 @@ def _from_proto(message: pb.PrefixChain, earlier: Sequence[PrefixChain], field: 
     num_bytes = len(message.block_hashes)
     if not num_bytes or num_bytes % HASH_BYTES:
         raise InvalidRequest(
-            f"{num_bytes} bytes are no hashes of {HASH_BYTES} bytes each", field=f"{field}.block_hashes"
+            f"{num_bytes} bytes are not hashes of {HASH_BYTES} bytes each", field=f"{field}.block_hashes"
         )
     num_blocks = num_bytes // HASH_BYTES
     if num_blocks > MAX_BLOCKS:
         raise InvalidRequest(f"more than {MAX_BLOCKS} blocks", field="chains")
-    bad_values = InvalidRequest(f"must be {num_blocks} finite numbers that never rise", field=f"{field}.values")
+    bad_values = InvalidRequest(f"must be {num_blocks} finite numbers in non-increasing order", field=f"{field}.values")
     if len(message.values) != num_blocks:  # before they are walked through
         raise bad_values
     values = tuple(message.values)
@@ -61,7 +61,7 @@ def _from_proto(message: pb.PrefixChain, earlier: Sequence[PrefixChain], field: 
     least, most = 0, 0
     if trunk is not None:
         if trunk >= len(earlier):
-            raise InvalidRequest(f"{message.trunk} is no earlier chain", field=f"{field}.trunk")
+            raise InvalidRequest(f"{message.trunk} is not an earlier chain", field=f"{field}.trunk")
         least, most = earlier[trunk].num_shared + 1, earlier[trunk].num_all
     if not least <= message.num_shared_blocks <= most:
         raise InvalidRequest(

@@ -1,11 +1,13 @@
-"""Operating-system processes: identity that survives pid reuse, dying with the parent, the ready line.
+"""Operating-system processes: identity that survives pid reuse, dying with the parent, the ready line, open files.
 
-Both sides of a process boundary import this: the services that are started, and whoever starts them.
+Both sides of a process boundary import this: services and their launchers.
 """
 
 import ctypes
 import json
+import logging
 import os
+import resource
 import signal
 import sys
 from dataclasses import asdict, dataclass
@@ -15,16 +17,21 @@ from typing import Any
 import psutil
 
 PARENT_PID_ENV = "KVRELAY_PARENT_PID"
-"""Set by whoever starts a process with `--die-with-parent`: the pid that has to stay alive."""
+"""Set by the launcher of a process with `--die-with-parent`: the pid that has to stay alive."""
 
 _PR_SET_PDEATHSIG = 1
+_MIN_RESERVED_FILES = 64
+_NUM_LISTENERS = 3
+"""Listeners of a process: a router has two doors and administration; a worker has control, KV plane and direct door."""
+
+logger = logging.getLogger(__name__)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, however that happens. Call first thing in main.
+    """Have the kernel kill this process when its parent dies for any reason. Call first in main.
 
-    SIGKILL, not SIGTERM: a drain without the rest of the cluster serves nobody, and it could hang. Linux only,
-    elsewhere a no-op. Exits at once when the parent named by KVRELAY_PARENT_PID died before this call.
+    SIGKILL, not SIGTERM: a drain without the rest of the cluster is useless and could hang. Linux only, elsewhere a
+    no-op. Exits at once when the parent named by KVRELAY_PARENT_PID died before this call.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -32,13 +39,13 @@ def die_with_parent() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    # The signal is sent only for deaths after prctl; an earlier one shows as a changed parent.
+    # The kernel signals only deaths after prctl; an earlier death shows as a changed parent.
     if os.getppid() != expected:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def process_birth(pid: int) -> str | None:
-    """Return a token that no other process with this pid ever has, or None when there is no such live process.
+    """Return a token that is unique among all processes that ever had this pid, or None without a live process.
 
     A zombie is not alive. The token is the kernel's start tick and boot id on Linux: wall-clock adjustments do not
     change it, as they do a start time in seconds.
@@ -60,7 +67,7 @@ def process_birth(pid: int) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessIdentity:
-    """One process, past pid reuse."""
+    """Identity of one process that survives pid reuse."""
 
     pid: int
     birth: str
@@ -72,11 +79,11 @@ class ProcessIdentity:
         return cls(pid=pid, birth=birth) if birth is not None else None
 
     def is_alive(self) -> bool:
-        """Whether this very process still runs."""
+        """Return whether this very process still runs."""
         return process_birth(self.pid) == self.birth
 
     def signal(self, number: signal.Signals) -> bool:
-        """Send a signal to this very process; return whether it was there."""
+        """Send a signal to this very process; return whether it was alive."""
         if not self.is_alive():
             return False
         try:
@@ -88,7 +95,7 @@ class ProcessIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """What a service tells when it serves."""
+    """Announcement of a service that serves."""
 
     address: str
     """host:port of a router's door, or of a worker's control."""
@@ -96,9 +103,9 @@ class Ready:
     """0: no metrics."""
     pid: int
     admin_address: str
-    """host:port where the controller calls it."""
+    """host:port for calls of the controller."""
     role: str = ""
-    """Of a worker, at this moment: "prefill" or "decode". It may have changed since it was started."""
+    """Present role of a worker, "prefill" or "decode", which may have changed since its start; empty for others."""
 
 
 def ready_line(ready: Ready) -> str:
@@ -107,24 +114,34 @@ def ready_line(ready: Ready) -> str:
 
 
 def parse_ready(line: str) -> Ready | None:
-    """Return what a ready line says, or None for any other line. Unknown keys are ignored."""
+    """Return the content of a ready line, or None for any other line. Unknown keys are ignored."""
     try:
         entry: Any = json.loads(line)
     except (ValueError, RecursionError):
         return None
     if not isinstance(entry, dict) or entry.get("event") != "ready":
         return None
-    address, metrics_port, pid = entry.get("address"), entry.get("metrics_port") or 0, entry.get("pid")
-    admin_address = entry.get("admin_address")
-    if not (isinstance(address, str) and isinstance(metrics_port, int) and isinstance(pid, int)):
+    kinds = {"address": str, "admin_address": str, "metrics_port": int, "pid": int, "role": str}
+    told: dict[str, Any] = {"metrics_port": 0, "role": ""} | {
+        name: entry[name] for name in kinds if entry.get(name) is not None
+    }
+    if not all(isinstance(told.get(name), kind) for name, kind in kinds.items()):
         return None
-    if not isinstance(admin_address, str):
-        return None
-    role = entry.get("role")
-    return Ready(
-        address=address,
-        admin_address=admin_address,
-        metrics_port=metrics_port,
-        pid=pid,
-        role=role if isinstance(role, str) else "",
-    )
+    return Ready(**told)
+
+
+def claim_open_files() -> int:
+    """Raise the process's limit of open files to its maximum and return it. Logs a change."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        logger.info("limit of open files raised", extra={"before": soft, "after": hard})
+    return hard
+
+
+def connections_per_listener(open_files: int) -> int:
+    """Return how many connections each listener of a process may hold within `open_files`.
+
+    A quarter, and at least 64, is reserved for the process itself: calls to workers, files, pipes, metrics.
+    """
+    return max(1, (open_files - max(_MIN_RESERVED_FILES, open_files // 4)) // _NUM_LISTENERS)

@@ -2,7 +2,7 @@
 
 `model.id: random:qwen3-8b` (or `random:qwen3-8b:7`, with a seed) names one. Its folder holds an ordinary config.json, a
 generated tokenizer, and in place of tensors a file with the seed from which `engine.model.random_weights` makes them.
-So whoever reads a checkpoint reads this one too. Answers are gibberish at the speed of the real model.
+Code that reads checkpoints reads this one too. Answers are gibberish at the speed of the real model.
 """
 
 import json
@@ -12,12 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
-
-from common.fake_tokenizer import EOS_TOKEN, NUM_BYTES, byte_chars
-from common.model_files import RANDOM_PREFIX
-
+RANDOM_PREFIX = "random:"
 SEED_FILE = "random_weights.json"
 """Takes the place of model.safetensors."""
 
@@ -125,7 +120,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomModel:
-    """What makes the weights, all of it: equal values give equal weights on every machine."""
+    """Everything that determines the weights: equal values give equal weights on every machine."""
 
     name: str
     """A key of `CONFIGS`."""
@@ -144,7 +139,7 @@ class RandomModel:
 
     @classmethod
     def read(cls, path: Path) -> "RandomModel":
-        """Read a `SEED_FILE`. Raises ValueError when it was written by another version, or by somebody else."""
+        """Read a `SEED_FILE`. Raises ValueError for a file of another version or of another program."""
         try:
             model = cls(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, TypeError, ValueError) as error:
@@ -155,9 +150,10 @@ class RandomModel:
 
 
 def ensure_random_checkpoint(model_id: str, parent: Path) -> Path:
-    """Return the folder of a random model inside `parent`, made first when it is not there.
+    """Return the folder of a random model inside `parent`; creates it when it is missing.
 
-    It appears complete or not at all, also when several processes make it. Raises ValueError for an unknown name.
+    The folder appears complete or not at all, even when several processes create it. Raises ValueError for an unknown
+    name.
     """
     model = RandomModel.parse(model_id)
     folder = parent / f"random-{model.name}-{model.seed}-v{model.format}"
@@ -171,12 +167,14 @@ def ensure_random_checkpoint(model_id: str, parent: Path) -> Path:
         try:
             made.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another process was faster, and its folder is the same
+            if not folder.is_dir():  # otherwise another process was faster, with the same content
                 raise
     return folder
 
 
 def _write(model: RandomModel, folder: Path) -> None:
+    from common.fake_tokenizer import generated_tokenizer  # imports the tokenizer library, which only this needs
+
     config = CONFIGS[model.name]
     for name, content in (("config.json", config), (SEED_FILE, asdict(model))):
         (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -185,24 +183,3 @@ def _write(model: RandomModel, folder: Path) -> None:
         "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:",
         encoding="utf-8",
     )
-
-
-def generated_tokenizer(vocab_size: int, *, eos_token_id: int) -> tokenizers.Tokenizer:
-    """Return a tokenizer that reads text as bytes (ids below 256) and writes every other id as a word of its own."""
-    vocab = {char: byte for byte, char in byte_chars().items()}
-    vocab.update({_word(token_id): token_id for token_id in range(NUM_BYTES, vocab_size) if token_id != eos_token_id})
-    vocab[EOS_TOKEN] = eos_token_id
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([EOS_TOKEN])
-    return tokenizer
-
-
-def _word(token_id: int) -> str:
-    """Return a space and syllables that spell the id to base 75, as a byte-level vocabulary writes them."""
-    syllables = ""
-    while token_id:
-        token_id, digit = divmod(token_id, 75)
-        syllables = "bcdfghjklmnprst"[digit % 15] + "aeiou"[digit // 15] + syllables
-    return f"{byte_chars()[ord(' ')]}{syllables}"

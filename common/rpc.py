@@ -1,4 +1,4 @@
-"""gRPC plumbing that every process shares: channels, deadlines, error mapping. Servers: rpc_server.py."""
+"""gRPC functions for every process: channels, deadlines, error mapping. Servers: rpc_server.py."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ KEEPALIVE = [
 
 
 def channel_options(*, max_message_mib: int = 64) -> list[tuple[str, int]]:
-    """Return the options of every client channel. Reconnects within a second: processes come back fast."""
+    """Return the options of every client channel. Reconnects within a second: processes restart fast."""
     return [
         *KEEPALIVE,
         ("grpc.max_receive_message_length", max_message_mib * _MIB),
@@ -37,9 +37,9 @@ def channel_options(*, max_message_mib: int = 64) -> list[tuple[str, int]]:
 def client_channel(
     address: str, credentials: grpc.ChannelCredentials | None = None, *, server_name: str = ""
 ) -> grpc.aio.Channel:
-    """Return a lazy channel to a door, TLS when there are credentials. One per peer, made once and reused.
+    """Return a lazy channel to a door, encrypted if credentials are given. Make one per peer and reuse it.
 
-    `server_name`: DNS name that the certificate has to have; empty: the host of `address`.
+    `server_name`: DNS name that the certificate must have; empty: the host of `address`.
     """
     options: list[tuple[str, str | int]] = [*channel_options()]
     if credentials is None:
@@ -50,7 +50,7 @@ def client_channel(
 
 
 Connect = Callable[[str], grpc.aio.Channel]
-"""Makes a lazy channel to host:port. Taken from outside, so that a simulated network can take the real one's place."""
+"""Makes a lazy channel to host:port. Injected, so that a simulated network can replace the real one."""
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: KvrelayError) -> NoReturn:
@@ -60,8 +60,19 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: KvrelayError
     raise AssertionError("abort raises")
 
 
+def rebuilt(handler: Any, behind: Callable[[Any], Any], deserializer: Any) -> Any:
+    """Return a handler of the same kind that runs `behind(behavior)` on what `deserializer` returns."""
+    make, behavior = {
+        (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
+        (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream),
+        (True, False): (grpc.stream_unary_rpc_method_handler, handler.stream_unary),
+        (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream),
+    }[handler.request_streaming, handler.response_streaming]
+    return make(behind(behavior), deserializer, handler.response_serializer)
+
+
 def is_cancelled() -> bool:
-    """Whether the running task is being cancelled: if not, a CancelledError tells of what it awaited."""
+    """Return whether the running task is being cancelled; if not, a CancelledError comes from what it awaited."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
@@ -70,13 +81,13 @@ def is_cancelled() -> bool:
 async def error_boundary(context: grpc.aio.ServicerContext[Any, Any], what: str) -> AsyncIterator[None]:
     """Turn exceptions of a handler into one terminal status. The only `except Exception` of a service.
 
-    A caller that has left is not told: the handler then ends as a cancelled one does.
+    If the caller has left, the handler ends like a cancelled one.
     """
     try:
         yield
     except grpc.aio.AbortError:
         raise
-    except grpc.aio.InternalError as error:  # gRPC's, for a message that comes before the handler is cancelled
+    except grpc.aio.InternalError as error:  # raised by gRPC for a write before the handler is cancelled
         logger.debug("%s: the caller has left", what, exc_info=error)
         raise asyncio.CancelledError from None
     except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the top of a handler
@@ -84,9 +95,9 @@ async def error_boundary(context: grpc.aio.ServicerContext[Any, Any], what: str)
 
 
 def to_report(error: Exception | asyncio.CancelledError, what: str) -> KvrelayError:
-    """Return what to tell a caller of an exception that ended `what`; logs one that is not ours.
+    """Return the error to report to a caller for an exception that ended `what`; logs foreign exceptions.
 
-    Raises the CancelledError with which the running task is being cancelled.
+    Raises the CancelledError by which the running task is being cancelled.
     """
     if isinstance(error, KvrelayError):
         return error
@@ -95,10 +106,10 @@ def to_report(error: Exception | asyncio.CancelledError, what: str) -> KvrelayEr
         return EngineFault(f"{what} failed: {type(error).__name__}: {error}")
     if is_cancelled():
         raise error
-    # Something that was awaited was cancelled, such as a call on a channel that was closed. Unreported it would end
-    # the task without a status, and the caller would wait for ever.
+    # An awaited operation was cancelled, such as a call on a closed channel. Unreported, it would end the task without
+    # a status, and the caller would wait forever.
     logger.error("%s failed", what, exc_info=error)
-    return EngineFault(f"{what} failed: what it waited for was cancelled")
+    return EngineFault(f"{what} failed: an operation that it awaited was cancelled")
 
 
 def time_left_s(context: grpc.aio.ServicerContext[Any, Any], *, at_most_s: float) -> float:

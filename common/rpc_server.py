@@ -10,14 +10,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from common.malformed import MalformedRequestInterceptor
-from common.open_files import claim_open_files, connections_per_listener
 from common.ports import is_port_free, listen_on_first
+from common.process import claim_open_files, connections_per_listener
 from common.rpc import KEEPALIVE
 from common.trust.access import Audience
 from common.trust.guard import Guard
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""The limit of any message inside a cluster."""
+"""Size limit of messages inside a cluster."""
 
 
 @dataclass(slots=True)
@@ -42,15 +42,15 @@ async def start_server(
     guard: Guard,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> Server:
-    """Start a guarded server with health checking on the first free one of some ports; 0 is always free.
+    """Start a guarded server with health checking on the first free port; 0 is always free.
 
-    `add_services` registers the servicers and returns their full names; to clients they are told by reflection, too.
-    Raises OSError when all ports are taken, or the guard does not allow to listen there.
+    `add_services` registers the servicers and returns their full names; doors for clients also list them by reflection.
+    Raises OSError when all ports are taken, or when the guard forbids the address.
     """
     options = [
         *KEEPALIVE,
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-        # A client that says nothing is closed; with more of them than fit, new ones are.
+        # Silent clients are disconnected; when all places are taken, new ones are.
         ("grpc.server_handshake_timeout_ms", 10_000),
         ("grpc.max_connection_idle_ms", 300_000),
         ("grpc.max_concurrent_streams", 4096),
@@ -74,7 +74,7 @@ async def start_server(
 
 
 def _bind(server: grpc.aio.Server, guard: Guard, host: str, port: int) -> int:
-    if port and not is_port_free(host, port):  # gRPC would also log it, as an error
+    if port and not is_port_free(host, port):  # checked first: gRPC would also log an error
         raise OSError(errno.EADDRINUSE, f"cannot listen on {host}:{port}: the port is taken")
     try:
         bound = guard.listen(server, host, port)

@@ -1,7 +1,7 @@
-"""The shell in which a service runs as an actor: the same service, started by another process's supervisor.
+"""Runs a service as an actor, started by the supervisor of another process.
 
-No Ray in here: the class is a plain one whose coroutines run on one event loop, and whoever launches it makes it an
-actor. A restarted actor runs `__init__` again and serves again once the controller has given it a certificate.
+Independent of Ray: a plain class whose coroutines run on one event loop; its launcher makes it an actor. A restarted
+actor runs `__init__` again, and serves again once the controller has given it a certificate.
 """
 
 import asyncio
@@ -23,16 +23,16 @@ from common.trust.identity import Role
 
 
 class RunningService(Protocol):
-    """A service that serves."""
+    """A started service."""
 
     @property
     def address(self) -> str:
-        """Where it serves, host:port."""
+        """host:port for its callers."""
         ...
 
     @property
     def admin_address(self) -> str:
-        """Where the controller calls it, host:port."""
+        """host:port for calls of the controller."""
         ...
 
     @property
@@ -42,7 +42,7 @@ class RunningService(Protocol):
 
     @property
     def role(self) -> str:
-        """Of a worker, at this moment: "prefill" or "decode"; empty for anything else."""
+        """Present role of a worker, "prefill" or "decode"; empty for other services."""
         ...
 
     async def stop(self, grace_s: float) -> None:
@@ -52,23 +52,23 @@ class RunningService(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceParams:
-    """What an actor needs to run its service. By value: the actor may be on a host without the sender's files."""
+    """Parameters of an actor's service. By value: the actor may be on a host without the sender's files."""
 
     name: str
     config: ServingConfig
     host: str | None
-    """None: the address by which other hosts reach this one."""
+    """Address to listen on; None: the address under which other hosts reach this one."""
     port: int
     env: Mapping[str, str]
     """Environment to set before anything heavy is imported."""
     role: str
-    """What it is started as, as `cluster.processes.plan.ProcessRole` says it."""
+    """Role of the process, as in `cluster.processes.plan.ProcessRole`."""
     log_path: Path | None
-    """Gets stdout and stderr of the process, where its folder exists."""
+    """Log of stdout and stderr of the process, if its folder exists."""
 
 
 class ServiceActor(ABC):
-    """One service; starts on the running event loop once it has been given a certificate."""
+    """One service; starts on the running event loop once it has a certificate."""
 
     def __init__(self, params: ServiceParams) -> None:
         os.environ.update(params.env)
@@ -83,11 +83,11 @@ class ServiceActor(ABC):
 
     @abstractmethod
     def node_address(self) -> str:
-        """Return the address by which other hosts reach this one."""
+        """Return the address under which other hosts reach this one."""
 
     @abstractmethod
     async def start_service(self, params: ServiceParams, credentials: Credentials, host: str) -> RunningService:
-        """Start the service. Imports it here: its libraries read the environment when they are loaded."""
+        """Start the service. Must import it inside: its libraries read the environment at import."""
 
     async def _start(self, params: ServiceParams) -> RunningService:
         await self._is_enrolled.wait()
@@ -99,9 +99,9 @@ class ServiceActor(ABC):
         return self._credentials.request(names)
 
     async def accept_certificate(self, enrolment: Enrolment) -> bool:
-        """Take a certificate: the first one lets the service start, later ones take the place of the one before.
+        """Accept a certificate: the first one starts the service, later ones replace their predecessor.
 
-        Returns False for one that this life has not asked for, or not last.
+        Returns False for a certificate that does not answer the latest request of this process.
         """
         try:
             self._credentials.accept(enrolment)
@@ -111,7 +111,7 @@ class ServiceActor(ABC):
         return True
 
     async def ready(self) -> Ready:
-        """Return where it serves, once it does. Raises what the start raised."""
+        """Return the addresses of the service once it serves. Raises the exception of a failed start."""
         service = await asyncio.shield(self._service)
         return Ready(
             address=service.address,
@@ -122,13 +122,13 @@ class ServiceActor(ABC):
         )
 
     async def identity(self) -> ProcessIdentity:
-        """Return which process this is."""
+        """Return the identity of this process."""
         identity = ProcessIdentity.of(os.getpid())
         assert identity is not None, "this process is alive"
         return identity
 
     async def stop(self, grace_s: float) -> None:
-        """Drain and stop the service; the process stays. Never raises for a service that failed to start."""
+        """Drain and stop the service; the process stays. Does not raise if the service failed to start."""
         if not self._service.done():
             self._service.cancel()
         await asyncio.wait([self._service])

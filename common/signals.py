@@ -1,4 +1,4 @@
-"""Stopping on purpose: commands that started something stop it again, whichever way they end."""
+"""Signal handling, so that commands stop what they started however they end."""
 
 import asyncio
 import signal
@@ -23,7 +23,7 @@ def sigterm_interrupts() -> Iterator[None]:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ignore Ctrl-C and SIGTERM: a second one must not cut a clean-up short. Main thread only."""
+    """Ignore Ctrl-C and SIGTERM, so that a second one does not interrupt a clean-up. Main thread only."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -33,7 +33,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 def set_on_signals(stopping: asyncio.Event) -> None:
-    """Have SIGTERM and Ctrl-C set an event. On the event loop of the main thread."""
+    """Have SIGTERM and Ctrl-C set an event. Call on the event loop of the main thread."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
@@ -41,7 +41,7 @@ def set_on_signals(stopping: asyncio.Event) -> None:
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Undo what the block does to the handlers of SIGTERM and Ctrl-C. Main thread only."""
+    """Restore the handlers of SIGTERM and Ctrl-C after the block. Main thread only."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -1,8 +1,8 @@
 """Tasks that never outlive their owner.
 
 Not asyncio.TaskGroup: on Python 3.11 a group whose child fails while its owner waits leaves the owner marked as
-cancelled, which breaks every `asyncio.timeout` around it, and a failure in the moment of a cancellation hides
-the cancellation. Here the owner waits by itself, so an own cancellation and a child's failure stay what they are.
+cancelled, which breaks every `asyncio.timeout` around it, and a failure during a cancellation hides the cancellation.
+Here the owner waits itself, so that its own cancellation and a child's failure stay distinct.
 """
 
 import asyncio
@@ -12,19 +12,19 @@ from typing import Any
 
 
 class TaskCensus:
-    """Starts owned tasks and counts those that run. Event loop only."""
+    """Starts owned tasks and counts the running ones. Event loop only."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def num_tasks(self) -> int:
-        """Tasks that run."""
+        """Running tasks."""
         return len(self._tasks)
 
     @asynccontextmanager
     async def owned(self, *works: Coroutine[Any, Any, None]) -> AsyncIterator[tuple["asyncio.Task[None]", ...]]:
-        """Run `works` beside the block. Leaving it cancels those that still run and waits until they have ended."""
+        """Run `works` concurrently with the block. Leaving it cancels running ones and waits until they have ended."""
         tasks = tuple(asyncio.create_task(work) for work in works)
         for task in tasks:
             self._tasks.add(task)
@@ -39,11 +39,11 @@ class TaskCensus:
     def _forget(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # seen: the owner raises the one that matters
+            task.exception()  # mark as retrieved: the owner raises the relevant one
 
 
 async def all_or_first_failure(tasks: Sequence["asyncio.Task[None]"]) -> None:
-    """Wait until all tasks have ended; raise the failure of one as soon as there is one."""
+    """Wait until all tasks have ended; raise the first failure at once."""
     await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     for task in tasks:
         if task.done():
@@ -51,7 +51,7 @@ async def all_or_first_failure(tasks: Sequence["asyncio.Task[None]"]) -> None:
 
 
 async def until_ended(tasks: Sequence["asyncio.Task[Any]"]) -> None:
-    """Wait for cancelled tasks even when the owner is cancelled again meanwhile, as a deadline and a client may do."""
+    """Wait for cancelled tasks even if the owner is cancelled again, as by a deadline and then by a client."""
     interruption: asyncio.CancelledError | None = None
     while pending := [task for task in tasks if not task.done()]:
         try:

@@ -1,4 +1,4 @@
-"""A model folder's tokenizer and chat template. No torch, no transformers. Raises ModelNotFound: what to do."""
+"""Loads a model folder's tokenizer and chat template without torch and transformers. Raises ModelNotFound."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 
 
 def load_tokenizer(model_dir: Path) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a Hugging Face folder; blocks for a good 100 ms."""
+    """Return the tokenizer of a Hugging Face folder; blocks for more than 100 ms."""
     path = model_dir / "tokenizer.json"
     if not path.is_file():
         raise ModelNotFound(f"{model_dir} holds no tokenizer.json: only fast tokenizers can be served")
@@ -22,7 +22,7 @@ def load_tokenizer(model_dir: Path) -> tokenizers.Tokenizer:
 
 
 def load_chat_template(model_dir: Path) -> ChatTemplate | None:
-    """Return the chat template of a Hugging Face folder, or None when it has none."""
+    """Return the chat template of a Hugging Face folder, or None without one."""
     config = _read_json(model_dir / "tokenizer_config.json")
     named = _special_tokens({**_read_json(model_dir / "special_tokens_map.json"), **config})
     source = _template_source(model_dir, config)
@@ -33,7 +33,7 @@ def load_chat_template(model_dir: Path) -> ChatTemplate | None:
 
 
 def _template_source(model_dir: Path, config: dict[str, Any]) -> str | None:
-    """Return the chat template: the file of its own, else the one in the tokenizer's configuration."""
+    """Return the template's source: its own file, else the entry in the tokenizer's configuration."""
     path = model_dir / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -49,13 +49,13 @@ def _template_source(model_dir: Path, config: dict[str, Any]) -> str | None:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return the named special tokens; each is a string, or an object whose `content` it is."""
+    """Return the special tokens by name; each is given as a string, or as an object with `content`."""
     found = {name: config[name] for name in _SPECIAL_TOKENS if config.get(name) is not None}
     return {name: token if isinstance(token, str) else str(token["content"]) for name, token in found.items()}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return a file's JSON object; empty when there is no such file. Raises ModelNotFound when it is something else."""
+    """Return a file's JSON object; empty without the file. Raises ModelNotFound for any other content."""
     if not path.is_file():
         return {}
     try:

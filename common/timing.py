@@ -1,7 +1,7 @@
-"""How long work takes: the small models that workers fit, routers decide by, and the simulator runs on.
+"""Timing models: workers fit them, routers decide by them, and the simulator runs on them.
 
-An engine step's time is a weighted sum of what is in it. Steps with prompt tokens in them are bound by arithmetic,
-those that only decode by memory, so each kind has its own weights. Prompts are computed in chunks of the step budget.
+The time of an engine step is a weighted sum of its contents. Steps with prompt tokens are bound by arithmetic, steps
+that only decode by memory, so each kind has its own weights. Prompts are computed in chunks of the step budget.
 
     step     = constant + a·prompt tokens + b·pairs of a prompt token and a token that it attends to
              + c·decoding sequences + d·their KV tokens
@@ -16,11 +16,11 @@ from common.ids import WorkerId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """What is in one engine step."""
+    """Contents of one engine step."""
 
     num_prefill_tokens: int = 0
     num_prefill_pairs: int = 0
-    """Sum over the step's prompt tokens of the tokens that each attends to, itself included."""
+    """Sum over the step's prompt tokens of the tokens each attends to, including itself."""
     num_decodes: int = 0
     num_context_tokens: int = 0
     """KV tokens that the decoding sequences read."""
@@ -28,7 +28,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """Seconds of a step of one kind."""
+    """Time of steps of one kind, in seconds."""
 
     constant_s: float
     per_prefill_token_s: float = 0.0
@@ -36,7 +36,7 @@ class StepModel:
     per_decode_s: float = 0.0
     per_context_token_s: float = 0.0
     num_samples: int = 0
-    """Steps that it was fitted to; 0: a guess, or given."""
+    """Steps of the fit; 0: a guess, or given."""
 
     def seconds(self, shape: StepShape) -> float:
         """Return the predicted time of one step."""
@@ -51,7 +51,7 @@ class StepModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkModel:
-    """Seconds of a pull from one peer."""
+    """Time of a pull from one peer, in seconds."""
 
     latency_s: float
     bytes_per_s: float
@@ -63,21 +63,21 @@ class LinkModel:
 
 
 GUESSED_LINK = LinkModel(latency_s=1e-3, bytes_per_s=1e9)
-"""Until a worker has pulled something: gRPC on one host."""
+"""Assumed until a worker has pulled: gRPC on one host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingModel:
-    """How long one worker's work takes."""
+    """Timing model of one worker."""
 
     prefill: StepModel
-    """Of steps with prompt tokens in them."""
+    """Steps with prompt tokens."""
     decode: StepModel
-    """Of steps that only decode."""
+    """Steps that only decode."""
     max_step_tokens: int
-    """Token budget of one step: where prompts are cut."""
+    """Token budget of one step; longer prompts are split."""
     links: Mapping[WorkerId | None, LinkModel] = field(default_factory=dict)
-    """By the worker that is pulled from; None: any other."""
+    """Links by source worker; None: any other source."""
 
     def step_s(self, shape: StepShape) -> float:
         """Return the predicted time of one step."""
@@ -86,10 +86,9 @@ class TimingModel:
     def prefill_s(
         self, num_new_tokens: int, num_cached_tokens: int, *, num_decodes: int = 0, num_context_tokens: int = 0
     ) -> float:
-        """Return the predicted time to compute a prompt's tokens behind `num_cached_tokens` present ones.
+        """Return the predicted time to compute a prompt's tokens after `num_cached_tokens` cached ones.
 
-        `num_decodes` sequences with `num_context_tokens` KV tokens decode in the same steps, and take their share of
-        the budget.
+        `num_decodes` sequences with `num_context_tokens` KV tokens decode in the same steps and use part of the budget.
         """
         pairs = num_new_tokens * num_cached_tokens + num_new_tokens * (num_new_tokens + 1) // 2
         return self.prompts_s(num_new_tokens, pairs, num_decodes=num_decodes, num_context_tokens=num_context_tokens)
@@ -97,7 +96,7 @@ class TimingModel:
     def prompts_s(
         self, num_new_tokens: int, num_pairs: int, *, num_decodes: int = 0, num_context_tokens: int = 0
     ) -> float:
-        """Like `prefill_s`, of any number of prompts; `num_pairs` of a new token and one that it attends to."""
+        """Return the same for any number of prompts with `num_pairs` of a new token and one that it attends to."""
         if num_new_tokens <= 0:
             return 0.0
         num_steps = self.num_prefill_steps(num_new_tokens, num_decodes=num_decodes)
@@ -106,7 +105,7 @@ class TimingModel:
         return num_steps * per_step + model.per_prefill_token_s * num_new_tokens + model.per_prefill_pair_s * num_pairs
 
     def num_prefill_steps(self, num_new_tokens: int, *, num_decodes: int = 0) -> int:
-        """Return the steps that prompt tokens take beside `num_decodes` sequences that decode."""
+        """Return the number of steps for prompt tokens while `num_decodes` sequences decode."""
         return -(-num_new_tokens // max(1, self.max_step_tokens - num_decodes))
 
     def itl_s(self, num_decodes: int, num_context_tokens: int) -> float:
@@ -126,4 +125,4 @@ GUESSED_TIMING = TimingModel(
     decode=StepModel(constant_s=5e-3, per_decode_s=1e-4, per_context_token_s=1e-7),
     max_step_tokens=512,
 )
-"""Until any worker of the pool has measured itself. Only its proportions matter then."""
+"""Assumed until any worker of the pool has measured itself; only its proportions matter then."""

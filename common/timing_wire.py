@@ -1,21 +1,22 @@
-"""Between timing reports on the wire and timing models."""
+"""Converts timing models to and from the wire."""
 
 import math
 from collections.abc import Mapping
 
 from common.ids import WorkerId
 from common.timing import LinkModel, StepModel, TimingModel
+from common.wire import check_number
 from kvrelay.v1 import worker_pb2
 
 _STEP_FIELDS = ("constant_s", "per_prefill_token_s", "per_prefill_pair_s", "per_decode_s", "per_context_token_s")
 _LONGEST_S = 3600.0
-"""No single step, nor anything that is in one, takes longer."""
+"""Longest plausible time of one step."""
 _MAX_STEP_TOKENS = 1 << 24
 MAX_LINKS = 4096
 
 
 def timing_to_proto(model: TimingModel, transports: Mapping[WorkerId, int]) -> worker_pb2.TimingReport:
-    """Return the message; `transports` tells how each peer is reached."""
+    """Return the message; `transports` holds the transport to each peer."""
     return worker_pb2.TimingReport(
         prefill=_step_to_proto(model.prefill),
         decode=_step_to_proto(model.decode),
@@ -34,7 +35,7 @@ def timing_to_proto(model: TimingModel, transports: Mapping[WorkerId, int]) -> w
 
 
 def timing_from_proto(message: worker_pb2.TimingReport) -> TimingModel:
-    """Return the record. Raises ValueError that names the field for what no measurement can have said."""
+    """Return the record. Raises ValueError, naming the field, for values that no measurement can yield."""
     if not 1 <= message.max_step_tokens <= _MAX_STEP_TOKENS:
         raise ValueError(f"timing.max_step_tokens is {message.max_step_tokens}; allowed are 1 to {_MAX_STEP_TOKENS}")
     if len(message.links) > MAX_LINKS:
@@ -56,22 +57,18 @@ def _step_to_proto(model: StepModel) -> worker_pb2.StepModel:
 
 
 def _step_from_proto(message: worker_pb2.StepModel, field: str) -> StepModel:
-    weights = {name: _checked(getattr(message, name), f"{field}.{name}", _LONGEST_S) for name in _STEP_FIELDS}
+    weights = {
+        name: check_number(getattr(message, name), f"{field}.{name}", highest=_LONGEST_S) for name in _STEP_FIELDS
+    }
     return StepModel(**weights, num_samples=message.num_samples)
 
 
 def _link_from_proto(message: worker_pb2.LinkModel, field: str) -> LinkModel:
-    bytes_per_s = _checked(message.bytes_per_s, f"{field}.bytes_per_s", math.inf)
+    bytes_per_s = check_number(message.bytes_per_s, f"{field}.bytes_per_s", highest=math.inf)
     if bytes_per_s == 0:
         raise ValueError(f"{field}.bytes_per_s is 0")
     return LinkModel(
-        latency_s=_checked(message.latency_s, f"{field}.latency_s", _LONGEST_S),
+        latency_s=check_number(message.latency_s, f"{field}.latency_s", highest=_LONGEST_S),
         bytes_per_s=bytes_per_s,
         num_samples=message.num_samples,
     )
-
-
-def _checked(value: float, field: str, highest: float) -> float:
-    if not (0 <= value <= highest and math.isfinite(value)):
-        raise ValueError(f"{field} is {value}; it must be finite, at least 0 and at most {highest:g}")
-    return value

@@ -1,4 +1,4 @@
-"""Token messages that wait for a slow reader become one: nothing is dropped, and little is held."""
+"""Merges token messages that wait for a slow reader: none is lost, and memory stays small."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,12 +6,12 @@ from common.tokens import TOKEN_BYTES
 from kvrelay.v1 import decode_pb2, inference_pb2, sampling_pb2
 
 MAX_GATHERED_TOKENS = 4096
-"""In one message, beside what one step brought: about 1 MiB where each has 20 log-probabilities. gRPC refuses to send
-a message above its limit, and then ends the call, or the stream that it shares with others."""
+"""Most tokens in one message besides those of one step: about 1 MiB with 20 log-probabilities each. gRPC refuses to
+send a message above its limit, and then ends the call, or the stream that it shares with others."""
 
 
 def num_tokens_in(tokens: Sequence[sampling_pb2.SampleToken], runs: Sequence[sampling_pb2.TokenRun]) -> int:
-    """Return how many tokens a batch holds."""
+    """Return the number of tokens in a batch."""
     return len(tokens) + sum(len(run.tokens) for run in runs) // TOKEN_BYTES
 
 
@@ -20,12 +20,12 @@ def merge_tokens(
     tokens: Sequence[sampling_pb2.SampleToken],
     runs: Sequence[sampling_pb2.TokenRun],
 ) -> None:
-    """Append tokens and runs to a message that has not been sent. A sample's runs become one, 4 bytes a token.
+    """Append tokens and runs to an unsent message. Merges a sample's runs into one, 4 bytes a token.
 
-    Copies; `into` alone changes.
+    Copies; only `into` changes.
     """
     if tokens:
-        append = into.tokens.append  # for one token, which it mostly is, half the price of extend
+        append = into.tokens.append  # half the cost of extend for the usual single token
         for token in tokens:
             append(token)
     for run in runs:
@@ -38,7 +38,7 @@ def merge_tokens(
 
 
 def runs_of(tokens: Iterable[sampling_pb2.SampleToken]) -> list[sampling_pb2.TokenRun]:
-    """Return each token as a run of its own, without its text."""
+    """Return each token as a separate run, without its text."""
     return [
         sampling_pb2.TokenRun(
             sample_index=token.sample_index,

@@ -1,7 +1,7 @@
-"""Token ids, packed: nothing on the event loop or the engine thread makes an object of each token of a prompt.
+"""Packed token ids: neither event loop nor engine thread creates an object for each token of a prompt.
 
 `TokenArray` is an `array` of uint32. It appends and slices cheaply, compares and iterates like a list of ints, and
-NumPy reads it in place. What a record holds is never changed; only `engine.sequence.Sequence` appends to its own.
+NumPy reads it in place. Arrays in records never change; only `engine.sequence.Sequence` appends to its own.
 """
 
 from array import array
@@ -14,7 +14,7 @@ import numpy.typing as npt
 TokenArray: TypeAlias = "array[int]"
 
 TOKEN_BYTES = 4
-"""Of a packed id: little-endian, as all machines are that we run on."""
+"""Size of a packed id: little-endian, like all supported machines."""
 
 if array("I").itemsize != TOKEN_BYTES:
     raise ImportError(
@@ -23,8 +23,8 @@ if array("I").itemsize != TOKEN_BYTES:
 
 
 def as_tokens(ids: Iterable[int]) -> TokenArray:
-    """Return ids (below 2**32) packed; a new array, whatever is given."""
-    if isinstance(ids, bytes):  # the constructor would take them for packed ids
+    """Return ids (below 2**32) as a new packed array."""
+    if isinstance(ids, bytes):  # the constructor would read them as packed ids
         ids = np.frombuffer(ids, dtype=np.uint8)
     if isinstance(ids, np.ndarray):
         return tokens_from_bytes(ids.astype("<u4").tobytes())
@@ -39,7 +39,5 @@ def tokens_from_bytes(raw: "bytes | memoryview") -> TokenArray:
 
 
 def token_view(tokens: Sequence[int]) -> npt.NDArray[np.uint32]:
-    """Return ids as uint32 [num_tokens], without a copy if they are packed. While such a view lives, its array cannot
-    grow.
-    """
+    """Return ids as uint32 [num_tokens]: a copy, or a view of packed ids, whose array cannot grow meanwhile."""
     return np.frombuffer(tokens, dtype=np.uint32) if isinstance(tokens, array) else np.array(tokens, dtype=np.uint32)

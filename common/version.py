@@ -1,4 +1,4 @@
-"""Which kvrelay this is."""
+"""The version of kvrelay."""
 
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 @cache
 def installed_version() -> str:
-    """Return the version that is installed; "unknown" where the sources run without having been installed."""
+    """Return the installed version, or "unknown" if the sources run without installation."""
     try:
         return version("kvrelay")
     except PackageNotFoundError:

@@ -1,6 +1,8 @@
-"""Between protobuf messages and our records."""
+"""Converts between protobuf messages and our records."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,10 @@ from common.sampling import SamplingParams
 from common.tokens import TOKEN_BYTES, TokenArray, as_tokens, token_view, tokens_from_bytes
 from kvrelay.v1 import sampling_pb2
 
+_RENAMED = {"num_logprobs": "logprobs", "num_prompt_logprobs": "prompt_logprobs"}
+_WIRE_NAMES = {field.name: _RENAMED.get(field.name, field.name) for field in fields(SamplingParams)}
+_MAY_BE_UNSET = {field.name for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields if field.has_presence}
+
 
 def sampling_from_proto(
     message: sampling_pb2.SamplingParams, *, default_max_tokens: int, default_seed: int
@@ -20,64 +26,33 @@ def sampling_from_proto(
     Values are not checked: call `validate`.
     """
     check_bounds(message, field="sampling")
-    defaults = SamplingParams()
-
-    def value(name: Any, default: Any) -> Any:
-        return getattr(message, name) if message.HasField(name) else default
-
-    return SamplingParams(
-        temperature=value("temperature", defaults.temperature),
-        top_k=value("top_k", defaults.top_k),
-        top_p=value("top_p", defaults.top_p),
-        min_p=value("min_p", defaults.min_p),
-        repetition_penalty=value("repetition_penalty", defaults.repetition_penalty),
-        presence_penalty=value("presence_penalty", defaults.presence_penalty),
-        frequency_penalty=value("frequency_penalty", defaults.frequency_penalty),
-        logit_bias=tuple(sorted(message.logit_bias.items())),
-        seed=value("seed", default_seed),
-        n=value("n", defaults.n),
-        stop=tuple(message.stop),
-        stop_token_ids=frozenset(message.stop_token_ids),
-        max_tokens=value("max_tokens", default_max_tokens),
-        min_tokens=value("min_tokens", defaults.min_tokens),
-        ignore_eos=message.ignore_eos,
-        num_logprobs=message.logprobs if message.HasField("logprobs") else None,
-        num_prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-        include_special_tokens=message.include_special_tokens,
-        detokenize=value("detokenize", defaults.detokenize),
-    )
+    values: dict[str, Any] = {"max_tokens": default_max_tokens, "seed": default_seed}
+    for name, wire_name in _WIRE_NAMES.items():
+        if wire_name not in _MAY_BE_UNSET or message.HasField(wire_name):  # type: ignore[arg-type]
+            values[name] = getattr(message, wire_name)
+    values["logit_bias"] = tuple(sorted(message.logit_bias.items()))
+    values["stop"] = tuple(message.stop)
+    values["stop_token_ids"] = frozenset(message.stop_token_ids)
+    return SamplingParams(**values)
 
 
 def sampling_to_proto(sampling: SamplingParams) -> sampling_pb2.SamplingParams:
     """Return the message with every field set."""
-    message = sampling_pb2.SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=dict(sampling.logit_bias),
-        seed=sampling.seed,
-        n=sampling.n,
-        stop=sampling.stop,
-        stop_token_ids=sorted(sampling.stop_token_ids),
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        ignore_eos=sampling.ignore_eos,
-        include_special_tokens=sampling.include_special_tokens,
-        detokenize=sampling.detokenize,
-    )
-    if sampling.num_logprobs is not None:
-        message.logprobs = sampling.num_logprobs
-    if sampling.num_prompt_logprobs is not None:
-        message.prompt_logprobs = sampling.num_prompt_logprobs
-    return message
+    values = {wire_name: getattr(sampling, name) for name, wire_name in _WIRE_NAMES.items()}
+    values["logit_bias"] = dict(sampling.logit_bias)
+    values["stop_token_ids"] = sorted(sampling.stop_token_ids)
+    return sampling_pb2.SamplingParams(**values)
+
+
+def check_number(value: float, field: str, *, highest: float) -> float:
+    """Return the value of a field. Raises ValueError, naming the field, unless it is finite and in 0 to `highest`."""
+    if not (0 <= value <= highest and math.isfinite(value)):
+        raise ValueError(f"{field} is {value}; it must be finite, at least 0 and at most {highest:g}")
+    return value
 
 
 def token_ids_from_proto(ids: Sequence[int], *, vocab_size: int, field: str) -> TokenArray:
-    """Return the ids (a repeated uint32, say) packed. Raises InvalidRequest for one that is not in the vocabulary."""
+    """Return packed ids. Raises InvalidRequest for an id outside the vocabulary."""
     return _check_vocabulary(as_tokens(np.array(ids, dtype="<u4")), vocab_size=vocab_size, field=field)
 
 
@@ -87,9 +62,9 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_tokens(raw: bytes, *, vocab_size: int, field: str) -> TokenArray:
-    """Invert `pack_tokens`. Raises InvalidRequest for half a token, and for one that is not in the vocabulary."""
+    """Invert `pack_tokens`. Raises InvalidRequest for a partial token, and for an id outside the vocabulary."""
     if len(raw) % TOKEN_BYTES:
-        raise InvalidRequest(f"{len(raw)} bytes are no whole number of {TOKEN_BYTES}-byte tokens", field=field)
+        raise InvalidRequest(f"{len(raw)} bytes are not a multiple of {TOKEN_BYTES}, the size of a token", field=field)
     return _check_vocabulary(tokens_from_bytes(raw), vocab_size=vocab_size, field=field)
 
 

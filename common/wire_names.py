@@ -1,4 +1,4 @@
-"""The names of enum values on the wire. Apart from `common.wire`, so that clients need no NumPy."""
+"""Names of enum values on the wire. Separate from `common.wire`, so that clients need no NumPy."""
 
 from kvrelay.v1 import worker_pb2
 

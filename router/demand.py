@@ -31,7 +31,7 @@ class Answered:
     num_output_tokens: int
     """Tokens of one sample."""
     ttft_s: float | None
-    itl_s: float | None
+    tpot_s: float | None
     is_complete: bool = True
 
 
@@ -106,7 +106,7 @@ class DemandMeter:
             num_queued=num_queued,
             num_queued_tokens=num_queued_tokens,
             ttft_p90_s=_p90([answered.ttft_s for answered in answers if answered.ttft_s is not None]),
-            itl_p90_s=_p90([answered.itl_s for answered in answers if answered.itl_s is not None]),
+            itl_p90_s=_p90([answered.tpot_s for answered in answers if answered.tpot_s is not None]),
             burstiness=self._burstiness(num_known, now),
         )
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from common.fake_template import LineTemplate
+from common.chat_template import LineTemplate
 from common.parity import byte_probes
 from common.tokens import TokenArray, as_tokens
 from router.tenants import ANYBODY, Tenant

@@ -184,7 +184,7 @@ class RequestRecord:
             num_computed_tokens=max(0, num_prompt_tokens - self.num_cached_tokens),
             num_output_tokens=ledger.num_tokens // self.job.sampling.n,
             ttft_s=None if ledger.first_token_s is None else ledger.first_token_s - self.life.received_s,
-            itl_s=ledger.mean_gap_s(),
+            tpot_s=ledger.mean_gap_s(),
         )
 
     @property

@@ -125,7 +125,7 @@ async def serve_router(
     """Start a router with a given codec and clock. Raises OSError when a port is taken, ConfigError for bad keys."""
     config = serving.router
     clock = SystemClock() if clock is None else clock
-    slo = Slo(ttft_s=serving.slo.ttft_s, ttft_tokens=serving.slo.ttft_tokens, itl_s=serving.slo.itl_s)
+    slo = Slo(ttft_s=serving.slo.ttft_s, ttft_tokens=serving.slo.ttft_tokens, tpot_s=serving.slo.tpot_s)
     parts = build_router(
         config,
         clock=clock,
@@ -141,7 +141,7 @@ async def serve_router(
         RequestReader(codec, default_max_tokens=config.default_max_tokens),
         doorkeeper=make_doorkeeper(serving, credentials),
         default_terms=Terms(
-            ttft_slo_s=serving.slo.ttft_s, ttft_tokens=serving.slo.ttft_tokens, itl_slo_s=serving.slo.itl_s
+            ttft_slo_s=serving.slo.ttft_s, ttft_tokens=serving.slo.ttft_tokens, itl_slo_s=serving.slo.tpot_s
         ),
         merging=merging,
         block_key=make_block_key(serving, bytes.fromhex(credentials.held.enrolment.block_key)),

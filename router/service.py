@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from common.demand_wire import demand_to_proto
+from common.demand import demand_to_proto
 from common.errors import InvalidRequest, KvrelayError
 from common.ids import RequestId, WorkerId
 from common.rpc import error_boundary, time_left_s

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import tokenizers
 
+from common.chat_template import LineTemplate
 from common.config import PoolConfig, ServingConfig
-from common.fake_template import LineTemplate
 from common.fake_tokenizer import byte_tokenizer
 from common.model_files import resolve_model
 from common.parity import Template

@@ -11,10 +11,10 @@ from functools import cached_property
 
 import tokenizers
 
+from common.chat_template import LineTemplate
 from common.clock import Clock, SystemClock
 from common.config import PoolConfig, ServingConfig
 from common.errors import InvalidRequest, Overloaded, StaleEpoch, WorkerLost
-from common.fake_template import LineTemplate
 from common.ids import Epoch, WorkerId, mint_epoch
 from common.kv_events import KvEvents
 from common.parity import Template, TextProbes, text_probes

@@ -43,7 +43,7 @@ def ours(asked: Asked, load: Load, folder: Path) -> ToolReport:
 def _report(run: Run) -> ToolReport:
     complete = [request for request in run.requests if request.is_complete]
     ttft = [request.ttft_s for request in complete if request.ttft_s is not None]
-    tpot = [request.itl_s for request in complete if request.itl_s is not None]
+    tpot = [request.tpot_s for request in complete if request.tpot_s is not None]
     if not ttft or not tpot:
         raise ToolFailed("our generator got no answer")
     return ToolReport(

@@ -23,7 +23,7 @@ def planner_settings(config: ServingConfig) -> PlannerSettings:
     decode_helps = router.policy == "predictive" and router.local_prefill_max_tokens == "auto"
     return PlannerSettings(
         decode_help=DECODE_HELP if decode_helps else 0.0,
-        slo=Slo(ttft_s=slo.ttft_s, itl_s=slo.itl_s, ttft_tokens=slo.ttft_tokens),
+        slo=Slo(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, ttft_tokens=slo.ttft_tokens),
         attainment=planner.attainment,
         prefill=Limits(smallest=planner.min_prefill, largest=planner.max_prefill),
         decode=Limits(smallest=planner.min_decode, largest=planner.max_decode),

@@ -12,8 +12,7 @@ from cluster.changes.scaling import Workforce
 from cluster.planner.observation import Observation, ObservedWorker, Pool, WorkerPhase
 from cluster.processes.plan import ProcessRole
 from common.config import ServingConfig
-from common.demand import Demand
-from common.demand_wire import demand_from_proto, merge_demands
+from common.demand import Demand, demand_from_proto, merge_demands
 from common.ids import WorkerId
 from common.rpc import Connect
 from common.timing_wire import timing_from_proto

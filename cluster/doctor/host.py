@@ -20,6 +20,7 @@ from cluster.doctor.finding import Finding, failure, ok, warning
 from common.config import PoolConfig, ServingConfig
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, cache_dir, resolve_model
 from common.ports import dial_address, is_port_free
+from common.random_models import SEED_FILE
 
 _GIB = 1 << 30
 _LITTLE_DISK_GIB, _NO_DISK_GIB = 5.0, 0.5
@@ -117,8 +118,6 @@ def _model(config: ServingConfig) -> Finding:
 
 def _weight_files(folder: Path) -> list[str]:
     """Return the files that have to be there."""
-    from common.random_models import SEED_FILE  # brings the tokenizer library, which other commands do without
-
     if (folder / SEED_FILE).is_file():
         return []
     index = folder / "model.safetensors.index.json"

@@ -164,7 +164,7 @@ class DecodeCapacity:
         contexts = [shape.num_prompt_tokens + shape.num_output_tokens / 2 for shape in shapes]
         decode = timing.decode
         self._cost_s = self._moments([decode.per_decode_s + decode.per_context_token_s * each for each in contexts])
-        self.is_reachable = self._step_s + self._cost_s.mean <= objectives.slo.itl_s
+        self.is_reachable = self._step_s + self._cost_s.mean <= objectives.slo.tpot_s
         """Whether a sequence that runs alone is within the objective."""
         self._z = NormalDist().inv_cdf(objectives.attainment)
 
@@ -217,7 +217,7 @@ class DecodeCapacity:
 
     def num_spare(self, num_workers: int, rate: float) -> float:
         """Return how many workers' worth of time is left before the mean gap is as long as it may be."""
-        return num_workers * max(0.0, 1.0 - self.mean_itl_s(num_workers, rate) / self._objectives.slo.itl_s)
+        return num_workers * max(0.0, 1.0 - self.mean_itl_s(num_workers, rate) / self._objectives.slo.tpot_s)
 
     def kv_share(self, num_workers: int, rate: float) -> float:
         """Return the share of the pool's pages in use, as high as it gets but for the share that may fail."""
@@ -232,7 +232,7 @@ class DecodeCapacity:
             return False
         if not self.is_reachable:
             return self._busy(num_workers, rate) <= self._objectives.max_utilization
-        return self.high_itl_s(num_workers, rate) <= self._objectives.slo.itl_s
+        return self.high_itl_s(num_workers, rate) <= self._objectives.slo.tpot_s
 
 
 def workers_for(capacity: Capacity, rate: float) -> int:

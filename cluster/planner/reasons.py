@@ -42,7 +42,7 @@ def tell(wanted: PoolSizes, numbers: Numbers, *, settings: PlannerSettings) -> S
     of_prefill = f"prefill needs {numbers.needs[Pool.PREFILL].to_grow} (has {present.prefill}, {busy:.0%} busy)"
     of_decode = (
         f"decode needs {numbers.needs[Pool.DECODE].to_grow} (has {present.decode},"
-        f" gaps of {itl_s * 1e3:.0f} ms of {settings.slo.itl_s * 1e3:.0f})"
+        f" gaps of {itl_s * 1e3:.0f} ms of {settings.slo.tpot_s * 1e3:.0f})"
     )
     parts.append(f"{of_prefill}, {of_decode}")
     if prefill.reachable < 1.0:

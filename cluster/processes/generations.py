@@ -5,9 +5,8 @@ their workers can exchange KV and take over each other's answers. There are two 
 one. A router is told the workers of its own generation only.
 """
 
-from cluster.changes.diff import NEEDS, Need, leaves
 from cluster.processes.plan import ProcessSpec
-from common.config import ServingConfig
+from common.config import NEEDS, Need, ServingConfig, leaves
 
 Generation = tuple[object, ...]
 
@@ -31,4 +30,4 @@ class Generations:
 
 def generation(config: ServingConfig) -> Generation:
     """Return the values of the keys that make a generation."""
-    return tuple(value for key, value in leaves(config) if NEEDS[key] is Need.GENERATION)
+    return tuple(value for key, value in leaves(config).items() if NEEDS[key] is Need.GENERATION)

@@ -1,1 +1,1 @@
-"""Who is who inside a cluster, and who may call what. What it protects against: docs/security.md."""
+"""Identities inside a cluster and their rights. Threats: docs/security.md."""

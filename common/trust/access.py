@@ -1,4 +1,4 @@
-"""Which role may call which method, on which listener. Whatever is not listed is denied.
+"""The table of roles that may call each method, by listener. Methods that are not listed are denied.
 
 | listener | audience | services |
 |---|---|---|
@@ -9,8 +9,8 @@
 | KV plane of a worker | workers with a ticket | KvTransferService, health |
 | control socket of the controller | operators, by the permissions of the run folder | ControllerService |
 
-A door is open to anybody; what a call is allowed there is decided by its tenant (router/doorkeeper.py) or its
-capability (decode_worker/direct.py). Inside listeners know every caller by its certificate, or by a proof of it.
+Doors are open to all clients; the rights of a call depend on its tenant (router/doorkeeper.py) or its capability
+(decode_worker/direct.py). Inside listeners identify every caller by its certificate, or by a proof of it.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ def _methods(service: str, **roles: frozenset[Role]) -> dict[str, frozenset[Role
     return {f"/{_PACKAGE}.{service}/{method}": allowed for method, allowed in roles.items()}
 
 
-_ANYBODY = frozenset({Role.CLIENT})
+_CLIENTS = frozenset({Role.CLIENT})
 _ROUTERS = frozenset({Role.ROUTER})
 _WORKERS = frozenset({Role.WORKER})
 _CONTROLLER = frozenset({Role.CONTROLLER})
@@ -38,17 +38,17 @@ _OPERATORS = frozenset({Role.OPERATOR})
 _INSIDERS = frozenset({Role.ROUTER, Role.WORKER, Role.CONTROLLER, Role.OPERATOR})
 
 METHODS: Mapping[str, frozenset[Role]] = {
-    # Every tenant: its own requests, decisions and traffic. GetClusterStatus: tenants that are operators only.
+    # Tenants see their own requests, decisions and traffic; only operators among them may call GetClusterStatus.
     **_methods(
         "InferenceService",
-        Generate=_ANYBODY,
-        Tokenize=_ANYBODY,
-        ListModels=_ANYBODY,
-        GetClusterStatus=_ANYBODY,
-        Explain=_ANYBODY,
-        RecordTraffic=_ANYBODY,
+        Generate=_CLIENTS,
+        Tokenize=_CLIENTS,
+        ListModels=_CLIENTS,
+        GetClusterStatus=_CLIENTS,
+        Explain=_CLIENTS,
+        RecordTraffic=_CLIENTS,
     ),
-    **_methods("DirectService", StreamTokens=_ANYBODY),
+    **_methods("DirectService", StreamTokens=_CLIENTS),
     **_methods("RouterAdminService", SetWorkers=_CONTROLLER, GetDemand=_CONTROLLER),
     **_methods(
         "WorkerService",
@@ -75,19 +75,19 @@ METHODS: Mapping[str, frozenset[Role]] = {
 
 @unique
 class Audience(Enum):
-    """Whom a listener is for."""
+    """Callers of a listener."""
 
     CLIENTS = "clients"
-    """Anybody may connect; a server certificate at most."""
+    """All clients; they show no certificate."""
     INSIDERS = "insiders"
-    """Processes of the cluster and its operators; each shows who it is."""
+    """Processes of the cluster and its operators; each proves its identity."""
 
 
 def allowed_roles(method: str, audience: Audience) -> frozenset[Role]:
-    """Return the roles that may call a method, by its full name, on a listener for an audience; none when unknown."""
+    """Return the roles that may call a method (full name) on a listener of `audience`; none for unknown methods."""
     if method in _HEALTH:
-        return _ANYBODY if audience is Audience.CLIENTS else _INSIDERS
+        return _CLIENTS if audience is Audience.CLIENTS else _INSIDERS
     if method in _REFLECTION:
-        return _ANYBODY if audience is Audience.CLIENTS else frozenset()
+        return _CLIENTS if audience is Audience.CLIENTS else frozenset()
     roles = METHODS.get(method, frozenset())
     return roles if (Role.CLIENT in roles) is (audience is Audience.CLIENTS) else frozenset()

@@ -1,7 +1,7 @@
-"""Calls at doors that are let in before anybody knows who calls: health, reflection, and what a capability opens.
+"""Bounds calls at doors that are admitted before the caller is known: health, reflection, and direct streams.
 
-Such a call costs memory while it waits for its request, which may come byte by byte, or for news, as `Watch` does. So a
-bounded number of them is open at a time, on all connections together: one more ends the one that has waited longest.
+Such a call costs memory while it waits for its request, which may arrive byte by byte, or for news, as `Watch` does.
+Therefore the number of open ones is bounded over all connections: a further one ends the one that has waited longest.
 """
 
 import asyncio
@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from common.errors import InvalidRequest, KvrelayError, Overloaded
+from common.malformed import strict
 from common.rpc import abort
 
 MOST_OPEN = 128
@@ -22,7 +22,7 @@ _RETRY_S = 1.0
 
 
 class AnonymousCalls:
-    """The calls of one listener that are open, and of unknown clients. Event loop only."""
+    """Open calls of unknown clients on one listener. Event loop only."""
 
     def __init__(self, *, most: int = MOST_OPEN) -> None:
         self._most = most
@@ -37,7 +37,7 @@ class AnonymousCalls:
         return grpc.stream_stream_rpc_method_handler(handle, None, handler.response_serializer)
 
     def read(self, handler: Any) -> Any:
-        """Return a handler for one request, whose calls count until that has come."""
+        """Return a handler for one request, whose calls count until the request has arrived."""
 
         async def handle(requests: AsyncIterator[bytes], context: Any) -> None:
             request = await self._at_most(_first(handler, requests), context)
@@ -47,14 +47,15 @@ class AnonymousCalls:
 
     async def _serve(self, handler: Any, requests: AsyncIterator[bytes], context: Any) -> None:
         if handler.request_streaming:
-            parsed = (_parse(handler, each) async for each in requests)
+            decode = strict(handler.request_deserializer)
+            parsed = (decode(each) async for each in requests)
             await _answer(handler.stream_stream or handler.stream_unary, parsed, context)
         else:
             request = await _first(handler, requests)
             await _answer(handler.unary_stream or handler.unary_unary, request, context)
 
     async def _at_most(self, work: Any, context: Any) -> Any:
-        """Return what `work` returns, unless others need its place meanwhile."""
+        """Return the result of `work`; aborts the call if newer ones need its place."""
         while len(self._open) >= self._most:
             oldest, _ = self._open.popitem(last=False)
             oldest.cancel()
@@ -82,19 +83,12 @@ async def _first(handler: Any, requests: AsyncIterator[bytes]) -> Any:
     except TimeoutError:
         raise InvalidRequest(f"the request did not come within {_REQUEST_S:g} s", field="message") from None
     if raw is None:
-        raise InvalidRequest("there is no request", field="message")
-    return _parse(handler, raw)
-
-
-def _parse(handler: Any, raw: bytes) -> Any:
-    try:
-        return handler.request_deserializer(raw)
-    except (DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest("not a valid message", field="message") from error
+        raise InvalidRequest("the request is missing", field="message")
+    return strict(handler.request_deserializer)(raw)
 
 
 async def _answer(behavior: Any, request: Any, context: Any) -> None:
-    """Write what a behavior of any kind answers."""
+    """Write the answer of a behavior of any kind."""
     answer = behavior(request, context)
     if inspect.isasyncgen(answer):
         async for each in answer:

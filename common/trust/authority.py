@@ -1,8 +1,8 @@
-"""The cluster's certificate authority: says who is who. Held by the controller alone.
+"""The cluster's certificate authority, held by the controller alone.
 
-Its key (P-256) stays in a folder of the run folder, for the owner's eyes only, so that the next controller of the same
-cluster is the same authority. Certificates are short-lived X.509 SVIDs (SPIFFE X509-SVID, section 3): the identity is
-the one URI name; the DNS name of the role is what callers check; further names are where a door is reached.
+Its key (P-256) stays in the run folder, readable by the owner only, so that the next controller of the same cluster is
+the same authority. Certificates are short-lived X.509 SVIDs (SPIFFE X509-SVID, section 3): the single URI name is the
+identity, callers check the DNS name of the role, and further names are the addresses of a door.
 """
 
 import datetime
@@ -26,25 +26,25 @@ from common.trust.identity import INTERNAL_SUFFIX, Identity, Role, server_name
 DAY_S = 86_400.0
 _CA_DAYS = 3650
 _SKEW = datetime.timedelta(minutes=5)
-"""Clocks of hosts may differ by so much."""
+"""Tolerated difference between the clocks of hosts."""
 MAX_NAMES = 64
 MAX_NAME_BYTES = 2048
-"""For all names together: proofs and tickets carry the certificate, and have to fit into the metadata of a call."""
+"""Most bytes of all names: proofs and tickets carry the certificate and must fit into the metadata of a call."""
 RENEW_SHARE = 2 / 3
-"""A share of a certificate's life."""
+"""Share of a certificate's life after which it is renewed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuthoritySettings:
-    """What the authority tells every process beside its certificate."""
+    """Settings that every process gets with its certificate."""
 
     cluster: str
     is_encrypted: bool
-    """Whether connections are TLS; otherwise callers show proofs (`proofs.py`)."""
+    """Whether connections use TLS; otherwise callers show proofs (`proofs.py`)."""
     allows_plain_text: bool = False
-    """Whether listeners that others than this host reach may do without TLS."""
+    """Whether listeners that other hosts reach may work without TLS."""
     lifetime_s: float = DAY_S
-    """How long a certificate lasts; it is renewed at two thirds of it."""
+    """Life of a certificate."""
 
 
 class Authority:
@@ -66,13 +66,13 @@ class Authority:
 
     @classmethod
     def new(cls, settings: AuthoritySettings) -> "Authority":
-        """Return an authority that is stored nowhere."""
+        """Return a new authority without storing it."""
         key = ec.generate_private_key(ec.SECP256R1())
         return cls(settings, key, _self_signed(key, settings.cluster), secrets.token_bytes(32))
 
     @classmethod
     def open(cls, folder: Path, settings: AuthoritySettings) -> "Authority":
-        """Return the authority of a folder, made where there is none. Raises OSError, ValueError for damaged files."""
+        """Return the authority of a folder, created if missing. Raises OSError, ValueError for damaged files."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
         key_path, secret_path, certificate_path = (folder / name for name in ("ca.key", "block.key", "ca.pem"))
@@ -85,15 +85,15 @@ class Authority:
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise ValueError(f"{key_path} holds no elliptic-curve key; delete the folder {folder} to make a new one")
         certificate = x509.load_pem_x509_certificate(certificate_path.read_bytes())
-        if certificate.public_key() != key.public_key():  # such as a restored half: nobody would know what it signs
+        if certificate.public_key() != key.public_key():  # such as a partial restore
             raise ValueError(f"{certificate_path} is not for ca.key; delete the folder {folder} to make new ones")
         return cls(settings, key, certificate, bytes.fromhex(secret_path.read_text(encoding="ascii")))
 
     def enrol(self, request: EnrolmentRequest, *, role: Role, name: str) -> Enrolment:
-        """Return the certificate of a process that the caller has started under this name. Raises ValueError.
+        """Return a certificate for a process that the caller has started under this name. Raises ValueError.
 
-        The caller says who it is. Only a router is certified for the hosts that it asks for: clients know its doors
-        by them. Everything else is known by its role, so a compromised worker cannot pose as a door.
+        The caller vouches for role and name. Only a router is certified for the hosts in its request, by which clients
+        know its doors. Other processes are known by their role, so a compromised worker cannot pose as a door.
         """
         public_key = _requested_key(request.csr_pem, name)
         hosts = _general_names(request.hosts)
@@ -134,7 +134,7 @@ class Authority:
 
 
 def _requested_key(csr_pem: str, name: str) -> ec.EllipticCurvePublicKey:
-    """Return the key that a process asks a certificate for: one that it holds. Raises ValueError."""
+    """Return the public key of a signing request, whose signature proves possession. Raises ValueError."""
     try:
         request = x509.load_pem_x509_csr(csr_pem.encode())
         is_signed, key = request.is_signature_valid, request.public_key()
@@ -143,7 +143,7 @@ def _requested_key(csr_pem: str, name: str) -> ec.EllipticCurvePublicKey:
     if not is_signed:
         raise ValueError(f"cannot enrol {name}: the signature of its request is not valid")
     if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise ValueError(f"cannot enrol {name}: its key is no elliptic-curve key")
+        raise ValueError(f"cannot enrol {name}: its key is not an elliptic-curve key")
     return key
 
 
@@ -180,7 +180,7 @@ def _key_usage(*, for_authority: bool) -> x509.KeyUsage:
 
 
 def _general_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
-    """Return addresses and DNS names as a certificate has them. Raises ValueError."""
+    """Return addresses and DNS names in the form of certificates. Raises ValueError."""
     if len(hosts) > MAX_NAMES:
         raise ValueError(f"cannot enrol: {len(hosts)} names, at most {MAX_NAMES}")
     names: list[x509.GeneralName] = []
@@ -212,7 +212,7 @@ def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Replace a file, atomically, that nobody but its owner may read."""
+    """Replace a file atomically by one that only its owner may read."""
     scratch = path.with_suffix(".tmp")
     scratch.unlink(missing_ok=True)
     with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

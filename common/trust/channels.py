@@ -1,7 +1,7 @@
-"""Channels inside the cluster: they show who calls, know who answers, and take up renewed certificates.
+"""Channels inside the cluster: mutually authenticated, with renewed certificates from the next call on.
 
 A channel here is a sequence of real ones. When the certificate is renewed, the next call begins on a new real channel;
-the old one is closed when its last call has ended. A call stays where it began, however long it lasts.
+the old one is closed when its last call has ended. A call stays on its channel until its end.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ _RENEW_PROOF_S = PROOF_LIFETIME_S / 2
 
 
 def connect_to(role: Role, credentials: Credentials) -> "Callable[[str], grpc.aio.Channel]":
-    """Return what makes channels to processes of a role (a `common.rpc.Connect`). They connect when they are used."""
+    """Return a factory of lazy channels to processes of a role (a `common.rpc.Connect`)."""
     return lambda address: InsideChannel(address, role, credentials)
 
 
@@ -50,7 +50,7 @@ class InsideChannel(grpc.aio.Channel):
         self._proof_generation = 0
         self._is_closed = False
 
-    # What stubs use.
+    # Used by stubs.
 
     def unary_unary(self, method: str, *codecs: Any, **options: Any) -> Any:
         """Return a function that makes a call with one request and one response."""
@@ -98,7 +98,7 @@ class InsideChannel(grpc.aio.Channel):
         await self._generation().channel.channel_ready()
 
     async def close(self, grace: float | None = None) -> None:
-        """Close every real channel; calls that run get `grace` seconds, then they are cancelled."""
+        """Close every real channel; running calls are cancelled after `grace` seconds."""
         self._is_closed = True
         generations = [*self._old, *((self._newest,) if self._newest is not None else ())]
         self._old.clear()
@@ -113,7 +113,7 @@ class InsideChannel(grpc.aio.Channel):
     def _generation(self) -> _Generation:
         newest = self._newest
         if newest is not None and (self._is_closed or newest.number == self._credentials.generation):
-            return newest  # a closed one says so itself
+            return newest  # a closed channel reports it itself
         if newest is not None:
             newest.is_old = True
             self._old.add(newest)
@@ -125,12 +125,12 @@ class InsideChannel(grpc.aio.Channel):
         options: list[tuple[str, Any]] = channel_options()
         if not self._credentials.is_encrypted:
             return grpc.aio.insecure_channel(self._address, options=options)
-        # The name is the role's, wherever it listens; the certificate behind it only the authority gives out.
+        # The name of the role, on any address; only the authority issues certificates for it.
         options.append(("grpc.ssl_target_name_override", server_name(self._credentials.identity.cluster, self._role)))
         return grpc.aio.secure_channel(self._address, self._credentials.channel_credentials(), options=options)
 
     def _show(self) -> tuple[tuple[str, str], ...]:
-        """Return the metadata that prove who calls, where TLS does not."""
+        """Return the metadata that identify this process where TLS does not."""
         if self._credentials.is_encrypted:
             return ()
         now_s = time.monotonic()

@@ -1,9 +1,9 @@
-"""What a process holds to show who it is, and to know others: key, certificate, authority. Renewed while it runs.
+"""Credentials of a process: key, certificate and authority, renewed while it runs.
 
     ABSENT ──request()──▶ (the launcher has it signed) ──accept()──▶ HELD ──request(), accept()──▶ HELD …
 
-Servers take up a renewed certificate with the next handshake; channels of `InsideChannel` with the next call.
-Connections that exist stay as they are.
+Servers use a renewed certificate from the next handshake on, channels of `InsideChannel` from the next call on.
+Existing connections stay unchanged.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from common.trust.identity import Identity, Role
 from common.trust.proofs import ProofVerifier, Signer
 
 LOOK_S = 60.0
-"""How often the clock is looked at: sleeping tasks do not notice that a host was suspended, certificates do."""
+"""Interval of looking at the wall clock: sleep does not count while a host is suspended, but certificates expire."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,34 +40,34 @@ class Held:
 
     @property
     def certificate_pem(self) -> bytes:
-        """The certificate."""
+        """The certificate in PEM."""
         return self.enrolment.certificate_pem.encode()
 
     @property
     def ca_pem(self) -> bytes:
-        """The authority's certificate."""
+        """The authority's certificate in PEM."""
         return self.enrolment.ca_pem.encode()
 
 
 class Credentials:
-    """Who this process is. Any thread may read; one thread at a time may renew."""
+    """Identity and keys of this process. Any thread may read; one thread at a time may renew."""
 
     def __init__(self) -> None:
         self._key: ec.EllipticCurvePrivateKey | None = None
         self._held: Held | None = None
         self.generation = 0
-        """Grows with every certificate."""
+        """Number of certificates accepted so far."""
         self._accepted: list[Callable[[], None]] = []
 
     @classmethod
     def of(cls, authority: Authority, role: Role, name: str, hosts: Sequence[str] = ()) -> "Credentials":
-        """Return credentials that an authority in this process gives."""
+        """Return credentials issued by an authority in this process."""
         credentials = cls()
         credentials.renew(partial(authority.enrol, role=role, name=name), hosts)
         return credentials
 
     def renew(self, enrol: Callable[[EnrolmentRequest], Enrolment], hosts: Sequence[str] = ()) -> None:
-        """Ask for a new certificate and take it."""
+        """Request a new certificate and accept it."""
         self.accept(enrol(self.request(hosts)))
 
     def request(self, hosts: Sequence[str]) -> EnrolmentRequest:
@@ -78,9 +78,9 @@ class Credentials:
         return EnrolmentRequest(csr_pem=signed.decode(), hosts=tuple(hosts))
 
     def accept(self, enrolment: Enrolment) -> None:
-        """Take the answer to the last request. Raises ValueError for one that is not it.
+        """Accept the answer to the latest request. Raises ValueError for any other.
 
-        Raises OSError, with the certificate taken, when somebody who was told could not make use of it.
+        Raises OSError, with the certificate accepted, when a callback of `on_accept` could not use it.
         """
         certificate = x509.load_pem_x509_certificate(enrolment.certificate_pem.encode())
         if self._key is None or certificate.public_key() != self._key.public_key():
@@ -97,9 +97,9 @@ class Credentials:
         self._key = None
         self.generation += 1
         errors: list[OSError] = []
-        for told in self._accepted:  # each of them hears of it, whatever the others make of it
+        for callback in self._accepted:  # all of them run, even if one fails
             try:
-                told()
+                callback()
             except OSError as error:
                 errors.append(error)
         if errors:
@@ -126,9 +126,9 @@ class Credentials:
         credentials.accept(enrolment)
         return credentials
 
-    def on_accept(self, told: Callable[[], None]) -> None:
-        """Call back behind every renewal."""
-        self._accepted.append(told)
+    def on_accept(self, callback: Callable[[], None]) -> None:
+        """Run `callback` after every renewal."""
+        self._accepted.append(callback)
 
     @property
     def held(self) -> Held:
@@ -139,12 +139,12 @@ class Credentials:
 
     @property
     def identity(self) -> Identity:
-        """Who this process is."""
+        """Identity of this process."""
         return self.held.signer.identity
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether connections of this cluster are TLS."""
+        """Whether connections of this cluster use TLS."""
         return self.held.enrolment.is_encrypted
 
     @property
@@ -160,22 +160,22 @@ class Credentials:
     # TLS.
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Return what a client inside the cluster connects with."""
+        """Return TLS credentials for a client inside the cluster."""
         held = self.held
         return grpc.ssl_channel_credentials(held.ca_pem, held.key_pem, held.certificate_pem)
 
     def server_credentials(self, *, ask_for_certificate: bool) -> grpc.ServerCredentials:
-        """Return what a server listens with; every handshake takes the newest certificate."""
-        told = 0
+        """Return TLS credentials for a server; every handshake takes the newest certificate."""
+        used = 0
 
         def configuration() -> grpc.ServerCertificateConfiguration:
-            nonlocal told
-            told, held = self.generation, self.held
+            nonlocal used
+            used, held = self.generation, self.held
             roots = held.ca_pem if ask_for_certificate else None
             return grpc.ssl_server_certificate_configuration([(held.key_pem, held.certificate_pem)], roots)
 
-        def newest() -> Any:  # None, where nothing has changed, is missing from grpc's types
-            return configuration() if self.generation != told else None
+        def newest() -> Any:  # None for no change, which grpc's types do not have
+            return configuration() if self.generation != used else None
 
         return grpc.dynamic_ssl_server_credentials(
             configuration(), newest, require_client_authentication=ask_for_certificate
@@ -183,6 +183,6 @@ class Credentials:
 
 
 async def sleep_until(unix_s: float) -> None:
-    """Sleep until the wall clock shows that time, or a little longer; a host may be suspended meanwhile."""
-    while (left_s := unix_s - time.time()) > 0:  # noqa: ASYNC110 - nobody tells that a clock has moved
+    """Sleep until the wall clock shows that time, even if the host is suspended meanwhile."""
+    while (left_s := unix_s - time.time()) > 0:  # noqa: ASYNC110 - no event reports a clock change
         await asyncio.sleep(min(left_s, LOOK_S))

@@ -1,6 +1,6 @@
 """The certificate of a door, for gRPC and for HTTP: the one that the cluster issues, or the operator's own files.
 
-Both are taken up anew without a restart: a renewed or replaced certificate counts from the next handshake on.
+A renewed or replaced certificate takes effect from the next handshake on, without a restart.
 """
 
 import asyncio
@@ -8,9 +8,10 @@ import logging
 import os
 import ssl
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
@@ -26,98 +27,94 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 60.0
 
 
-class DoorCertificates(Protocol):
-    """What a door shows its clients."""
-
-    def server_credentials(self) -> grpc.ServerCredentials:
-        """Return what a gRPC server listens with."""
-        ...
-
-    def ssl_context(self) -> ssl.SSLContext:
-        """Return what an HTTP server listens with; `refresh` keeps it true."""
-        ...
+class DoorCertificates(ABC):
+    """The certificate that a door shows its clients."""
 
     @property
+    @abstractmethod
     def version(self) -> tuple[int, ...]:
-        """Another one with every certificate."""
-        ...
+        """Differs for every certificate."""
 
+    @abstractmethod
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Return the credentials of a gRPC server; every handshake takes the newest certificate."""
+
+    @abstractmethod
     def refresh(self, context: ssl.SSLContext) -> None:
         """Give a context the newest certificate, for handshakes from now on. Raises OSError, ssl.SSLError."""
-        ...
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """Return a context for an HTTP server; `refresh` keeps it up to date. Raises OSError, ssl.SSLError."""
+        context = _new_context()
+        self.refresh(context)
+        return context
 
 
 class DoorContext:
-    """What an HTTP server makes handshakes with: each takes the newest certificate. Event loop only."""
+    """TLS context of an HTTP server: each handshake takes the newest certificate. Event loop only."""
 
     def __init__(self, door: DoorCertificates) -> None:
-        """Raises OSError, ssl.SSLError."""
+        """Raise OSError, ssl.SSLError for an unusable certificate."""
         self._door = door
         self._version = self._tried = door.version
         self._context = door.ssl_context()
 
     def newest(self) -> ssl.SSLContext:
-        """Return the context; with what it had as long as a new certificate cannot be used."""
+        """Return the context; keeps the old certificate while a new one cannot be used."""
         version = self._door.version
         if version != self._version:
             try:
-                # A new one: what cannot be loaded leaves a context without the key that it had.
+                # A new context: a failed load would leave the present one without its key.
                 self._context, self._version = self._door.ssl_context(), version
-            except OSError as error:  # such as files of which one has been replaced
+            except OSError as error:  # such as a pair of files of which only one has been replaced
                 if version != self._tried:
-                    logger.error("the new certificate of the HTTP door cannot be used: %s", error)
+                    logger.error("cannot use the new certificate of the HTTP door: %s", error)
             self._tried = version
         return self._context
 
 
-class IssuedDoor:
-    """The process's own certificate."""
+class IssuedDoor(DoorCertificates):
+    """A door with the certificate that the cluster issued to the process."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
 
     @property
     def version(self) -> tuple[int, ...]:
-        """Another one with every certificate."""
+        """Differs for every certificate."""
         return (self._credentials.generation,)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Return what a gRPC server listens with."""
+        """Return the credentials of a gRPC server."""
         return self._credentials.server_credentials(ask_for_certificate=False)
-
-    def ssl_context(self) -> ssl.SSLContext:
-        """Return what an HTTP server listens with."""
-        context = _new_context()
-        self.refresh(context)
-        return context
 
     def refresh(self, context: ssl.SSLContext) -> None:
         """Give a context the newest certificate."""
         show(context, self._credentials)
 
 
-class FileDoor:
-    """Files of the operator's."""
+class FileDoor(DoorCertificates):
+    """A door with the certificate in the operator's files."""
 
     def __init__(self, certificate: Path, key: Path) -> None:
-        """`certificate` is the chain, leaf first. Raises OSError, ssl.SSLError for files that cannot be used."""
+        """Check the files; `certificate` is the chain, leaf first. Raises OSError, ssl.SSLError for unusable files."""
         self._certificate = certificate
         self._key = key
-        self.refresh(_new_context())
+        self.ssl_context()
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Return what a gRPC server listens with; files that change are read at the next handshake."""
+        """Return the credentials of a gRPC server; files that change are read at the next handshake."""
         known = self.version
 
         def configuration() -> grpc.ServerCertificateConfiguration:
             return grpc.ssl_server_certificate_configuration([(self._key.read_bytes(), self._certificate.read_bytes())])
 
-        def newest() -> Any:  # None, where nothing has changed, is missing from grpc's types
+        def newest() -> Any:  # None for no change, which grpc's types do not have
             nonlocal known
             if (version := self.version) == known:
                 return None
             try:
-                self.refresh(_new_context())  # half-written files must not replace good ones
+                self.ssl_context()  # half-written files must not replace usable ones
             except (OSError, ssl.SSLError):
                 return None
             known = version
@@ -125,20 +122,14 @@ class FileDoor:
 
         return grpc.dynamic_ssl_server_credentials(configuration(), newest, require_client_authentication=False)
 
-    def ssl_context(self) -> ssl.SSLContext:
-        """Return what an HTTP server listens with."""
-        context = _new_context()
-        self.refresh(context)
-        return context
-
     def refresh(self, context: ssl.SSLContext) -> None:
-        """Give a context what the files hold now; one that is in use loses nothing to files that do not fit."""
+        """Give a context the files' present content; files that do not fit each other leave it unchanged."""
         for each in (_new_context(), context):
             each.load_cert_chain(self._certificate, self._key)
 
     @property
     def version(self) -> tuple[int, ...]:
-        """When the files were written."""
+        """Modification times of the files."""
         try:
             return tuple(path.stat().st_mtime_ns for path in (self._certificate, self._key))
         except OSError:
@@ -146,9 +137,9 @@ class FileDoor:
 
 
 def show(context: ssl.SSLContext, credentials: Credentials) -> None:
-    """Have a context show a process's newest certificate from now on. Raises OSError."""
+    """Load a process's newest certificate into a context. Raises OSError."""
     held = credentials.held
-    # OpenSSL takes files only. mkstemp's are for the owner's eyes, and this one is gone once it is read.
+    # OpenSSL reads only files. mkstemp makes one that only the owner may read; it is deleted at once.
     fd, path = tempfile.mkstemp()
     try:
         os.write(fd, held.key_pem + held.certificate_pem)
@@ -159,7 +150,7 @@ def show(context: ssl.SSLContext, credentials: Credentials) -> None:
 
 
 def door_of(tls: TlsConfig, credentials: Credentials) -> DoorCertificates | None:
-    """Return what the doors of a process show; None without TLS. Raises OSError, ssl.SSLError for unusable files."""
+    """Return the certificates of a process's doors, None without TLS. Raises OSError, ssl.SSLError for bad files."""
     if not credentials.is_encrypted:
         return None
     if tls.certificate is not None and tls.key is not None:
@@ -168,9 +159,9 @@ def door_of(tls: TlsConfig, credentials: Credentials) -> DoorCertificates | None
 
 
 def keep_fresh(credentials: Credentials, refresh: Callable[[], None]) -> None:
-    """Have `refresh` called behind every renewal; when it raises OSError, as ssl.SSLError is one, again in a minute.
+    """Run `refresh` after every renewal, and again a minute after each OSError (such as ssl.SSLError).
 
-    What cannot be read or written now must not make the renewal itself fail. Renewals happen on an event loop.
+    A file that cannot be read or written must not fail the renewal itself. Renewals run on an event loop.
     """
 
     def renewed() -> None:
@@ -184,7 +175,7 @@ def keep_fresh(credentials: Credentials, refresh: Callable[[], None]) -> None:
 
 
 def scrape_tls(credentials: Credentials) -> ScrapeTls | None:
-    """Return how metrics are served: to operators by mutual TLS where the cluster is encrypted, else plain."""
+    """Return the encryption of metrics: mutual TLS with operators in an encrypted cluster, else None."""
     if not credentials.is_encrypted:
         return None
     context, door = _new_context(), IssuedDoor(credentials)

@@ -1,19 +1,21 @@
-"""What a process and the authority exchange: a request for a certificate, and the certificate.
+"""Messages between a process and the authority: a request for a certificate, and the certificate.
 
-It travels over what the launcher has to the process anyway, its standard streams or an actor call, which nobody else
-can use. Private keys never travel.
+They travel over the launcher's existing private channel to the process: its standard streams, or actor calls. Private
+keys never travel.
 """
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from dataclasses import asdict, dataclass
+from typing import ClassVar, Self
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 
 class _Record:
-    """To and from a line of JSON."""
+    """A record that travels as a line of JSON."""
 
     __slots__ = ()
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
 
     def to_json(self) -> str:
         """Return the record as one line."""
@@ -21,55 +23,38 @@ class _Record:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Invert `to_json`. Raises ValueError."""
+        """Invert `to_json`. Raises ValueError, naming a field that is missing, unknown or of another type."""
         try:
-            entry: Any = json.loads(text)
-        except RecursionError as error:
-            raise ValueError(f"not a {cls.__name__}: it is too deep") from error
-        kinds = {field.name: _KINDS[field.type] for field in fields(cls)}  # type: ignore[arg-type]
-        if not isinstance(entry, dict) or set(entry) != set(kinds):
-            raise ValueError(f"not a {cls.__name__}")
-        if wrong := [name for name, is_right in kinds.items() if not is_right(entry[name])]:
-            raise ValueError(f"not a {cls.__name__}: {wrong[0]} has another type")
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()})
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-_KINDS: Mapping[Any, Callable[[object], bool]] = {
-    str: lambda value: isinstance(value, str),
-    bool: lambda value: isinstance(value, bool),
-    float: _is_number,
-    tuple[str, ...]: lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
-}
-"""Whether a value of JSON fits a field, by the field's type."""
+            return TypeAdapter(cls).validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_input=False)[0]  # the input may hold the block key
+            where = ".".join(map(str, first["loc"]))
+            raise ValueError(f"not a valid {cls.__name__}: {where}: {first['msg']}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnrolmentRequest(_Record):
-    """A process asks for a certificate."""
+    """Request of a process for a certificate."""
 
     csr_pem: str
     """Certificate signing request; only its public key counts."""
     hosts: tuple[str, ...]
-    """Addresses and DNS names by which a router's doors are reached; empty for anything else."""
+    """Addresses and DNS names of a router's doors; empty for other processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enrolment(_Record):
-    """The authority's answer."""
+    """Answer of the authority."""
 
     identity_uri: str
     certificate_pem: str
     ca_pem: str
-    """Certificate of the authority, by which others are known."""
+    """Certificate of the authority, which verifies other processes."""
     lifetime_s: float
-    """What is left of the certificate's life, from now on."""
+    """Life of the certificate, from now on."""
     is_encrypted: bool
-    """Whether this cluster's connections are TLS."""
+    """Whether this cluster's connections use TLS."""
     allows_plain_text: bool
-    """Whether listeners that others than this host reach may do without TLS."""
+    """Whether listeners that other hosts reach may work without TLS."""
     block_key: str
-    """What block hashes are keyed with, hexadecimal; for routers only, else empty."""
+    """Key of block hashes, hexadecimal; empty except for routers."""

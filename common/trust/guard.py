@@ -1,7 +1,7 @@
-"""What stands in front of every handler of a listener: knows who calls, and lets through what its role may call.
+"""Interceptor in front of every handler of a listener: identifies the caller and enforces the rights of its role.
 
-Inside listeners know a caller by the certificate of its TLS connection, or where there is no TLS by the proof in its
-metadata (`proofs.py`). At a door anybody may call what is for clients.
+Inside listeners identify a caller by the certificate of its TLS connection, or without TLS by the proof in its metadata
+(`proofs.py`). At a door every client may call the methods for clients.
 """
 
 import logging
@@ -12,8 +12,9 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from common.errors import AccessDenied, KvrelayError, Unauthenticated, to_status
+from common.errors import AccessDenied, KvrelayError, Unauthenticated
 from common.ports import is_loopback
+from common.rpc import abort, rebuilt
 from common.trust.access import METHODS, Audience, allowed_roles
 from common.trust.anonymous import AnonymousCalls
 from common.trust.credentials import Credentials
@@ -26,12 +27,12 @@ logger = logging.getLogger(__name__)
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 _Behavior: TypeAlias = Callable[[Any, Any], Awaitable[Any]]
 Screen: TypeAlias = Callable[[str, Any], None]
-"""Takes a method's full name and a call's metadata. Raises KvrelayError for a caller that is nobody."""
+"""Checks a call by its method's full name and its metadata. Raises KvrelayError for an unknown caller."""
 _caller: ContextVar[Identity] = ContextVar("caller")
 
 
 def caller() -> Identity:
-    """Return who makes the call that the running task serves, on an inside listener. Raises LookupError elsewhere."""
+    """Return the caller that the running task serves, on an inside listener. Raises LookupError elsewhere."""
     return _caller.get()
 
 
@@ -46,9 +47,10 @@ class Guard(grpc.aio.ServerInterceptor):
         door: DoorCertificates | None = None,
         screen: Screen | None = None,
     ) -> None:
-        """`door`: what a listener for clients shows instead of the process's own certificate.
+        """Guard a listener of `audience`.
 
-        `screen`: who may call our own methods there, before anything of a request is read.
+        `door`: certificates of a listener for clients, instead of the process's own. `screen`: check of calls of our
+        own methods there, before any request is read.
         """
         self._screen = screen
         self._anonymous = AnonymousCalls()
@@ -65,7 +67,7 @@ class Guard(grpc.aio.ServerInterceptor):
         else:
             if not (credentials.held.enrolment.allows_plain_text or is_loopback(host)):
                 raise OSError(
-                    f"cannot listen on {address} without TLS: others than this host could read along;"
+                    f"cannot listen on {address} without TLS: other hosts could read along;"
                     " set tls.mode: auto, or tls.insecure: true where the network is private"
                 )
             bound = server.add_insecure_port(address)
@@ -82,7 +84,7 @@ class Guard(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Return the handler behind a check of the caller; one that refuses, before the request is parsed, or None."""
+        """Return the handler with a check of the caller in front, a refusing handler, or None for unknown methods."""
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -91,7 +93,7 @@ class Guard(grpc.aio.ServerInterceptor):
         if Role.CLIENT in roles:
             return self._let_in(handler, handler_call_details)
         if not roles:
-            return _refusal(handler, AccessDenied(f"cannot call {method}: nobody may, here"))
+            return _refusal(handler, AccessDenied(f"cannot call {method}: no role may call it on this listener"))
         if self._credentials.is_encrypted:
             return _checked(handler, lambda context: _admit(self._by_certificate(context), roles, method))
         try:
@@ -104,7 +106,7 @@ class Guard(grpc.aio.ServerInterceptor):
         """Return the handler of a call at a door."""
         if call.method not in METHODS:
             return self._anonymous.bounded(handler)
-        if self._screen is None:  # what the request says tells who may
+        if self._screen is None:  # the request itself carries the caller's right
             return self._anonymous.read(handler)
         try:
             self._screen(call.method, call.invocation_metadata)
@@ -116,7 +118,7 @@ class Guard(grpc.aio.ServerInterceptor):
         shown = context.auth_context()
         names = shown.get("x509_subject_alternative_name", ())
         try:
-            # A connection may live for longer than the certificate with which it began.
+            # A connection may outlive the certificate of its handshake.
             if any(expiry_of(pem) <= time.time() for pem in shown.get("x509_pem_cert", (b"",))):
                 raise Unauthenticated("the certificate has expired; renewed ones count on new connections")
             return identity_among([name.decode() for name in names], cluster=self._credentials.identity.cluster)
@@ -138,42 +140,30 @@ def _admit(identity: Identity, roles: frozenset[Role], method: str) -> Identity:
 
 
 def _checked(handler: Any, check: Callable[[Any], Identity]) -> Any:
-    """Return a handler that runs the same behavior once `check` has returned who calls."""
+    """Return a handler that runs the same behavior after `check` has returned the caller."""
 
     def behind(behavior: _Behavior) -> _Behavior:
         async def handle(request: Any, context: Any) -> Any:
             try:
                 identity = check(context)
             except KvrelayError as error:
-                code, message, trailing = to_status(error)
-                await context.abort(code, message, trailing)
-            else:
-                _caller.set(identity)
+                await abort(context, error)
+            _caller.set(identity)
             return await behavior(request, context)
 
         return handle
 
-    return _rebuilt(handler, behind, handler.request_deserializer)
+    return rebuilt(handler, behind, handler.request_deserializer)
 
 
 def _refusal(handler: Any, error: KvrelayError) -> Any:
-    """Return a handler that ends every call with an error, and reads nothing: on the wire all kinds are alike.
+    """Return a handler that ends every call with an error and reads nothing: all kinds look alike on the wire.
 
-    One for a single request would be called when that has come, and whoever is refused could have us keep half of it.
+    A handler for a single request would run only after the request, so a refused caller could make us buffer half of
+    it.
     """
 
     async def handle(_requests: Any, context: Any) -> None:
-        code, message, trailing = to_status(error)
-        await context.abort(code, message, trailing)
+        await abort(context, error)
 
     return grpc.stream_stream_rpc_method_handler(handle, None, handler.response_serializer)
-
-
-def _rebuilt(handler: Any, behind: Callable[[_Behavior], _Behavior], deserializer: Any) -> Any:
-    make, behavior = {
-        (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
-        (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream),
-        (True, False): (grpc.stream_unary_rpc_method_handler, handler.stream_unary),
-        (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream),
-    }[handler.request_streaming, handler.response_streaming]
-    return make(behind(behavior), deserializer, handler.response_serializer)

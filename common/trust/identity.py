@@ -1,4 +1,4 @@
-"""Names of the parties of a cluster, as SPIFFE ids: `spiffe://<cluster>/<role>/<name>` (SPIFFE-ID, section 2)."""
+"""Identities of the parties of a cluster, as SPIFFE ids: `spiffe://<cluster>/<role>/<name>` (SPIFFE-ID, section 2)."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -7,15 +7,15 @@ SCHEME = "spiffe://"
 
 
 class Role(StrEnum):
-    """What a caller is; the table of `access` says what each may call."""
+    """Kind of a caller; `access` lists the methods of each."""
 
     CLIENT = "client"
-    """Anybody who reaches a door. Which tenant it is, an API key tells (router/doorkeeper.py)."""
+    """Any caller of a door. Its API key identifies the tenant (router/doorkeeper.py)."""
     ROUTER = "router"
     WORKER = "worker"
     CONTROLLER = "controller"
     OPERATOR = "operator"
-    """A person, or a program of one, that may read the cluster's run folder."""
+    """A person or program that may read the cluster's run folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Identity:
     cluster: str
     role: Role
     name: str
-    """The process, as the controller calls it, such as `decode-0`."""
+    """Name of the process at the controller, such as `decode-0`."""
 
     @property
     def uri(self) -> str:
@@ -37,7 +37,7 @@ class Identity:
         """Invert `uri`. Raises ValueError."""
         cluster, role, name = uri.removeprefix(SCHEME).split("/") if uri.startswith(SCHEME) else ("", "", "")
         if not (cluster and name):
-            raise ValueError(f"{uri!r} is no identity of a kvrelay cluster")
+            raise ValueError(f"{uri!r} is not an identity of a kvrelay cluster")
         return cls(cluster=cluster, role=Role(role), name=name)
 
     def __str__(self) -> str:
@@ -45,9 +45,9 @@ class Identity:
 
 
 def server_name(cluster: str, role: Role) -> str:
-    """Return the DNS name that every server of a role has in its certificate, wherever it listens."""
+    """Return the DNS name in the certificate of every server of a role, on any address."""
     return f"{role}.{cluster}{INTERNAL_SUFFIX}"
 
 
 INTERNAL_SUFFIX = ".kvrelay.internal"
-"""Of names that only the authority gives out; a process cannot ask for one."""
+"""Suffix of names that only the authority assigns; a process cannot request one."""

@@ -1,7 +1,7 @@
-"""Enrolment over the standard streams of a process that was started as a child.
+"""Enrolment over the standard streams of a child process.
 
-The child writes a line with its request to stdout, and reads a line with the answer from stdin: once before it serves,
-and at two thirds of each certificate's life. Both ends of the streams belong to the two processes alone.
+The child writes a line with its request to stdout and reads a line with the answer from stdin: before it serves, and at
+two thirds of each certificate's life. No other process has access to the streams.
 """
 
 import asyncio
@@ -20,19 +20,19 @@ logger = logging.getLogger(__name__)
 _EVENT = "enrol"
 _RETRY_S = 60.0
 _RETRY_SHARE = 1 / 12
-"""Of a certificate's life: the pause after a renewal that failed, where that is shorter."""
+"""Pause after a failed renewal as a share of the certificate's life, if that is shorter."""
 _ANSWER_S = 30.0
 
 
 class NotEnrolled(Exception):
-    """Whoever started this process has given it no certificate; the message says what to do."""
+    """The launcher gave this process no certificate; the message says what to do."""
 
 
 class EnrolmentPipe:
     """The child's end. Event loop only."""
 
     def __init__(self, credentials: Credentials, hosts: Callable[[], Sequence[str]] = tuple) -> None:
-        """`hosts`: addresses and names by which a router's doors are reached at this moment."""
+        """Take `hosts`, which returns the present addresses and names of a router's doors."""
         self._credentials = credentials
         self._hosts = hosts
         self._answers: asyncio.Queue[str] = asyncio.Queue()
@@ -40,7 +40,7 @@ class EnrolmentPipe:
 
     async def open(self) -> None:
         """Get the first certificate. Raises NotEnrolled."""
-        # A thread: an event loop cannot wait for every kind of stdin, and must not die of one that it cannot wait for.
+        # A thread: event loops cannot wait for every kind of stdin.
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._read, args=(loop,), name="enrolment", daemon=True).start()
         try:
@@ -51,7 +51,7 @@ class EnrolmentPipe:
             ) from error
 
     async def keep_renewed(self) -> None:
-        """Renew in time, until cancelled or the other end is gone."""
+        """Renew in time, until cancelled or the other end is closed."""
         while not self._is_closed:
             await self._credentials.until_renewal()
             try:
@@ -68,7 +68,7 @@ class EnrolmentPipe:
             while line := await self._answers.get():
                 try:
                     return self._credentials.accept(Enrolment.from_json(line))
-                except ValueError as error:  # such as the answer to an earlier request, that came late
+                except ValueError as error:  # such as a late answer to an earlier request
                     logger.warning("answer passed over", extra={"reason": str(error)})
         raise ValueError("stdin is closed")
 
@@ -76,7 +76,7 @@ class EnrolmentPipe:
         line = " "
         while line:
             line = sys.stdin.readline() if sys.stdin is not None else ""
-            with suppress(RuntimeError):  # the loop is over, and nobody waits
+            with suppress(RuntimeError):  # the loop is closed, and no task waits
                 loop.call_soon_threadsafe(self._take, line)
 
     def _take(self, line: str) -> None:
@@ -85,7 +85,7 @@ class EnrolmentPipe:
 
 
 def answer_to(line: str, enrol: Callable[[EnrolmentRequest], Enrolment]) -> str | None:
-    """Return what the starter of a process is to write to it upon a line of its stdout; None: the line is another one.
+    """Return the launcher's answer to a line of a process's stdout; None if the line is not a request.
 
     Raises ValueError for a request that cannot be granted.
     """

@@ -1,9 +1,9 @@
-"""Signed statements of a process, as JSON Web Tokens (RFC 7519): that it is calling, and what it allows.
+"""Signed statements of a process as JSON Web Tokens (RFC 7519): proofs of a call, and tickets.
 
 Each is signed with the key of the process's certificate (ES256) and carries the certificate (`x5c`, RFC 7515 section
-4.1.6), so that whoever has the authority's certificate can check it without asking anybody.
+4.1.6), so that any holder of the authority's certificate can verify it offline.
 
-A *proof* says that its holder is calling one listener (`aud`); it goes in the metadata of calls that are not on TLS.
+A *proof* states that its holder is calling one listener (`aud`); it travels in the metadata of calls without TLS.
 """
 
 import base64
@@ -30,9 +30,9 @@ from common.trust.identity import Identity, Role
 METADATA_KEY = "kvrelay-proof"
 PROOF_LIFETIME_S = 600.0
 OPERATOR_AUDIENCE = "door"
-"""What a proof names that an operator shows at a router's door."""
+"""Audience of an operator's proof at a router's door."""
 _LEEWAY_S = 300.0
-"""Clocks of hosts may differ by so much, as they may for certificates (authority.py)."""
+"""Tolerated difference between the clocks of hosts, as for certificates (authority.py)."""
 _ALGORITHM = "ES256"
 _MAX_CACHED = 1024
 _MAX_TOKEN_CHARS = 6144
@@ -40,10 +40,10 @@ _MAX_TOKEN_CHARS = 6144
 
 
 def audience_of(role: Role, address: str) -> str:
-    """Return what a proof for a listener names: the role of its process, the port, and of a worker the host.
+    """Return the audience of proofs for a listener: the role of its process, the port, and for a worker the host.
 
-    Workers of several hosts listen on the same ports, and one of them must be no good for showing another one what it
-    was shown. They listen on one address each, by which they are dialled; a router's may be a wildcard.
+    Workers of several hosts listen on the same ports, and a worker must not be able to replay at another one a proof
+    that it received. Callers dial the one address on which a worker listens; a router's may be a wildcard.
     """
     host, _, port = address.removeprefix("dns:///").rpartition(":")
     if role is not Role.WORKER:
@@ -64,7 +64,7 @@ class Signer:
         self._headers = {"x5c": [base64.b64encode(der).decode()]}
 
     def sign(self, claims: Mapping[str, Any], *, audience: str, lifetime_s: float) -> str:
-        """Return a token that says `claims` to an audience for so long."""
+        """Return a token with `claims` for an audience, valid for `lifetime_s`."""
         now_s = int(time.time())
         standard = {"sub": self.identity.uri, "aud": audience, "iat": now_s, "exp": now_s + int(lifetime_s)}
         return jwt.encode({**claims, **standard}, self._key, algorithm=_ALGORITHM, headers=self._headers)
@@ -72,7 +72,7 @@ class Signer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """A certificate that was found to be good."""
+    """A verified certificate."""
 
     identity: Identity
     key: ec.EllipticCurvePublicKey
@@ -89,17 +89,17 @@ class ProofVerifier:
         self._proofs: OrderedDict[tuple[str, str], tuple[Identity, float]] = OrderedDict()
 
     def identify(self, token: str, *, audience: str) -> Identity:
-        """Return who proves to be calling. Raises Unauthenticated."""
+        """Return the identity that a proof establishes. Raises Unauthenticated."""
         shown = self._proofs.get((token, audience))
         if shown is not None and shown[1] > time.time():
             return shown[0]
         known, claims = self._verify(token, audience=audience)
-        expires_unix_s = min(int(claims["exp"]), known.expires_unix_s)  # a string of digits is a time, too
+        expires_unix_s = min(int(claims["exp"]), known.expires_unix_s)  # PyJWT also accepts a string of digits
         _remember(self._proofs, (token, audience), (known.identity, expires_unix_s))
         return known.identity
 
     def verify(self, token: str, *, audience: str) -> tuple[Identity, dict[str, Any]]:
-        """Return who has signed a token for this audience, and what it says. Raises Unauthenticated."""
+        """Return the signer and the claims of a token for this audience. Raises Unauthenticated."""
         known, claims = self._verify(token, audience=audience)
         return known.identity, claims
 
@@ -117,14 +117,14 @@ class ProofVerifier:
                 leeway=_LEEWAY_S,
                 options={"require": ["exp", "sub", "aud"]},
             )
-        except Exception as error:  # whatever parsers make of bytes
+        except Exception as error:  # parsers raise many types for arbitrary bytes
             raise Unauthenticated(f"the proof is not valid: {type(error).__name__}") from error
         if claims["sub"] != known.identity.uri:
-            raise Unauthenticated("the proof is not valid: it names somebody else than its certificate")
+            raise Unauthenticated("the proof is not valid: its subject differs from its certificate")
         return known, claims
 
     def _check_certificate(self, encoded: str) -> _Known:
-        """Return whose certificate it is. Raises ValueError."""
+        """Return the verified content of a certificate. Raises ValueError."""
         known = self._certificates.get(encoded)
         if known is not None and known.expires_unix_s > time.time():
             return known
@@ -153,18 +153,18 @@ class ProofVerifier:
 
 @lru_cache(maxsize=_MAX_CACHED)
 def expiry_of(certificate_pem: bytes) -> float:
-    """Return until when a certificate is good, in Unix seconds. Raises ValueError for what is none."""
+    """Return the expiry of a certificate in Unix seconds. Raises ValueError if it cannot be parsed."""
     return x509.load_pem_x509_certificate(certificate_pem).not_valid_after_utc.timestamp()
 
 
 def identity_of(certificate: x509.Certificate, *, cluster: str) -> Identity:
-    """Return whom a certificate names. Raises ValueError unless it is one party of this cluster."""
+    """Return the identity in a certificate. Raises ValueError unless it is one party of this cluster."""
     extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     return identity_among(extension.value.get_values_for_type(x509.UniformResourceIdentifier), cluster=cluster)
 
 
 def identity_among(names: list[str], *, cluster: str) -> Identity:
-    """Return the one identity among the names of a certificate. Raises ValueError unless it is of this cluster."""
+    """Return the single identity among a certificate's names. Raises ValueError unless it belongs to this cluster."""
     uris = [name for name in names if "://" in name]
     if len(uris) != 1:
         raise ValueError(f"a certificate with {len(uris)} identities; it must have one")

@@ -1,4 +1,4 @@
-"""How a party of the cluster calls the others, as itself."""
+"""Authenticated access of one party of the cluster to the others."""
 
 from dataclasses import dataclass
 
@@ -11,22 +11,22 @@ from common.trust.tickets import IssueTicket, issuer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """What makes channels, and what signs tickets."""
+    """Factories of channels and tickets."""
 
     worker: Connect
-    """To a worker's control or KV plane."""
+    """Makes a channel to a worker's control or KV plane."""
     router: Connect
-    """To a router's administration."""
+    """Makes a channel to a router's administration."""
     issue: IssueTicket
-    """Good from a router for what it has placed, from the controller for moving caches, from nobody else."""
+    """Signs tickets; workers accept those of routers for placed requests, and of the controller for moving caches."""
     direct_name: str = ""
-    """DNS name in the certificates of workers' direct doors; empty: they name the hosts, or there is no TLS."""
+    """DNS name in the certificates of workers' direct doors; empty if they name hosts, or without TLS."""
 
     @classmethod
     def of(cls, credentials: Credentials, *, has_own_files: bool = False) -> "Reach":
-        """Return the reach of the holder of these credentials.
+        """Return the access of the holder of these credentials.
 
-        `has_own_files`: doors show the operator's certificate in place of the cluster's.
+        `has_own_files`: doors show the operator's certificate instead of the cluster's.
         """
         is_issued = credentials.is_encrypted and not has_own_files
         return cls(

@@ -1,4 +1,4 @@
-"""Looks at the certificate that a listener shows, whoever vouches for it, and whether it is still good."""
+"""Inspects the certificate that a listener shows: its issuer and its expiry. Does not verify it."""
 
 import asyncio
 import ssl
@@ -15,26 +15,26 @@ _TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownCertificate:
-    """What a listener shows."""
+    """Certificate of a listener."""
 
     expires_unix_s: float
     is_issued: bool
-    """By a kvrelay cluster's authority; otherwise somebody has brought it."""
+    """Whether a kvrelay cluster's authority issued it; otherwise it is the operator's own."""
 
 
 class Onlooker:
-    """Connects to listeners and says nothing. Event loop only."""
+    """Connects to listeners without sending data. Event loop only."""
 
     def __init__(self, credentials: Credentials) -> None:
-        """`credentials`: what inside listeners are shown, so that they log no failure."""
+        """Take `credentials` to show to inside listeners, so that they log no failure."""
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         self._context.check_hostname = False
-        self._context.verify_mode = ssl.CERT_NONE  # expired ones are what is looked for
+        self._context.verify_mode = ssl.CERT_NONE  # expired certificates must be seen, too
         self._context.set_alpn_protocols(["h2"])
         show(self._context, credentials)
 
     async def look_at(self, address: str) -> ShownCertificate | None:
-        """Return what a listener (host:port) shows; None where nobody speaks TLS."""
+        """Return the certificate of a listener (host:port), or None without TLS."""
         host, _, port = address.rpartition(":")
         try:
             async with asyncio.timeout(_TIMEOUT_S):

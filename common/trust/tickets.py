@@ -1,8 +1,8 @@
-"""Tickets: the right of one worker to pull certain KV from another one, for a while.
+"""Tickets: the temporary right of one worker to pull certain KV from another one.
 
-A router signs one for each handoff, and for each pull of a prefix, of a request that it has placed; the controller for
-moving whole caches between workers. The serving worker checks who signed, who asks, and what is asked for. A worker can
-sign none, so that by itself it gets nothing from its peers.
+A router signs one for each handoff and each prefix pull of a request that it has placed; the controller signs them for
+moving whole caches between workers. The serving worker checks signer, puller and subject. Workers cannot sign tickets,
+so a worker on its own gets nothing from its peers.
 """
 
 import hashlib
@@ -16,49 +16,48 @@ from common.trust.proofs import ProofVerifier, Signer
 
 _AUDIENCE = "kv"
 LIFETIME_S = 300.0
-"""From placement to the beginning of a pull; what has begun goes on."""
-_EVERYTHING = "*"
+"""Longest time from placement to the start of a pull; a started pull continues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullRight:
-    """What a ticket allows."""
+    """Right that a ticket grants."""
 
     puller: WorkerId
     source: WorkerId
     epoch: Epoch
-    """The life of the source that is meant."""
+    """Epoch of the source."""
     subject: str
-    """What may be pulled: `of_handoff`, `of_blocks` or `ANY_CACHED`."""
+    """KV that may be pulled: `of_handoff`, `of_blocks` or `ANY_CACHED`."""
     tenant: str = ""
-    """For whom, in logs."""
+    """Tenant of the request, for logs."""
 
 
-ANY_CACHED = _EVERYTHING
-"""Whatever the source has in its cache. Only the controller may sign this."""
+ANY_CACHED = "*"
+"""Every cached block of the source. Only the controller may sign this."""
 
 IssueTicket = Callable[[PullRight], str]
 """Returns the ticket for a right."""
 
 
 def of_handoff(handoff_id: HandoffId) -> str:
-    """Return what names a handoff in a ticket."""
+    """Return the subject of a ticket for a handoff."""
     return f"handoff:{handoff_id}"
 
 
 def of_blocks(packed_hashes: bytes) -> str:
-    """Return what names a list of blocks, by their packed hashes, in a ticket: exactly these, in this order."""
+    """Return the subject of a ticket for exactly these blocks, in this order, by their packed hashes."""
     return f"blocks:{hashlib.sha256(packed_hashes).hexdigest()}"
 
 
 def issuer(signer: Callable[[], Signer]) -> IssueTicket:
-    """Return what signs tickets as this process, with its newest key."""
+    """Return a function that signs tickets as this process, with its newest key."""
 
     def issue(right: PullRight) -> str:
         claims = {
             "puller": right.puller,
             "source": right.source,
-            "epoch": str(right.epoch),  # 63 bits: more than a number in JSON surely carries
+            "epoch": str(right.epoch),  # 63 bits: JSON numbers are not exact above 53
             "subject": right.subject,
             "tenant": right.tenant,
         }
@@ -68,7 +67,7 @@ def issuer(signer: Callable[[], Signer]) -> IssueTicket:
 
 
 def check_ticket(ticket: str, right: PullRight, *, caller: Identity, verifier: ProofVerifier) -> None:
-    """Return when a ticket gives a caller that right. `right.tenant` does not count. Raises AccessDenied."""
+    """Check that a ticket grants a caller that right, ignoring `right.tenant`. Raises AccessDenied."""
     try:
         signer, claims = verifier.verify(ticket, audience=_AUDIENCE)
     except Unauthenticated as error:

@@ -151,7 +151,7 @@ def latency_panels(findings: Sequence[Findings], slo: Slo | None) -> tuple[Panel
     kinds = list(dict.fromkeys(kind for reading in readings for kind in reading.kinds))
     kinds = kinds if len(kinds) > 2 else kinds[:1]  # one kind is everybody
     ttft_limit = () if slo is None else (Limit(value=slo.ttft_s, text="objective, short prompts"),)
-    itl_limit = () if slo is None else (Limit(value=slo.itl_s, text="objective of the mean gap"),)
+    itl_limit = () if slo is None else (Limit(value=slo.tpot_s, text="objective of the mean gap"),)
     panels = []
     for kind in kinds:
         whose = "everybody" if kind == "all" else kind

@@ -76,10 +76,10 @@ def _kind(name: str, results: Sequence[RequestResult], gaps: Gaps, slo: Slo) -> 
         num_good=sum(slo.is_good(result) for result in results),
         num_refused=len(results) - len(complete),
         num_ttft_misses=sum(not slo.meets_ttft(result) for result in complete),
-        num_itl_misses=sum(not slo.meets_itl(result) for result in complete),
+        num_itl_misses=sum(not slo.meets_tpot(result) for result in complete),
         ttft=_latency(result.ttft_s for result in complete),
         itl=_gap_latency(gaps),
-        tpot=_latency(result.itl_s for result in complete),
+        tpot=_latency(result.tpot_s for result in complete),
         e2e=_latency(result.e2e_s for result in complete),
     )
 

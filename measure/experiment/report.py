@@ -68,7 +68,7 @@ def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
 def _slo(settings: dict[str, Any]) -> Slo | None:
     """Return the objectives that were stated."""
     found = next((settings[key] for key in ("real slo", "simulated slo") if key in settings), None)
-    return None if found is None else Slo(**found)
+    return None if found is None else Slo.of(found)
 
 
 # ── above everything else ───────────────────────────────────────────────────────────────────────────────────────────
@@ -86,7 +86,7 @@ def _subtitle(points: Sequence[Point], findings: Sequence[Findings], slo: Slo | 
     if slo is not None:
         text += (
             f"; first token within {duration(slo.ttft_s)} per {slo.ttft_tokens:,} prompt tokens,"
-            f" mean gap at most {duration(slo.itl_s)}"
+            f" mean gap at most {duration(slo.tpot_s)}"
         )
     return text + "."
 

@@ -119,7 +119,7 @@ def _simulation(arm: Arm, serving: ServingConfig, simulation: Simulation) -> tup
         router=serving.router,
         report_interval_s=simulation.report_interval_s,
         event_lag_s=simulation.event_lag_s,
-        itl_slo_s=simulation.slo.itl_s,
+        itl_slo_s=simulation.slo.tpot_s,
     )
 
 

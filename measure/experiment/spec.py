@@ -121,7 +121,7 @@ class ExperimentSpec(_Section):
     @property
     def objectives(self) -> Slo:
         """The objectives as the measures take them."""
-        return Slo(ttft_s=self.slo.ttft_s, itl_s=self.slo.itl_s, ttft_tokens=self.slo.ttft_tokens)
+        return Slo(ttft_s=self.slo.ttft_s, tpot_s=self.slo.tpot_s, ttft_tokens=self.slo.ttft_tokens)
 
     def for_simulation(self) -> "ExperimentSpec":
         """Return the experiment with what its `simulate` section says otherwise, and without external servers."""

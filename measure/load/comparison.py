@@ -98,7 +98,7 @@ def _if_any(value: float | None) -> tuple[float, ...]:
 _TIMES = (
     _Times("TTFT", "ttft", (0.5, 0.9, 0.99), lambda request: _if_any(request.ttft_s)),
     _Times("ITL", "itl", (0.5, 0.99), lambda request: request.gaps_s),
-    _Times("TPOT", "tpot", (0.5, 0.99), lambda request: _if_any(request.itl_s)),
+    _Times("TPOT", "tpot", (0.5, 0.99), lambda request: _if_any(request.tpot_s)),
     _Times("E2E", "e2e", (0.5, 0.99), lambda request: (request.e2e_s,)),
 )
 _GOOD, _GOODPUT = "good", "goodput"

@@ -31,7 +31,7 @@ def summarize_kind(requests: Sequence[RequestRecord], *, kind: str, slo: Slo, du
         num_cancelled=outcomes[Outcome.CANCELLED],
         num_good=int(is_good.sum()),
         num_ttft_misses=sum(not slo.meets_ttft(request) for request in complete),
-        num_itl_misses=sum(not slo.meets_itl(request) for request in complete),
+        num_itl_misses=sum(not slo.meets_tpot(request) for request in complete),
         good_share=good_share,
         goodput_per_s=good_share.scaled(len(requests) / duration_s if duration_s > 0 else 0.0),
         latencies=_latencies(requests, resampler),
@@ -57,7 +57,7 @@ def _latencies(requests: Sequence[RequestRecord], resampler: Resampler) -> Laten
     return Latencies(
         ttft=over(lambda request: request.ttft_s),
         itl=_gaps(requests, resampler),
-        tpot=over(lambda request: request.itl_s),
+        tpot=over(lambda request: request.tpot_s),
         e2e=over(lambda request: request.e2e_s),
         queue=over(lambda request: request.server.queue_s),
         prefill=over(lambda request: request.server.prefill_s),

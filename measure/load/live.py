@@ -38,7 +38,7 @@ class _Ended:
 
     @classmethod
     def of(cls, request: RequestRecord) -> "_Ended":
-        latencies = (request.ttft_s, request.itl_s) if request.is_complete else (None, None)
+        latencies = (request.ttft_s, request.tpot_s) if request.is_complete else (None, None)
         return cls(request.end_s, request.num_output_tokens, *latencies)
 
 

@@ -108,7 +108,7 @@ class RequestRecord:
         return self.chunk_s[0] - self.due_s if self.chunk_s else None
 
     @property
-    def itl_s(self) -> float | None:
+    def tpot_s(self) -> float | None:
         """Mean gap between tokens (TPOT): first to last token, by all tokens but one; None with fewer than two."""
         num_gaps = self.num_output_tokens - 1
         return (self.chunk_s[-1] - self.chunk_s[0]) / num_gaps if num_gaps > 0 else None

@@ -45,7 +45,7 @@ def summary_view(summary: Summary, *, required_share: float) -> RenderableType:
 def objectives(slo: Slo) -> str:
     """Return what was promised, in words."""
     return (
-        f"TTFT ≤ {duration(slo.ttft_s)} (longer above {slo.ttft_tokens:,} prompt tokens), TPOT ≤ {duration(slo.itl_s)}"
+        f"TTFT ≤ {duration(slo.ttft_s)} (longer above {slo.ttft_tokens:,} prompt tokens), TPOT ≤ {duration(slo.tpot_s)}"
     )
 
 

@@ -7,8 +7,7 @@ from contextlib import suppress
 
 from cluster.planner.observation import Observation, ObservedWorker, Pool
 from cluster.planner.plan import Planner
-from common.demand import Demand
-from common.demand_wire import merge_demands
+from common.demand import Demand, merge_demands
 from measure.simulate.elasticity import Elasticity, PlanNote
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.pools import Place, SimPools

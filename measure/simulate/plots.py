@@ -64,7 +64,7 @@ def outcome(result: CellResult, requests: Iterable[RequestResult]) -> Outcome:
     return Outcome(
         result=result,
         ttft_s=np.array([row.ttft_s for row in complete if row.ttft_s is not None]),
-        itl_s=np.array([row.itl_s for row in complete if row.itl_s is not None]),
+        itl_s=np.array([row.tpot_s for row in complete if row.tpot_s is not None]),
         load={
             worker: np.histogram(arrivals[worker], bins=edges, weights=tokens[worker])[0] for worker in sorted(arrivals)
         },

@@ -162,7 +162,7 @@ class RequestResult:
         return None if self.first_token_s is None else self.first_token_s - self.arrival_s
 
     @property
-    def itl_s(self) -> float | None:
+    def tpot_s(self) -> float | None:
         """Mean gap between tokens; None with fewer than two."""
         return self.gap_sum_s / (self.num_output_tokens - 1) if self.num_output_tokens > 1 else None
 

@@ -201,7 +201,7 @@ def _simulation(settings: ReplaySettings, cell: Cell) -> tuple[ClusterShape, Sim
         policy=cell.policy,
         report_interval_s=PERFECT_REPORT_INTERVAL_S if is_perfect else settings.report_interval_s,
         event_lag_s=0.0 if is_perfect else settings.event_lag_s,
-        itl_slo_s=settings.slo.itl_s,
+        itl_slo_s=settings.slo.tpot_s,
         seed=settings.seed,
     )
 

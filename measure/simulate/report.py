@@ -81,7 +81,7 @@ def _speed_section(comparison: Comparison, speed: float, cells: Sequence[plots.O
             Panel(
                 title=f"Mean gap between tokens at speed {speed:g}",
                 look_for="Where a curve crosses the objective is its share of answers that read fast enough.",
-                content=plots.itl_curves(cells, slo.itl_s),
+                content=plots.itl_curves(cells, slo.tpot_s),
                 width=Width.HALF,
             ),
             Panel(
@@ -107,7 +107,7 @@ def _settings_text(comparison: Comparison) -> str:
             f"routers    {settings.num_routers}; load and KV events every {settings.report_interval_s:g} s,"
             f" {settings.event_lag_s:g} s late; refused at once: {settings.shed}",
             f"SLO        TTFT {slo.ttft_s:g} s per {slo.ttft_tokens} prompt tokens, at least one of these;"
-            f" mean gap {slo.itl_s * 1000:g} ms; refusals and misses are not good",
+            f" mean gap {slo.tpot_s * 1000:g} ms; refusals and misses are not good",
             f"seed       {settings.seed}",
         ]
     )

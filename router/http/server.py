@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 import uvicorn
 
 from common.config import ConfigError
-from common.open_files import claim_open_files, connections_per_listener
+from common.process import claim_open_files, connections_per_listener
 from common.trust.doors import DoorCertificates, DoorContext
 from router.front_door import FrontDoor
 from router.http.app import HttpApp

@@ -22,7 +22,7 @@ def test_cells_take_turns_backwards_in_every_other_repeat() -> None:
         loads=(1.0, 2.0),
         repeats=2,
         warm_up_s=1.0,
-        slo=Slo(ttft_s=1.0, itl_s=0.1),
+        slo=Slo(ttft_s=1.0, tpot_s=0.1),
         out=Path(),
     )
 
@@ -33,7 +33,7 @@ def test_cells_take_turns_backwards_in_every_other_repeat() -> None:
 
 
 def test_rows_give_the_median_and_the_range_over_repeats() -> None:
-    slo = Slo(ttft_s=1.0, itl_s=0.1)
+    slo = Slo(ttft_s=1.0, tpot_s=0.1)
     runs = [
         make_run([make_request(index, due_s=float(index), ttft_s=ttft_s) for index in range(20)])
         for ttft_s in (0.1, 0.3, 0.2)

@@ -143,7 +143,7 @@ def test_bench_run_takes_a_workload_file_and_options_that_hold_for_every_workloa
     starts = [session.start_s for session in spec.workload.streams[0].sessions]
     assert 25 <= len(starts) <= 55
     assert spec.slo is not None
-    assert (spec.slo.ttft_s, spec.slo.itl_s) == (0.5, 0.2)
+    assert (spec.slo.ttft_s, spec.slo.tpot_s) == (0.5, 0.2)
 
 
 def test_bench_run_replays_a_trace(run: Run, load: FakeLoad, folder: Path) -> None:

@@ -17,7 +17,8 @@ from cluster.doctor.finding import Finding, Verdict
 from cluster.doctor.host import HostFacts, check_host
 from cluster.doctor.service import check_service
 from common.config import ServingConfig, parse_config
-from common.model_files import CACHE_ENV, RANDOM_PREFIX, resolve_model
+from common.model_files import CACHE_ENV, resolve_model
+from common.random_models import RANDOM_PREFIX
 from common.rpc_server import start_server
 from common.trust.access import Audience
 from common.trust.guard import Guard

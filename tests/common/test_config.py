@@ -1,10 +1,16 @@
-"""serving.yaml: every mistake is reported as file:key: reason before anything starts."""
+"""serving.yaml: every mistake is reported as file:key: reason, and the documents list every key."""
 
 from pathlib import Path
 
 import pytest
 
 from common.config import ConfigError, load_config, parse_config
+from common.config.keys import needs_of
+from common.config.tables import write_tables
+from common.config.workers import ModelConfig
+from common.slo import Slo
+
+_REPO = Path(__file__).parents[2]
 
 MISTAKES = {
     "nonsense: 1": "f.yaml:nonsense: unknown key",
@@ -17,26 +23,27 @@ MISTAKES = {
     "pools: {decode: {kv_memory_gib: 0}}": "f.yaml:pools.decode.kv_memory_gib: Input should be greater than 0",
     "pools: {decode: {kv_memory_gib: much}}": "f.yaml:pools.decode.kv_memory_gib: Input should be 'auto'",
     "pools: {decode: {ports: 21000}}": "f.yaml:pools.decode.ports: ",
-    "pools: {decode: {ports: 21000-20000}}": "f.yaml:pools.decode: ports: 21000-20000 is no range of ports",
-    "pools: {decode: {ports: 60000-70000}}": "f.yaml:pools.decode: ports: 60000-70000 is no range of ports",
+    "pools: {decode: {ports: 21000-20000}}": "f.yaml:pools.decode: ports: 21000-20000 is not a range of ports",
+    "pools: {decode: {ports: 60000-70000}}": "f.yaml:pools.decode: ports: 60000-70000 is not a range of ports",
     "router: {port: 70000}": "f.yaml:router.port: ",
-    "router: {port: 8000, http_port: 8000}": "router.http_port: 8000 is router.port already",
-    "router: {count: 3, port: 8000, http_port: 8002}": "router.port of router-2: 8002 is router.http_port of router-0",
-    "router: {count: 2, port: 65535}": "router.port of router-1: 65536 is no port",
+    "router: {port: 8000, http_port: 8000}": "router.http_port: 8000 is already router.port",
+    "router: {count: 3, port: 8000, http_port: 8002}": "router.port of router-2: 8002 is already router.http_port",
+    "router: {count: 2, port: 65535}": "router.port of router-1: 65536 is not a port",
     "router: {count: 0}": "f.yaml:router.count: ",
     "model: {dtype: int3}": "f.yaml:model.dtype: ",
     "tenants: [{name: Big}]": "f.yaml:tenants.0.name: ",
-    "tenants: [{name: a}]": "f.yaml:tenants: without router.auth: api_key there is only `default`",
-    "tenants: [{name: default, api_keys: [0123456789abcdef]}]": "there is only `default`, and it has no keys",
+    "tenants: [{name: a}]": "f.yaml:tenants: without router.auth: api_key the only tenant is `default`",
+    "tenants: [{name: default, api_keys: [0123456789abcdef]}]": "the only tenant is `default`, and it has no keys",
     "router: {auth: api_key}": "router.auth: api_key, but no tenants have keys",
     "{router: {auth: api_key}, tenants: [{name: a}]}": "tenants: a has neither api_keys nor api_key_sha256",
-    "{router: {auth: api_key}, tenants: [{name: a}, {name: a}]}": "tenants: a comes twice",
+    "{router: {auth: api_key}, tenants: [{name: a}, {name: a}]}": "tenants: a is listed twice",
     "{tenants: [{name: default, api_key_sha256: [abc]}]}": "f.yaml:tenants.0.api_key_sha256.0: ",
     "router: {salt_secret: short}": "f.yaml:router.salt_secret: ",
-    "tls: {mode: files}": "f.yaml:tls: certificate and key go with mode: files",
-    "tls: {insecure: true}": "f.yaml:tls: insecure goes with mode: off",
+    "tls: {mode: files}": "f.yaml:tls: certificate and key belong to mode: files",
+    "tls: {insecure: true}": "f.yaml:tls: insecure belongs to mode: off",
     "tls: {names: [no name]}": "f.yaml:tls.names.0: ",
     "tls: {names: [worker.mine.kvrelay.internal]}": "f.yaml:tls: names: worker.mine.kvrelay.internal is a name of",
+    "slo: {itl_s: 1, tpot_s: 1}": "f.yaml:slo: itl_s is the old name of tpot_s",
     "{tls: {mode: off}, router: {host: 0.0.0.0}}": "tls.mode: off, but other hosts reach router.host: 0.0.0.0",
     "[1, 2]": "f.yaml: must be a mapping",
     "a: [": "f.yaml: not YAML",
@@ -44,7 +51,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("text", MISTAKES)
-def test_load_config_with_a_mistake_names_file_key_and_reason(tmp_path: Path, text: str) -> None:
+def test_mistake_in_the_file_is_reported_with_key_and_reason(tmp_path: Path, text: str) -> None:
     path = tmp_path / "f.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
@@ -52,29 +59,58 @@ def test_load_config_with_a_mistake_names_file_key_and_reason(tmp_path: Path, te
     assert MISTAKES[text] in str(caught.value)
 
 
-def test_load_config_when_two_keys_are_wrong_reports_both() -> None:
+def test_two_mistakes_are_both_reported() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config({"nonsense": 1, "router": {"port": -1}}, source="f.yaml")
     assert len(str(caught.value).splitlines()) == 2
 
 
-def test_router_of_a_number_has_ports_that_much_higher_and_free_ones_stay_free() -> None:
+def test_second_router_listens_on_the_next_ports_and_free_ones_stay_free() -> None:
     config = parse_config({"router": {"count": 2, "port": 7000, "http_port": None, "metrics_port": 0}}, source="f.yaml")
     second = config.for_router(1).router
     assert (second.port, second.http_port, second.metrics_port) == (7001, None, 0)
 
 
-def test_load_config_of_the_shipped_file_and_of_an_empty_one_passes(tmp_path: Path) -> None:
+def test_shipped_file_and_an_empty_one_are_valid(tmp_path: Path) -> None:
     empty = tmp_path / "empty.yaml"
     empty.write_text("", encoding="utf-8")
     assert load_config(empty).router.port == 50051
-    assert load_config(Path(__file__).parents[2] / "serving.yaml").name == "kvrelay"
+    assert load_config(_REPO / "serving.yaml").name == "kvrelay"
 
 
-def test_on_and_off_need_no_quotes_though_yaml_takes_them_for_booleans(tmp_path: Path) -> None:
+def test_on_and_off_need_no_quotes(tmp_path: Path) -> None:
     path = tmp_path / "f.yaml"
     path.write_text("{tls: {mode: on}, planner: {mode: off}}", encoding="utf-8")
 
     config = load_config(path)
 
     assert (config.tls.mode, config.planner.mode) == ("on", "off")
+
+
+@pytest.mark.parametrize(("document", "num_tables"), [("serving.md", 10), ("operations.md", 1)])
+def test_documents_list_every_key_with_its_default_need_and_meaning(document: str, num_tables: int) -> None:
+    text = (_REPO / "docs" / document).read_text(encoding="utf-8")
+
+    assert text.count("<!-- table: ") == num_tables
+    assert write_tables(text) == text, "the tables are out of date; run `make tables`"
+
+
+def test_key_that_declares_no_need_is_refused_by_name() -> None:
+    class Grown(ModelConfig):
+        flavour: str = "plain"
+
+    with pytest.raises(ValueError, match="flavour declares 0 needs"):
+        needs_of(Grown())
+
+
+def test_old_name_of_the_token_objective_is_read_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert parse_config({"slo": {"itl_s": 0.05}}, source="f.yaml") == parse_config(
+        {"slo": {"tpot_s": 0.05}}, source="f.yaml"
+    )
+    assert [record.message for record in caplog.records] == [
+        "slo.itl_s is now called slo.tpot_s; the next version does not read the old name"
+    ]
+
+
+def test_old_name_of_the_token_objective_is_read_from_a_stored_run() -> None:
+    assert Slo.of({"ttft_s": 1.0, "itl_s": 0.05, "ttft_tokens": 64}) == Slo(ttft_s=1.0, tpot_s=0.05, ttft_tokens=64)

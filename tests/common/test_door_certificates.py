@@ -1,4 +1,4 @@
-"""Certificates of a listener that cannot be taken up do not take it down."""
+"""A listener survives certificates that it cannot use."""
 
 import asyncio
 import ssl
@@ -27,7 +27,7 @@ def fresh() -> Credentials:
     return Credentials.of(_AUTHORITY, Role.ROUTER, "router-0", ["127.0.0.1"])
 
 
-async def test_files_that_are_half_replaced_leave_the_door_its_old_certificate(tmp_path: Path) -> None:
+async def test_half_replaced_files_leave_the_door_its_old_certificate(tmp_path: Path) -> None:
     old, new = fresh(), fresh()
     door = FileDoor(*write_pair(tmp_path, key_of=old, certificate_of=old))
     context = door.ssl_context()
@@ -46,7 +46,7 @@ async def test_files_that_are_half_replaced_leave_the_door_its_old_certificate(t
         assert await asyncio.to_thread(shown_by, address) != before
 
 
-async def test_certificate_that_cannot_be_read_now_is_tried_again_and_fails_no_renewal(
+async def test_unreadable_certificate_is_retried_and_fails_no_renewal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(doors, "_RETRY_S", 0.0)

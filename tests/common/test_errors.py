@@ -1,4 +1,4 @@
-"""Every error class survives the wire: status, message, field and retry hint."""
+"""Every error class keeps status, message, field and retry hint on the wire."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from common.errors import KvrelayError, error_classes, from_rpc_error, to_status
 
 
 class Call(grpc.RpcError):
-    """What a client sees of a failed call."""
+    """A failed call at the client."""
 
     def __init__(self, code: grpc.StatusCode, details: str, trailing: Any) -> None:
         super().__init__(details)
@@ -26,7 +26,7 @@ class Call(grpc.RpcError):
 
 
 @pytest.mark.parametrize("cls", error_classes(), ids=lambda cls: cls.__name__)
-def test_error_through_its_status_comes_back_as_the_same_class(cls: type[KvrelayError]) -> None:
+def test_client_gets_the_same_error_class_that_the_server_raised(cls: type[KvrelayError]) -> None:
     code, message, trailing = to_status(cls("why", field="sampling.top_p", retry_after_s=1.5))
     back = from_rpc_error(Call(code, message, trailing))
     assert type(back) is cls
@@ -34,11 +34,11 @@ def test_error_through_its_status_comes_back_as_the_same_class(cls: type[Kvrelay
 
 
 @pytest.mark.parametrize("cls", [c for c in error_classes() if not c.__subclasses__()], ids=lambda cls: cls.__name__)
-def test_every_leaf_has_a_status_of_its_own_kind(cls: type[KvrelayError]) -> None:
+def test_every_error_maps_to_a_specific_status(cls: type[KvrelayError]) -> None:
     assert cls.code is not grpc.StatusCode.UNKNOWN
     assert cls.code is not grpc.StatusCode.OK
 
 
 @pytest.mark.parametrize("code", [c for c in grpc.StatusCode if c is not grpc.StatusCode.OK])
-def test_bare_status_of_a_foreign_server_becomes_one_of_our_errors(code: grpc.StatusCode) -> None:
+def test_bare_status_of_another_server_becomes_one_of_our_errors(code: grpc.StatusCode) -> None:
     assert isinstance(from_rpc_error(Call(code, "why", ())), KvrelayError)

@@ -1,4 +1,4 @@
-"""The eviction policy by itself: order and classes."""
+"""The eviction policy alone: order and segments."""
 
 import pytest
 
@@ -12,13 +12,13 @@ def order_of(*entries: tuple[str, Segment]) -> EvictionOrder[str]:
     return order
 
 
-def test_brief_blocks_go_first_however_young() -> None:
+def test_brief_blocks_are_evicted_first_at_any_age() -> None:
     order = order_of(("warm", Segment.WARM), ("cold", Segment.COLD), ("first", Segment.BRIEF), ("last", Segment.BRIEF))
     assert [order.evict() for _ in range(2)] == ["first", "last"]
 
 
 @pytest.mark.parametrize("segment", [Segment.TAIL, Segment.WARM])
-def test_block_becomes_as_old_as_its_segment_may_relative_to_cold_ones(segment: Segment) -> None:
+def test_block_reaches_the_age_of_its_segment_relative_to_cold_ones(segment: Segment) -> None:
     order: EvictionOrder[int | str] = EvictionOrder()
     for now in range(100):  # cold blocks become 100 evictions old
         order.put(now, Segment.COLD)

@@ -1,4 +1,4 @@
-"""Batches of KV events, as a worker might send them."""
+"""Invalid batches of KV events."""
 
 import msgpack
 import pytest
@@ -18,6 +18,6 @@ from common.kv_events import decode_events
         7,
     ],
 )
-def test_batch_that_is_none_is_refused_as_a_whole(batch: object) -> None:
-    with pytest.raises(ValueError, match=r"KV event|block hashes"):
+def test_invalid_batch_is_refused_as_a_whole(batch: object) -> None:
+    with pytest.raises(ValueError, match=r"KV event|block hash"):
         decode_events(msgpack.packb(batch))

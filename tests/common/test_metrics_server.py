@@ -1,4 +1,4 @@
-"""The metrics are told, whoever else connects."""
+"""Metrics stay available under other connections."""
 
 import socket
 import threading
@@ -31,7 +31,7 @@ def scrape(server: MetricsServer) -> str:
 
 
 @pytest.mark.parametrize("start", [b"", b"GET /metrics HTTP/1.1\r\nx: "])
-def test_silent_connections_hold_a_bounded_number_of_threads_and_shut_nobody_out(start: bytes) -> None:
+def test_silent_connections_hold_few_threads_and_shut_no_client_out(start: bytes) -> None:
     before = set(threading.enumerate())
     with serving() as server, ExitStack() as silent:
         for _ in range(NUM_SILENT):
@@ -44,7 +44,7 @@ def test_silent_connections_hold_a_bounded_number_of_threads_and_shut_nobody_out
     assert set(threading.enumerate()) <= before
 
 
-def test_scrapes_side_by_side_are_all_answered() -> None:
+def test_concurrent_scrapes_are_all_answered() -> None:
     with serving() as server:
         found: list[str] = []
         threads = [threading.Thread(target=lambda: found.append(scrape(server))) for _ in range(MAX_CONNECTIONS)]

@@ -1,4 +1,4 @@
-"""Logs that are put aside when they are full, while somebody writes to them."""
+"""Full logs are rotated while processes write to them."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ def write_to(stderr: "int | None", log: Path) -> bytes:
     return done.stdout
 
 
-def test_every_line_of_a_process_and_its_c_libraries_is_kept_in_order_over_rotations(tmp_path: Path) -> None:
+def test_no_line_of_python_or_c_is_lost_or_reordered_by_rotation(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "router-0.log"
     with open_log(log) as file:
         assert write_to(file.fileno(), log) == b"rotated\n" * 3
@@ -53,7 +53,7 @@ def test_every_line_of_a_process_and_its_c_libraries_is_kept_in_order_over_rotat
     assert [len(file.read_text().splitlines()) for file in files] == [4, 4, 4, 0]
 
 
-def test_output_that_leads_elsewhere_is_left_alone(tmp_path: Path) -> None:
+def test_output_to_another_file_is_not_rotated(tmp_path: Path) -> None:
     log = tmp_path / "router-0.log"
     log.write_text("of another process\n")
     with (tmp_path / "mine").open("wb") as mine:
@@ -63,7 +63,7 @@ def test_output_that_leads_elsewhere_is_left_alone(tmp_path: Path) -> None:
     assert not rotate_output(tmp_path / "nothing", max_bytes=1)
 
 
-def test_oldest_log_goes(tmp_path: Path) -> None:
+def test_oldest_log_is_deleted(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     for number in range(NUM_OLD_LOGS + 3):
         log.write_text(str(number))
@@ -72,7 +72,7 @@ def test_oldest_log_goes(tmp_path: Path) -> None:
     assert old_log(log, 1).read_text() == str(NUM_OLD_LOGS + 2)
 
 
-def test_log_of_a_process_that_dies_again_and_again_is_put_aside_at_a_start(tmp_path: Path) -> None:
+def test_full_log_of_a_crashing_process_is_rotated_at_its_start(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     log.touch()
     os.truncate(log, MAX_LOG_BYTES)
@@ -80,9 +80,7 @@ def test_log_of_a_process_that_dies_again_and_again_is_put_aside_at_a_start(tmp_
     assert (log.stat().st_size, old_log(log, 1).stat().st_size) == (0, MAX_LOG_BYTES)
 
 
-def test_environment_names_the_log_to_one_process_and_not_to_its_children(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_child_processes_do_not_inherit_the_name_of_the_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(LOG_PATH_ENV, str(tmp_path / "x.log"))
     watch_output()
     assert LOG_PATH_ENV not in os.environ

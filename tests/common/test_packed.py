@@ -1,4 +1,4 @@
-"""Packed tokens and hashes: equal to what lists of objects say, at every block boundary."""
+"""Packed tokens and hashes equal lists of objects at every block boundary."""
 
 import hashlib
 import struct
@@ -31,12 +31,12 @@ def test_tokens_through_the_wire_come_back_equal(ids: list[int]) -> None:
     assert token_view(as_tokens(ids)).tolist() == token_view(ids).tolist() == ids
 
 
-def test_as_tokens_of_bytes_takes_each_byte_for_an_id() -> None:
+def test_each_byte_of_a_byte_string_is_one_token() -> None:
     assert as_tokens(b"\1\2\3\4").tolist() == [1, 2, 3, 4]
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=20))
-def test_unpack_tokens_beyond_the_vocabulary_names_the_first_bad_position(ids: list[int]) -> None:
+def test_token_beyond_the_vocabulary_is_refused_by_position(ids: list[int]) -> None:
     bad = next((i for i, token in enumerate(ids) if token >= 10), None)
     if bad is None:
         assert unpack_tokens(pack_tokens(ids), vocab_size=10, field="f").tolist() == ids
@@ -47,14 +47,14 @@ def test_unpack_tokens_beyond_the_vocabulary_names_the_first_bad_position(ids: l
 
 
 @pytest.mark.parametrize("num_bytes", [1, 3, 5])
-def test_unpack_tokens_of_half_a_token_names_the_field(num_bytes: int) -> None:
+def test_partial_token_is_refused_by_field(num_bytes: int) -> None:
     with pytest.raises(InvalidRequest) as caught:
         unpack_tokens(bytes(num_bytes), vocab_size=10, field="f")
     assert caught.value.field == "f"
 
 
 @given(TOKENS, st.integers(1, 5))
-def test_hash_blocks_is_the_chain_of_its_definition(ids: list[int], block_size: int) -> None:
+def test_block_hashes_are_chained_as_documented(ids: list[int], block_size: int) -> None:
     expected: list[bytes] = []
     parent: bytes = ROOT
     for start in range(0, len(ids) - block_size + 1, block_size):
@@ -63,16 +63,16 @@ def test_hash_blocks_is_the_chain_of_its_definition(ids: list[int], block_size: 
         expected.append(parent)
     hashes = hash_blocks(as_tokens(ids), root=ROOT, block_size=block_size)
     assert list(hashes) == expected
-    for num_known in range(len(hashes) + 1):  # the chain goes on from any of its links
+    for num_known in range(len(hashes) + 1):  # the chain continues from each of its links
         known = hashes[:num_known]
         rest = as_tokens(ids[num_known * block_size :])
         assert known + hash_blocks(rest, root=known[-1] if known else ROOT, block_size=block_size) == hashes
 
 
 def xxh3_colliding_block(shift: int) -> TokenArray:
-    """Return 64 tokens whose xxh3_128 is the same behind every 16-byte parent, whatever the shift.
+    """Return 64 tokens whose xxh3_128 is the same after every 16-byte parent, for any shift.
 
-    Two 64-bit words meet the hash's public secret so that both of its products are 0, and only their sum counts.
+    Two 64-bit words match the hash's public secret so that both of its products are 0, and only their sum counts.
     """
     words = [0] * 32
     for stripe, key, sign in ((1, 0x2C81017C, 1), (2, 0xE96DD4DE, -1)):
@@ -81,7 +81,7 @@ def xxh3_colliding_block(shift: int) -> TokenArray:
 
 
 @pytest.mark.parametrize("root", [ROOT, hash_root(model_fingerprint="model", cache_salt="another")])
-def test_prompt_made_to_collide_with_another_one_does_not_get_its_blocks(root: HashRoot) -> None:
+def test_prompt_built_to_collide_with_another_does_not_get_its_blocks(root: HashRoot) -> None:
     mine, victims = xxh3_colliding_block(1), xxh3_colliding_block(2)
     parent = root[:16]
     assert mine != victims
@@ -114,10 +114,10 @@ def test_block_hashes_behave_as_the_sequence_of_their_digests(left: list[BlockHa
     assert (both == hashes) is (not right)
 
 
-def test_block_hashes_refuse_what_they_cannot_hold() -> None:
-    with pytest.raises(ValueError, match="17 bytes are no whole number of 16-byte block hashes"):
+def test_block_hashes_refuse_partial_hashes_and_steps() -> None:
+    with pytest.raises(ValueError, match="17 bytes are not a multiple of 16"):
         BlockHashes(bytes(17))
-    with pytest.raises(ValueError, match="only consecutive hashes"):
+    with pytest.raises(ValueError, match="only consecutive ones"):
         BlockHashes(bytes(64))[::2]
     with pytest.raises(IndexError):
         NO_HASHES[0]

@@ -1,4 +1,4 @@
-"""What two processes must make alike of text before they serve together."""
+"""Processes that disagree about text do not serve together."""
 
 from datetime import UTC, datetime
 
@@ -6,8 +6,7 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from common.chat_template import ChatTemplate
-from common.fake_template import LineTemplate
+from common.chat_template import ChatTemplate, LineTemplate
 from common.fake_tokenizer import byte_tokenizer
 from common.parity import PROBE_TEXT, byte_probes, find_text_mismatch, text_probes
 
@@ -19,51 +18,57 @@ def make_template(source: str) -> ChatTemplate:
 PLAIN = make_template("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
 
 
-def test_byte_tokenizer_and_bytes_prove_the_same() -> None:
+def test_byte_tokenizer_and_plain_bytes_have_equal_probes() -> None:
     assert text_probes(byte_tokenizer(), LineTemplate()) == byte_probes(LineTemplate())
 
 
-def test_tokenizer_that_cuts_or_pads_its_input_proves_the_same_as_one_that_does_not() -> None:
+def test_truncation_and_padding_of_a_tokenizer_do_not_change_its_probe() -> None:
     cutting = byte_tokenizer()
     cutting.enable_truncation(5)
     cutting.enable_padding(length=4096)
     assert text_probes(cutting, None) == text_probes(byte_tokenizer(), None)
 
 
-@pytest.mark.parametrize("token", ["日本語", "<|im_start|>", "  ", "1234567890", "🏳️‍🌈"])
-def test_tokenizers_that_differ_in_one_token_prove_different_things(token: str) -> None:
+def with_token(token: str) -> tokenizers.Tokenizer:
     assert token in PROBE_TEXT
     other = byte_tokenizer()
     other.add_special_tokens([token])
+    return other
+
+
+def with_single_digits() -> tokenizers.Tokenizer:
+    single = tokenizers.Tokenizer(models.BPE(vocab=byte_tokenizer().get_vocab(), merges=[]))
+    single.pre_tokenizer = pre_tokenizers.Digits(individual_digits=True)
+    return single
+
+
+@pytest.mark.parametrize(
+    "other",
+    [*map(with_token, ["日本語", "<|im_start|>", "  ", "1234567890", "🏳️‍🌈"]), with_single_digits()],
+)
+def test_tokenizers_that_differ_have_different_probes(other: tokenizers.Tokenizer) -> None:
     why = find_text_mismatch(text_probes(other, None), text_probes(byte_tokenizer(), None))
     assert why is not None
     assert why.startswith("tokenizer_probe differs")
     assert "tokenizer.json" in why
 
 
-def test_tokenizers_that_split_digits_differently_prove_different_things() -> None:
-    single = tokenizers.Tokenizer(models.BPE(vocab=byte_tokenizer().get_vocab(), merges=[("1", "2")][:0]))
-    single.pre_tokenizer = pre_tokenizers.Digits(individual_digits=True)
-    assert text_probes(single, None).tokenizer != text_probes(byte_tokenizer(), None).tokenizer
-
-
-def test_templates_that_differ_in_a_space_prove_different_things() -> None:
-    other = make_template("{% for m in messages %}<{{ m.role }}> {{ m.content }}{% endfor %}")
-    why = find_text_mismatch(text_probes(byte_tokenizer(), other), text_probes(byte_tokenizer(), PLAIN))
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (make_template("{% for m in messages %}<{{ m.role }}> {{ m.content }}{% endfor %}"), "differs"),
+        (None, "is missing"),
+    ],
+)
+def test_templates_that_differ_in_a_space_or_are_missing_are_found(template: ChatTemplate | None, reason: str) -> None:
+    probes = text_probes(byte_tokenizer(), template)
+    assert find_text_mismatch(probes, probes) is None
+    why = find_text_mismatch(probes, text_probes(byte_tokenizer(), PLAIN))
     assert why is not None
-    assert why.startswith("template_probe differs")
+    assert why.startswith(f"template_probe {reason}")
 
 
-def test_model_without_a_template_has_no_template_probe_and_differs_from_one_with() -> None:
-    without = text_probes(byte_tokenizer(), None)
-    assert without.template == b""
-    assert find_text_mismatch(without, without) is None
-    why = find_text_mismatch(without, text_probes(byte_tokenizer(), PLAIN))
-    assert why is not None
-    assert why.startswith("template_probe is missing")
-
-
-def test_template_that_writes_the_date_proves_the_same_on_every_day() -> None:
+def test_template_that_writes_the_date_has_the_same_probe_on_every_day() -> None:
     dated = make_template("{{ strftime_now('%d %b %Y') }}{{ messages[0].content }}")
     assert (
         dated.render([("user", "x")], rendered_unix_s=int(datetime(2026, 5, 4, tzinfo=UTC).timestamp()))
@@ -73,7 +78,7 @@ def test_template_that_writes_the_date_proves_the_same_on_every_day() -> None:
     assert text_probes(byte_tokenizer(), dated).template == text_probes(byte_tokenizer(), year).template
 
 
-def test_template_that_takes_no_system_message_is_probed_without() -> None:
+def test_template_that_refuses_system_messages_is_probed_without() -> None:
     strict = make_template(
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[0].content }}"
     )

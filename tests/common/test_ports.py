@@ -1,4 +1,4 @@
-"""Ports: the first free one of some."""
+"""Choice of free ports, and names of hosts."""
 
 import socket
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from common.trust.authority import MAX_NAMES
 from tests.trust import worker_guard
 
 _MOST_TLS_NAMES = 32
-"""Of tls.names."""
+"""Most entries of tls.names."""
 
 
 def listen(port: int) -> socket.socket:
@@ -26,23 +26,23 @@ def test_listen_on_first_takes_the_first_free_port() -> None:
             assert listening.getsockname()[1] not in (0, port)
 
 
-def test_listen_on_first_when_all_are_taken_names_them() -> None:
+def test_error_names_the_ports_when_all_are_taken() -> None:
     with listen(0) as one, listen(0) as other:
         ports = [int(each.getsockname()[1]) for each in (one, other)]
         with pytest.raises(OSError, match=f"none of the ports {ports[0]} to {ports[1]} is free"):
             listen_on_first(ports, listen)
 
 
-async def test_server_on_several_ports_takes_the_first_free_one_and_leaves_it() -> None:
+async def test_restarted_server_gets_its_first_free_port_again() -> None:
     with listen(0) as taken:
         ports = (int(taken.getsockname()[1]), free_port("127.0.0.1"))
-        for _ in range(2):  # as a worker that is restarted
+        for _ in range(2):  # like a restarted worker
             server = await start_server(lambda _server: [], host="127.0.0.1", port=ports, guard=worker_guard())
             assert server.port == ports[1]
             await server.stop(0)
 
 
-def test_names_of_a_host_with_hundreds_of_virtual_interfaces_fit_into_a_certificate(
+def test_names_of_a_host_with_hundreds_of_interfaces_fit_a_certificate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     veths = [SimpleNamespace(family=socket.AF_INET6, address=f"fe80::{i:x}%veth{i}") for i in range(1, 300)]

@@ -1,4 +1,4 @@
-"""What a handler's end looks like from outside (common/rpc.py)."""
+"""Ends of handlers, as callers and logs see them (common/rpc.py)."""
 
 import asyncio
 import logging
@@ -10,7 +10,7 @@ import pytest
 from common.rpc import error_boundary
 
 
-async def test_writing_to_a_caller_that_has_left_is_no_error_of_the_worker(caplog: pytest.LogCaptureFixture) -> None:
+async def test_write_to_a_caller_that_has_left_logs_no_error(caplog: pytest.LogCaptureFixture) -> None:
     has_begun, is_over = asyncio.Event(), asyncio.Event()
 
     async def answer(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -19,7 +19,7 @@ async def test_writing_to_a_caller_that_has_left_is_no_error_of_the_worker(caplo
                 has_begun.set()
                 try:
                     await asyncio.Event().wait()
-                except asyncio.CancelledError:  # the next write finds the call ended, as one in a race with it does
+                except asyncio.CancelledError:  # the next write finds the call ended
                     await context.write(b"late")
         finally:
             is_over.set()

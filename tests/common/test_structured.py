@@ -1,4 +1,4 @@
-"""Owned tasks and the outbox: nothing outlives its owner, nothing is lost to a cancellation."""
+"""Owned tasks end with their owner, and a cancellation is never lost."""
 
 import asyncio
 
@@ -24,7 +24,7 @@ async def test_owned_tasks_end_with_their_block() -> None:
     assert census.num_tasks == 0
 
 
-async def test_failure_of_one_task_ends_the_others_and_leaves_the_owner_uncancelled() -> None:
+async def test_failing_task_ends_the_others_and_leaves_the_owner_uncancelled() -> None:
     census = TaskCensus()
     with pytest.raises(EngineFault):
         async with census.owned(forever(), fail()) as tasks:
@@ -34,7 +34,7 @@ async def test_failure_of_one_task_ends_the_others_and_leaves_the_owner_uncancel
     assert (owner.cancelling(), census.num_tasks) == (0, 0)
 
 
-async def test_owner_that_is_cancelled_twice_still_waits_for_its_tasks() -> None:
+async def test_owner_cancelled_twice_still_waits_for_its_tasks() -> None:
     census, release, began = TaskCensus(), asyncio.Event(), asyncio.Event()
 
     async def stubborn() -> None:
@@ -62,7 +62,7 @@ async def test_owner_that_is_cancelled_twice_still_waits_for_its_tasks() -> None
     assert census.num_tasks == 0
 
 
-async def test_cancellation_of_the_owner_is_not_hidden_by_a_failing_task() -> None:
+async def test_failing_task_does_not_hide_the_cancellation_of_its_owner() -> None:
     census = TaskCensus()
     gate = asyncio.Event()
 

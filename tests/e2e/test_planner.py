@@ -35,7 +35,7 @@ async def sizes(client: AsyncClient) -> tuple[int, int]:
 
 async def test_pools_follow_their_load_and_no_request_fails(tmp_path: Path) -> None:
     planner = {"mode": "act", "interval_s": 0.5, "window_s": 2, "stable_s": 1, "cooldown_s": 0.5, "max_workers": 4}
-    config = fake_config(step_ms=25.0, planner=planner, slo={"ttft_s": 0.3, "itl_s": 0.2})
+    config = fake_config(step_ms=25.0, planner=planner, slo={"ttft_s": 0.3, "tpot_s": 0.2})
     async with running_cluster(tmp_path, config) as client:
         stopping = asyncio.Event()
         callers = [asyncio.create_task(call_again_and_again(client, number, stopping)) for number in range(NUM_CALLERS)]

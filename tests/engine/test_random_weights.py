@@ -11,8 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.config import parse_config as parse_serving
+from common.fake_tokenizer import generated_tokenizer
 from common.model_files import ModelNotFound, resolve_model
-from common.random_models import CONFIGS, SEED_FILE, RandomModel, generated_tokenizer
+from common.random_models import CONFIGS, SEED_FILE, RandomModel
 from common.sampling import SamplingParams
 from engine.model.config import UnsupportedModel, parse_config
 from engine.model.loader import kv_fingerprint, load_weights, weight_files

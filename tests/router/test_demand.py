@@ -10,13 +10,13 @@ from tests.router.http.clients import fetch
 from tests.router.test_tenants import KEYS, serving
 
 
-def make_answer(*, num_prompt_tokens: int = 100, ttft_s: float = 0.1, itl_s: float | None = 0.01) -> Answered:
+def make_answer(*, num_prompt_tokens: int = 100, ttft_s: float = 0.1, tpot_s: float | None = 0.01) -> Answered:
     return Answered(
         num_prompt_tokens=num_prompt_tokens,
         num_computed_tokens=num_prompt_tokens // 2,
         num_output_tokens=7,
         ttft_s=ttft_s,
-        itl_s=itl_s,
+        tpot_s=tpot_s,
     )
 
 
@@ -59,13 +59,13 @@ def test_demand_forgets_what_is_older_than_its_memory() -> None:
 
 def test_demand_counts_refusals_and_answers_within_the_objectives() -> None:
     harness = Harness()
-    harness.meter.judge_by(Slo(ttft_s=1.0, itl_s=0.05, ttft_tokens=1000))
+    harness.meter.judge_by(Slo(ttft_s=1.0, tpot_s=0.05, ttft_tokens=1000))
     harness.meter.note_refusal()
     harness.meter.note_answer(make_answer(ttft_s=1.0))
     harness.meter.note_answer(make_answer(ttft_s=1.5))
     harness.meter.note_answer(make_answer(ttft_s=1.5, num_prompt_tokens=2000))
-    harness.meter.note_answer(make_answer(itl_s=0.06))
-    harness.meter.note_answer(make_answer(itl_s=None))
+    harness.meter.note_answer(make_answer(tpot_s=0.06))
+    harness.meter.note_answer(make_answer(tpot_s=None))
     harness.clock.advance(1.0)
     demand = harness.meter.demand(5.0, num_queued=0, num_queued_tokens=0)
     assert (demand.num_refused, demand.num_finished, demand.num_good) == (1, 5, 3)

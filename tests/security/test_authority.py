@@ -178,7 +178,7 @@ def test_tls_is_used_as_soon_as_another_host_reaches_an_address(
     ("sections", "reason"),
     [
         ({"tls": {"mode": "off"}, "router": {"host": "0.0.0.0"}}, "tls.insecure: true"),
-        ({"tls": {"insecure": True}}, "insecure goes with mode: off"),
+        ({"tls": {"insecure": True}}, "insecure belongs to mode: off"),
         ({"tls": {"mode": "files"}}, "certificate and key"),
         ({"tls": {"certificate": "/c", "key": "/k"}}, "certificate and key"),
         ({"tls": {"mode": "files", "certificate": "/c"}}, "certificate and key"),

@@ -70,7 +70,7 @@ def columns_of(run: Run, window: Window) -> Columns:
         due_s=due_s,
         end_s=_floats([request.end_s for request in requests]),
         ttft_s=_floats([request.ttft_s for request in requests]),
-        tpot_s=_floats([request.itl_s for request in requests]),
+        tpot_s=_floats([request.tpot_s for request in requests]),
         e2e_s=_floats([request.e2e_s for request in requests]),
         num_prompt_tokens=np.array([request.num_prompt_tokens for request in requests], dtype=np.int64),
         is_complete=is_complete,

@@ -191,8 +191,8 @@ def _distributions(arms: Sequence[_Arm]) -> Iterator[Panel]:
     slo = slos.pop() if len(slos) == 1 else None
     for title, of, limit_s in (
         ("Time to first token (TTFT)", _ttft, slo.ttft_s if slo else None),
-        ("Time per output token (TPOT)", _tpot, slo.itl_s if slo else None),
-        ("Inter-token latency (ITL)", _gaps, slo.itl_s if slo else None),
+        ("Time per output token (TPOT)", _tpot, slo.tpot_s if slo else None),
+        ("Inter-token latency (ITL)", _gaps, slo.tpot_s if slo else None),
         ("End to end (E2E)", _e2e, None),
     ):
         samples = list(_samples(arms, of))

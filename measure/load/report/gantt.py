@@ -146,14 +146,14 @@ def _stalls(requests: Sequence[RequestRecord], slo: Slo) -> _Track:
         (gap_s, place, end_s)
         for place, request in enumerate(requests)
         for gap_s, end_s in zip(request.gaps_s, request.chunk_s[1:], strict=True)
-        if gap_s > slo.itl_s
+        if gap_s > slo.tpot_s
     ]
     longest = sorted(found, reverse=True)[:_MAX_STALLS]
     return _Track(
         owners=[place for _, place, _ in longest],
         at_s=[end_s for _, _, end_s in longest],
         look={
-            "name": f"gap above {duration(slo.itl_s)}" + (", the longest" if len(found) > len(longest) else ""),
+            "name": f"gap above {duration(slo.tpot_s)}" + (", the longest" if len(found) > len(longest) else ""),
             "marker": {"color": ORANGE, "symbol": "line-ns", "size": 7, "line": {"color": ORANGE, "width": 1.6}},
             "customdata": compact([gap_s for gap_s, _, _ in longest]),
             "hovertemplate": "gap of %{customdata:.3s}s<extra></extra>",

@@ -26,7 +26,7 @@ def cards(summary: Summary) -> tuple[Card, ...]:
             note=f"{_percent_interval(overall.good_share)}; of {count(overall.num_requests, 'request')}",
         ),
         *_latency_cards("TTFT", latencies.ttft, slo.ttft_s),
-        *_latency_cards("TPOT", latencies.tpot, slo.itl_s),
+        *_latency_cards("TPOT", latencies.tpot, slo.tpot_s),
         *_latency_cards("ITL", latencies.itl, None),
         *_latency_cards("E2E", latencies.e2e, None),
         Card(

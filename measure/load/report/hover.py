@@ -27,7 +27,7 @@ def hover_text(request: RequestRecord) -> str:
         ),
         " · ".join(
             f"{name} {duration(value)}"
-            for name, value in (("TTFT", request.ttft_s), ("TPOT", request.itl_s), ("E2E", request.e2e_s))
+            for name, value in (("TTFT", request.ttft_s), ("TPOT", request.tpot_s), ("E2E", request.e2e_s))
             if value is not None
         ),
         plain(" → ".join(worker for worker in (server.prefill_worker, server.decode_worker) if worker)),

@@ -27,7 +27,7 @@ def distribution_panels(columns: Columns, slo: Slo) -> tuple[Panel, ...]:
     gap_counted = measured[columns.gaps.request]
     gap_kind = columns.kind[columns.gaps.request]
     ttft_limit = (Limit(value=slo.ttft_s, text=f"objective {duration(slo.ttft_s)}"),)
-    itl_limit = (Limit(value=slo.itl_s, text=f"objective {duration(slo.itl_s)}"),)
+    itl_limit = (Limit(value=slo.tpot_s, text=f"objective {duration(slo.tpot_s)}"),)
     longer = np.any(columns.num_prompt_tokens > slo.ttft_tokens)
     return (
         _distribution(
@@ -162,7 +162,7 @@ def _itl_over_time(columns: Columns, slo: Slo, window: Window) -> Panel:
     frame = Frame(
         x=RUN_TIME,
         y=_log_time("gap"),
-        y_limits=(Limit(value=slo.itl_s, text=f"objective {duration(slo.itl_s)}"),),
+        y_limits=(Limit(value=slo.tpot_s, text=f"objective {duration(slo.tpot_s)}"),),
         height=320,
     )
     curves = []

@@ -21,7 +21,7 @@ TIMING = TimingModel(
     max_step_tokens=512,
 )
 SHAPE = RequestShape(num_prompt_tokens=2048, num_computed_tokens=2048, num_output_tokens=128)
-SLO = Slo(ttft_s=1.0, itl_s=0.03)
+SLO = Slo(ttft_s=1.0, tpot_s=0.03)
 SETTINGS = PlannerSettings(
     slo=SLO,
     interval_s=INTERVAL_S,

@@ -74,7 +74,7 @@ def test_prefill_pool_carries_more_than_its_workers_alone() -> None:
 
 
 def test_prefill_of_prompts_beyond_their_objective_is_sized_by_utilization() -> None:
-    hopeless = prefill_of(SHAPE, objectives=replace(OBJECTIVES, slo=Slo(ttft_s=0.1, itl_s=0.03)))
+    hopeless = prefill_of(SHAPE, objectives=replace(OBJECTIVES, slo=Slo(ttft_s=0.1, tpot_s=0.03)))
     assert hopeless.reachable == 0.0
     assert rate_of(hopeless, 2) == pytest.approx(2 * 0.85 / 0.25, rel=0.02)
 
@@ -114,7 +114,7 @@ def test_decode_pool_carries_at_least_what_its_workers_do_alone(shapes: list[Req
 def test_decode_carries_what_meets_the_gap_and_no_more() -> None:
     capacity = decode_of(SHAPE)
     rate = rate_of(capacity, 3)
-    assert capacity.high_itl_s(3, rate) == pytest.approx(SLO.itl_s, rel=0.01)
+    assert capacity.high_itl_s(3, rate) == pytest.approx(SLO.tpot_s, rel=0.01)
 
 
 def test_decode_with_few_pages_is_bound_by_them() -> None:
@@ -130,7 +130,7 @@ def test_decode_with_small_batches_is_bound_by_them() -> None:
 
 
 def test_decode_too_slow_for_one_sequence_is_sized_by_utilization() -> None:
-    capacity = decode_of(SHAPE, objectives=replace(OBJECTIVES, slo=Slo(ttft_s=1.0, itl_s=0.005)))
+    capacity = decode_of(SHAPE, objectives=replace(OBJECTIVES, slo=Slo(ttft_s=1.0, tpot_s=0.005)))
     assert not capacity.is_reachable
     assert rate_of(capacity, 1) > 0.0
 
@@ -184,7 +184,7 @@ def test_prefill_helped_by_a_part_of_a_worker_lies_between() -> None:
 
 def test_decode_spares_the_share_of_a_gap_that_is_left_of_the_objective() -> None:
     capacity = decode_of(SHAPE)
-    assert capacity.num_spare(3, 0.0) == pytest.approx(3 * (1 - TIMING.decode.constant_s / SLO.itl_s))
+    assert capacity.num_spare(3, 0.0) == pytest.approx(3 * (1 - TIMING.decode.constant_s / SLO.tpot_s))
     rate = 12.0
-    assert capacity.num_spare(3, rate) == pytest.approx(3 * (1 - capacity.mean_itl_s(3, rate) / SLO.itl_s))
+    assert capacity.num_spare(3, rate) == pytest.approx(3 * (1 - capacity.mean_itl_s(3, rate) / SLO.tpot_s))
     assert capacity.num_spare(3, 1e6) == 0.0

@@ -39,7 +39,7 @@ EXPERIMENT: dict[str, Any] = {
     "repeats": 1,
     "duration_s": 1.0,
     "warm_up_s": 0.2,
-    "slo": {"ttft_s": 5, "itl_s": 1},
+    "slo": {"ttft_s": 5, "tpot_s": 1},
 }
 ARMS = ("1P1D num_blocks=256", "whole num_blocks=256")
 

@@ -28,7 +28,7 @@ workload:
       turn_tokens: 100
       output_tokens: 60
     - {name: documents, arrivals: {rate: 0.5}, first_tokens: "uniform:6000,9000", output_tokens: 20}
-slo: {ttft_s: 2.0, itl_s: 0.05}
+slo: {ttft_s: 2.0, tpot_s: 0.05}
 serving:
   pools:
     prefill: {block_size: 64, num_blocks: 4000, max_step_tokens: 2048}

@@ -19,7 +19,7 @@ from measure.workload.sessions import Content, Segment, Session, Stream, Turn, W
 from measure.workload.spec import parse_workload
 from tests.measure.simulate.builders import make_settings, make_shape
 
-SLO = Slo(ttft_s=2.0, itl_s=0.05, ttft_tokens=64)
+SLO = Slo(ttft_s=2.0, tpot_s=0.05, ttft_tokens=64)
 BLOCK_SIZE = 16
 
 
@@ -154,7 +154,7 @@ SPEC = parse_workload(
     },
     source="test",
 )
-SIMULATION = Simulation(hardware=Hardware(), slo=Slo(ttft_s=2.0, itl_s=0.05), warm_up_s=10.0)
+SIMULATION = Simulation(hardware=Hardware(), slo=Slo(ttft_s=2.0, tpot_s=0.05), warm_up_s=10.0)
 
 
 def serving(**pool: object) -> object:

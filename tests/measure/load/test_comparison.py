@@ -7,7 +7,7 @@ from measure.load.measures import summarize
 from measure.load.records import Run
 from tests.measure.load.made_runs import make_request, make_run
 
-SLO = Slo(ttft_s=0.5, itl_s=0.05)
+SLO = Slo(ttft_s=0.5, tpot_s=0.05)
 
 
 def drawn(*, seed: int = 0, factor: float = 1.0, noise: int | None = None, num_requests: int = 400) -> Run:

@@ -124,7 +124,7 @@ def test_records_terms_and_targets_survive_the_pipe() -> None:
     ended = record(outcome=Outcome.REFUSED, server=ServerReport(queue_s=0.5, transport="shm"))
     assert record_from_wire(through(record_to_wire(ended))) == ended
     terms = Terms(
-        content=Content.CHAT, seed=3, origin_s=1.5, duration_s=9.0, timeout_s=5.0, slo=Slo(ttft_s=1.0, itl_s=0.1)
+        content=Content.CHAT, seed=3, origin_s=1.5, duration_s=9.0, timeout_s=5.0, slo=Slo(ttft_s=1.0, tpot_s=0.1)
     )
     assert terms_from_wire(through(terms_to_wire(terms))) == terms
     target = TargetSpec(url="http://host/v1", model="m", features=(Feature.IGNORE_EOS,))

@@ -6,7 +6,7 @@ from measure.load.records import Outcome, PoolSample, ServerReport
 from measure.load.summary import Summary
 from tests.measure.load.made_runs import make_failure, make_generator, make_request, make_run, make_worker, queue_run
 
-SLO = Slo(ttft_s=0.5, itl_s=0.05)
+SLO = Slo(ttft_s=0.5, tpot_s=0.05)
 
 
 def mixed() -> Summary:

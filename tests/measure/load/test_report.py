@@ -17,7 +17,7 @@ from measure.pages.theme import Phase
 from tests.measure.load.synthetic import Shape, make_run
 from tests.measure.pages.test_page import HOSTILE, check
 
-SLO = Slo(ttft_s=1.0, itl_s=0.05)
+SLO = Slo(ttft_s=1.0, tpot_s=0.05)
 PLOTLY_BYTES = 2_000_000
 
 

@@ -12,7 +12,7 @@ from measure.pages.page import Absent, Page, Table, render_page
 from tests.measure.load.synthetic import Shape, make_run
 from tests.measure.pages.test_page import HOSTILE, check
 
-SLO = Slo(ttft_s=1.0, itl_s=0.05)
+SLO = Slo(ttft_s=1.0, tpot_s=0.05)
 
 
 def make_pair(*shapes: Shape) -> list[tuple[Run, Summary]]:

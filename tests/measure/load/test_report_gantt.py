@@ -11,7 +11,7 @@ from measure.load.report.columns import Columns, columns_of
 from measure.load.report.gantt import MAX_ROWS, MIN_ROWS, gantt_panel
 from tests.measure.load.synthetic import Shape, make_run
 
-SLO = Slo(ttft_s=1.0, itl_s=0.05)
+SLO = Slo(ttft_s=1.0, tpot_s=0.05)
 
 
 def make_columns(shape: Shape) -> Columns:
@@ -80,7 +80,7 @@ def test_gaps_above_the_objective_are_marked() -> None:
     columns = make_columns(Shape(num_requests=20, num_prefill=0))
     figure = gantt_panel(columns, SLO).content
     marks = trace(figure, "gap above 50 ms")
-    expected = sorted(gap for request in columns.requests for gap in request.gaps_s if gap > SLO.itl_s)
+    expected = sorted(gap for request in columns.requests for gap in request.gaps_s if gap > SLO.tpot_s)
     np.testing.assert_allclose(sorted(marks.customdata), expected, rtol=1e-5)
 
 

@@ -76,7 +76,7 @@ async def test_run_load_against_our_http_door_gets_the_servers_report_and_contin
             name="http",
             target=TargetSpec(url=f"http://127.0.0.1:{system.router.http_port}/v1"),
             workload=workload(open_loop([0.0, 0.05], turns=2)),
-            slo=Slo(ttft_s=60.0, itl_s=10.0),
+            slo=Slo(ttft_s=60.0, tpot_s=10.0),
         )
         run = await run_load(spec)
         await system.until_idle()

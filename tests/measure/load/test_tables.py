@@ -10,7 +10,7 @@ from measure.load.records import Outcome, PoolSample, Run, ServerReport
 from measure.load.tables import summary_view
 from tests.measure.load.made_runs import make_failure, make_request, make_run, make_worker
 
-SLO = Slo(ttft_s=0.5, itl_s=0.05)
+SLO = Slo(ttft_s=0.5, tpot_s=0.05)
 
 
 def text(renderable: RenderableType) -> str:

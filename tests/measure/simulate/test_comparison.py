@@ -23,7 +23,7 @@ def make_settings(*, num_requests: int = NUM_REQUESTS, block_size: int = 512, nu
         num_blocks=num_blocks,
         block_size=block_size,
         max_step_tokens=8192,
-        slo=Slo(ttft_s=2.0, itl_s=0.05),
+        slo=Slo(ttft_s=2.0, tpot_s=0.05),
     )
 
 

@@ -10,7 +10,7 @@ from common.slo import Slo
 from measure.simulate.records import RequestResult, SimRun, WorkerResult
 from measure.simulate.results import Percentiles, Summary, gap_percentile, hot_spot, summarize
 
-SLO = Slo(ttft_s=2.0, itl_s=0.05)
+SLO = Slo(ttft_s=2.0, tpot_s=0.05)
 
 
 def make_result(index: int = 0, **changes: Any) -> RequestResult:

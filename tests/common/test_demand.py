@@ -2,8 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.demand import Demand, RequestShape
-from common.demand_wire import demand_from_proto, demand_to_proto, merge_demands
+from common.demand import Demand, RequestShape, demand_from_proto, demand_to_proto, merge_demands
 
 
 def make_demand(num_arrived: int, *, num_finished: int, num_shapes: int, size: int, window_s: float = 10.0) -> Demand:
@@ -29,7 +28,7 @@ def test_demand_survives_the_wire() -> None:
 
 
 @pytest.mark.parametrize("field", ["window_s", "burstiness", "ttft_p90_s"])
-def test_demand_that_nobody_can_have_counted_is_refused_by_name(field: str) -> None:
+def test_impossible_demand_is_refused_by_field(field: str) -> None:
     message = demand_to_proto(make_demand(20, num_finished=18, num_shapes=4, size=100))
     setattr(message, field, float("nan"))
     with pytest.raises(ValueError, match=f"demand.{field} is nan"):
@@ -47,13 +46,13 @@ def test_merged_demand_adds_counts_and_keeps_the_sample_uniform() -> None:
     assert (both.ttft_p90_s, both.itl_p90_s) == (2.0, None)
 
 
-def test_merged_demand_takes_a_young_router_for_as_busy_before() -> None:
+def test_router_younger_than_the_window_counts_at_its_pace() -> None:
     old = make_demand(100, num_finished=100, num_shapes=10, size=100)
     young = make_demand(20, num_finished=20, num_shapes=2, size=100, window_s=2.0)
     assert merge_demands([old, young]).num_arrived == 200
 
 
-def test_merged_demand_of_routers_that_know_nothing_is_nothing() -> None:
+def test_merged_demand_of_idle_routers_is_empty() -> None:
     empty = replace(make_demand(0, num_finished=0, num_shapes=0, size=1, window_s=0.0), ttft_p90_s=None)
     both = merge_demands([empty, empty])
     assert (both.window_s, both.num_arrived, both.shapes, both.burstiness) == (0.0, 0, (), 1.0)

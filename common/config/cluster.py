@@ -1,0 +1,93 @@
+"""Sections of serving.yaml that the controller reads: encryption and the planner."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from common.config.keys import Need, Port, Section, Words
+from common.trust.identity import INTERNAL_SUFFIX
+
+DnsName = Annotated[str, Field(pattern=r"^(\*\.)?[A-Za-z0-9_:.-]{1,253}$")]
+"""A DNS name or an address."""
+_MAX_TLS_NAME_CHARS = 1400
+"""These and the names of the host itself have to fit into a certificate (`authority.MAX_NAME_BYTES`)."""
+
+
+class TlsConfig(Section):
+    """Encryption of the cluster's connections; docs/security.md."""
+
+    mode: Annotated[Literal["auto", "on", "off", "files"], Words, Need.RESTART] = "auto"
+    """`auto`: TLS when `router.host` is not a loopback address, or in a Ray cluster that is joined; `on`: always;
+    `off`: never; `files`: like `on`, but doors show the certificate of the files below instead of the cluster's own."""
+    insecure: Annotated[bool, Need.RESTART] = False
+    """With `off`: serve other hosts without TLS all the same. Prompts, answers and API keys can be read on the way."""
+    certificate: Annotated[Path | None, Need.RESTART] = None
+    """With `files`: the doors' certificate chain in PEM, leaf first, at this path on every host. Read again when it
+    changes."""
+    key: Annotated[Path | None, Need.RESTART] = None
+    """With `files`: its private key."""
+    names: Annotated[tuple[DnsName, ...], Field(max_length=32), Need.RESTART] = ()
+    """Further DNS names and addresses in the doors' certificates, such as those of a load balancer; at most 32, and
+    1,400 characters together."""
+    lifetime_s: Annotated[float, Field(ge=5, le=30 * 86_400), Need.RESTART] = 86_400.0
+    """Seconds for which certificates of processes are good, 5 or more; they are renewed at two thirds of it."""
+
+    @model_validator(mode="after")
+    def _files(self) -> "TlsConfig":
+        is_named = self.certificate is not None and self.key is not None
+        if (self.mode == "files") is not is_named or (self.certificate is None) is not (self.key is None):
+            raise ValueError("certificate and key belong to mode: files, which needs both")
+        if self.insecure and self.mode != "off":
+            raise ValueError("insecure belongs to mode: off")
+        for name in self.names:
+            if name.lower().rstrip(".").endswith(INTERNAL_SUFFIX):
+                raise ValueError(f"names: {name} is a name of processes inside the cluster; leave it out")
+        if (num_chars := sum(map(len, self.names))) > _MAX_TLS_NAME_CHARS:
+            raise ValueError(f"names: {num_chars} characters together; at most {_MAX_TLS_NAME_CHARS} fit a certificate")
+        return self
+
+
+class PlannerConfig(Section):
+    """Pools that follow their load."""
+
+    mode: Annotated[Literal["off", "advise", "act"], Words, Need.RESTART] = "off"
+    """`advise`: plans are made and shown by `kvrelay plan`, nothing is changed; `act`: they are carried out; `off`."""
+    interval_s: Annotated[float, Field(ge=0.1, le=3600), Need.RESTART] = 10.0
+    """Seconds from plan to plan."""
+    window_s: Annotated[float, Field(ge=1, le=120), Need.RESTART] = 10.0
+    """How many seconds back each plan counts requests."""
+    attainment: Annotated[float, Field(gt=0, lt=1), Need.RESTART] = 0.9
+    """Share of the requests that are to meet both objectives of `slo`, of those that could on an idle cluster."""
+    min_prefill: Annotated[int, Field(ge=1, le=1024), Need.RESTART] = 1
+    """Fewest prefill workers."""
+    max_prefill: Annotated[int, Field(ge=1, le=1024), Need.RESTART] = 16
+    """Most prefill workers."""
+    min_decode: Annotated[int, Field(ge=1, le=1024), Need.RESTART] = 1
+    """Fewest decode workers."""
+    max_decode: Annotated[int, Field(ge=1, le=1024), Need.RESTART] = 16
+    """Most decode workers."""
+    max_workers: Annotated[int, Field(ge=2, le=2048), Need.RESTART] = 32
+    """Most workers of both pools together; where that is too few, they are split so that the most requests are
+    carried."""
+    max_utilization: Annotated[float, Field(gt=0, lt=1), Need.RESTART] = 0.85
+    """Largest share of a prefill worker's time that is planned for."""
+    stable_s: Annotated[float, Field(ge=0), Need.RESTART] = 60.0
+    """Seconds for which a smaller pool must have been enough before it shrinks; at least what a start and a drain took
+    together."""
+    cooldown_s: Annotated[float, Field(ge=0), Need.RESTART] = 30.0
+    """Seconds after any change in which no pool shrinks."""
+    grace_s: Annotated[float, Field(gt=0, le=3600), Need.RESTART] = 30.0
+    """Seconds in which a worker that goes may give its requests away."""
+    metrics_port: Annotated[Port | None, Need.RESTART] = None
+    """Prometheus port of present and wanted sizes, on `router.host`; 0 picks a free one, `null` turns it off."""
+
+    @model_validator(mode="after")
+    def _limits(self) -> "PlannerConfig":
+        for pool in ("prefill", "decode"):
+            least, most = getattr(self, f"min_{pool}"), getattr(self, f"max_{pool}")
+            if least > most:
+                raise ValueError(f"min_{pool}: {least} is more than max_{pool}: {most}")
+        if self.min_prefill + self.min_decode > self.max_workers:
+            raise ValueError(f"max_workers: {self.max_workers} is less than min_prefill and min_decode together")
+        return self

