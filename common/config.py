@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from common.ports import MAX_PORT, is_loopback
 from common.trust.identity import INTERNAL_SUFFIX
+from common.wire_names import TRANSPORT_NUMBERS
 
 Port = Annotated[int, Field(ge=0, le=MAX_PORT)]
 ROUTER_PORTS = ("port", "http_port", "metrics_port", "admin_port")
@@ -19,12 +20,17 @@ DnsName = Annotated[str, Field(pattern=r"^(\*\.)?[A-Za-z0-9_:.-]{1,253}$")]
 """Or an address."""
 _MAX_TLS_NAME_CHARS = 1400
 """With those of a host itself they have to fit into a certificate (`authority.MAX_NAME_BYTES`)."""
-TransportName = Literal["cuda_ipc", "shm", "grpc"]
 
 
 def _on_or_off(value: object) -> object:
     """Return the words that YAML takes for booleans as words."""
     return ("on" if value else "off") if isinstance(value, bool) else value
+
+
+def _known_transport(name: str) -> str:
+    if name not in TRANSPORT_NUMBERS:
+        raise ValueError(f"{name!r} is no transport; known are {', '.join(TRANSPORT_NUMBERS)}")
+    return name
 
 
 class ConfigError(Exception):
@@ -159,7 +165,7 @@ class TlsConfig(_Section):
 class TransferConfig(_Section):
     """How KV moves."""
 
-    transports: tuple[TransportName, ...] = ("cuda_ipc", "shm", "grpc")
+    transports: tuple[Annotated[str, AfterValidator(_known_transport)], ...] = ("cuda_ipc", "shm", "grpc")
     """Tried in this order; cuda_ipc only between processes on one card, shm only between those of one host."""
     chunk_bytes: Annotated[int, Field(ge=4096, le=1 << 20)] = 1 << 20
     lease_ttl_s: Annotated[float, Field(gt=0)] = 10.0
@@ -390,7 +396,7 @@ class ServingConfig(_Section):
         if decode.count == 0:
             raise ValueError("pools.decode.count: 0; somebody has to write the answers")
         if not self.transfer.transports:
-            raise ValueError("transfer.transports: empty; name at least one of shm, grpc")
+            raise ValueError(f"transfer.transports: empty; name at least one of {', '.join(TRANSPORT_NUMBERS)}")
         if self.model.device == "cpu" and (prefill.num_gpus or decode.num_gpus):
             raise ValueError("pools.*.num_gpus: GPUs are reserved, but model.device: cpu")
         for name, pool in (("prefill", prefill), ("decode", decode)):

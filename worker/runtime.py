@@ -22,7 +22,7 @@ from common.rpc import Connect
 from common.trust.channels import connect_to
 from common.trust.credentials import Credentials
 from common.trust.identity import Role
-from common.wire_names import ROLE_NAMES, TRANSPORT_NUMBERS
+from common.wire_names import ROLE_NAMES
 from engine.core import EngineCore
 from engine.events import Load, StepReport
 from engine.executor import Executor
@@ -31,6 +31,7 @@ from kv_transfer.handoff import HandoffTable
 from kv_transfer.pull import KvPuller
 from kv_transfer.rights import CheckPull, check_by
 from kv_transfer.serve import KvTransferService, ServeSettings
+from kv_transfer.transports.registry import WorkerTransports
 from kvrelay.v1 import worker_pb2
 from worker.factory import limits_for, load_executor_for, load_template_for
 from worker.kv_event_hub import KvEventHub
@@ -126,9 +127,12 @@ class WorkerRuntime:
             block_size=executor.kv.shape.block_size, lease_ttl_s=config.transfer.lease_ttl_s, clock=clock
         )
         self.peers = PeerChannels(outside.connect)
+        self._transports = WorkerTransports.named(
+            config.transfer.transports, executor.kv, chunk_bytes=config.transfer.chunk_bytes
+        )
         self.puller = KvPuller(
             store=executor.kv,
-            transports=self.transports,
+            transports=self._transports,
             clock=clock,
             on_bytes=lambda transport, count: self.bytes_received.update({transport: count}),
             on_pull=self.timing.observe_pull,
@@ -181,11 +185,6 @@ class WorkerRuntime:
     def pool_config(self) -> PoolConfig:
         """The section of serving.yaml that describes this worker's pool."""
         return pool_of(self.config, self.role)
-
-    @property
-    def transports(self) -> tuple[int, ...]:
-        """Allowed KV transports, preferred first."""
-        return tuple(int(TRANSPORT_NUMBERS[name]) for name in self.config.transfer.transports)
 
     @property
     def uptime_s(self) -> float:
@@ -301,9 +300,7 @@ class WorkerRuntime:
                 worker_id=self.worker_id,
                 check_pull=self._check_pull,
                 epoch=lambda: self.epoch,
-                pid=os.getpid(),
-                transports=self.transports,
-                chunk_bytes=self.config.transfer.chunk_bytes,
+                transports=self._transports,
                 lease_ttl_s=self.config.transfer.lease_ttl_s,
             ),
             track=self.transfer_task,

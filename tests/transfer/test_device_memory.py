@@ -1,7 +1,7 @@
 """Handoffs through the memory of one card: chosen where it reaches, verified like any other, and let go of."""
 
 import asyncio
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 import grpc
 import pytest
@@ -10,7 +10,10 @@ from common.errors import HandoffGone, KvIncomplete, KvrelayError
 from common.ids import BlockId, Epoch, WorkerId
 from common.rpc import abort
 from engine.fake import FakeKvStore
-from kv_transfer.peer_memory import PeerMemory
+from kv_transfer.transports.cuda_ipc import CudaIpc
+from kv_transfer.transports.grpc_chunks import GrpcChunks
+from kv_transfer.transports.registry import WorkerTransports
+from kv_transfer.transports.transport import PeerLife, PullTarget
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import worker_pb2
 from tests.builders import BLOCK_SIZE, expected_tokens, make_request
@@ -18,7 +21,7 @@ from tests.transfer.device_sharing import Card, FakeSharing
 from tests.transfer.test_pull import BLOCK, Peer, manifest, plan, pulling
 from tests.worker.cluster import Answer, Pair, running_pair
 
-PEER = WorkerId("prefill-0")
+PEER, NEXT_LIFE = (PeerLife(WorkerId("prefill-0"), Epoch(epoch)) for epoch in (1, 2))
 EVERY = ("cuda_ipc", "shm", "grpc")
 LENGTHS = sorted({1, *(BLOCK_SIZE * k + d for k in (1, 8) for d in (-1, 0, 1)), 200})
 
@@ -59,9 +62,19 @@ def make_sharing(card: Card, *, num_blocks: int = 8) -> FakeSharing:
     return sharing
 
 
-def memory_of(sharing: FakeSharing, *, keep_mapped_s: float = 60.0) -> PeerMemory:
-    transports = (worker_pb2.KV_TRANSPORT_CUDA_IPC, worker_pb2.KV_TRANSPORT_GRPC)
-    return PeerMemory(store=sharing.store, transports=transports, keep_mapped_s=keep_mapped_s)
+class Puller:
+    """Pulls from peers by CUDA IPC, or by gRPC."""
+
+    def __init__(self, sharing: FakeSharing, *, keep_mapped_s: float = 60.0) -> None:
+        cuda_ipc = CudaIpc(sharing.store, 4096, keep_mapped_s=keep_mapped_s)
+        self._transports = WorkerTransports([cuda_ipc, GrpcChunks(sharing.store, 4096)])
+
+    def offers(self, peer: PeerLife = PEER) -> list[str]:
+        return [transport.name for transport in self._transports.offer(peer, pb.OpenFetch())]
+
+    def mapped(self, opened: pb.FetchOpened, peer: PeerLife = PEER) -> AbstractAsyncContextManager[object]:
+        offered = self._transports.offer(peer, pb.OpenFetch())
+        return self._transports.fetch(peer, offered, opened, PullTarget((), set()))
 
 
 async def test_handoff_on_one_card_equals_oracle_at_every_boundary_and_maps_the_peer_once() -> None:
@@ -162,51 +175,48 @@ async def test_pull_of_blocks_that_the_peer_cannot_have_raises_kv_incomplete(blo
 
 async def test_offers_without_device_memory_leave_cuda_ipc_out() -> None:
     sharing = make_sharing(Card())
-    memory = memory_of(sharing)
-    assert memory.offers(PEER, Epoch(1)) == [worker_pb2.KV_TRANSPORT_CUDA_IPC, worker_pb2.KV_TRANSPORT_GRPC]
+    puller = Puller(sharing)
+    assert puller.offers() == ["cuda_ipc", "grpc"]
     sharing.store.device_sharing = None
-    assert memory.offers(PEER, Epoch(1)) == [worker_pb2.KV_TRANSPORT_GRPC]
+    assert puller.offers() == ["grpc"]
 
 
 async def test_failed_mapping_is_remembered_for_that_life_of_that_peer_only() -> None:
-    memory = memory_of(make_sharing(Card()))
-    lost = opened_by(make_sharing(Card()), handle=b"nobody's")
+    puller = Puller(make_sharing(Card()))
     with pytest.raises(KvIncomplete, match="cannot be mapped"):
-        async with memory.mapped(PEER, Epoch(1), lost):
+        async with puller.mapped(opened_by(make_sharing(Card()), handle=b"nobody's")):
             raise AssertionError("there is nothing to copy from")
-    everything = [worker_pb2.KV_TRANSPORT_CUDA_IPC, worker_pb2.KV_TRANSPORT_GRPC]
-    assert memory.offers(PEER, Epoch(1)) == everything[1:]
-    assert memory.offers(PEER, Epoch(2)) == everything
-    assert memory.offers(WorkerId("prefill-1"), Epoch(1)) == everything
+    assert puller.offers() == ["grpc"]
+    assert puller.offers(NEXT_LIFE) == puller.offers(PeerLife(WorkerId("prefill-1"), Epoch(1))) == ["cuda_ipc", "grpc"]
 
 
 async def test_pulls_side_by_side_share_a_mapping_and_the_last_one_lets_it_expire() -> None:
     card = Card()
-    memory, opened = memory_of(make_sharing(card), keep_mapped_s=0.0), opened_by(make_sharing(card))
+    puller, opened = Puller(make_sharing(card), keep_mapped_s=0.0), opened_by(make_sharing(card))
     async with AsyncExitStack() as pulls:
         for _ in range(3):
-            await pulls.enter_async_context(memory.mapped(PEER, Epoch(1), opened))
+            await pulls.enter_async_context(puller.mapped(opened))
         assert (card.num_mapped, card.num_closed) == (1, 0)
     async with asyncio.timeout(60):
         await card.closed.wait()
-    async with memory.mapped(PEER, Epoch(1), opened):
+    async with puller.mapped(opened):
         assert (card.num_mapped, card.num_closed) == (2, 1)
 
 
 async def test_pull_from_a_restarted_peer_maps_its_new_memory() -> None:
     card = Card()
-    memory = memory_of(make_sharing(card))
-    for epoch in (1, 2):
-        async with memory.mapped(PEER, Epoch(epoch), opened_by(make_sharing(card))):
-            assert card.num_mapped == epoch
+    puller = Puller(make_sharing(card))
+    for num_lives, peer in enumerate((PEER, NEXT_LIFE), start=1):
+        async with puller.mapped(opened_by(make_sharing(card)), peer):
+            assert card.num_mapped == num_lives
 
 
 async def test_pull_cancelled_while_mapping_leaves_a_mapping_that_expires() -> None:
     card = Card()
-    memory, opened = memory_of(make_sharing(card), keep_mapped_s=0.0), opened_by(make_sharing(card))
+    puller, opened = Puller(make_sharing(card), keep_mapped_s=0.0), opened_by(make_sharing(card))
 
     async def pull() -> None:
-        async with memory.mapped(PEER, Epoch(1), opened):
+        async with puller.mapped(opened):
             raise AssertionError("the pull goes on")
 
     cancelled = asyncio.ensure_future(pull())

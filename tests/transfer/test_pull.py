@@ -20,6 +20,7 @@ from common.rpc import abort
 from common.rpc_server import start_server
 from engine.fake import FakeKvStore
 from kv_transfer.pull import KvPuller, PullPlan
+from kv_transfer.transports.registry import WorkerTransports
 from kv_transfer.wanted import WantedBlocks, WantedHandoff
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2
@@ -114,7 +115,7 @@ async def pulling(peer: Peer) -> AsyncIterator[tuple[KvPuller, FakeKvStore, grpc
     store = FakeKvStore(num_blocks=8, block_size=4)
     puller = KvPuller(
         store=store,
-        transports=(worker_pb2.KV_TRANSPORT_CUDA_IPC, worker_pb2.KV_TRANSPORT_SHM, worker_pb2.KV_TRANSPORT_GRPC),
+        transports=WorkerTransports.named(["cuda_ipc", "shm", "grpc"], store, chunk_bytes=4096),
         clock=SystemClock(),
         on_bytes=lambda _transport, _count: None,
         on_pull=lambda *_timed: None,

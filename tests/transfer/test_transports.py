@@ -1,0 +1,91 @@
+"""The seam between transfers and transports, and the places that list all transports."""
+
+import re
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from common.ids import BlockId
+from common.wire_names import TRANSPORT_NAMES
+from engine.executor import KvStore
+from kv_transfer.transports.registry import TRANSPORTS
+from kv_transfer.transports.transport import PeerLife, PullTarget, Transport, Unreachable, sealed
+from kvrelay.v1 import kv_transfer_pb2 as pb
+from tests.builders import expected_tokens, make_request
+from tests.worker.cluster import running_pair
+
+_SERVING_DOC = Path(__file__).parents[2] / "docs" / "serving.md"
+
+
+class InMemory(Transport):
+    """Moves blocks between the workers of one process."""
+
+    name = "memory"
+    number = 77
+    payload = "sealed"
+    reads_pages = False
+    stores: dict[bytes, KvStore]
+    """Pages of every worker that serves."""
+
+    def offer(self, opened: pb.OpenFetch) -> bool:
+        return True
+
+    def reaches(self, opened: pb.OpenFetch) -> bool:
+        return True
+
+    def describe(self, opened: pb.FetchOpened) -> None:
+        opened.shared_memory.nonce = str(id(self._store)).encode()
+        self.stores[opened.shared_memory.nonce] = self._store
+
+    def seal(self, first_block: int, block_ids: Sequence[BlockId]) -> list[pb.FetchBlocksResponse]:
+        return [sealed(first_block, block_ids)]
+
+    @asynccontextmanager
+    async def fetch(self, peer: PeerLife, opened: pb.FetchOpened, target: PullTarget) -> "AsyncIterator[_Copier]":
+        source = self.stores.pop(opened.shared_memory.nonce, None)
+        if source is None:
+            raise Unreachable("no such store")
+        yield _Copier(source, self._store, target)
+
+
+class _Copier:
+    def __init__(self, source: KvStore, own: KvStore, target: PullTarget) -> None:
+        self._source = source
+        self._own = own
+        self._target = target
+
+    def take(self, message: pb.FetchBlocksResponse) -> None:
+        block_ids = [BlockId(i) for i in message.sealed.block_ids]
+        first = message.sealed.first_block
+        indexes = range(first, first + len(block_ids))
+        self._own.write_blocks(self._target.pages_of(indexes), self._source.read_blocks(block_ids))
+        self._target.missing.difference_update(indexes)
+
+
+async def test_transport_that_is_registered_carries_handoffs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TRANSPORTS, InMemory.name, InMemory)
+    monkeypatch.setattr(InMemory, "stores", {}, raising=False)
+    monkeypatch.setattr("common.config.TRANSPORT_NUMBERS", {InMemory.name: InMemory.number})
+    async with running_pair(transports=[InMemory.name]) as pair:
+        for length in (1, 4, 30):
+            request = make_request([length] * length, max_tokens=9, ignore_eos=True)
+            answer = await pair.generate(request)
+            assert answer.tokens[0] == expected_tokens(request)
+            assert answer.transfer is not None
+            assert (answer.transfer.transport, answer.transfer.num_blocks) == (InMemory.number, -(-length // 4))
+        await pair.until_empty()
+
+
+def test_registry_and_wire_know_the_same_transports() -> None:
+    assert sorted(TRANSPORTS) == sorted(TRANSPORT_NAMES.values())
+
+
+def test_serving_doc_lists_every_transport_in_order_of_preference() -> None:
+    row = re.search(
+        r"^\| `transfer\.transports` \| `\[(.*)\]` \|(.*)\|$", _SERVING_DOC.read_text("utf-8"), re.MULTILINE
+    )
+    assert row is not None
+    assert row[1].split(", ") == list(TRANSPORTS)
+    assert re.findall(r"`(\w+)`", row[2]) == list(TRANSPORTS)
