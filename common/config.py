@@ -229,8 +229,6 @@ class RouterConfig(_Section):
     """Longest wait for a worker to come back before a request that lost its own is failed."""
     max_attempts: Annotated[int, Field(ge=1)] = 6
     """Plans per request, the first one included."""
-    decode_streams: Literal["shared", "per_request"] = "shared"
-    """shared: all calls to a decode worker on one stream, one message per engine step; a quarter of the CPU time."""
     default_max_tokens: Annotated[int, Field(ge=1)] = 256
     max_message_mib: Annotated[int, Field(ge=1, le=64)] = 4
     token_cache_mib: Annotated[int, Field(ge=0)] = 64

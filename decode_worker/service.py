@@ -1,9 +1,8 @@
-"""DecodeService: one call per stream, or all calls of a router on one; what a call does is in `call.py`.
+"""DecodeService: all calls of a router on one stream (`shared_stream.py`); what a call does is in `call.py`.
 
 DirectService: what clients stream by themselves (`direct.py`).
 """
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -37,20 +36,6 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self._is_draining = True
         for stream in self._shared:
             stream.drain()
-
-    async def Decode(self, request: pb.DecodeRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
-        async with error_boundary(context, "Decode"):
-            changed = asyncio.Event()
-            outlet = Outlet(changed.set)
-            async with self._census.owned(self._serve(request, outlet)) as (serving,):
-                serving.add_done_callback(lambda _: changed.set())
-                while not (serving.done() and outlet.is_empty):
-                    await changed.wait()
-                    changed.clear()
-                    while taken := outlet.take():
-                        for message in taken:
-                            await context.write(message)
-                serving.result()
 
     async def DecodeMany(  # type: ignore[override]  # noqa: D102
         self, request_iterator: AsyncIterator[pb.DecodeManyRequest], context: Context

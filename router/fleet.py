@@ -27,7 +27,7 @@ from router.placement.decisions import Decision
 from router.placement.plans import FleetView, Plan, Pull, RouteRequest
 from router.pool_timing import PoolTiming
 from router.roster import Roster
-from router.worker_client import Streams, WorkerClient
+from router.worker_client import WorkerClient
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,6 @@ class Fleet:
         index: PrefixIndex,
         clock: Clock,
         reach: Reach,
-        streams: Streams = Streams.SHARED,
         probes: TextProbes | None = None,
     ) -> None:
         """`reach` is the router's; `probes`: what the router makes of the fixed texts; None where no text is served."""
@@ -50,7 +49,6 @@ class Fleet:
         self._direct_name = reach.direct_name
         self.issue = reach.issue
         """Signs the tickets by which workers pull from each other."""
-        self._streams = streams
         self._probes = probes
         self._clock = clock
         self._members: dict[WorkerId, Member] = {}
@@ -123,7 +121,7 @@ class Fleet:
         for worker_id, endpoint in wanted.items():
             if worker_id not in self._members:
                 logger.info("worker joins", extra={"worker_id": worker_id, "address": endpoint.address})
-                client = WorkerClient(endpoint.address, self._connect, streams=self._streams)
+                client = WorkerClient(endpoint.address, self._connect)
                 member = Member(endpoint=endpoint, client=client, direct_name=self._direct_name)
                 self._members[worker_id] = member
                 self._roster = None

@@ -84,7 +84,6 @@ NEEDS: Mapping[str, Need] = {
     "router.queue_timeout_s": Need.ROUTERS,
     "router.recovery_timeout_s": Need.ROUTERS,
     "router.max_attempts": Need.ROUTERS,
-    "router.decode_streams": Need.ROUTERS,
     "router.default_max_tokens": Need.ROUTERS,
     "router.max_message_mib": Need.ROUTERS,
     "router.token_cache_mib": Need.ROUTERS,

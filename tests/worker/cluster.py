@@ -1,6 +1,7 @@
 """One prefill and one decode worker with fake engines in this process, driven over real gRPC on free ports."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ import grpc
 
 from cluster.worker_process.server import pool_services
 from common.config import parse_config
+from common.errors import KvrelayError, from_rpc_error, from_status_bytes
 from common.fake_tokenizer import byte_tokenizer
 from common.ids import Epoch, HandoffId, WorkerId, mint_handoff_id
 from common.trust.identity import Role
@@ -88,16 +90,15 @@ class Pair:
             ),
         )
 
-    def open_decode(self, request: EngineRequest, handoff_id: str | None, source: Source = None) -> Any:
-        """Open a Decode call."""
-        message = decode_pb2.DecodeRequest(
-            sequence=spec_of(request),
-            epoch=self.decode.runtime.epoch,
-            source=allowed(source, request, self.decode),
-        )
-        if handoff_id is not None:
-            message.handoff.CopyFrom(self.handoff(handoff_id))
-        return self.decode_stub.Decode(message)
+    def open_decode(self, request: EngineRequest, handoff_id: str | None, source: Source = None) -> "DecodeCall":
+        """Open a decode call."""
+        handoff = None if handoff_id is None else self.handoff(handoff_id)
+        return self.open_decode_of(spec_of(request), handoff=handoff, source=allowed(source, request, self.decode))
+
+    def open_decode_of(self, spec: sequence_pb2.SequenceSpec, **fields: Any) -> "DecodeCall":
+        """Open a decode call for a message."""
+        fields = {"epoch": self.decode.runtime.epoch} | fields
+        return DecodeCall(self.decode_stub, decode_pb2.DecodeRequest(sequence=spec, **fields))
 
     def open_prefill(self, request: EngineRequest, handoff_id: str, source: Source = None) -> Any:
         """Open a Prefill call."""
@@ -117,7 +118,7 @@ class Pair:
         decode = self.open_decode(request, handoff_id)
         first = await decode.read()
         answer.num_decode_cached = first.reserved.num_cached_tokens
-        async for message in self.open_prefill(request, handoff_id, source):
+        async for message in messages(self.open_prefill(request, handoff_id, source)):
             if message.HasField("started"):
                 answer.start(message.started)
             for token in message.finished.first_tokens:
@@ -132,7 +133,7 @@ class Pair:
     async def generate_locally(self, request: EngineRequest, source: Source = None) -> Answer:
         """Serve a request on the decode worker alone."""
         answer = Answer()
-        async for message in self.open_decode(request, None, source):
+        async for message in messages(self.open_decode(request, None, source)):
             if message.HasField("prefill_started"):
                 answer.start(message.prefill_started)
             for token in message.tokens.tokens:
@@ -143,6 +144,39 @@ class Pair:
         """Wait (bounded) until neither worker holds anything."""
         for worker in (self.prefill, self.decode):
             await until_empty(worker)
+
+
+class DecodeCall:
+    """One decode call on a stream of its own; used like a call of gRPC."""
+
+    def __init__(self, stub: Any, request: decode_pb2.DecodeRequest) -> None:
+        self._stream = stub.DecodeMany(_opening(request))
+        self._responses: deque[decode_pb2.DecodeResponse] = deque()
+        self._end: decode_pb2.CallUpdate | None = None
+
+    async def read(self) -> Any:
+        """Return the next response, or EOF at a good end. Raises KvrelayError, AioRpcError when the stream breaks."""
+        while not self._responses:
+            if self._end is not None:
+                self.cancel()
+                if self._end.status_code:
+                    raise from_status_bytes(self._end.status)
+                return grpc.aio.EOF
+            message = await self._stream.read()
+            for update in message.updates:
+                self._responses.extend(update.responses)
+                if update.HasField("status_code"):
+                    self._end = update
+        return self._responses.popleft()
+
+    def cancel(self) -> None:
+        """Leave the stream."""
+        self._stream.cancel()
+
+
+async def _opening(request: decode_pb2.DecodeRequest) -> AsyncIterator[decode_pb2.DecodeManyRequest]:
+    yield decode_pb2.DecodeManyRequest(call_id=1, open=request)
+    await asyncio.Event().wait()  # the end of the requests would end the call
 
 
 def allowed(source: Source, request: EngineRequest, puller: RunningWorker) -> Source:
@@ -272,16 +306,19 @@ async def serve_runtime(runtime: WorkerRuntime) -> RunningWorker:
 
 
 async def messages(call: Any) -> AsyncIterator[Any]:
-    """Read the rest of a call (a call that has been `read` cannot be iterated any more)."""
-    while (message := await call.read()) is not grpc.aio.EOF:
-        yield message
+    """Read the rest of a call (one that has been `read` cannot be iterated any more). Raises KvrelayError."""
+    try:
+        while (message := await call.read()) is not grpc.aio.EOF:
+            yield message
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
 
 
-async def error_of(call: Any) -> grpc.aio.AioRpcError:
+async def error_of(call: Any) -> KvrelayError:
     """Read a call to its end and return the error it must end with."""
     try:
         async for _message in messages(call):
             pass
-    except grpc.aio.AioRpcError as error:
+    except KvrelayError as error:
         return error
     raise AssertionError("the call ended without an error")

@@ -2,15 +2,14 @@
 
 import asyncio
 
-import grpc
 import pytest
 
-from common.errors import EngineFault, HandoffGone, InvalidRequest, Overloaded, StaleEpoch, WorkerLost, from_rpc_error
+from common.errors import EngineFault, HandoffGone, InvalidRequest, Overloaded, StaleEpoch, WorkerLost
 from common.ids import Epoch, mint_handoff_id
 from common.wire import pack_tokens
 from engine.core import EngineCore
 from engine.sequence import EngineRequest
-from kvrelay.v1 import decode_pb2, prefill_pb2, worker_pb2
+from kvrelay.v1 import prefill_pb2, worker_pb2
 from tests.builders import BLOCK_SIZE, expected_tokens, make_request
 from tests.worker.cluster import Answer, error_of, messages, running_pair, spec_of
 
@@ -62,8 +61,7 @@ async def test_concurrent_handoffs_in_a_tiny_decode_pool_preempt_and_equal_oracl
             while True:
                 try:
                     return await pair.generate(request)
-                except grpc.aio.AioRpcError as error:
-                    assert isinstance(from_rpc_error(error), Overloaded)
+                except Overloaded:
                     await asyncio.sleep(0)
 
         answers = await asyncio.gather(*(serve(request) for request in requests))
@@ -109,8 +107,7 @@ async def test_decode_call_closed_while_pulling_stops_the_prefill_at_once() -> N
         prefill = pair.open_prefill(request, handoff_id)
         await prefill.read()
         decode.cancel()
-        error = await error_of(prefill)
-        assert isinstance(from_rpc_error(error), HandoffGone)
+        assert isinstance(await error_of(prefill), HandoffGone)
         await pair.until_empty()
 
 
@@ -123,7 +120,7 @@ async def test_prefill_call_closed_in_the_middle_ends_the_decode_call_at_once() 
         prefill = pair.open_prefill(request, handoff_id)
         await prefill.read()
         prefill.cancel()
-        assert isinstance(from_rpc_error(await error_of(decode)), HandoffGone)
+        assert isinstance(await error_of(decode), HandoffGone)
         await pair.until_empty()
 
 
@@ -131,12 +128,12 @@ async def test_decode_call_whose_prefill_worker_has_moved_meanwhile_ends_with_a_
     async with running_pair(prefill={"step_s": 0.05, "max_step_tokens": 16}, decode={"num_blocks": 256}) as pair:
         decode = pair.open_decode(make_request([i % 256 for i in range(480)], max_tokens=4), mint_handoff_id())
         await decode.read()
-        moved = decode_pb2.DecodeRequest(sequence=spec_of(make_request(range(20))), epoch=pair.decode.runtime.epoch)
-        moved.handoff.CopyFrom(pair.handoff(mint_handoff_id()))
-        moved.handoff.prefill_address = "127.0.0.1:1"  # the channel to the old address is closed
-        assert isinstance(from_rpc_error(await error_of(pair.decode_stub.Decode(moved))), WorkerLost)
+        moved = pair.handoff(mint_handoff_id())
+        moved.prefill_address = "127.0.0.1:1"  # the channel to the old address is closed
+        late = pair.open_decode_of(spec_of(make_request(range(20))), handoff=moved)
+        assert isinstance(await error_of(late), WorkerLost)
         async with asyncio.timeout(60):
-            assert isinstance(from_rpc_error(await error_of(decode)), WorkerLost)
+            assert isinstance(await error_of(decode), WorkerLost)
         await pair.until_empty()
 
 
@@ -154,7 +151,7 @@ async def test_handoff_without_a_puller_expires_and_is_counted() -> None:
 async def test_fetch_without_a_prefill_expires_and_frees_the_reservation() -> None:
     async with running_pair(prefill={"lease_ttl_s": 0.2}) as pair:
         decode = pair.open_decode(make_request(range(20)), mint_handoff_id())
-        assert isinstance(from_rpc_error(await error_of(decode)), HandoffGone)
+        assert isinstance(await error_of(decode), HandoffGone)
         await pair.until_empty()
 
 
@@ -163,24 +160,20 @@ async def test_calls_for_an_earlier_epoch_are_refused() -> None:
         request = make_request(range(20))
         pair.prefill.runtime.epoch = Epoch(pair.prefill.runtime.epoch + 2)
         stale = prefill_pb2.PrefillRequest(sequence=spec_of(request), handoff_id="x", epoch=1)
-        assert isinstance(from_rpc_error(await error_of(pair.prefill_stub.Prefill(stale))), StaleEpoch)
-        stale_decode = decode_pb2.DecodeRequest(sequence=spec_of(request), epoch=1)
-        assert isinstance(from_rpc_error(await error_of(pair.decode_stub.Decode(stale_decode))), StaleEpoch)
+        assert isinstance(await error_of(pair.prefill_stub.Prefill(stale)), StaleEpoch)
+        assert isinstance(await error_of(pair.open_decode_of(spec_of(request), epoch=1)), StaleEpoch)
         await pair.until_empty()
 
 
 async def test_spec_with_a_block_hash_for_a_root_or_unknown_tokens_is_refused_by_field() -> None:
     async with running_pair() as pair:
-        epoch = pair.decode.runtime.epoch
         request = make_request(range(20))
         block_as_root, unknown_token = spec_of(request), spec_of(request)
         block_as_root.hash_root = request.block_hashes[0]
         unknown_token.prompt_tokens = pack_tokens([1, 2, 3, 10**6, *range(16)])
         cases = {"sequence.hash_root": block_as_root, "sequence.prompt_tokens": unknown_token}
         for field, bad in cases.items():
-            error = from_rpc_error(
-                await error_of(pair.decode_stub.Decode(decode_pb2.DecodeRequest(sequence=bad, epoch=epoch)))
-            )
+            error = await error_of(pair.open_decode_of(bad))
             assert isinstance(error, InvalidRequest)
             assert error.field == field
         await pair.until_empty()
@@ -203,7 +196,7 @@ async def test_error_with_a_very_long_message_still_reaches_the_caller_as_itself
             raise RuntimeError("x" * 100_000)
 
         broken.launch = launch  # type: ignore[method-assign,assignment]
-        error = from_rpc_error(await error_of(pair.open_decode(make_request(range(20)), None)))
+        error = await error_of(pair.open_decode(make_request(range(20)), None))
         assert isinstance(error, EngineFault)
         assert error.message.startswith("engine step failed: RuntimeError: xxx")
         await pair.until_empty()

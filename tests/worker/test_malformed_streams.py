@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import InvalidRequest, from_rpc_error
+from common.errors import InvalidRequest
 from tests.trust import as_router, as_worker
 from tests.worker.cluster import error_of, running_pair
 
@@ -23,7 +23,7 @@ async def test_malformed_message_on_a_stream_is_the_callers_fault(method: str, r
         async with channel:
             call = channel.stream_stream(method)(timeout=TIMEOUT_S)
             await call.write(raw)
-            error = from_rpc_error(await error_of(call))
+            error = await error_of(call)
         assert isinstance(error, InvalidRequest), error
         assert error.field == "message"
         await pair.until_empty()

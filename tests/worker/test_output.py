@@ -9,6 +9,7 @@ from common.wire import sampling_from_proto, sampling_to_proto, unpack_tokens
 from engine.events import FinishReason, TokenOutput, TokenRun, Tokens
 from kvrelay.v1 import sampling_pb2 as pb
 from tests.builders import expected_tokens, make_request
+from tests.worker.cluster import messages as read_messages
 from tests.worker.cluster import running_pair
 from worker.output import OutputStreams
 
@@ -44,7 +45,7 @@ def test_detokenize_survives_the_wire_and_is_on_by_default(detokenize: bool) -> 
 async def test_decode_without_text_streams_runs_of_the_same_tokens() -> None:
     request = make_request(range(9), max_tokens=12, detokenize=False)
     async with running_pair() as pair:
-        messages = [message async for message in pair.open_decode(request, None)]
+        messages = [message async for message in read_messages(pair.open_decode(request, None))]
         runs = [run for message in messages for run in message.tokens.runs]
         assert not any(message.tokens.tokens for message in messages)
         ids: list[int] = []

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import HandoffGone, InvalidRequest, from_rpc_error
+from common.errors import HandoffGone, InvalidRequest
 from common.ids import WorkerId, mint_handoff_id
 from common.trust.tickets import PullRight, of_blocks
 from kvrelay.v1 import kv_transfer_pb2 as pb
@@ -132,7 +132,7 @@ async def test_cancel_while_pulling_frees_everything_and_tells_the_source(
             await source.asked.wait()
             first, second = (prefill, decode) if who == "router" else (decode, prefill)
             first.cancel()
-            assert isinstance(from_rpc_error(await error_of(second)), HandoffGone)
+            assert isinstance(await error_of(second), HandoffGone)
         async with asyncio.timeout(60):
             await source.ended.wait()
         await pool.until_empty()
@@ -182,7 +182,7 @@ async def test_lease_of_a_puller_that_says_nothing_more_ends_with_the_time_to_li
         channel = as_worker(worker.kv_address, "prefill-1")
         call = kv_transfer_pb2_grpc.KvTransferServiceStub(channel).FetchBlocks()
         await call.write(pb.FetchBlocksRequest(open=_open(worker, prompt(1).block_hashes.packed)))
-        assert isinstance(from_rpc_error(await error_of(call)), HandoffGone)
+        assert isinstance(await error_of(call), HandoffGone)
         await channel.close()
         await pool.until_empty()
 
@@ -194,7 +194,7 @@ async def test_fetch_of_malformed_hashes_is_refused_by_field(hashes: bytes) -> N
         channel = as_worker(worker.kv_address, "prefill-1")
         call = kv_transfer_pb2_grpc.KvTransferServiceStub(channel).FetchBlocks()
         await call.write(pb.FetchBlocksRequest(open=_open(worker, hashes)))
-        error = from_rpc_error(await error_of(call))
+        error = await error_of(call)
         assert isinstance(error, InvalidRequest)
         assert error.field == "block_hashes"
         await channel.close()

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from common.errors import PromptTooLong, from_rpc_error
+from common.errors import PromptTooLong
 from engine.sequence import EngineRequest
-from kvrelay.v1 import decode_pb2, prefill_pb2, sequence_pb2
+from kvrelay.v1 import prefill_pb2, sequence_pb2
 from tests.builders import expected_tokens, make_request
 from tests.worker.cluster import Pair, error_of, messages, running_pair, spec_of
 
@@ -22,8 +22,7 @@ def forged_spec(request: EngineRequest) -> sequence_pb2.SequenceSpec:
 
 
 async def decode(pair: Pair, spec: sequence_pb2.SequenceSpec) -> list[Any]:
-    call = pair.decode_stub.Decode(decode_pb2.DecodeRequest(sequence=spec, epoch=pair.decode.runtime.epoch))
-    return [message async for message in messages(call)]
+    return [message async for message in messages(pair.open_decode_of(spec))]
 
 
 async def test_request_that_names_another_ones_hashes_does_not_change_its_answer() -> None:
@@ -64,7 +63,6 @@ async def test_prompt_beyond_the_context_is_refused_before_it_is_hashed() -> Non
     async with running_pair() as pair:
         spec = spec_of(make_request([1] * 4))
         spec.prompt_tokens = bytes(4 * 1024)
-        call = pair.decode_stub.Decode(decode_pb2.DecodeRequest(sequence=spec, epoch=pair.decode.runtime.epoch))
-        error = from_rpc_error(await error_of(call))
+        error = await error_of(pair.open_decode_of(spec))
         assert isinstance(error, PromptTooLong)
         assert "1024 tokens; this model takes 1023" in error.message

@@ -12,7 +12,7 @@ from common.errors import InvalidRequest, KvrelayError, Overloaded, StaleEpoch, 
 from common.ids import mint_handoff_id
 from common.kv_events import KvEvents, decode_events
 from common.wire_names import ROLE_NAMES
-from kvrelay.v1 import decode_pb2, prefill_pb2, worker_pb2, worker_pb2_grpc
+from kvrelay.v1 import prefill_pb2, worker_pb2, worker_pb2_grpc
 from tests.builders import expected_tokens, make_request
 from tests.trust import as_controller, as_router
 from tests.worker.cluster import Pool, error_of, running_pool, spec_of
@@ -85,11 +85,10 @@ async def test_flip_gives_a_new_epoch_and_refuses_calls_handoffs_and_pulls_of_th
         spec = spec_of(make_request(range(20)))
         late_prefill = prefill_pb2.PrefillRequest(sequence=spec, handoff_id="x", epoch=old)
         pair = pool.pair("prefill-0", "decode-0")
-        assert isinstance(from_rpc_error(await error_of(pair.prefill_stub.Prefill(late_prefill))), StaleEpoch)
-        decode = decode_pb2.DecodeRequest(sequence=spec, epoch=pool.workers["decode-0"].runtime.epoch)
-        decode.handoff.CopyFrom(pair.handoff(mint_handoff_id()))
-        decode.handoff.prefill_epoch = old
-        assert isinstance(from_rpc_error(await error_of(pair.decode_stub.Decode(decode))), StaleEpoch)
+        assert isinstance(await error_of(pair.prefill_stub.Prefill(late_prefill)), StaleEpoch)
+        handoff = pair.handoff(mint_handoff_id())
+        handoff.prefill_epoch = old
+        assert isinstance(await error_of(pair.open_decode_of(spec, handoff=handoff)), StaleEpoch)
         answer = await pool.pair("prefill-1", "decode-0").generate(prompt(2), pulled_before)
         assert answer.tokens[0] == expected_tokens(prompt(2))
         assert outcomes(pool.workers["prefill-1"]) == {PullOutcome.STALE: 1}
@@ -100,7 +99,7 @@ async def test_flip_ends_running_subscriptions_and_new_ones_begin_with_everythin
     async with warm_pool() as pool, watched(pool, "prefill-0") as before:
         first = await before.read()
         await set_role(pool, "prefill-0", DECODE)
-        assert isinstance(from_rpc_error(await error_of(before)), StaleEpoch)
+        assert isinstance(await error_of(before), StaleEpoch)
         async with watched(pool, "prefill-0") as after:
             again = await after.read()
         assert (again.seq, again.epoch) == (0, pool.workers["prefill-0"].runtime.epoch)
