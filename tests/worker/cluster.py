@@ -1,7 +1,6 @@
 """One prefill and one decode worker with fake engines in this process, driven over real gRPC on free ports."""
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ import grpc
 
 from cluster.worker_process.server import pool_services
 from common.config import parse_config
-from common.errors import KvrelayError, from_rpc_error, from_status_bytes
+from common.errors import KvrelayError, from_rpc_error
 from common.fake_tokenizer import byte_tokenizer
 from common.ids import Epoch, HandoffId, WorkerId, mint_handoff_id
 from common.trust.identity import Role
@@ -20,7 +19,8 @@ from common.wire import pack_tokens, sampling_to_proto
 from engine.fake import FakeExecutor
 from engine.sequence import EngineRequest
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, sequence_pb2, worker_pb2
-from tests.builders import BLOCK_SIZE
+from router.decode_stream import DecodeStream
+from tests.builders import BLOCK_SIZE, expected_tokens
 from tests.trust import ROUTER, as_router, credentials_of
 from worker.runtime import Outside, WorkerRuntime
 from worker.serving import RunningWorker, start_worker
@@ -62,6 +62,12 @@ class Answer:
         assert token.token_index == len(mine), (token.token_index, len(mine))
         mine.append(token.token_id)
         self.text[token.sample_index] = self.text.get(token.sample_index, "") + token.text
+
+    def checked(self, request: EngineRequest) -> "Answer":
+        """Return this answer, whose tokens must be the oracle's; the oracle knows no stop strings."""
+        if not request.sampling.stop:
+            assert self.tokens == {i: expected_tokens(request, sample=i) for i in range(request.sampling.n)}
+        return self
 
 
 @dataclass
@@ -112,7 +118,7 @@ class Pair:
         )
 
     async def generate(self, request: EngineRequest, source: Source = None) -> Answer:
-        """Serve a request by handoff, as a router would."""
+        """Serve a request by handoff, as a router would; its answer must be the oracle's."""
         handoff_id = mint_handoff_id()
         answer = Answer()
         decode = self.open_decode(request, handoff_id)
@@ -128,17 +134,17 @@ class Pair:
                 answer.transfer = message.transferred
             for token in message.tokens.tokens:
                 answer.take(token)
-        return answer
+        return answer.checked(request)
 
     async def generate_locally(self, request: EngineRequest, source: Source = None) -> Answer:
-        """Serve a request on the decode worker alone."""
+        """Serve a request on the decode worker alone; its answer must be the oracle's."""
         answer = Answer()
         async for message in messages(self.open_decode(request, None, source)):
             if message.HasField("prefill_started"):
                 answer.start(message.prefill_started)
             for token in message.tokens.tokens:
                 answer.take(token)
-        return answer
+        return answer.checked(request)
 
     async def until_empty(self) -> None:
         """Wait (bounded) until neither worker holds anything."""
@@ -147,36 +153,20 @@ class Pair:
 
 
 class DecodeCall:
-    """One decode call on a stream of its own; used like a call of gRPC."""
+    """One decode call on a stream of its own; read like a call of gRPC."""
 
     def __init__(self, stub: Any, request: decode_pb2.DecodeRequest) -> None:
-        self._stream = stub.DecodeMany(_opening(request))
-        self._responses: deque[decode_pb2.DecodeResponse] = deque()
-        self._end: decode_pb2.CallUpdate | None = None
+        self._stream = stub.DecodeMany()
+        self._call = DecodeStream(self._stream).open(request)
 
     async def read(self) -> Any:
-        """Return the next response, or EOF at a good end. Raises KvrelayError, AioRpcError when the stream breaks."""
-        while not self._responses:
-            if self._end is not None:
-                self.cancel()
-                if self._end.status_code:
-                    raise from_status_bytes(self._end.status)
-                return grpc.aio.EOF
-            message = await self._stream.read()
-            for update in message.updates:
-                self._responses.extend(update.responses)
-                if update.HasField("status_code"):
-                    self._end = update
-        return self._responses.popleft()
+        """Return the next response, or EOF at a good end. Raises KvrelayError."""
+        response = await self._call.receive()
+        return grpc.aio.EOF if response is None else response
 
     def cancel(self) -> None:
         """Leave the stream."""
         self._stream.cancel()
-
-
-async def _opening(request: decode_pb2.DecodeRequest) -> AsyncIterator[decode_pb2.DecodeManyRequest]:
-    yield decode_pb2.DecodeManyRequest(call_id=1, open=request)
-    await asyncio.Event().wait()  # the end of the requests would end the call
 
 
 def allowed(source: Source, request: EngineRequest, puller: RunningWorker) -> Source:
@@ -249,10 +239,11 @@ async def running_pair(
     transports: Sequence[str] = ("grpc",),
     prefill: dict[str, Any] | None = None,
     decode: dict[str, Any] | None = None,
+    ends_empty: bool = True,
 ) -> AsyncIterator[Pair]:
-    """Start both workers, and stop them with everything they own."""
+    """Start a `running_pool` of two."""
     fakes = {"prefill-0": prefill or {}, "decode-0": decode or {}}
-    async with running_pool(fakes, transports=transports) as pool:
+    async with running_pool(fakes, transports=transports, ends_empty=ends_empty) as pool:
         yield pool.pair("prefill-0", "decode-0")
 
 
@@ -280,9 +271,12 @@ class Pool:
 
 @asynccontextmanager
 async def running_pool(
-    fakes: dict[str, dict[str, Any]], *, transports: Sequence[str] = ("grpc",)
+    fakes: dict[str, dict[str, Any]], *, transports: Sequence[str] = ("grpc",), ends_empty: bool = True
 ) -> AsyncIterator[Pool]:
-    """Start workers named prefill-… and decode-… with these fake engines, and stop them with everything they own."""
+    """Start workers named prefill-… and decode-… with these fake engines, and stop them with everything they own.
+
+    Waits (bounded) at the end of the block until no worker holds anything; without `ends_empty` it does not.
+    """
     pool = Pool({}, {})
     try:
         for name, fake in fakes.items():
@@ -292,6 +286,8 @@ async def running_pool(
             worker = pool.workers[name] = await serve_runtime(runtime)
             pool.channels[name] = as_router(worker.address)
         yield pool
+        if ends_empty:
+            await pool.until_empty()
     finally:
         for channel in pool.channels.values():
             await channel.close()

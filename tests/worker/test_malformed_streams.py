@@ -26,4 +26,3 @@ async def test_malformed_message_on_a_stream_is_the_callers_fault(method: str, r
             error = await error_of(call)
         assert isinstance(error, InvalidRequest), error
         assert error.field == "message"
-        await pair.until_empty()

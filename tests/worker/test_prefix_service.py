@@ -70,7 +70,6 @@ async def test_prefix_that_was_taken_in_is_found_by_the_next_request(transport: 
 
         assert (took.num_pulled_blocks, took.num_present_blocks, took.num_left_blocks) == (PREFIX_BLOCKS + 1, 0, 0)
         assert answer.num_cached == (PREFIX_BLOCKS + 1) * BLOCK_SIZE
-        await pool.until_empty()
 
 
 async def test_blocks_that_are_here_are_not_pulled_again() -> None:
@@ -80,7 +79,6 @@ async def test_blocks_that_are_here_are_not_pulled_again() -> None:
         took = await pull(taker, where(source), await hot(source))
 
         assert (took.num_pulled_blocks, took.num_present_blocks, took.num_left_blocks) == (1, PREFIX_BLOCKS, 0)
-        await pool.until_empty()
 
 
 async def test_reused_prefix_stays_warm_where_it_is_taken_in() -> None:
@@ -108,7 +106,6 @@ async def test_nothing_is_displaced_that_is_worth_more() -> None:
         assert took.num_pulled_blocks < PREFIX_BLOCKS + 1
         assert took.num_left_blocks == PREFIX_BLOCKS + 1 - took.num_pulled_blocks
         assert any(chain.block_hashes.startswith(warm_before) for chain in await hot(taker))
-        await pool.until_empty()
 
 
 async def test_bytes_bound_what_is_taken_in_at_whole_blocks() -> None:
@@ -127,7 +124,6 @@ async def test_long_chain_comes_in_pieces_and_serving_goes_on(monkeypatch: pytes
         took = await pull(taker, where(source), await hot(source))
 
         assert took.num_pulled_blocks == PREFIX_BLOCKS + 1
-        await pool.until_empty()
 
 
 async def test_branches_are_taken_in_behind_their_trunk() -> None:
@@ -151,7 +147,6 @@ async def test_source_of_an_earlier_life_is_told_as_stale() -> None:
             await pull(taker, where(source, epoch=source.runtime.epoch + 1), await hot(source))
 
         assert isinstance(from_rpc_error(caught.value), StaleEpoch)
-        await pool.until_empty()
 
 
 GOOD: dict[str, Any] = {"block_hashes": bytes(32), "values": [1.0, 0.5], "num_reused_blocks": 1}
@@ -177,7 +172,6 @@ async def test_list_that_is_none_is_refused_by_field_and_nothing_is_held(field: 
 
         assert isinstance(error, InvalidRequest)
         assert error.field == field
-        await pool.until_empty()
 
 
 @pytest.mark.parametrize(
@@ -205,7 +199,6 @@ async def test_source_that_nobody_knows_is_told_and_nothing_is_held() -> None:
         error = await refusal(pool, address="127.0.0.1:1")
 
         assert isinstance(error, WorkerLost)
-        await pool.until_empty()
 
 
 async def refusal(
