@@ -1,12 +1,14 @@
-"""What a worker makes of an engine's tokens."""
+"""What a worker makes of an engine's tokens, and what it keeps for a client that streams by itself."""
 
 import pytest
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, KvrelayError
 from common.fake_tokenizer import byte_tokenizer
 from common.sampling import SamplingParams
 from common.wire import sampling_from_proto, sampling_to_proto, unpack_tokens
+from decode_worker.direct import CAPABILITY_BYTES, DirectAnswer
 from engine.events import FinishReason, TokenOutput, TokenRun, Tokens
+from kvrelay.v1 import decode_pb2
 from kvrelay.v1 import sampling_pb2 as pb
 from tests.builders import expected_tokens, make_request
 from tests.worker.cluster import messages as read_messages
@@ -54,3 +56,24 @@ async def test_decode_without_text_streams_runs_of_the_same_tokens() -> None:
             ids += unpack_tokens(run.tokens, vocab_size=1 << 16, field="")
         assert ids == expected_tokens(request)
         assert runs[-1].finish_reason
+
+
+async def test_client_that_comes_late_gets_everything_in_messages_that_can_be_sent() -> None:
+    def lose(error: KvrelayError) -> None:
+        raise error
+
+    access = decode_pb2.DirectAccess(capability=bytes(CAPABILITY_BYTES), ttl_s=60, checkpoint_tokens=64)
+    answer = DirectAnswer(access, range(1), lambda _batch: None, lose)
+    for index in range(10_000):
+        answer.put(decode_pb2.TokenBatch(tokens=[pb.SampleToken(token_index=index)]))
+    messages: list[decode_pb2.StreamTokensResponse] = []
+
+    async def write(message: decode_pb2.StreamTokensResponse) -> None:
+        messages.append(message)
+        if sum(len(each.tokens.tokens) for each in messages) == 10_000:
+            answer._is_complete = True  # noqa: SLF001
+
+    await answer.stream([], write)
+    answer.close(KvrelayError("over"))
+    assert [len(message.tokens.tokens) for message in messages] == [4096, 4096, 10_000 - 2 * 4096]
+    assert [t.token_index for message in messages for t in message.tokens.tokens] == list(range(10_000))
