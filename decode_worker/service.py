@@ -17,6 +17,7 @@ from decode_worker.shared_stream import SharedStream
 from kvrelay.v1 import decode_pb2 as pb
 from kvrelay.v1 import decode_pb2_grpc
 from worker.runtime import WorkerRuntime
+from worker.serving import Plane, PlaneService
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -66,3 +67,14 @@ class DirectService(decode_pb2_grpc.DirectServiceServicer):
         async with error_boundary(context, "StreamTokens"):
             answer = self._directs.claim(request.capability)
             await answer.stream(request.num_received, context.write)
+
+
+def decode_services(runtime: WorkerRuntime) -> list[PlaneService]:
+    """Return the services of the decode pool on a runtime."""
+    directs = DirectTable()
+    service = DecodeService(runtime, directs)
+    runtime.on_drain.append(service.drain)
+    return [
+        PlaneService(Plane.CONTROL, decode_pb2_grpc.add_DecodeServiceServicer_to_server, service),
+        PlaneService(Plane.DIRECT, decode_pb2_grpc.add_DirectServiceServicer_to_server, DirectService(directs)),
+    ]

@@ -19,11 +19,13 @@ from common.block_hash import HASH_BYTES, BlockHashes
 from common.errors import HandoffGone, InvalidRequest, LayoutMismatch, Overloaded, StaleEpoch
 from common.ids import BlockId, Epoch, HandoffId, WorkerId
 from common.rpc import error_boundary
+from common.trust.credentials import Credentials
+from common.trust.guard import caller
+from common.trust.tickets import PullRight, check_ticket, of_blocks, of_handoff
 from engine.core import EngineCore
 from engine.executor import KvShape, KvStore
 from engine.thread import EngineDriver
 from kv_transfer.handoff import Handoff, HandoffManifest, HandoffTable
-from kv_transfer.rights import CheckPull
 from kv_transfer.transports.registry import WorkerTransports
 from kv_transfer.transports.transport import Transport
 from kvrelay.v1 import kv_transfer_pb2 as pb
@@ -32,6 +34,10 @@ from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2
 logger = logging.getLogger(__name__)
 
 _READ_BYTES = 4 << 20  # gathered per executor hop: large enough to amortise it, small enough to bound memory
+
+
+CheckPull = Callable[[WorkerId, pb.OpenFetch], None]
+"""Takes the serving worker and the first message of a puller. Raises AccessDenied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,3 +227,20 @@ async def _next(request_iterator: AsyncIterator[pb.FetchBlocksRequest]) -> pb.Fe
 
 def _unpin(core: EngineCore, block_ids: Seq[BlockId]) -> None:
     core.landings.unpin(block_ids)
+
+
+def check_by(credentials: Credentials) -> CheckPull:
+    """Return a worker's check of tickets against who the puller is and what it asks for; for calls behind a `Guard`."""
+
+    def check(source: WorkerId, opened: pb.OpenFetch) -> None:
+        identity = caller()
+        is_handoff = bool(opened.handoff_id)
+        right = PullRight(
+            puller=WorkerId(identity.name),
+            source=source,
+            epoch=Epoch(opened.epoch),
+            subject=of_handoff(HandoffId(opened.handoff_id)) if is_handoff else of_blocks(opened.block_hashes),
+        )
+        check_ticket(opened.ticket, right, caller=identity, verifier=credentials.held.verifier)
+
+    return check

@@ -30,6 +30,7 @@ from kvrelay.v1 import prefill_pb2_grpc, sequence_pb2
 from worker.output import OutputStreams, prompt_logprobs_to_proto
 from worker.request import engine_request
 from worker.runtime import WorkerRuntime
+from worker.serving import Plane, PlaneService
 
 logger = logging.getLogger(__name__)
 
@@ -164,3 +165,9 @@ def _manifest(spec: EngineRequest, handoff: Handoff, first_tokens: tuple[FirstTo
         last_block_hash=spec.block_hashes[-1] if spec.block_hashes else None,
         first_tokens=first_tokens,
     )
+
+
+def prefill_services(runtime: WorkerRuntime) -> list[PlaneService]:
+    """Return the services of the prefill pool on a runtime."""
+    add = prefill_pb2_grpc.add_PrefillServiceServicer_to_server
+    return [PlaneService(Plane.CONTROL, add, PrefillService(runtime))]

@@ -29,8 +29,7 @@ from engine.executor import Executor
 from engine.thread import DriverFactory, EngineDriver, EngineThread
 from kv_transfer.handoff import HandoffTable
 from kv_transfer.pull import KvPuller
-from kv_transfer.rights import CheckPull, check_by
-from kv_transfer.serve import KvTransferService, ServeSettings
+from kv_transfer.serve import CheckPull, KvTransferService, ServeSettings, check_by
 from kv_transfer.transports.registry import WorkerTransports
 from kvrelay.v1 import worker_pb2
 from worker.factory import limits_for, load_executor_for, load_template_for

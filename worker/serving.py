@@ -2,13 +2,10 @@
 
 import asyncio
 import logging
-import re
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
-from types import ModuleType
 from typing import Any
 
 import grpc
@@ -20,14 +17,7 @@ from common.trust.credentials import Credentials
 from common.trust.doors import door_of, scrape_tls
 from common.trust.guard import Guard
 from common.wire_names import ROLE_NAMES
-from kvrelay.v1 import (
-    kv_transfer_pb2,
-    kv_transfer_pb2_grpc,
-    prefix_pb2,
-    prefix_pb2_grpc,
-    worker_pb2,
-    worker_pb2_grpc,
-)
+from kvrelay.v1 import kv_transfer_pb2_grpc, prefix_pb2_grpc, worker_pb2_grpc
 from worker.departure import take_leave
 from worker.metrics import serve_metrics
 from worker.prefix_service import PrefixService
@@ -50,25 +40,23 @@ class Plane(Enum):
     CONTROL = Audience.INSIDERS, "routers, the controller, operators"
 
 
-_SERVICER = re.compile(r"add_(\w+)Servicer_to_server")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PlaneService:
     """A gRPC service and the listener that it belongs to."""
 
     plane: Plane
-    name: str
-    """Full name."""
-    add: Callable[[grpc.aio.Server], None]
+    register: Callable[[Any, grpc.aio.Server], None]
+    """Generated: add_NameServicer_to_server."""
+    servicer: object
 
-    @classmethod
-    def of(cls, plane: Plane, module: ModuleType, add: Callable[[Any, Any], None], servicer: object) -> "PlaneService":
-        """Return a service of a generated module, which `add` puts on a server; the servicer's base names it."""
-        name = _SERVICER.fullmatch(add.__name__)
-        assert name is not None, add.__name__
-        full_name = module.DESCRIPTOR.services_by_name[name[1]].full_name
-        return cls(plane=plane, name=full_name, add=partial(add, servicer))
+    @property
+    def name(self) -> str:
+        """Full name of the service."""
+        return f"kvrelay.v1.{self.register.__name__.removeprefix('add_').removesuffix('Servicer_to_server')}"
+
+    def add(self, server: grpc.aio.Server) -> None:
+        """Let a server serve it."""
+        self.register(self.servicer, server)
 
 
 MakeServices = Callable[[WorkerRuntime], Sequence[PlaneService]]
@@ -77,22 +65,12 @@ MakeServices = Callable[[WorkerRuntime], Sequence[PlaneService]]
 
 def common_services(runtime: WorkerRuntime, *, update_gap_s: float = UPDATE_GAP_S) -> list[PlaneService]:
     """Return the services that every worker has. `update_gap_s`: the least time between two updates of a watcher."""
+    worker_service = WorkerService(runtime, update_gap_s=update_gap_s)
+    prefix_service, transfer_service = PrefixService(runtime), runtime.transfer_service()
     return [
-        PlaneService.of(
-            Plane.CONTROL,
-            worker_pb2,
-            worker_pb2_grpc.add_WorkerServiceServicer_to_server,
-            WorkerService(runtime, update_gap_s=update_gap_s),
-        ),
-        PlaneService.of(
-            Plane.CONTROL, prefix_pb2, prefix_pb2_grpc.add_PrefixServiceServicer_to_server, PrefixService(runtime)
-        ),
-        PlaneService.of(
-            Plane.KV,
-            kv_transfer_pb2,
-            kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server,
-            runtime.transfer_service(),
-        ),
+        PlaneService(Plane.CONTROL, worker_pb2_grpc.add_WorkerServiceServicer_to_server, worker_service),
+        PlaneService(Plane.CONTROL, prefix_pb2_grpc.add_PrefixServiceServicer_to_server, prefix_service),
+        PlaneService(Plane.KV, kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server, transfer_service),
     ]
 
 

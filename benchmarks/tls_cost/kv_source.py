@@ -23,8 +23,7 @@ from common.trust.access import Audience
 from common.trust.guard import Guard
 from engine.thread import EngineDriver
 from kv_transfer.handoff import FirstToken, Handoff, HandoffManifest, HandoffTable
-from kv_transfer.rights import check_by
-from kv_transfer.serve import KvTransferService, ServeSettings
+from kv_transfer.serve import KvTransferService, ServeSettings, check_by
 from kv_transfer.transports.registry import WorkerTransports
 from kvrelay.v1 import kv_transfer_pb2_grpc
 

@@ -11,10 +11,18 @@ from collections.abc import Sequence as Seq
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from common.errors import KvIncomplete, TransferError
+from common.errors import TransferError
 from common.ids import BlockId
 from engine.executor import DevicePeerPages, DeviceRegion, KvStore
-from kv_transfer.transports.transport import PeerLife, PullTarget, Transport, Unreachable, is_same_host, sealed
+from kv_transfer.transports.transport import (
+    PeerLife,
+    PullTarget,
+    SealedReceiver,
+    Transport,
+    Unreachable,
+    is_same_host,
+    sealed,
+)
 from kvrelay.v1 import kv_transfer_pb2 as pb
 
 # A mapping serves the pulls that follow closely, and is gone before a successor of a dead peer allocates its own pages.
@@ -109,17 +117,11 @@ def _close(pages: "asyncio.Future[DevicePeerPages]") -> None:
         pages.get_loop().run_in_executor(None, pages.result().close)
 
 
-class _Copier:
+class _Copier(SealedReceiver):
     def __init__(self, pages: DevicePeerPages, target: PullTarget) -> None:
+        super().__init__(target)
         self._pages = pages
-        self._target = target
 
-    def take(self, message: pb.FetchBlocksResponse) -> None:
-        """See `Receiver`."""
-        blocks = message.sealed
-        indexes = range(blocks.first_block, blocks.first_block + len(blocks.block_ids))
-        try:
-            self._pages.copy_blocks(blocks.block_ids, self._target.pages_of(indexes))
-        except TransferError as error:
-            raise KvIncomplete(f"the sealed blocks cannot be copied: {error}") from error
-        self._target.missing.difference_update(indexes)
+    def copy(self, blocks: pb.SealedBlocks, pages: Seq[BlockId]) -> None:
+        """See `SealedReceiver`."""
+        self._pages.copy_blocks(blocks.block_ids, pages)

@@ -19,17 +19,6 @@ class GrpcChunks(Transport):
     name = "grpc"
     payload = "chunk"
 
-    def offer(self, opened: pb.OpenFetch) -> bool:
-        """See `Transport`."""
-        return True
-
-    def reaches(self, opened: pb.OpenFetch) -> bool:
-        """See `Transport`."""
-        return True
-
-    def describe(self, opened: pb.FetchOpened) -> None:
-        """See `Transport`."""
-
     def seal(self, first_block: int, block_ids: Seq[BlockId]) -> list[pb.FetchBlocksResponse]:
         """See `Transport`."""
         data = self._store.read_blocks(block_ids)

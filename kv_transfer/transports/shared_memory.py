@@ -11,19 +11,23 @@ from common.errors import KvIncomplete, TransferError
 from common.ids import BlockId
 from engine.executor import KvStore, PeerPages
 from engine.shared_memory import map_peer_region
-from kv_transfer.transports.transport import PeerLife, PullTarget, Transport, Unreachable, is_same_host, sealed
+from kv_transfer.transports.transport import (
+    PeerLife,
+    PullTarget,
+    SealedReceiver,
+    Transport,
+    Unreachable,
+    is_same_host,
+    sealed,
+)
 from kvrelay.v1 import kv_transfer_pb2 as pb
 
 
 class SharedMemory(Transport):
-    """See the module."""
+    """See the module. Our own pages may be in any memory: what is pulled passes through host memory."""
 
     name = "shm"
     payload = "sealed"
-
-    def offer(self, opened: pb.OpenFetch) -> bool:
-        """See `Transport`. Our own pages may be in any memory: the copy passes through host memory."""
-        return True
 
     def reaches(self, opened: pb.OpenFetch) -> bool:
         """See `Transport`."""
@@ -54,27 +58,20 @@ class SharedMemory(Transport):
         yield _Copier(pages, self._store, target)
 
 
-class _Copier:
+class _Copier(SealedReceiver):
     """Copies by way of our own memory, where the checksums are verified."""
 
     def __init__(self, pages: PeerPages, store: KvStore, target: PullTarget) -> None:
+        super().__init__(target)
         self._pages = pages
         self._store = store
-        self._target = target
 
-    def take(self, message: pb.FetchBlocksResponse) -> None:
-        """See `Receiver`."""
-        blocks = message.sealed
-        indexes = range(blocks.first_block, blocks.first_block + len(blocks.block_ids))
-        targets = self._target.pages_of(indexes)
-        try:
-            data = self._pages.read_blocks(blocks.block_ids)
-        except TransferError as error:
-            raise KvIncomplete(f"the sealed blocks cannot be read: {error}") from error
-        if _checksums(data, self._store.shape.block_bytes) != blocks.checksums:
-            raise KvIncomplete(f"blocks {indexes} have wrong checksums")
-        self._store.write_blocks(targets, data)
-        self._target.missing.difference_update(indexes)
+    def copy(self, blocks: pb.SealedBlocks, pages: Seq[BlockId]) -> None:
+        """See `SealedReceiver`."""
+        data = self._pages.read_blocks(blocks.block_ids)
+        if _checksums(data, self._store.shape.block_bytes) != list(blocks.checksums):
+            raise KvIncomplete("a checksum is wrong, or missing")
+        self._store.write_blocks(pages, data)
 
 
 def _checksums(data: memoryview, block_bytes: int) -> list[int]:

@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
-from common.errors import KvIncomplete
+from common.errors import KvIncomplete, TransferError
 from common.ids import BlockId, Epoch, WorkerId
 from common.wire_names import TRANSPORT_NUMBERS
 from engine.executor import KvStore
@@ -60,6 +60,28 @@ class Receiver(Protocol):
         ...
 
 
+class SealedReceiver(ABC):
+    """A `Receiver` of messages that name pages of the server."""
+
+    def __init__(self, target: PullTarget) -> None:
+        self._target = target
+
+    @abstractmethod
+    def copy(self, blocks: pb.SealedBlocks, pages: Seq[BlockId]) -> None:
+        """Copy the server's pages over our own. Any thread. Raises TransferError."""
+
+    def take(self, message: pb.FetchBlocksResponse) -> None:
+        """See `Receiver`."""
+        blocks = message.sealed
+        indexes = range(blocks.first_block, blocks.first_block + len(blocks.block_ids))
+        pages = self._target.pages_of(indexes)
+        try:
+            self.copy(blocks, pages)
+        except TransferError as error:
+            raise KvIncomplete(f"cannot copy the sealed blocks {indexes}: {error}") from error
+        self._target.missing.difference_update(indexes)
+
+
 class Transport(ABC):
     """One way of moving blocks, on one worker, as server and as puller. Event loop only, unless a method says more."""
 
@@ -80,16 +102,15 @@ class Transport(ABC):
         """Value of worker_pb2.KvTransport."""
         return TRANSPORT_NUMBERS[self.name]
 
-    @abstractmethod
     def offer(self, opened: pb.OpenFetch) -> bool:
         """Return whether this transport can fill our own pages; adds to `opened` what the peer needs to judge."""
+        return True
 
-    @abstractmethod
     def reaches(self, opened: pb.OpenFetch) -> bool:
         """Return whether the puller can reach our own pages."""
+        return True
 
-    @abstractmethod
-    def describe(self, opened: pb.FetchOpened) -> None:
+    def describe(self, opened: pb.FetchOpened) -> None:  # noqa: B027 - a stream of chunks needs nothing
         """Add what the puller needs to reach our own pages."""
 
     @abstractmethod

@@ -11,7 +11,7 @@ from common.ids import BlockId
 from common.wire_names import TRANSPORT_NAMES
 from engine.executor import KvStore
 from kv_transfer.transports.registry import TRANSPORTS
-from kv_transfer.transports.transport import PeerLife, PullTarget, Transport, Unreachable, sealed
+from kv_transfer.transports.transport import PeerLife, PullTarget, SealedReceiver, Transport, Unreachable, sealed
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from tests.builders import make_request
 from tests.worker.cluster import running_pair
@@ -29,12 +29,6 @@ class InMemory(Transport):
     stores: dict[bytes, KvStore]
     """Pages of every worker that serves."""
 
-    def offer(self, opened: pb.OpenFetch) -> bool:
-        return True
-
-    def reaches(self, opened: pb.OpenFetch) -> bool:
-        return True
-
     def describe(self, opened: pb.FetchOpened) -> None:
         opened.shared_memory.nonce = str(id(self._store)).encode()
         self.stores[opened.shared_memory.nonce] = self._store
@@ -50,18 +44,14 @@ class InMemory(Transport):
         yield _Copier(source, self._store, target)
 
 
-class _Copier:
+class _Copier(SealedReceiver):
     def __init__(self, source: KvStore, own: KvStore, target: PullTarget) -> None:
+        super().__init__(target)
         self._source = source
         self._own = own
-        self._target = target
 
-    def take(self, message: pb.FetchBlocksResponse) -> None:
-        block_ids = [BlockId(i) for i in message.sealed.block_ids]
-        first = message.sealed.first_block
-        indexes = range(first, first + len(block_ids))
-        self._own.write_blocks(self._target.pages_of(indexes), self._source.read_blocks(block_ids))
-        self._target.missing.difference_update(indexes)
+    def copy(self, blocks: pb.SealedBlocks, pages: Sequence[BlockId]) -> None:
+        self._own.write_blocks(pages, self._source.read_blocks([BlockId(i) for i in blocks.block_ids]))
 
 
 async def test_transport_that_is_registered_carries_handoffs(monkeypatch: pytest.MonkeyPatch) -> None:
