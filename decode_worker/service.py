@@ -1,6 +1,6 @@
-"""DecodeService: all calls of a router on one stream (`shared_stream.py`); what a call does is in `call.py`.
+"""DecodeService: all calls of a router on one stream (`shared_stream.py`, `call.py`).
 
-DirectService: what clients stream by themselves (`direct.py`).
+DirectService: answers that clients stream themselves (`direct.py`).
 """
 
 from collections.abc import AsyncIterator
@@ -33,7 +33,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self._is_draining = False
 
     def drain(self) -> None:
-        """Let shared streams end with their last call."""
+        """Let each stream end with its last call."""
         self._is_draining = True
         for stream in self._shared:
             stream.drain()
@@ -56,7 +56,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
 
 
 class DirectService(decode_pb2_grpc.DirectServiceServicer):
-    """Serves clients that were sent here by a router."""
+    """Serves clients that a router has sent here."""
 
     def __init__(self, directs: DirectTable) -> None:
         self._directs = directs

@@ -1,8 +1,8 @@
 """The pulling side of a transfer. It writes only into pages that its own engine has reserved for it.
 
-A pull is complete when every block that the manifest tells of has arrived, each piece's checksum matches, and the
-manifest agrees with what this side expects. Only then may a sequence decode, and only then are blocks published in the
-cache. A handoff and cached blocks of another worker are pulled alike; they differ in what is asked for (`wanted.py`).
+A pull is complete when every block in the manifest has arrived and been verified by its transport, and the manifest is
+what this side expects. Only then may a sequence decode, and only then are blocks published in the cache. A handoff and
+cached blocks of another worker are pulled alike; they differ in what is asked for (`wanted.py`).
 """
 
 import asyncio
@@ -31,17 +31,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullPlan:
-    """What to pull, from whom, and into which pages."""
+    """What to pull, from which peer, and into which pages."""
 
     peer: WorkerId
     epoch: Epoch
     wanted: Wanted
     block_table: tuple[BlockId, ...]
-    """Our own pages, one for each block that is wanted."""
+    """Our own pages, one per wanted block."""
     first_block: int
     """Blocks before this one are here already."""
     ticket: str
-    """The right to pull it."""
+    """Signed right to pull it."""
 
     @property
     def life(self) -> PeerLife:
@@ -56,17 +56,17 @@ class Pulled:
     manifest: HandoffManifest
     transport: int
     num_blocks: int
-    """Blocks received; the manifest counts those that were here before as well."""
+    """Blocks received; the manifest also counts those that were here before."""
     kv_bytes: int
     transfer_s: float
     exposed_s: float
     idle_s: float
-    """Waited for messages behind the first one with bytes."""
+    """Waiting for messages, after the first one with bytes."""
 
 
 @dataclass(slots=True)
 class _Times:
-    """When bytes came."""
+    """Arrival times of bytes."""
 
     clock: Clock
     first_s: float | None = None
@@ -74,13 +74,13 @@ class _Times:
     idle_s: float = 0.0
 
     def stamp(self) -> None:
-        """Bytes are being taken, or have been. Any thread."""
+        """Record that bytes are being taken, or have been."""
         self.last_s = self.clock.monotonic()
         if self.first_s is None:
             self.first_s = self.last_s
 
     def count_idle(self) -> None:
-        """A message has come: count the wait for it."""
+        """Count the wait for a message that has come."""
         if self.last_s is not None:
             self.idle_s += self.clock.monotonic() - self.last_s
 
@@ -88,8 +88,8 @@ class _Times:
 class KvPuller:
     """Pulls KV from peers over one stub per call. Event loop only; bytes are moved in the default executor.
 
-    `on_bytes(transport, n)` counts bytes. `on_pull(peer, transport, n, seconds)` hears how long a transfer took, where
-    it waited for nothing but bytes: a handoff that a prefill was still filling says nothing about the link.
+    `on_bytes(transport, n)` counts bytes. `on_pull(peer, transport, n, seconds)` hears of those that waited for bytes
+    only: a handoff that a prefill was still filling says nothing about the link.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class KvPuller:
         self._on_pull = on_pull
 
     async def pull(self, plan: PullPlan, channel: grpc.aio.Channel) -> Pulled:
-        """Fill the plan's pages. When cancelled, or failing, returns only after the last write into them has ended.
+        """Fill the plan's pages. Even when cancelled or failing, ends only after the last write into them.
 
-        Raises KvIncomplete when bytes or manifest are wrong, HandoffGone, StaleEpoch, LayoutMismatch or WorkerLost as
-        the peer or the connection tells.
+        Raises KvIncomplete when bytes or manifest are wrong, WorkerLost when the connection breaks, and what the peer
+        reports: HandoffGone, StaleEpoch or LayoutMismatch.
         """
         started_s = self._clock.monotonic()
         call = kv_transfer_pb2_grpc.KvTransferServiceStub(channel).FetchBlocks()
@@ -128,7 +128,7 @@ class KvPuller:
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
         except asyncio.InvalidStateError as error:  # the call ended while we wrote to it
-            raise KvIncomplete(f"the transfer of {plan.wanted} broke off") from error
+            raise KvIncomplete(f"the transfer of {plan.wanted} was cut off") from error
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
@@ -193,7 +193,7 @@ class KvPuller:
             return
         if isinstance(plan.wanted, WantedBlocks):
             self._on_pull(plan.peer, pulled.transport, pulled.kv_bytes, elapsed_s)
-        elif pulled.idle_s <= pulled.exposed_s:  # whatever was waited for came after the end of the prefill
+        elif pulled.idle_s <= pulled.exposed_s:  # every wait was after the end of the prefill
             self._on_pull(plan.peer, pulled.transport, pulled.kv_bytes, max(pulled.exposed_s, pulled.transfer_s))
 
 

@@ -1,8 +1,8 @@
 """The serving side of a transfer: streams a handoff's blocks as they become final, or cached blocks by their hashes.
 
-One stream: OpenFetch ▸ FetchOpened ▸ (SealedBlocks | BlockChunk)* ▸ Manifest ▸ AckFetch. Whatever ends the stream ends
-the handoff: an acknowledgement releases it, anything else aborts it, and the prefill that fills it is stopped. Cached
-blocks are pinned between two engine steps, and then served as a handoff that is complete.
+One stream: OpenFetch ▸ FetchOpened ▸ (SealedBlocks | BlockChunk)* ▸ Manifest ▸ AckFetch. The end of the stream ends the
+handoff: an acknowledgement releases it; anything else aborts it and stops the prefill that fills it. Cached blocks are
+pinned between two engine steps, and then served as a complete handoff.
 """
 
 import asyncio
@@ -33,27 +33,27 @@ from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2
 
 logger = logging.getLogger(__name__)
 
-_READ_BYTES = 4 << 20  # gathered per executor hop: large enough to amortise it, small enough to bound memory
+_READ_BYTES = 4 << 20  # per executor hop: large enough to amortise it, small enough to bound memory
 
 
 CheckPull = Callable[[WorkerId, pb.OpenFetch], None]
-"""Takes the serving worker and the first message of a puller. Raises AccessDenied."""
+"""Checks the first message of a puller; takes the serving worker, too. Raises AccessDenied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """How this worker serves."""
+    """Settings of the serving side."""
 
     worker_id: WorkerId
     epoch: Callable[[], Epoch]
-    """Of the worker at this moment."""
+    """Returns the worker's current epoch."""
     transports: WorkerTransports
     lease_ttl_s: float
     check_pull: CheckPull
 
 
 class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
-    """Serves the blocks of one worker. `track` counts running calls; `on_bytes(transport, n)` counts bytes."""
+    """Serves the blocks of one worker. `track` counts running calls, `on_bytes(transport, n)` bytes."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
     ) -> pb.DescribePagesResponse:
         return pb.DescribePagesResponse(worker_id=self._settings.worker_id, layout=layout_to_proto(self._store.shape))
 
-    # Handlers write by `context.write`: the cleanup of an async generator would wait for its finalizer.
+    # Handlers call `context.write`: the cleanup of an async generator would wait for its finalizer.
     async def FetchBlocks(  # type: ignore[override]  # noqa: D102
         self, request_iterator: AsyncIterator[pb.FetchBlocksRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
@@ -121,16 +121,16 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         num_bytes = len(opened.block_hashes)
         if not num_bytes or num_bytes % HASH_BYTES:
             raise InvalidRequest(
-                f"{num_bytes} bytes are no hashes of {HASH_BYTES} bytes each, and there is no handoff id",
+                f"has {num_bytes} bytes and there is no handoff id; send one, or hashes of {HASH_BYTES} bytes",
                 field="block_hashes",
             )
         return BlockHashes(opened.block_hashes)[: self._store.num_blocks]
 
     def _check(self, opened: pb.OpenFetch) -> None:
         if opened.epoch != self._settings.epoch():
-            raise StaleEpoch("this worker was restarted, or has another role now; its handoffs are gone")
+            raise StaleEpoch("this worker was restarted, or has changed its role; its handoffs are gone")
         if opened.layout_fingerprint != self._store.shape.fingerprint:
-            raise LayoutMismatch(f"puller's layout {opened.layout_fingerprint} is not {self._store.shape.fingerprint}")
+            raise LayoutMismatch(f"layout {opened.layout_fingerprint} is not {self._store.shape.fingerprint}, as here")
 
     async def _stream(
         self, handoff: Handoff, opened: pb.OpenFetch, context: grpc.aio.ServicerContext[Any, Any]
@@ -197,7 +197,7 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         try:
             return await asyncio.wait_for(_next(request_iterator), self._settings.lease_ttl_s)
         except TimeoutError:
-            raise HandoffGone("the puller did not say what it wants") from None
+            raise HandoffGone("the puller sent no request") from None
 
     async def _await_ack(self, request_iterator: AsyncIterator[pb.FetchBlocksRequest]) -> None:
         try:

@@ -1,12 +1,12 @@
-"""PrefillService: compute a prompt's KV under a handoff.
+"""PrefillService: computes a prompt's KV under a handoff.
 
-1. Router ─Prefill─▶ the handoff begins (the decode worker's fetch may be waiting for it already). Where the router
-   names a source, leading blocks are pulled from its cache before the engine is asked.
+1. The router's Prefill call starts the handoff; the decode worker's fetch may be waiting for it. If the router names a
+   source, leading blocks are pulled from its cache first.
 2. The engine computes the prompt in chunks; after each step the handoff offers the blocks that became final.
-3. The last chunk yields the first token of each sample: to the router at once, and into the manifest for the puller.
-4. The call ends. The pages stay pinned until the puller acknowledges, goes away, or the lease expires.
+3. The last chunk yields the first token of each sample, for the router and for the puller's manifest.
+4. The call ends. The pages stay pinned until the puller acknowledges or leaves, or the lease expires.
 
-The router closing the call, the puller going away, a failing step: each aborts the handoff and frees the pages.
+The handoff is aborted and its pages are freed when the router closes the call, the puller leaves or a step fails.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
             for group in granted:
                 runtime.engine.post(partial(EngineCore.cancel, group=group))
 
-        # Before the engine is asked: from here on the lease does not run out for want of a prefill.
+        # Before the engine is asked: from now on the lease cannot expire for lack of a prefill.
         handoff = runtime.handoffs.begin(handoff_id, cancel_granted)
         try:
             with runtime.prefixes.arrival() as arrival:
@@ -76,7 +76,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
             if isinstance(group, Refused):
                 raise Overloaded(group.reason, retry_after_s=group.retry_after_s)
             granted.append(group)
-            if handoff.is_over:  # the puller left while the engine was asked
+            if handoff.is_over:  # the puller left in the meantime
                 cancel_granted()
                 handoff.raise_if_aborted()
             await self._follow(spec, handoff, events, context)
@@ -132,7 +132,7 @@ def _cancel_if_granted(core: EngineCore, group: Group | Refused) -> None:
 
 
 async def _next_or_abort(events: "asyncio.Queue[EngineEvent]", handoff: Handoff) -> EngineEvent:
-    """Return the next event; raise as soon as the other side aborts the handoff."""
+    """Return the next event. Raises as soon as the other side aborts the handoff."""
     if events.empty():
         return await _unless_aborted(handoff, events.get())
     handoff.raise_if_aborted()
@@ -140,7 +140,7 @@ async def _next_or_abort(events: "asyncio.Queue[EngineEvent]", handoff: Handoff)
 
 
 async def _unless_aborted(handoff: Handoff, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`; cancel it and raise as soon as the other side aborts the handoff."""
+    """Return the result of `work`. Cancels it and raises as soon as the other side aborts the handoff."""
     task = asyncio.ensure_future(work)
     try:
         while not task.done():

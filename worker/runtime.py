@@ -1,4 +1,4 @@
-"""One worker process from the inside: engine thread, epoch, counters, and what its services share."""
+"""The runtime of one worker: engine thread, epoch, counters, and everything that its services share."""
 
 import asyncio
 import logging
@@ -53,7 +53,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outside:
-    """What a worker stands on that a simulation replaces."""
+    """Dependencies of a worker that a simulation replaces."""
 
     clock: Clock
     connect: Connect
@@ -61,11 +61,11 @@ class Outside:
     drive: DriverFactory
     """Runs the engine's core."""
     check_pull: CheckPull
-    """Whether another worker may pull what it asks for."""
+    """Checks another worker's right to a pull."""
 
     @classmethod
     def real(cls, credentials: Credentials) -> "Outside":
-        """Return the real one, for a worker with these credentials."""
+        """Return the dependencies of a real worker with these credentials."""
         return cls(
             clock=SystemClock(),
             connect=connect_to(Role.WORKER, credentials),
@@ -76,7 +76,7 @@ class Outside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPorts:
-    """Where a worker listens besides the port of its control."""
+    """Ports of a worker besides its control port."""
 
     kv: int = 0
     direct: int = 0
@@ -85,7 +85,7 @@ class ServedPorts:
 
 
 class WorkerRuntime:
-    """Everything a worker's services stand on. Event loop only; the engine has its own thread."""
+    """Everything that a worker's services use. Event loop only; the engine has its own thread."""
 
     def __init__(
         self,
@@ -104,11 +104,11 @@ class WorkerRuntime:
         self.executor = executor
         self.tokenizer = tokenizer
         self.chat_template: Template | None = LineTemplate()
-        """How the model's conversations are written; the fake engine's until it is told."""
+        """The model's chat template; the fake engine's by default."""
         self.clock = clock = outside.clock
         self.connect = outside.connect
         self.ports = ServedPorts()
-        """Known once it serves."""
+        """Set when it serves."""
         self._check_pull = outside.check_pull
         self.counters = Counters()
         self.bytes_sent: Counter[int] = Counter()
@@ -144,9 +144,9 @@ class WorkerRuntime:
             prefill_s=lambda num_new, num_cached: self.timing.model.prefill_s(num_new, num_cached),
         )
         self.is_leaving = False
-        """The routers are told that it is about to end."""
+        """Whether the routers were told that it will end."""
         self.on_drain: list[Callable[[], None]] = []
-        """Called when the worker is to stop: what would go on for ever has to end with its last request."""
+        """Called when the worker stops: endless streams must end with their last request."""
         self.on_close: list[Callable[[], Awaitable[None]]] = [self.peers.aclose]
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -159,7 +159,7 @@ class WorkerRuntime:
         worker_id: str,
         credentials: Credentials,
     ) -> "WorkerRuntime":
-        """Load the model off the event loop and return a runtime that is not started yet."""
+        """Load the model off the event loop; return a runtime that is not started."""
         pool = pool_of(config, role)
         loop = asyncio.get_running_loop()
         executor, tokenizer = await loop.run_in_executor(None, load_executor_for, config, pool)
@@ -177,7 +177,7 @@ class WorkerRuntime:
 
     @cached_property
     def probes(self) -> TextProbes:
-        """What this worker makes of the fixed texts."""
+        """Results of this worker for the fixed texts, which routers compare with their own."""
         return text_probes(self.tokenizer, self.chat_template)
 
     @property
@@ -187,7 +187,7 @@ class WorkerRuntime:
 
     @property
     def uptime_s(self) -> float:
-        """Seconds since this runtime was made."""
+        """Seconds since this runtime was created."""
         return self.clock.monotonic() - self._started_s
 
     def start(self) -> None:
@@ -196,7 +196,7 @@ class WorkerRuntime:
         self._sweeper = asyncio.get_running_loop().create_task(self.handoffs.sweep_forever())
 
     async def aclose(self) -> None:
-        """Stop the sweeper, what the services registered in `on_close`, and the engine thread."""
+        """Stop the sweeper, run `on_close`, and stop the engine thread."""
         if self._sweeper is not None:
             self._sweeper.cancel()
             with suppress(asyncio.CancelledError):
@@ -206,20 +206,20 @@ class WorkerRuntime:
         await self.engine.aclose()
 
     async def change_role(self, role: worker_pb2.WorkerRole.ValueType, *, epoch: int, grace_s: float) -> None:
-        """Move to the other pool: with the model, the pages and everything cached in them.
+        """Move to the other pool, with the model, the pages and everything cached in them.
 
-        Waits up to `grace_s` for requests and handoffs to end; new ones come in meanwhile, so that whoever wants the
-        change drains the worker first. Having the role already is success. Raises StaleEpoch for another life than
-        `epoch`, WorkerLost when it is about to go, InvalidRequest when the pools are too different, Overloaded when it
-        is not empty in time; nothing has changed then.
+        Waits up to `grace_s` for requests and handoffs to end. New ones still come in, so the caller drains the worker
+        first. Succeeds when it has the role already. Raises, with nothing changed: StaleEpoch for another life than
+        `epoch`, WorkerLost when the worker is leaving, InvalidRequest when the pools are too different, Overloaded
+        when it is not empty in time.
         """
         if self.role == role:
             return
         self.check_epoch(epoch)
         if self.is_leaving:
-            raise WorkerLost(f"{self.worker_id} is about to go")
+            raise WorkerLost(f"{self.worker_id} is leaving")
         if (obstacle := self.config.pools.flip_obstacle) is not None:
-            raise InvalidRequest(f"this worker cannot change its role: {obstacle}", field="role")
+            raise InvalidRequest(f"cannot change the role of this worker: {obstacle}", field="role")
         try:
             async with asyncio.timeout(grace_s):
                 await self.until_idle()
@@ -233,27 +233,27 @@ class WorkerRuntime:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is neither a call nor a handoff."""
+        """Whether there are no calls and no handoffs."""
         return not (self.num_request_tasks or self.handoffs.num_leases)
 
     async def until_idle(self) -> None:
-        """Wait until `is_idle`; true until the caller awaits something."""
+        """Wait until `is_idle`, which holds until the caller's next await."""
         while not self.is_idle:
             await self._no_tasks.wait()
             await self.handoffs.until_empty()
 
     def _enter_role(self, role: worker_pb2.WorkerRole.ValueType) -> None:
-        """In one turn of the event loop: who knows the new epoch comes to the engine behind its new limits."""
+        """Change in one turn of the event loop: callers with the new epoch reach the engine after its new limits."""
         self.role = role
         self.epoch = mint_epoch()
         limits = limits_for(self.pool_config)
         self.engine.post(lambda core: core.scheduler.change_limits(limits))
         self.timing.change_budget(limits.max_step_tokens)
-        self.hub.end(StaleEpoch(f"{self.worker_id} has another role now"))
+        self.hub.end(StaleEpoch(f"{self.worker_id} has changed its role"))
         logger.info("role changed", extra={"role": ROLE_NAMES[role], "epoch": self.epoch})
 
     def announce_leaving(self) -> None:
-        """Tell the routers that this worker is about to end."""
+        """Tell the routers that this worker will end."""
         self.is_leaving = True
         self.hub.publish(KvEvents())
 
@@ -281,16 +281,16 @@ class WorkerRuntime:
                 self._no_tasks.set()
 
     def backlog_s(self) -> float:
-        """Return the predicted seconds until the prompts accepted so far are computed."""
+        """Return the predicted seconds until all accepted prompts are computed."""
         return self.timing.backlog_s(self.load, now_s=self.clock.monotonic())
 
     def check_epoch(self, epoch: int) -> None:
-        """Raise StaleEpoch when the caller means an earlier life of this worker."""
+        """Raise StaleEpoch when the caller means another life of this worker."""
         if epoch != self.epoch:
-            raise StaleEpoch(f"{self.worker_id} was restarted, or has another role now; its epoch is another one")
+            raise StaleEpoch(f"{self.worker_id} was restarted, or has changed its role; its epoch is a new one")
 
     def transfer_service(self) -> KvTransferService:
-        """Return the service that lets others pull this worker's blocks."""
+        """Return the service from which other workers pull blocks."""
         return KvTransferService(
             table=self.handoffs,
             engine=self.engine,
@@ -313,10 +313,10 @@ class WorkerRuntime:
 
 
 def _end_process(_error: Exception) -> None:
-    """Die at once: routers see the connection break and recover elsewhere, and whoever started this starts it anew."""
+    """Exit at once: routers see the connection break and recover elsewhere, and the supervisor restarts the worker."""
     os._exit(_EXIT_SOFTWARE)
 
 
 def pool_of(config: ServingConfig, role: worker_pb2.WorkerRole.ValueType) -> PoolConfig:
-    """Return a role's pool section."""
+    """Return the pool section of a role."""
     return config.pools.prefill if role == worker_pb2.WORKER_ROLE_PREFILL else config.pools.decode

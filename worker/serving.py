@@ -18,7 +18,6 @@ from common.trust.doors import door_of, scrape_tls
 from common.trust.guard import Guard
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import kv_transfer_pb2_grpc, prefix_pb2_grpc, worker_pb2_grpc
-from worker.departure import take_leave
 from worker.metrics import serve_metrics
 from worker.prefix_service import PrefixService
 from worker.runtime import ServedPorts, WorkerRuntime
@@ -27,13 +26,13 @@ from worker.service import UPDATE_GAP_S, WorkerService
 logger = logging.getLogger(__name__)
 
 _DIRECT_MESSAGE_BYTES = 64 << 10
-"""Of a request at the direct door, which anybody may send: a capability and a few numbers."""
+"""Largest request at the direct door, which any client may send: a capability and a few numbers."""
 _CALLS_GRACE_S = 5.0
-"""For calls that still run when the worker has taken leave."""
+"""Time for calls that still run when the worker has taken leave."""
 
 
 class Plane(Enum):
-    """A listener of a worker; the order in which they are started."""
+    """Listeners of a worker, in the order in which they start."""
 
     KV = Audience.INSIDERS, "pulls by other workers"
     DIRECT = Audience.CLIENTS, "tokens for clients"
@@ -42,7 +41,7 @@ class Plane(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PlaneService:
-    """A gRPC service and the listener that it belongs to."""
+    """A gRPC service and its listener."""
 
     plane: Plane
     register: Callable[[Any, grpc.aio.Server], None]
@@ -60,11 +59,11 @@ class PlaneService:
 
 
 MakeServices = Callable[[WorkerRuntime], Sequence[PlaneService]]
-"""Makes the services of the pools, beside those that every worker has."""
+"""Makes the services of the pools; every worker has the common ones as well."""
 
 
 def common_services(runtime: WorkerRuntime, *, update_gap_s: float = UPDATE_GAP_S) -> list[PlaneService]:
-    """Return the services that every worker has. `update_gap_s`: the least time between two updates of a watcher."""
+    """Return the services of every worker. `update_gap_s`: the shortest time between two updates of a watcher."""
     worker_service = WorkerService(runtime, update_gap_s=update_gap_s)
     prefix_service, transfer_service = PrefixService(runtime), runtime.transfer_service()
     return [
@@ -72,6 +71,40 @@ def common_services(runtime: WorkerRuntime, *, update_gap_s: float = UPDATE_GAP_
         PlaneService(Plane.CONTROL, prefix_pb2_grpc.add_PrefixServiceServicer_to_server, prefix_service),
         PlaneService(Plane.KV, kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server, transfer_service),
     ]
+
+
+SETTLE_S = 1.5
+"""How long a worker that leaves must have been idle. Requests that routers sent before they heard of it arrive within
+that time, and the controller, which asks routers every second, begins to move prefixes."""
+
+
+async def take_leave(runtime: WorkerRuntime, *, grace_s: float) -> None:
+    """Announce the end, so that routers move the running answers, and return when the worker may end.
+
+    It may end when it has been idle for `SETTLE_S`; or when no router listens, so that nothing would be moved; or after
+    `grace_s`, and routers resume what is left from its tokens. The last worker of its pool still gets requests, and
+    serves them until then.
+    """
+    runtime.announce_leaving()
+    logger.info("leaving", extra={"grace_s": grace_s, "num_tasks": runtime.num_request_tasks})
+    reasons = [asyncio.ensure_future(reason) for reason in (_until_quiet(runtime), runtime.hub.until_unwatched())]
+    try:
+        done, _running = await asyncio.wait(reasons, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for reason in reasons:
+            reason.cancel()
+        await asyncio.wait(reasons)
+    if not done:
+        logger.warning("leaving before every answer has moved", extra={"num_tasks": runtime.num_request_tasks})
+
+
+async def _until_quiet(runtime: WorkerRuntime) -> None:
+    """Wait until the worker is idle, and still is after `SETTLE_S`."""
+    while True:
+        await runtime.until_idle()
+        await asyncio.sleep(SETTLE_S)
+        if runtime.is_idle:
+            return
 
 
 @dataclass(slots=True)
@@ -85,22 +118,22 @@ class RunningWorker:
 
     @property
     def address(self) -> str:
-        """host:port of its control."""
+        """Where routers and the controller call it, host:port."""
         return f"{self.host}:{self.servers[Plane.CONTROL].port}"
 
     @property
     def kv_address(self) -> str:
-        """host:port where other workers pull."""
+        """Where other workers pull, host:port."""
         return f"{self.host}:{self.runtime.ports.kv}"
 
     @property
     def admin_address(self) -> str:
-        """Where the controller calls it."""
+        """Where the controller calls it, host:port."""
         return self.address
 
     @property
     def role(self) -> str:
-        """Name of its role at this moment."""
+        """Name of its current role."""
         return ROLE_NAMES[self.runtime.role]
 
     @property
@@ -109,9 +142,9 @@ class RunningWorker:
         return self.runtime.ports.metrics
 
     async def stop(self, grace_s: float) -> None:
-        """Take leave, refuse new work, let running calls end, all within `grace_s` seconds; free everything.
+        """Take leave, refuse new work and let running calls end, all within `grace_s` seconds; free everything.
 
-        With 0 it ends at once, and nobody is told.
+        With 0 it ends at once, unannounced.
         """
         loop = asyncio.get_running_loop()
         end_s = loop.time() + grace_s
@@ -130,10 +163,7 @@ class RunningWorker:
 async def start_worker(
     runtime: WorkerRuntime, make_services: MakeServices, credentials: Credentials, *, host: str, port: int
 ) -> RunningWorker:
-    """Start a runtime and serve it; `port` is that of its control, 0 takes one of its pool's.
-
-    Raises OSError when none is free.
-    """
+    """Start a runtime and serve it; `port` is the control port, 0 takes one of its pool's. Raises OSError if taken."""
     services = [*common_services(runtime), *make_services(runtime)]
     ports = runtime.pool_config.port_range
     servers: dict[Plane, Server] = {}

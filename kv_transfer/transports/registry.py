@@ -57,10 +57,7 @@ class WorkerTransports:
     async def fetch(
         self, peer: PeerLife, offered: Collection[Transport], opened: pb.FetchOpened, target: PullTarget
     ) -> AsyncIterator[tuple[Transport, Receiver]]:
-        """Hold the transport that the peer has chosen, for one transfer.
-
-        Raises KvIncomplete when it was not offered, or cannot reach the peer's memory.
-        """
+        """Hold the transport that the peer chose for one transfer. Raises KvIncomplete if not offered or unmappable."""
         transport = next((each for each in offered if each.number == opened.transport), None)
         if transport is None:
             raise KvIncomplete(f"{peer.worker_id} sends by transport {opened.transport}, which was not offered")
