@@ -12,7 +12,7 @@ import asyncio
 import logging
 from functools import partial
 
-from common.errors import Cancelled, KvIncomplete, KvrelayError, Overloaded, Refused
+from common.errors import Cancelled, KvIncomplete, KvrelayError
 from common.ids import Epoch, HandoffId, WorkerId
 from common.rpc import to_report
 from decode_worker.direct import GRACE_S, DirectAnswer, DirectTable
@@ -55,9 +55,9 @@ class DecodeCall:
             spec = engine_request(request.sequence, runtime.executor)
             self._streams = OutputStreams(spec, runtime.tokenizer)
             has_handoff = request.HasField("handoff")
-            group = await (self._reserve(spec) if has_handoff else self._add(spec, request))
-            if isinstance(group, Refused):
-                raise Overloaded(group.reason, retry_after_s=group.retry_after_s)
+            group = await (
+                runtime.admit(lambda core: core.reserve(spec, self._sink)) if has_handoff else self._add(spec, request)
+            )
             self._group = group
             try:
                 self._open_direct(request, spec)
@@ -95,18 +95,13 @@ class DecodeCall:
             self._directs.remove(answer)
             answer.close(Cancelled("the answer is no longer generated here"))
 
-    async def _reserve(self, spec: EngineRequest) -> Group | Refused:
-        return await self._runtime.engine.acquire(lambda core: core.reserve(spec, self._sink), _cancel_if_granted)
-
-    async def _add(self, spec: EngineRequest, request: pb.DecodeRequest) -> Group | Refused:
+    async def _add(self, spec: EngineRequest, request: pb.DecodeRequest) -> Group:
         """Queue a request that is computed here; leading blocks are pulled first if the router names a source."""
         runtime = self._runtime
         with runtime.prefixes.arrival() as arrival:
             if request.HasField("source"):
-                await arrival.pull(spec, request.source)
-            return await runtime.engine.acquire(
-                lambda core: core.add(spec, self._sink, arrival.landing), _cancel_if_granted
-            )
+                await runtime.prefixes.pull(arrival, spec, request.source)
+            return await runtime.admit(lambda core: core.add(spec, self._sink, arrival.landing))
 
     async def _pull(self, spec: EngineRequest, handoff: pb.Handoff) -> Pulled:
         leader = self._group.leader  # reserved: only this call changes it
@@ -202,11 +197,6 @@ class DecodeCall:
                 self._outlet.put_tokens(batch)
             else:
                 self._direct.put(batch)
-
-
-def _cancel_if_granted(core: EngineCore, group: Group | Refused) -> None:
-    if isinstance(group, Group):
-        core.cancel(group)
 
 
 def _stats(pulled: Pulled) -> worker_pb2.TransferStats:

@@ -88,7 +88,7 @@ class _Times:
 class KvPuller:
     """Pulls KV from peers over one stub per call. Event loop only; bytes are moved in the default executor.
 
-    `on_bytes(transport, n)` counts bytes. `on_pull(peer, transport, n, seconds)` hears of those that waited for bytes
+    `on_bytes(transport, n)` counts bytes. `on_pull(peer, transport, n, seconds)` hears of pulls that waited for bytes
     only: a handoff that a prefill was still filling says nothing about the link.
     """
 

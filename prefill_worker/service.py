@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from common.errors import HandoffGone, KvrelayError, Overloaded, Refused
+from common.errors import HandoffGone, KvrelayError
 from common.ids import HandoffId
 from common.rpc import error_boundary
 from engine.core import EngineCore
@@ -69,12 +69,10 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         try:
             with runtime.prefixes.arrival() as arrival:
                 if source is not None:
-                    await _unless_aborted(handoff, arrival.pull(spec, source))
-                group = await runtime.engine.acquire(
-                    lambda core: core.add_prefill_only(spec, events.put_nowait, arrival.landing), _cancel_if_granted
+                    await _unless_aborted(handoff, runtime.prefixes.pull(arrival, spec, source))
+                group = await runtime.admit(
+                    lambda core: core.add_prefill_only(spec, events.put_nowait, arrival.landing)
                 )
-            if isinstance(group, Refused):
-                raise Overloaded(group.reason, retry_after_s=group.retry_after_s)
             granted.append(group)
             if handoff.is_over:  # the puller left in the meantime
                 cancel_granted()
@@ -124,11 +122,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
                     return
                 case Failed() as failed:
                     raise failed.error
-
-
-def _cancel_if_granted(core: EngineCore, group: Group | Refused) -> None:
-    if isinstance(group, Group):
-        core.cancel(group)
 
 
 async def _next_or_abort(events: "asyncio.Queue[EngineEvent]", handoff: Handoff) -> EngineEvent:

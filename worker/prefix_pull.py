@@ -80,6 +80,16 @@ class Brought:
 Reserve = Callable[[EngineCore, Landing], Refused | None]
 """Holds the cached blocks of a landing, and gets pages for the others. Engine thread."""
 
+
+@dataclass(slots=True)
+class Arrival:
+    """One request that pulls before it enters the engine."""
+
+    reserve: Reserve
+    landing: Landing | None = None
+    """For `EngineCore.add`: the place in the queue and the pulled blocks; None before the first pull."""
+
+
 _BY_ERROR: dict[type[KvrelayError], PullOutcome] = {
     WorkerLost: PullOutcome.LOST,
     StaleEpoch: PullOutcome.STALE,
@@ -111,20 +121,20 @@ class PrefixPuller:
         """Ends of running pulls, by first missing block: a chain has only one such block in a cache."""
 
     @contextmanager
-    def arrival(self, reserve: "Reserve | None" = None) -> Iterator["Arrival"]:
+    def arrival(self, reserve: Reserve = lambda core, landing: core.landings.reserve(landing)) -> Iterator[Arrival]:
         """Hold the pages of a pull during the block, in which the request enters the engine.
 
-        `reserve` gets the pages; without it they are granted as to any request.
+        `reserve` gets the pages; by default they are granted as to any request.
         """
-        arrival = Arrival(self, reserve or _reserve)
+        arrival = Arrival(reserve)
         try:
             yield arrival
         finally:
             if arrival.landing is not None:
                 self._release(arrival.landing)
 
-    async def pull(self, arrival: "Arrival", request: EngineRequest, source: sequence_pb2.KvSource) -> None:
-        """See `Arrival.pull`."""
+    async def pull(self, arrival: Arrival, request: EngineRequest, source: sequence_pb2.KvSource) -> None:
+        """Pull the source's blocks that are missing here into the cache, if that can be done in time."""
         # The last token is always computed: its logits choose the next one.
         num_usable = (len(request.prompt_token_ids) + len(request.output_token_ids) - 1) // self._block_size
         hashes = request.block_hashes[: min(num_usable, source.num_blocks)]
@@ -159,7 +169,7 @@ class PrefixPuller:
 
     async def _pull(
         self,
-        arrival: "Arrival",
+        arrival: Arrival,
         hashes: BlockHashes,
         source: sequence_pb2.KvSource,
         limit: asyncio.Timeout | None,
@@ -189,7 +199,7 @@ class PrefixPuller:
         size = self._block_size
         return max(MIN_PULL_S, self._prefill_s(landing.num_missing * size, landing.num_cached * size))
 
-    async def _land(self, arrival: "Arrival", hashes: BlockHashes) -> tuple[Landing, Refused | None]:
+    async def _land(self, arrival: Arrival, hashes: BlockHashes) -> tuple[Landing, Refused | None]:
         def land(core: EngineCore) -> tuple[Landing, Refused | None]:
             landing = arrival.landing or core.arrive(hashes)
             return landing, arrival.reserve(core, landing)
@@ -217,24 +227,6 @@ class PrefixPuller:
         num_blocks = pulled.manifest.num_blocks
         self._engine.post(lambda core: core.landings.commit(landing, num_blocks))  # before the request enters
         return PullOutcome.PULLED if num_blocks == len(landing.hashes) else PullOutcome.PARTIAL
-
-
-class Arrival:
-    """One request that pulls before it enters the engine."""
-
-    def __init__(self, puller: PrefixPuller, reserve: Reserve) -> None:
-        self.landing: Landing | None = None
-        """For `EngineCore.add`: the place in the queue and the pulled blocks; None before the first pull."""
-        self.reserve = reserve
-        self._puller = puller
-
-    async def pull(self, request: EngineRequest, source: sequence_pb2.KvSource) -> None:
-        """Pull the source's blocks that are missing here into the cache, if that can be done in time."""
-        await self._puller.pull(self, request, source)
-
-
-def _reserve(core: EngineCore, landing: Landing) -> Refused | None:
-    return core.landings.reserve(landing)
 
 
 def _let_go(core: EngineCore, landed: tuple[Landing, Refused | None]) -> None:

@@ -13,7 +13,7 @@ import tokenizers
 
 from common.clock import Clock, SystemClock
 from common.config import PoolConfig, ServingConfig
-from common.errors import InvalidRequest, Overloaded, StaleEpoch, WorkerLost
+from common.errors import InvalidRequest, Overloaded, Refused, StaleEpoch, WorkerLost
 from common.fake_template import LineTemplate
 from common.ids import Epoch, WorkerId, mint_epoch
 from common.kv_events import KvEvents
@@ -26,6 +26,7 @@ from common.wire_names import ROLE_NAMES
 from engine.core import EngineCore
 from engine.events import Load, StepReport
 from engine.executor import Executor
+from engine.group import Group
 from engine.thread import DriverFactory, EngineDriver, EngineThread
 from kv_transfer.handoff import HandoffTable
 from kv_transfer.pull import KvPuller
@@ -280,6 +281,13 @@ class WorkerRuntime:
             if not self.num_request_tasks:
                 self._no_tasks.set()
 
+    async def admit(self, add: Callable[[EngineCore], Group | Refused]) -> Group:
+        """Return the group that `add` makes on the engine thread; a cancelled caller cancels it. Raises Overloaded."""
+        group = await self.engine.acquire(add, _cancel_if_granted)
+        if isinstance(group, Refused):
+            raise Overloaded(group.reason, retry_after_s=group.retry_after_s)
+        return group
+
     def backlog_s(self) -> float:
         """Return the predicted seconds until all accepted prompts are computed."""
         return self.timing.backlog_s(self.load, now_s=self.clock.monotonic())
@@ -310,6 +318,11 @@ class WorkerRuntime:
         self.load = report.load
         self.timing.observe(report.samples)
         self.hub.publish(report.kv_events, report.accepted)
+
+
+def _cancel_if_granted(core: EngineCore, group: Group | Refused) -> None:
+    if isinstance(group, Group):
+        core.cancel(group)
 
 
 def _end_process(_error: Exception) -> None:
