@@ -1,7 +1,8 @@
-"""Handoffs through the memory of one card: chosen where it reaches, verified like any other, and let go of."""
+"""Handoffs through the memory of one card: chosen where it reaches, verified, and unmapped afterwards."""
 
 import asyncio
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 import pytest
 
@@ -9,6 +10,7 @@ from common.errors import HandoffGone, KvIncomplete, KvrelayError, TransferError
 from common.ids import BlockId, Epoch, WorkerId
 from common.rpc import abort
 from engine.fake import FakeKvStore
+from kv_transfer.pull import Pulled
 from kv_transfer.transports.cuda_ipc import CudaIpc
 from kv_transfer.transports.grpc_chunks import GrpcChunks
 from kv_transfer.transports.registry import WorkerTransports
@@ -81,35 +83,21 @@ async def test_handoff_on_one_card_equals_oracle_at_every_boundary_and_maps_the_
     async with running_pair(transports=EVERY) as pair:
         put_on_cards(pair, card, card)
         for length in LENGTHS:
-            request = make_request(range(length), max_tokens=9, ignore_eos=True)
-            answer = await pair.generate(request)
+            answer = await pair.generate(make_request(range(length), max_tokens=9, ignore_eos=True))
             assert transport_of(answer) == worker_pb2.KV_TRANSPORT_CUDA_IPC
     assert card.num_mapped == 1
 
 
-async def test_handoff_between_two_cards_of_one_host_goes_by_grpc() -> None:
+@pytest.mark.parametrize("apart", ["two cards of one host", "two hosts whose cards look alike", "card and host memory"])
+async def test_handoff_between_different_memories_goes_by_grpc(apart: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card("card-0")
     async with running_pair(transports=EVERY) as pair:
-        put_on_cards(pair, Card("card-0"), Card("card-1"))
-        request = make_request(range(30), ignore_eos=True)
-        answer = await pair.generate(request)
-        assert transport_of(answer) == worker_pb2.KV_TRANSPORT_GRPC
-
-
-async def test_handoff_between_hosts_whose_cards_look_alike_goes_by_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_transfer.pull.host_id", lambda: "another host")
-    card = Card()
-    async with running_pair(transports=EVERY) as pair:
-        put_on_cards(pair, card, card)
-        assert transport_of(await pair.generate(make_request(range(30)))) == worker_pb2.KV_TRANSPORT_GRPC
-
-
-async def test_handoff_from_a_card_to_host_memory_goes_by_grpc() -> None:
-    async with running_pair(transports=EVERY) as pair:
-        put_on_cards(pair, Card(), Card())
-        store = pair.decode.runtime.executor.kv
-        store.device_sharing = None
-        request = make_request(range(30), ignore_eos=True)
-        answer = await pair.generate(request)
+        put_on_cards(pair, card, Card("card-1") if apart == "two cards of one host" else card)
+        if apart == "two hosts whose cards look alike":
+            monkeypatch.setattr("kv_transfer.pull.host_id", lambda: "another host")
+        elif apart == "card and host memory":
+            pair.decode.runtime.executor.kv.device_sharing = None
+        answer = await pair.generate(make_request(range(30), ignore_eos=True))
         assert transport_of(answer) == worker_pb2.KV_TRANSPORT_GRPC
 
 
@@ -125,44 +113,49 @@ async def test_handoff_after_a_mapping_failed_goes_by_the_next_transport() -> No
         assert transport_of(answer) == worker_pb2.KV_TRANSPORT_GRPC
 
 
-SEALED = pb.FetchBlocksResponse(sealed=pb.SealedBlocks(first_block=0, block_ids=[3, 1]))
+def sealed_by(*block_ids: int) -> pb.FetchBlocksResponse:
+    return pb.FetchBlocksResponse(sealed=pb.SealedBlocks(first_block=0, block_ids=block_ids))
+
+
+@asynccontextmanager
+async def pulling_on(card: Card, peer: Peer) -> AsyncIterator[tuple[FakeKvStore, Callable[[], Awaitable[Pulled]]]]:
+    """Yield the puller's pages, on a card, and the pull."""
+    async with pulling(peer) as (puller, store, channel):
+        store.device_sharing = FakeSharing(card, store)
+        yield store, lambda: puller.pull(plan(), channel)
 
 
 async def test_pull_copies_the_named_pages_over_its_own() -> None:
     card = Card()
     peer_pages = make_sharing(card)
     peer_pages.store.write_blocks([BlockId(3), BlockId(1)], memoryview(BLOCK + BLOCK[::-1]))
-    peer = Peer([pb.FetchBlocksResponse(opened=opened_by(peer_pages)), SEALED, manifest()])
-    async with pulling(peer) as (puller, store, channel):
-        store.device_sharing = FakeSharing(card, store)
-        pulled = await puller.pull(plan(), channel)
+    peer = Peer([pb.FetchBlocksResponse(opened=opened_by(peer_pages)), sealed_by(3, 1), manifest()])
+    async with pulling_on(card, peer) as (store, pull):
+        pulled = await pull()
     assert pulled.transport == worker_pb2.KV_TRANSPORT_CUDA_IPC
     assert bytes(store.read_blocks(plan().block_table)) == BLOCK + BLOCK[::-1]
     assert peer.acked
 
 
-async def test_pull_whose_pages_were_unpinned_before_its_acknowledgement_fails_though_everything_was_copied() -> None:
+async def test_pull_whose_pages_are_unpinned_before_its_acknowledgement_fails() -> None:
     card = Card()
 
     async def expire(context: object) -> None:
         await abort(context, HandoffGone("the puller did not acknowledge the manifest"))  # type: ignore[arg-type]
 
-    peer = Peer([pb.FetchBlocksResponse(opened=opened_by(make_sharing(card))), SEALED, manifest()], expire)
-    async with pulling(peer) as (puller, store, channel):
-        store.device_sharing = FakeSharing(card, store)
+    opened = pb.FetchBlocksResponse(opened=opened_by(make_sharing(card)))
+    async with pulling_on(card, Peer([opened, sealed_by(3, 1), manifest()], expire)) as (_store, pull):
         with pytest.raises(KvrelayError):
-            await puller.pull(plan(), channel)
+            await pull()
 
 
 @pytest.mark.parametrize("block_ids", [[3], [3, 8]])
 async def test_pull_of_blocks_that_the_peer_cannot_have_raises_kv_incomplete(block_ids: list[int]) -> None:
     card = Card()
-    sealed = pb.FetchBlocksResponse(sealed=pb.SealedBlocks(first_block=0, block_ids=block_ids))
-    peer = Peer([pb.FetchBlocksResponse(opened=opened_by(make_sharing(card))), sealed, manifest()])
-    async with pulling(peer) as (puller, store, channel):
-        store.device_sharing = FakeSharing(card, store)
+    peer = Peer([pb.FetchBlocksResponse(opened=opened_by(make_sharing(card))), sealed_by(*block_ids), manifest()])
+    async with pulling_on(card, peer) as (_store, pull):
         with pytest.raises(KvIncomplete):
-            await puller.pull(plan(), channel)
+            await pull()
     assert not peer.acked
 
 
@@ -177,7 +170,7 @@ async def test_offers_without_device_memory_leave_cuda_ipc_out() -> None:
 async def test_failed_mapping_is_remembered_for_that_life_of_that_peer_only() -> None:
     puller = Puller(make_sharing(Card()))
     with pytest.raises(KvIncomplete, match="cannot be mapped"):
-        async with puller.mapped(opened_by(make_sharing(Card()), handle=b"nobody's")):
+        async with puller.mapped(opened_by(make_sharing(Card()), handle=b"unknown")):
             raise AssertionError("there is nothing to copy from")
     assert puller.offers() == ["grpc"]
     assert puller.offers(NEXT_LIFE) == puller.offers(PeerLife(WorkerId("prefill-1"), Epoch(1))) == ["cuda_ipc", "grpc"]
