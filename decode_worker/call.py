@@ -40,7 +40,7 @@ class DecodeCall:
         self._runtime = runtime
         self._directs = directs
         self._direct: DirectAnswer | None = None
-        """When set, the tokens are kept for the client, and the outlet gets checkpoints only."""
+        """Set for a client that streams itself: it gets the tokens, and the outlet checkpoints only."""
         self._outlet = outlet
         self._held: list[EngineEvent] | None = []
         """Events that wait for earlier messages; None once those were sent."""
@@ -128,7 +128,7 @@ class DecodeCall:
         group, streams = self._group, self._streams
         first = [(token.token_id, token.finished) for token in manifest.first_tokens]
         for token in manifest.first_tokens:
-            if token.token_id >= self._runtime.executor.vocab_size:  # it would fail a whole step, for everybody
+            if token.token_id >= self._runtime.executor.vocab_size:  # it would fail a whole step, for all requests
                 raise KvIncomplete(f"first token {token.token_id} is not in the vocabulary")
             if token.finished:
                 streams.end(token.sample_index)

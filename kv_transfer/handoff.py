@@ -57,7 +57,7 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffManifest:
-    """What the puller must have in its pages before it may decode."""
+    """Requirements that the puller verifies before it may decode."""
 
     num_tokens: int
     num_blocks: int
@@ -85,7 +85,7 @@ class Handoff:
 
     @property
     def is_over(self) -> bool:
-        """Whether the handoff has ended; nothing is pinned any more."""
+        """Whether the handoff has ended, and pins nothing."""
         return not _NEXT[self.state]
 
     @property

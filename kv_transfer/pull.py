@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullPlan:
-    """What to pull, from which peer, and into which pages."""
+    """One pull: peer, blocks and our pages for them."""
 
     peer: WorkerId
     epoch: Epoch

@@ -230,7 +230,7 @@ def _unpin(core: EngineCore, block_ids: Seq[BlockId]) -> None:
 
 
 def check_by(credentials: Credentials) -> CheckPull:
-    """Return a worker's check of tickets against who the puller is and what it asks for; for calls behind a `Guard`."""
+    """Return a worker's check of tickets against the puller and its request; for calls behind a `Guard`."""
 
     def check(source: WorkerId, opened: pb.OpenFetch) -> None:
         identity = caller()

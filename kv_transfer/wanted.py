@@ -1,4 +1,4 @@
-"""What a puller may ask for, and how it verifies the result: the KV of a handoff, or cached blocks by their hashes."""
+"""Requests of a puller and the verification of their results: a handoff, or cached blocks by their hashes."""
 
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass

@@ -80,30 +80,21 @@ class OutputStreams:
     def take_runs(self, event: Tokens) -> list[pb.TokenRun]:
         """Return the messages for an event's tokens. Only for requests without text."""
         assert not self.has_text, "a run of tokens has no text"
-        messages: list[pb.TokenRun] = []
-        for output in event.tokens:
-            if output.finish_reason is not None:
-                self._over.add(output.sample_index)
-            messages.append(
-                pb.TokenRun(
-                    sample_index=output.sample_index,
-                    first_token_index=output.token_index,
-                    tokens=output.token_id.to_bytes(4, "little"),
-                    finish_reason=FINISH_REASONS[output.finish_reason],
-                )
-            )
-        for run in event.runs:
-            if run.finish_reason is not None:
-                self._over.add(run.sample_index)
-            messages.append(
-                pb.TokenRun(
-                    sample_index=run.sample_index,
-                    first_token_index=run.first_token_index,
-                    tokens=pack_tokens(run.token_ids),
-                    finish_reason=FINISH_REASONS[run.finish_reason],
-                )
-            )
-        return messages
+        tokens = [
+            (o.sample_index, o.token_index, o.token_id.to_bytes(4, "little"), o.finish_reason) for o in event.tokens
+        ]
+        runs = [(r.sample_index, r.first_token_index, pack_tokens(r.token_ids), r.finish_reason) for r in event.runs]
+        return [self._run(*run) for run in tokens + runs]
+
+    def _run(self, sample_index: int, first_token_index: int, tokens: bytes, end: FinishReason | None) -> pb.TokenRun:
+        if end is not None:
+            self._over.add(sample_index)
+        return pb.TokenRun(
+            sample_index=sample_index,
+            first_token_index=first_token_index,
+            tokens=tokens,
+            finish_reason=FINISH_REASONS[end],
+        )
 
     def _text(self, output: TokenOutput) -> tuple[str, FinishReason | None]:
         if not self.has_text:

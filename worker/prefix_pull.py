@@ -41,7 +41,7 @@ MIN_PULL_S = 0.25
 
 
 class PullOutcome(enum.Enum):
-    """How a pull of cached blocks ended."""
+    """Results of pulls of cached blocks, as counted in metrics."""
 
     PULLED = "pulled"
     PARTIAL = "partial"

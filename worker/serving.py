@@ -74,8 +74,8 @@ def common_services(runtime: WorkerRuntime, *, update_gap_s: float = UPDATE_GAP_
 
 
 SETTLE_S = 1.5
-"""How long a worker that leaves must have been idle. Requests that routers sent before they heard of it arrive within
-that time, and the controller, which asks routers every second, begins to move prefixes."""
+"""Idle time after which a leaving worker may end. Requests that routers sent before they heard of it arrive within it,
+and the controller, which asks routers every second, begins to move prefixes."""
 
 
 async def take_leave(runtime: WorkerRuntime, *, grace_s: float) -> None:
@@ -118,17 +118,17 @@ class RunningWorker:
 
     @property
     def address(self) -> str:
-        """Where routers and the controller call it, host:port."""
+        """Control address for routers and the controller, host:port."""
         return f"{self.host}:{self.servers[Plane.CONTROL].port}"
 
     @property
     def kv_address(self) -> str:
-        """Where other workers pull, host:port."""
+        """Address for pulls by other workers, host:port."""
         return f"{self.host}:{self.runtime.ports.kv}"
 
     @property
     def admin_address(self) -> str:
-        """Where the controller calls it, host:port."""
+        """Address for the controller, host:port."""
         return self.address
 
     @property

@@ -14,7 +14,7 @@ from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import worker_pb2
 
 TRANSPORTS: dict[str, type[Transport]] = {each.name: each for each in (CudaIpc, SharedMemory, GrpcChunks)}
-"""By name, fastest first."""
+"""All transports by name, fastest first."""
 
 
 class WorkerTransports:
@@ -27,7 +27,7 @@ class WorkerTransports:
     def __init__(self, transports: Iterable[Transport]) -> None:
         self._transports = tuple(transports)
         self._unreachable: dict[tuple[str, str], Epoch] = {}
-        """By peer and name of the transport."""
+        """Epochs of peers whose memory a transport could not map."""
 
     @classmethod
     def named(cls, names: Iterable[str], store: KvStore, *, chunk_bytes: int) -> "WorkerTransports":

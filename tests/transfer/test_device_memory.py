@@ -18,22 +18,13 @@ from kv_transfer.transports.transport import PeerLife, PullTarget
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import worker_pb2
 from tests.builders import BLOCK_SIZE, make_request
-from tests.transfer.device_sharing import Card, FakeSharing
+from tests.transfer.device_sharing import Card, FakeSharing, put_on_card
 from tests.transfer.test_pull import BLOCK, Peer, manifest, plan, pulling
-from tests.worker.cluster import Answer, Pair, running_pair
+from tests.worker.cluster import Answer, running_pair
 
 PEER, NEXT_LIFE = (PeerLife(WorkerId("prefill-0"), Epoch(epoch)) for epoch in (1, 2))
 EVERY = ("cuda_ipc", "shm", "grpc")
 LENGTHS = sorted({1, *(BLOCK_SIZE * k + d for k in (1, 8) for d in (-1, 0, 1)), 200})
-
-
-def put_on_cards(pair: Pair, prefill: Card, decode: Card) -> None:
-    """Move the workers' pages to device memory."""
-    for worker, card in ((pair.prefill, prefill), (pair.decode, decode)):
-        store = worker.runtime.executor.kv
-        assert isinstance(store, FakeKvStore)
-        store.device_sharing = FakeSharing(card, store)
-        store.shared_region = None
 
 
 def transport_of(answer: Answer) -> int:
@@ -81,7 +72,8 @@ class Puller:
 async def test_handoff_on_one_card_equals_oracle_at_every_boundary_and_maps_the_peer_once() -> None:
     card = Card()
     async with running_pair(transports=EVERY) as pair:
-        put_on_cards(pair, card, card)
+        put_on_card(pair.prefill, card)
+        put_on_card(pair.decode, card)
         for length in LENGTHS:
             answer = await pair.generate(make_request(range(length), max_tokens=9, ignore_eos=True))
             assert transport_of(answer) == worker_pb2.KV_TRANSPORT_CUDA_IPC
@@ -92,7 +84,8 @@ async def test_handoff_on_one_card_equals_oracle_at_every_boundary_and_maps_the_
 async def test_handoff_between_different_memories_goes_by_grpc(apart: str, monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card("card-0")
     async with running_pair(transports=EVERY) as pair:
-        put_on_cards(pair, card, Card("card-1") if apart == "two cards of one host" else card)
+        put_on_card(pair.prefill, card)
+        put_on_card(pair.decode, Card("card-1") if apart == "two cards of one host" else card)
         if apart == "two hosts whose cards look alike":
             monkeypatch.setattr("kv_transfer.pull.host_id", lambda: "another host")
         elif apart == "card and host memory":
@@ -101,10 +94,11 @@ async def test_handoff_between_different_memories_goes_by_grpc(apart: str, monke
         assert transport_of(answer) == worker_pb2.KV_TRANSPORT_GRPC
 
 
-async def test_handoff_after_a_mapping_failed_goes_by_the_next_transport() -> None:
+async def test_handoff_after_a_failed_mapping_uses_the_next_transport() -> None:
     card = Card()
     async with running_pair(transports=EVERY) as pair:
-        put_on_cards(pair, card, card)
+        put_on_card(pair.prefill, card)
+        put_on_card(pair.decode, card)
         card.stores.clear()  # as if the driver refused
         request = make_request(range(30), ignore_eos=True)
         with pytest.raises(TransferError):
@@ -176,7 +170,7 @@ async def test_failed_mapping_is_remembered_for_that_life_of_that_peer_only() ->
     assert puller.offers(NEXT_LIFE) == puller.offers(PeerLife(WorkerId("prefill-1"), Epoch(1))) == ["cuda_ipc", "grpc"]
 
 
-async def test_pulls_side_by_side_share_a_mapping_and_the_last_one_lets_it_expire() -> None:
+async def test_concurrent_pulls_share_a_mapping_that_expires_after_the_last_one() -> None:
     card = Card()
     puller, opened = Puller(make_sharing(card), keep_mapped_s=0.0), opened_by(make_sharing(card))
     async with AsyncExitStack() as pulls:

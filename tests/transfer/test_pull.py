@@ -16,14 +16,14 @@ from common.clock import SystemClock
 from common.errors import HandoffGone, KvIncomplete, WorkerLost
 from common.ids import BlockId, Epoch, HandoffId, WorkerId
 from common.rpc import abort
-from common.rpc_server import start_server
 from engine.fake import FakeKvStore
 from kv_transfer.pull import KvPuller, PullPlan
 from kv_transfer.transports.registry import WorkerTransports
 from kv_transfer.wanted import WantedBlocks, WantedHandoff
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2
-from tests.trust import as_worker, worker_guard
+from tests.trust import as_worker
+from tests.worker.scripted_source import serve_blocks
 
 BLOCK = bytes(range(32))  # one block of the fake: 4 tokens of 8 bytes
 
@@ -106,11 +106,7 @@ class Peer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
 
 @asynccontextmanager
 async def pulling(peer: Peer) -> AsyncIterator[tuple[KvPuller, FakeKvStore, grpc.aio.Channel]]:
-    def add(server: grpc.aio.Server) -> list[str]:
-        kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(peer, server)
-        return []
-
-    server = await start_server(add, host="127.0.0.1", port=0, guard=worker_guard("prefill-0"))
+    server = await serve_blocks(peer, "prefill-0")
     store = FakeKvStore(num_blocks=8, block_size=4)
     puller = KvPuller(
         store=store,
@@ -140,8 +136,9 @@ HASHES = BlockHashes(b"a" * 16 + b"b" * 16 + b"c" * 16)
 
 def plan(**changes: Any) -> PullPlan:
     """Return a plan for a handoff of two blocks."""
-    fields: dict[str, Any] = {"wanted": HANDOFF, "block_table": (BlockId(5), BlockId(2)), "first_block": 0}
-    return PullPlan(**({"peer": WorkerId("prefill-0"), "epoch": Epoch(1), "ticket": ""} | fields | changes))
+    fields: dict[str, Any] = {"peer": WorkerId("prefill-0"), "epoch": Epoch(1), "ticket": ""}
+    fields |= {"wanted": HANDOFF, "block_table": (BlockId(5), BlockId(2)), "first_block": 0}
+    return PullPlan(**(fields | changes))
 
 
 def blocks_plan() -> PullPlan:
@@ -252,7 +249,7 @@ async def test_pull_when_peer_aborts_raises_what_the_peer_said() -> None:
             await puller.pull(plan(), channel)
 
 
-async def test_pull_after_memory_could_not_be_mapped_asks_this_life_of_the_peer_for_grpc_only() -> None:
+async def test_pull_after_a_failed_mapping_offers_this_life_of_the_peer_grpc_only() -> None:
     peer = Peer(LIES["shared memory of no process"])
     async with pulling(peer) as (puller, _store, channel):
         with pytest.raises(KvIncomplete):
@@ -264,7 +261,7 @@ async def test_pull_after_memory_could_not_be_mapped_asks_this_life_of_the_peer_
     assert peer.offered == [both, [worker_pb2.KV_TRANSPORT_GRPC], both]
 
 
-async def test_pull_when_its_channel_is_closed_raises_worker_lost_instead_of_a_cancellation() -> None:
+async def test_pull_when_its_channel_is_closed_raises_worker_lost() -> None:
     reached = asyncio.Event()
 
     async def end(_context: Any) -> None:

@@ -43,7 +43,7 @@ class NoEngine:
         raise AssertionError(name)
 
 
-async def test_fetch_when_the_puller_stops_reading_aborts_the_handoff_after_the_time_to_live() -> None:
+async def test_fetch_when_the_puller_stops_reading_ends_after_the_time_to_live() -> None:
     store = FakeKvStore(num_blocks=8, block_size=4)
     table = HandoffTable(block_size=4, lease_ttl_s=0.05, clock=SystemClock())
     service = KvTransferService(

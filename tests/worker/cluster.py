@@ -42,7 +42,7 @@ def spec_of(request: EngineRequest) -> sequence_pb2.SequenceSpec:
 
 @dataclass
 class Answer:
-    """What a handoff delivered."""
+    """An answer as a client sees it."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     text: dict[int, str] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Answer:
         self.text[token.sample_index] = self.text.get(token.sample_index, "") + token.text
 
     def checked(self, request: EngineRequest) -> "Answer":
-        """Return this answer, whose tokens must be the oracle's; the oracle knows no stop strings."""
+        """Return this answer. Its tokens must be the oracle's, which knows no stop strings."""
         if not request.sampling.stop:
             assert self.tokens == {i: expected_tokens(request, sample=i) for i in range(request.sampling.n)}
         return self
@@ -302,7 +302,7 @@ async def serve_runtime(runtime: WorkerRuntime) -> RunningWorker:
 
 
 async def messages(call: Any) -> AsyncIterator[Any]:
-    """Read the rest of a call (one that has been `read` cannot be iterated any more). Raises KvrelayError."""
+    """Read the rest of a call (after a `read` it cannot be iterated). Raises KvrelayError."""
     try:
         while (message := await call.read()) is not grpc.aio.EOF:
             yield message

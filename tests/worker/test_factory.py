@@ -1,4 +1,4 @@
-"""Which part of the memory a worker may count as its own."""
+"""The share of memory that a worker may use."""
 
 import pytest
 

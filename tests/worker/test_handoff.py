@@ -100,7 +100,7 @@ async def test_end_of_one_call_of_a_handoff_ends_the_other_one_at_once(closed: s
         assert isinstance(await error_of(other), HandoffGone)
 
 
-async def test_decode_call_whose_prefill_worker_has_moved_meanwhile_ends_with_a_status() -> None:
+async def test_decode_call_whose_prefill_worker_moves_ends_with_worker_lost() -> None:
     async with running_pair(prefill={"step_s": 0.05, "max_step_tokens": 16}, decode={"num_blocks": 256}) as pair:
         decode = pair.open_decode(make_request([i % 256 for i in range(480)], max_tokens=4), mint_handoff_id())
         await decode.read()
@@ -159,7 +159,7 @@ async def test_stop_string_across_tokens_ends_the_sample_and_never_leaks() -> No
         assert answer.text[0] == free.text[0][: free.text[0].index(stop)]
 
 
-async def test_error_with_a_very_long_message_still_reaches_the_caller_as_itself() -> None:
+async def test_error_with_a_very_long_message_keeps_its_class() -> None:
     async with running_pair() as pair:
         broken = pair.decode.runtime.executor
 

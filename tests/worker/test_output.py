@@ -1,4 +1,4 @@
-"""What a worker makes of an engine's tokens, and what it keeps for a client that streams by itself."""
+"""Messages made of an engine's tokens, and answers kept for clients that stream them directly."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_take_runs_packs_tokens_and_runs_in_order_and_ends_with_the_last_sample(
 
 
 @pytest.mark.parametrize("what", [{"stop": ("x",)}, {"num_logprobs": 0}])
-def test_validate_without_text_refuses_what_needs_text_and_names_it(what: dict[str, object]) -> None:
+def test_validate_without_text_refuses_options_that_need_text_by_field(what: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest, match="detokenize") as caught:
         SamplingParams(detokenize=False, **what).validate(vocab_size=9)  # type: ignore[arg-type]
     assert caught.value.field == f"sampling.{next(iter(what)).removeprefix('num_')}"
@@ -58,7 +58,7 @@ async def test_decode_without_text_streams_runs_of_the_same_tokens() -> None:
         assert runs[-1].finish_reason
 
 
-async def test_client_that_comes_late_gets_everything_in_messages_that_can_be_sent() -> None:
+async def test_late_client_gets_everything_in_messages_below_the_size_limit() -> None:
     def lose(error: KvrelayError) -> None:
         raise error
 

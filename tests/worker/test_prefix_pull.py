@@ -1,13 +1,12 @@
-"""Cached blocks that one worker pulls from another: right answers, and everybody finds them afterwards."""
+"""Cached blocks that one worker pulls from another: answers are right, and later requests find the blocks."""
 
 import asyncio
 
 import pytest
 
-from engine.fake import FakeKvStore
 from kvrelay.v1 import worker_pb2
 from tests.builders import BLOCK_SIZE, make_request
-from tests.transfer.device_sharing import Card, FakeSharing
+from tests.transfer.device_sharing import Card, put_on_card
 from tests.worker.cluster import Answer, running_pool
 from tests.worker.prefixes import OTHERS, PREFIX, PREFIX_BLOCKS, outcomes, prompt, warm_pool, where
 from worker.prefix_pull import PullOutcome
@@ -24,17 +23,14 @@ async def test_prefix_pulled_by_another_prefill_worker_gives_the_same_answer(tra
         block_bytes = source.runtime.executor.kv.shape.block_bytes
         assert source.runtime.bytes_sent.total() - sent_before == PREFIX_BLOCKS * block_bytes
         again = await pool.pair("prefill-1", "decode-0").generate(prompt(3))
-        assert (again.num_cached, again.num_pulled) == (40, 0), "published, for everybody"
+        assert (again.num_cached, again.num_pulled) == (40, 0), "published, for all requests"
 
 
-async def test_prefix_is_pulled_inside_a_card_that_both_workers_are_on() -> None:
+async def test_prefix_is_pulled_inside_a_card_that_both_workers_use() -> None:
     card = Card()
     async with running_pool(OTHERS, transports=("cuda_ipc", "grpc")) as pool:
         for worker in pool.workers.values():
-            store = worker.runtime.executor.kv
-            assert isinstance(store, FakeKvStore)
-            store.device_sharing = FakeSharing(card, store)
-            store.shared_region = None
+            put_on_card(worker, card)
         await pool.pair("prefill-0", "decode-0").generate(prompt(1, max_tokens=1))
         source, puller = pool.workers["prefill-0"], pool.workers["prefill-1"]
         answer = await pool.pair("prefill-1", "decode-0").generate(prompt(2), where(source))
@@ -42,7 +38,7 @@ async def test_prefix_is_pulled_inside_a_card_that_both_workers_are_on() -> None
         assert set(puller.runtime.bytes_received) == {worker_pb2.KV_TRANSPORT_CUDA_IPC}
 
 
-async def test_pulls_teach_the_worker_how_fast_its_links_are() -> None:
+async def test_pulls_are_measured_for_the_model_of_their_link() -> None:
     async with warm_pool() as pool:
         timing = pool.workers["prefill-1"].runtime.timing
         assert not timing.transports

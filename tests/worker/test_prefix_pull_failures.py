@@ -1,4 +1,4 @@
-"""Pulls of cached blocks that fail, in every way: right answers all the same, and nothing left behind."""
+"""Pulls of cached blocks that fail in every way: answers stay right, and nothing is left behind."""
 
 import asyncio
 from typing import Any
@@ -21,7 +21,7 @@ from worker.serving import RunningWorker
 
 @pytest.mark.parametrize(
     ("changes", "outcome"),
-    [({"epoch": 5}, PullOutcome.STALE), ({"address": "127.0.0.1:1", "worker_id": "nobody"}, PullOutcome.LOST)],
+    [({"epoch": 5}, PullOutcome.STALE), ({"address": "127.0.0.1:1", "worker_id": "unknown"}, PullOutcome.LOST)],
 )
 async def test_pull_from_a_source_that_is_gone_computes_instead(changes: dict[str, Any], outcome: PullOutcome) -> None:
     async with warm_pool() as pool:
@@ -77,7 +77,7 @@ async def test_pull_that_takes_too_long_is_given_up_and_the_source_is_told(monke
             await source.ended.wait()
 
 
-async def test_others_are_computed_while_a_pull_waits_and_the_pull_keeps_its_result() -> None:
+async def test_pull_keeps_its_result_while_other_requests_are_computed() -> None:
     async with running_pool(OTHERS) as pool, scripted_source(prompt(1), stall) as source:
         pair = pool.pair("prefill-1", "decode-0")
         pulling = asyncio.create_task(pair.generate(prompt(2), source.where(PREFIX_BLOCKS)))
@@ -90,13 +90,13 @@ async def test_others_are_computed_while_a_pull_waits_and_the_pull_keeps_its_res
         assert (answer.num_cached, answer.num_pulled) == (40, 40)
 
 
-@pytest.mark.parametrize("who", ["router", "decode worker", "router of a local plan"])
-async def test_cancel_while_pulling_frees_everything_and_tells_the_source(who: str) -> None:
+@pytest.mark.parametrize("canceller", ["router", "decode worker", "router of a local plan"])
+async def test_cancel_while_pulling_frees_everything_and_tells_the_source(canceller: str) -> None:
     async with running_pool(OTHERS) as pool, scripted_source(prompt(1), stall) as source:
         pair = pool.pair("prefill-1", "decode-0")
         handoff_id = mint_handoff_id()
         where = source.where(PREFIX_BLOCKS)
-        if who == "router of a local plan":
+        if canceller == "router of a local plan":
             decode = pair.open_decode(prompt(2), None, where)
             reading = asyncio.ensure_future(decode.read())
             await source.asked.wait()
@@ -107,13 +107,13 @@ async def test_cancel_while_pulling_frees_everything_and_tells_the_source(who: s
             await decode.read()
             prefill = pair.open_prefill(prompt(2), handoff_id, where)
             await source.asked.wait()
-            first, second = (prefill, decode) if who == "router" else (decode, prefill)
+            first, second = (prefill, decode) if canceller == "router" else (decode, prefill)
             first.cancel()
             assert isinstance(await error_of(second), HandoffGone)
         async with asyncio.timeout(60):
             await source.ended.wait()
         await pool.until_empty()
-        puller = pair.decode if who == "router of a local plan" else pair.prefill
+        puller = pair.decode if canceller == "router of a local plan" else pair.prefill
         assert outcomes(puller) == {PullOutcome.CANCELLED: 1}
 
 
@@ -134,7 +134,7 @@ async def test_pull_without_room_computes_instead() -> None:
         assert answer.num_pulled == 0
 
 
-async def test_request_whose_sibling_gives_up_its_pull_pulls_by_itself() -> None:
+async def test_request_pulls_when_another_one_gives_up_the_same_pull() -> None:
     async with running_pool(OTHERS) as pool, scripted_source(prompt(1), stall) as source:
         pair = pool.pair("prefill-1", "decode-0")
         first = asyncio.create_task(pair.generate(prompt(2), source.where(PREFIX_BLOCKS)))
@@ -167,7 +167,7 @@ async def fetch_error(worker: RunningWorker, hashes: bytes) -> KvrelayError:
         return await error_of(call)
 
 
-async def test_lease_of_a_puller_that_says_nothing_more_ends_with_the_time_to_live() -> None:
+async def test_lease_of_a_silent_puller_ends_with_the_time_to_live() -> None:
     async with warm_pool(prefill_0={"lease_ttl_s": 0.1}) as pool:
         error = await fetch_error(pool.workers["prefill-0"], prompt(1).block_hashes.packed)
         assert isinstance(error, HandoffGone)

@@ -88,7 +88,7 @@ async def test_reused_prefix_stays_warm_where_it_is_taken_in() -> None:
         assert load.num_blocks - load.num_cold_blocks == PREFIX_BLOCKS
 
 
-async def test_nothing_is_displaced_that_is_worth_more() -> None:
+async def test_more_valuable_blocks_are_not_displaced() -> None:
     async with taking(prefill_1={"num_blocks": 20}) as (pool, source, taker):
         pair = pool.pair("prefill-1", "decode-0")
         for _ in range(2):  # the second time makes its prompt warm
@@ -127,7 +127,7 @@ async def test_branches_are_taken_in_behind_their_trunk() -> None:
         }
 
 
-async def test_source_of_an_earlier_life_is_told_as_stale() -> None:
+async def test_pull_from_an_earlier_life_of_the_source_raises_stale_epoch() -> None:
     async with taking() as (_pool, source, taker):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await pull(taker, where(source, epoch=source.runtime.epoch + 1), await hot(source))
@@ -150,7 +150,7 @@ BAD_CHAINS: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("field", BAD_CHAINS)
-async def test_list_that_is_none_is_refused_by_field_and_nothing_is_held(field: str) -> None:
+async def test_malformed_list_of_prefixes_is_refused_by_field_and_nothing_is_held(field: str) -> None:
     async with running_pool({"prefill-0": {}}) as pool:
         chains = [prefix_pb2.PrefixChain(**chain) for chain in BAD_CHAINS[field]]
         error = await refusal(pool, chains=chains)
@@ -170,14 +170,14 @@ async def test_list_that_is_none_is_refused_by_field_and_nothing_is_held(field: 
         ("max_bytes", {"max_bytes": 0}),
     ],
 )
-async def test_pull_that_makes_no_sense_is_refused_by_field(field: str, changes: dict[str, Any]) -> None:
+async def test_pull_with_a_bad_value_is_refused_by_field(field: str, changes: dict[str, Any]) -> None:
     async with running_pool({"prefill-0": {}}) as pool:
         error = await refusal(pool, **changes)
         assert isinstance(error, InvalidRequest)
         assert error.field == field
 
 
-async def test_source_that_nobody_knows_is_told_and_nothing_is_held() -> None:
+async def test_pull_from_an_unknown_source_raises_worker_lost_and_nothing_is_held() -> None:
     async with running_pool({"prefill-0": {}}) as pool:
         error = await refusal(pool, address="127.0.0.1:1")
         assert isinstance(error, WorkerLost)

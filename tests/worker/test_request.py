@@ -1,4 +1,4 @@
-"""What a worker makes of what it is sent: forged hashes, sequences that no router sends, bytes that are no message."""
+"""Hostile requests to a worker: forged hashes, sequences that no router sends, malformed messages."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ async def decode(pair: Pair, spec: sequence_pb2.SequenceSpec) -> list[Any]:
     return [message async for message in messages(pair.open_decode_of(spec))]
 
 
-async def test_request_that_names_another_ones_hashes_does_not_change_its_answer() -> None:
+async def test_request_with_the_hashes_of_another_one_does_not_change_its_answer() -> None:
     async with running_pair() as pair:
         await decode(pair, forged_spec(OTHER))
 
@@ -41,7 +41,7 @@ async def test_request_that_names_another_ones_hashes_does_not_change_its_answer
         assert answer.num_cached == 0
 
 
-async def test_prefill_that_names_another_ones_hashes_does_not_change_its_answer() -> None:
+async def test_prefill_with_the_hashes_of_another_one_does_not_change_its_answer() -> None:
     async with running_pair() as pair:
         forged = prefill_pb2.PrefillRequest(
             sequence=forged_spec(OTHER), handoff_id="forged", epoch=pair.prefill.runtime.epoch
@@ -54,7 +54,7 @@ async def test_prefill_that_names_another_ones_hashes_does_not_change_its_answer
         assert answer.num_cached == 0
 
 
-async def test_blocks_of_prompt_and_answer_are_cached_under_the_hashes_that_a_router_looks_for() -> None:
+async def test_prompt_and_answer_are_cached_under_the_hashes_that_routers_look_for() -> None:
     async with running_pair() as pair:
         answer = await pair.generate_locally(VICTIM)
         turn = make_request([*VICTIM.prompt_token_ids, *answer.tokens[0], 1, 2, 3], ignore_eos=True)
@@ -72,7 +72,7 @@ async def test_prompt_beyond_the_context_is_refused_before_it_is_hashed() -> Non
 
 
 @pytest.mark.parametrize(("first_sample_index", "n"), [(2**32 - 1, 3), (2**32 - 1, 1), (64, 1), (62, 3)])
-def test_samples_beyond_those_that_a_request_may_have_are_refused(first_sample_index: int, n: int) -> None:
+def test_samples_beyond_the_limit_of_a_request_are_refused(first_sample_index: int, n: int) -> None:
     spec = spec_of(make_request([1, 2, 3], n=n))
     spec.first_sample_index = first_sample_index
     with pytest.raises(InvalidRequest) as raised:
@@ -89,7 +89,7 @@ def test_last_sample_that_a_request_may_have_is_taken() -> None:
     ("num_blocks", "num_values", "field"),
     [(1, 1_000_000, "chains[0].values"), (MAX_BLOCKS + 1, MAX_BLOCKS + 1, "chains")],
 )
-def test_values_of_a_chain_are_not_walked_through_when_their_number_is_wrong(
+def test_values_of_a_chain_are_not_read_when_their_number_is_wrong(
     num_blocks: int, num_values: int, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("common.prefix_wire.pairwise", pytest.fail)
@@ -103,7 +103,7 @@ def test_values_of_a_chain_are_not_walked_through_when_their_number_is_wrong(
     "method", ["/kvrelay.v1.DecodeService/DecodeMany", "/kvrelay.v1.KvTransferService/FetchBlocks"]
 )
 @pytest.mark.parametrize("raw", [b"\xff\xff\xff", b"\x0a\x04\x0a\x02\xff\xfe"], ids=["garbage", "invalid UTF-8"])
-async def test_malformed_message_on_a_stream_is_the_callers_fault(method: str, raw: bytes) -> None:
+async def test_malformed_message_on_a_stream_is_an_invalid_request(method: str, raw: bytes) -> None:
     async with running_pair() as pair:
         is_pull = method.endswith("FetchBlocks")
         decode = pair.decode

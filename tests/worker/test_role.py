@@ -65,7 +65,7 @@ async def test_flip_there_and_back_keeps_the_cache_and_serves_both_kinds_of_call
         assert answer.num_cached == 40
 
 
-async def test_flip_gives_a_new_epoch_and_refuses_calls_handoffs_and_pulls_of_the_old_one() -> None:
+async def test_flip_refuses_calls_handoffs_and_pulls_of_the_old_epoch() -> None:
     async with warm_pool() as pool:
         old = pool.workers["prefill-0"].runtime.epoch
         pulled_before = where(pool.workers["prefill-0"])
@@ -82,7 +82,7 @@ async def test_flip_gives_a_new_epoch_and_refuses_calls_handoffs_and_pulls_of_th
         assert outcomes(pool.workers["prefill-1"]) == {PullOutcome.STALE: 1}
 
 
-async def test_flip_ends_running_subscriptions_and_new_ones_begin_with_everything_cached() -> None:
+async def test_flip_ends_subscriptions_and_new_ones_start_with_everything_cached() -> None:
     async with warm_pool() as pool, watched(pool, "prefill-0") as before:
         first = await before.read()
         await set_role(pool, "prefill-0", DECODE)
@@ -96,7 +96,7 @@ async def test_flip_ends_running_subscriptions_and_new_ones_begin_with_everythin
         assert len(events.stored) >= PREFIX_BLOCKS
 
 
-async def test_flip_takes_over_the_bounds_of_the_other_pool() -> None:
+async def test_flip_adopts_the_limits_of_the_other_pool() -> None:
     limits = {"max_step_tokens": 24, "max_running": 5, "max_waiting": 7}
     async with running_pool({"prefill-0": {"decode_pool": limits}}) as pool:
         runtime = pool.workers["prefill-0"].runtime
@@ -126,7 +126,7 @@ async def test_flip_of_a_worker_with_a_running_answer_is_refused_and_changes_not
         running.cancel()
 
 
-async def test_flip_waits_for_a_handoff_that_nobody_has_fetched_yet() -> None:
+async def test_flip_waits_for_a_handoff_without_a_puller() -> None:
     async with running_pool({"prefill-0": {"lease_ttl_s": 0.2}}) as pool:
         pair, runtime = pool.pair("prefill-0", "prefill-0"), pool.workers["prefill-0"].runtime
         async for _message in pair.open_prefill(make_request(range(20)), mint_handoff_id()):
@@ -137,7 +137,7 @@ async def test_flip_waits_for_a_handoff_that_nobody_has_fetched_yet() -> None:
         assert (runtime.handoffs.num_expired, runtime.role) == (1, DECODE)
 
 
-async def test_flip_comes_to_pass_as_soon_as_the_last_answer_ends() -> None:
+async def test_flip_happens_as_soon_as_the_last_answer_ends() -> None:
     async with running_pool({"prefill-0": {}, "decode-0": {"step_s": 0.002}}) as pool:
         pair = pool.pair("prefill-0", "decode-0")
         request = make_request(range(20), max_tokens=40, ignore_eos=True)
@@ -156,7 +156,7 @@ async def _tokens(call: Any) -> AsyncIterator[int]:
             yield token.token_id
 
 
-async def test_setting_the_role_that_it_has_changes_nothing_whatever_the_epoch() -> None:
+async def test_setting_the_role_that_it_has_changes_nothing_at_any_epoch() -> None:
     async with running_pool({"prefill-0": {}}) as pool:
         epoch = pool.workers["prefill-0"].runtime.epoch
         flipped = await set_role(pool, "prefill-0", DECODE)
@@ -166,7 +166,7 @@ async def test_setting_the_role_that_it_has_changes_nothing_whatever_the_epoch()
         assert pool.workers["prefill-0"].runtime.epoch == flipped
 
 
-async def test_two_flips_that_wait_side_by_side_are_one() -> None:
+async def test_two_equal_flips_at_once_are_one() -> None:
     async with running_pool({"prefill-0": {}}) as pool:
         epoch = pool.workers["prefill-0"].runtime.epoch
         first, second = await asyncio.gather(

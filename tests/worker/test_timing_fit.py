@@ -96,7 +96,7 @@ def test_timing_leaves_warm_up_steps_out() -> None:
     assert timing.model.step_s(shape) == pytest.approx(0.1, rel=1e-3)
 
 
-def test_timing_of_steps_that_are_all_alike_scales_the_guess() -> None:
+def test_timing_of_equal_steps_scales_the_guess() -> None:
     shape = prefill_shape(512)
     timing = learnt_from([StepSample(shape=shape, seconds=0.5)] * 40)
     ratio = 0.5 / GUESSED_TIMING.prefill.seconds(shape)
@@ -176,7 +176,7 @@ def test_link_learns_latency_and_bandwidth_of_a_peer_and_of_all() -> None:
         assert timing.model.pull_s(peer, 1 << 16) == pytest.approx(2e-3 + (1 << 16) / 3e9, rel=0.1)
 
 
-def test_link_when_the_transport_changes_begins_anew() -> None:
+def test_link_model_starts_over_when_the_transport_changes() -> None:
     timing = WorkerTiming(max_step_tokens=512)
     for _ in range(50):
         timing.observe_pull(PEER, SHM, num_bytes=1 << 24, seconds=0.001)
@@ -185,7 +185,7 @@ def test_link_when_the_transport_changes_begins_anew() -> None:
     assert timing.model.pull_s(PEER, 1 << 24) == pytest.approx(0.1, rel=0.01)
 
 
-def test_backlog_is_what_the_model_says_less_what_has_run() -> None:
+def test_backlog_is_the_predicted_time_less_that_of_the_running_step() -> None:
     clock = ManualClock(100.0)
     core = make_core(max_step_tokens=64, num_blocks=128, clock=clock)
     timing = WorkerTiming(max_step_tokens=64)
