@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from common.config import TransferConfig
 from common.ids import BlockId
 from common.wire_names import TRANSPORT_NAMES
 from engine.executor import KvStore
@@ -16,7 +17,7 @@ from kvrelay.v1 import kv_transfer_pb2 as pb
 from tests.builders import make_request
 from tests.worker.cluster import running_pair
 
-_SERVING_DOC = Path(__file__).parents[2] / "docs" / "serving.md"
+_DOCS = Path(__file__).parents[2] / "docs"
 
 
 class InMemory(Transport):
@@ -66,14 +67,20 @@ async def test_transport_that_is_registered_carries_handoffs(monkeypatch: pytest
             assert (answer.transfer.transport, answer.transfer.num_blocks) == (InMemory.number, -(-length // 4))
 
 
-def test_registry_and_wire_know_the_same_transports() -> None:
+def test_registry_wire_and_default_know_the_same_transports() -> None:
     assert sorted(TRANSPORTS) == sorted(TRANSPORT_NAMES.values())
+    assert list(TRANSPORTS) == list(TransferConfig().transports)
 
 
-def test_serving_doc_lists_every_transport_in_order_of_preference() -> None:
-    row = re.search(
-        r"^\| `transfer\.transports` \| `\[(.*)\]` \|(.*)\|$", _SERVING_DOC.read_text("utf-8"), re.MULTILINE
-    )
-    assert row is not None
-    assert row[1].split(", ") == list(TRANSPORTS)
-    assert re.findall(r"`(\w+)`", row[2]) == list(TRANSPORTS)
+@pytest.mark.parametrize(
+    ("page", "row"),
+    [
+        ("serving.md", r"^\| `transfer\.transports` \| `\[.*\]` \|(.*)\|$"),
+        ("glossary.md", r"^\| \*\*transport\*\* \|(.*)\|$"),
+        ("metrics.md", r"^\| `kvrelay_kv_transfer_bytes_total` .* by transport:(.*)\|$"),
+    ],
+)
+def test_docs_list_every_transport_in_order_of_preference(page: str, row: str) -> None:
+    found = re.search(row, (_DOCS / page).read_text("utf-8"), re.MULTILINE)
+    assert found is not None
+    assert re.findall(r"`(\w+)`", found[1]) == list(TRANSPORTS)
