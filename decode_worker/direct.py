@@ -170,9 +170,6 @@ class DirectTable:
     def __init__(self) -> None:
         self._answers: dict[bytes, DirectAnswer] = {}
 
-    def __len__(self) -> int:
-        return len(self._answers)
-
     def add(self, answer: DirectAnswer) -> None:
         """Let a client stream an answer."""
         self._answers[_key(answer.capability)] = answer

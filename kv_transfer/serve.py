@@ -83,7 +83,7 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
     ) -> None:
         async with error_boundary(context, "FetchBlocks"):
             with self._track():
-                opened = await self._first(request_iterator)
+                opened = await self._next(request_iterator, late="the puller sent no request")
                 if opened is None or opened.WhichOneof("message") != "open":
                     raise InvalidRequest("the first message must be open", field="message")
                 self._check(opened.open)
@@ -193,19 +193,17 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
             age_s=self._table.age_s(handoff),
         )
 
-    async def _first(self, request_iterator: AsyncIterator[pb.FetchBlocksRequest]) -> pb.FetchBlocksRequest | None:
-        try:
-            return await asyncio.wait_for(_next(request_iterator), self._settings.lease_ttl_s)
-        except TimeoutError:
-            raise HandoffGone("the puller sent no request") from None
-
-    async def _await_ack(self, request_iterator: AsyncIterator[pb.FetchBlocksRequest]) -> None:
-        try:
-            message = await asyncio.wait_for(_next(request_iterator), self._settings.lease_ttl_s)
-        except TimeoutError:
-            raise HandoffGone("the puller did not acknowledge the manifest") from None
+    async def _await_ack(self, requests: AsyncIterator[pb.FetchBlocksRequest]) -> None:
+        message = await self._next(requests, late="the puller did not acknowledge the manifest")
         if message is None or message.WhichOneof("message") != "ack":
             raise HandoffGone("the puller left without an acknowledgement")
+
+    async def _next(self, requests: AsyncIterator[pb.FetchBlocksRequest], *, late: str) -> pb.FetchBlocksRequest | None:
+        try:
+            async with asyncio.timeout(self._settings.lease_ttl_s):
+                return await anext(requests, None)
+        except TimeoutError:
+            raise HandoffGone(late) from None
 
 
 def layout_to_proto(shape: KvShape) -> worker_pb2.KvLayout:
@@ -219,10 +217,6 @@ def layout_to_proto(shape: KvShape) -> worker_pb2.KvLayout:
         dtype=shape.dtype,
         fingerprint=shape.fingerprint,
     )
-
-
-async def _next(request_iterator: AsyncIterator[pb.FetchBlocksRequest]) -> pb.FetchBlocksRequest | None:
-    return await anext(request_iterator, None)
 
 
 def _unpin(core: EngineCore, block_ids: Seq[BlockId]) -> None:
