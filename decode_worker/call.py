@@ -40,7 +40,7 @@ class DecodeCall:
         self._runtime = runtime
         self._directs = directs
         self._direct: DirectAnswer | None = None
-        """Set for a client that streams itself: it gets the tokens, and the outlet checkpoints only."""
+        """Set when the client streams the answer directly; the outlet then gets checkpoints only."""
         self._outlet = outlet
         self._held: list[EngineEvent] | None = []
         """Events that wait for earlier messages; None once those were sent."""

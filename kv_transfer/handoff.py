@@ -24,7 +24,7 @@ from common.ids import BlockHash, BlockId, HandoffId, mint_handoff_id
 logger = logging.getLogger(__name__)
 
 MAX_HANDOFFS = 4096
-"""Open ones, and as many aborted ones that are remembered."""
+"""Limit of open handoffs, and of aborts that are remembered."""
 
 
 class HandoffState(enum.Enum):

@@ -82,7 +82,7 @@ class ServedPorts:
     kv: int = 0
     direct: int = 0
     metrics: int = 0
-    """0: off."""
+    """0 when off."""
 
 
 class WorkerRuntime:

@@ -58,31 +58,19 @@ def asking(address: str, worker_id: str = "prefill-0") -> pb.ProbePeerRequest:
 async def test_reach_of_a_worker_with_the_same_blocks_succeeds_and_is_timed() -> None:
     async with serving(PEER, at_once()) as (_, address):
         tried = await PeerProbe(CONNECT, bound_s=60).reach(asking(address), OURS)
-
     assert tried.reached
     assert 0 < tried.round_trip_s < 60
 
 
-@pytest.mark.parametrize(("described", "worker_id"), [(PEER, "prefill-1"), (STRANGER, "prefill-0")])
-async def test_reach_of_another_worker_fails_and_takes_the_whole_time_limit(
-    described: DescribePagesResponse, worker_id: str
-) -> None:
+@pytest.mark.parametrize("there", ["another worker", "other blocks", "nothing"])
+async def test_reach_of_anything_else_fails_alike_and_takes_the_whole_time_limit(there: str) -> None:
     loop = asyncio.get_running_loop()
-    async with serving(described, at_once()) as (_, address):
+    async with serving(STRANGER if there == "other blocks" else PEER, at_once()) as (_, address):
+        if there == "nothing":
+            address = f"127.0.0.1:{free_port('127.0.0.1')}"
+        request = asking(address, "prefill-1" if there == "another worker" else "prefill-0")
         started_s = loop.time()
-        tried = await PeerProbe(CONNECT, bound_s=BOUND_S).reach(asking(address, worker_id), OURS)
-
-    assert tried == pb.ProbePeerResponse(reached=False)
-    assert loop.time() - started_s >= 0.9 * BOUND_S
-
-
-async def test_reach_of_a_closed_port_fails_like_that_of_another_worker() -> None:
-    loop = asyncio.get_running_loop()
-    started_s = loop.time()
-    address = f"127.0.0.1:{free_port('127.0.0.1')}"
-
-    tried = await PeerProbe(CONNECT, bound_s=BOUND_S).reach(asking(address), OURS)
-
+        tried = await PeerProbe(CONNECT, bound_s=BOUND_S).reach(request, OURS)
     assert tried == pb.ProbePeerResponse(reached=False)
     assert loop.time() - started_s >= 0.9 * BOUND_S
 
@@ -91,7 +79,6 @@ async def test_reach_of_a_closed_port_fails_like_that_of_another_worker() -> Non
 async def test_reach_of_a_malformed_address_is_refused_by_field(address: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         await PeerProbe(CONNECT).reach(asking(address), OURS)
-
     assert caught.value.field == "address"
 
 

@@ -68,21 +68,19 @@ async def test_pull_skips_what_is_here_already() -> None:
         assert outcomes(pair.prefill) == {PullOutcome.PULLED: 1, PullOutcome.PRESENT: 1}
 
 
-async def test_pull_when_the_source_has_evicted_a_part_computes_the_rest() -> None:
+@pytest.mark.parametrize(
+    ("num_held", "num_pulled", "outcome"), [(21, 20, PullOutcome.PARTIAL), (0, 0, PullOutcome.EVICTED)]
+)
+async def test_pull_when_the_source_has_not_all_blocks_computes_the_rest(
+    num_held: int, num_pulled: int, outcome: PullOutcome
+) -> None:
     async with running_pool(OTHERS) as pool:
-        await pool.pair("prefill-0", "decode-0").generate(make_request(PREFIX[:21], ignore_eos=True))
+        if num_held:
+            await pool.pair("prefill-0", "decode-0").generate(make_request(PREFIX[:num_held], ignore_eos=True))
         pair = pool.pair("prefill-1", "decode-0")
         answer = await pair.generate(prompt(2), where(pool.workers["prefill-0"]))
-        assert (answer.num_cached, answer.num_pulled) == (20, 20)
-        assert outcomes(pair.prefill) == {PullOutcome.PARTIAL: 1}
-
-
-async def test_pull_when_the_source_has_nothing_computes_everything() -> None:
-    async with running_pool(OTHERS) as pool:
-        pair = pool.pair("prefill-1", "decode-0")
-        answer = await pair.generate(prompt(2), where(pool.workers["prefill-0"]))
-        assert (answer.num_cached, answer.num_pulled) == (0, 0)
-        assert outcomes(pair.prefill) == {PullOutcome.EVICTED: 1}
+        assert (answer.num_cached, answer.num_pulled) == (num_pulled, num_pulled)
+        assert outcomes(pair.prefill) == {outcome: 1}
 
 
 async def test_pull_of_another_tenants_prefix_finds_nothing() -> None:

@@ -15,7 +15,7 @@ from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import prefill_pb2, worker_pb2, worker_pb2_grpc
 from tests.builders import expected_tokens, make_request
 from tests.trust import as_controller, as_router
-from tests.worker.cluster import Pool, error_of, running_pool, spec_of
+from tests.worker.cluster import Pool, error_of, messages, running_pool, spec_of
 from tests.worker.prefixes import PREFIX_BLOCKS, outcomes, prompt, warm_pool, where
 from worker.metrics import RuntimeCollector
 from worker.prefix_pull import PullOutcome
@@ -144,16 +144,10 @@ async def test_flip_happens_as_soon_as_the_last_answer_ends() -> None:
         running = pair.open_decode(request, None)
         await running.read()
         flip = asyncio.create_task(set_role(pool, "decode-0", PREFILL, grace_s=60))
-        tokens = [token async for token in _tokens(running)]
+        tokens = [token.token_id async for message in messages(running) for token in message.tokens.tokens]
         await flip
         assert tokens == expected_tokens(request)
         assert pool.workers["decode-0"].role == "prefill"
-
-
-async def _tokens(call: Any) -> AsyncIterator[int]:
-    while (message := await call.read()) is not grpc.aio.EOF:
-        for token in message.tokens.tokens:
-            yield token.token_id
 
 
 async def test_setting_the_role_that_it_has_changes_nothing_at_any_epoch() -> None:
