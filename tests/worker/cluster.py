@@ -146,11 +146,6 @@ class Pair:
                 answer.take(token)
         return answer.checked(request)
 
-    async def until_empty(self) -> None:
-        """Wait (bounded) until neither worker holds anything."""
-        for worker in (self.prefill, self.decode):
-            await until_empty(worker)
-
 
 class DecodeCall:
     """One decode call on a stream of its own; read like a call of gRPC."""

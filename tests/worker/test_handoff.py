@@ -11,7 +11,7 @@ from engine.core import EngineCore
 from engine.sequence import EngineRequest
 from kvrelay.v1 import prefill_pb2, worker_pb2
 from tests.builders import BLOCK_SIZE, make_request
-from tests.worker.cluster import Answer, error_of, messages, running_pair, spec_of
+from tests.worker.cluster import Answer, error_of, messages, running_pair, spec_of, until_empty
 
 LENGTHS = sorted({1, *(BLOCK_SIZE * k + d for k in (1, 8, 16) for d in (-1, 0, 1)), 200})
 
@@ -119,7 +119,7 @@ async def test_handoff_without_a_puller_expires_and_is_counted() -> None:
         replies = [message async for message in prefill]
         assert replies[-1].finished.first_tokens
         assert pair.prefill.runtime.handoffs.num_leases == 1
-        await pair.until_empty()
+        await until_empty(pair.prefill)
         assert pair.prefill.runtime.handoffs.num_expired == 1
 
 
