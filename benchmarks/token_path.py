@@ -12,10 +12,9 @@ What others do still shows a little (caches, frequency), a few per cent between 
 Cases: `paced`, a step every 5 ms, where every token arrives alone; and `full`, where the worker sends as fast as it is
 read, so that tokens wait for the client's streams and are merged. Arms: `grpc alone`, a bare server that sends the same
 messages to the same client, without anything before it (its own process is measured): the part of a router's cost that
-is gRPC's sending; `per_request`, a stream per call between router
-and worker; `shared`, one stream for all with a message per step; `http`, the same with the clients at the OpenAI door
-(a connection for each stream, server-sent events with text); `direct`, where the client streams from the worker and the
-router sees a checkpoint every 64 tokens.
+is gRPC's sending; `shared`, as deployed; `http`, the same with the clients at the OpenAI door (a connection for each
+stream, server-sent events with text); `direct`, where the client streams from the worker and the router sees a
+checkpoint every 64 tokens.
 """
 
 import argparse
@@ -167,8 +166,7 @@ async def run_floor(*, itl_ms: float, repeats: int, seconds: float) -> list[Wind
 async def run_case(*, arm: str, itl_ms: float, repeats: int, seconds: float) -> list[Window]:
     """Run one arm of one case in fresh processes."""
     authority = Authority.new(PLAIN)
-    decode_streams = "per_request" if arm == "per_request" else "shared"
-    async with running_token_router(authority, itl_ms=itl_ms, decode_streams=decode_streams) as router:
+    async with running_token_router(authority, itl_ms=itl_ms) as router:
         if arm != "http":
             streams = Streams(router.address, client_of(authority), direct=arm == "direct")
             return await _windows(streams, router.router_pid, repeats=repeats, seconds=seconds)
@@ -206,7 +204,7 @@ async def run(args: argparse.Namespace) -> dict[str, list[Window]]:
     """Run the cases that were asked for."""
     results: dict[str, list[Window]] = {}
     for case, itl_ms in (("paced", ITL_MS), ("full", 0.0)):
-        for arm in ("grpc alone", "per_request", "shared", "http", "direct"):
+        for arm in ("grpc alone", "shared", "http", "direct"):
             name = f"{case}/{arm}"
             if args.only and args.only not in name:
                 continue

@@ -50,9 +50,7 @@ async def running_token_worker(authority: Authority, *, itl_ms: float) -> AsyncI
 
 
 @asynccontextmanager
-async def running_token_router(
-    authority: Authority, *, itl_ms: float, decode_streams: str = "shared"
-) -> AsyncIterator[TokenRouter]:
+async def running_token_router(authority: Authority, *, itl_ms: float) -> AsyncIterator[TokenRouter]:
     """Run both, connected, until the block is left."""
     http_port = free_port(HOST)
     config = {
@@ -61,7 +59,6 @@ async def running_token_router(
             "port": 0,
             "http_port": http_port,
             "metrics_port": None,
-            "decode_streams": decode_streams,
             "max_queued": 1024,
         },
     }

@@ -101,16 +101,6 @@ class TokenWorker(
     ) -> worker_pb2.GetWorkerStatusResponse:
         return worker_pb2.GetWorkerStatusResponse()
 
-    async def Decode(self, request: decode_pb2.DecodeRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
-        for message in _opening():
-            await context.write(message)
-        tokens = _tokens(request)
-        async for _ in self._steps():
-            token = next(tokens, None)
-            if token is None:
-                return
-            await context.write(decode_pb2.DecodeResponse(tokens=decode_pb2.TokenBatch(tokens=[token])))
-
     async def DecodeMany(  # type: ignore[override]  # noqa: D102
         self, request_iterator: AsyncIterator[decode_pb2.DecodeManyRequest], context: Context
     ) -> None:

@@ -12,7 +12,7 @@ import signal
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
@@ -106,6 +106,45 @@ class Ready:
     """host:port for calls of the controller."""
     role: str = ""
     """Present role of a worker, "prefill" or "decode", which may have changed since its start; empty for others."""
+
+
+class RunningService(Protocol):
+    """A service that serves."""
+
+    @property
+    def address(self) -> str:
+        """Where it serves, host:port."""
+        ...
+
+    @property
+    def admin_address(self) -> str:
+        """Where the controller calls it, host:port."""
+        ...
+
+    @property
+    def metrics_port(self) -> int:
+        """Prometheus port, 0 when off."""
+        ...
+
+    @property
+    def role(self) -> str:
+        """Of a worker, at this moment: "prefill" or "decode"; empty for anything else."""
+        ...
+
+    async def stop(self, grace_s: float) -> None:
+        """Drain for up to `grace_s` seconds, then cancel."""
+        ...
+
+
+def ready_of(service: RunningService) -> Ready:
+    """Return what a service of this process tells when it serves."""
+    return Ready(
+        address=service.address,
+        admin_address=service.admin_address,
+        metrics_port=service.metrics_port,
+        pid=os.getpid(),
+        role=service.role,
+    )
 
 
 def ready_line(ready: Ready) -> str:

@@ -10,44 +10,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from common.config import ServingConfig
 from common.log import setup_logging
 from common.output_log import send_output_to
 from common.ports import names_of
-from common.process import ProcessIdentity, Ready
+from common.process import ProcessIdentity, Ready, RunningService, ready_of
 from common.trust.credentials import Credentials
 from common.trust.enrolment import Enrolment, EnrolmentRequest
 from common.trust.identity import Role
-
-
-class RunningService(Protocol):
-    """A started service."""
-
-    @property
-    def address(self) -> str:
-        """host:port for its callers."""
-        ...
-
-    @property
-    def admin_address(self) -> str:
-        """host:port for calls of the controller."""
-        ...
-
-    @property
-    def metrics_port(self) -> int:
-        """Prometheus port, 0 when off."""
-        ...
-
-    @property
-    def role(self) -> str:
-        """Present role of a worker, "prefill" or "decode"; empty for other services."""
-        ...
-
-    async def stop(self, grace_s: float) -> None:
-        """Drain for up to `grace_s` seconds, then cancel."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,14 +83,7 @@ class ServiceActor(ABC):
 
     async def ready(self) -> Ready:
         """Return the addresses of the service once it serves. Raises the exception of a failed start."""
-        service = await asyncio.shield(self._service)
-        return Ready(
-            address=service.address,
-            admin_address=service.admin_address,
-            metrics_port=service.metrics_port,
-            pid=os.getpid(),
-            role=service.role,
-        )
+        return ready_of(await asyncio.shield(self._service))
 
     async def identity(self) -> ProcessIdentity:
         """Return the identity of this process."""

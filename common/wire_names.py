@@ -5,8 +5,6 @@ from kvrelay.v1 import worker_pb2
 ROLE_NAMES = {worker_pb2.WORKER_ROLE_PREFILL: "prefill", worker_pb2.WORKER_ROLE_DECODE: "decode"}
 ROLE_NUMBERS = {name: number for number, name in ROLE_NAMES.items()}
 TRANSPORT_NAMES = {
-    worker_pb2.KV_TRANSPORT_GRPC: "grpc",
-    worker_pb2.KV_TRANSPORT_SHM: "shm",
-    worker_pb2.KV_TRANSPORT_CUDA_IPC: "cuda_ipc",
+    number: name.removeprefix("KV_TRANSPORT_").lower() for name, number in worker_pb2.KvTransport.items() if number
 }
 TRANSPORT_NUMBERS = {name: number for number, name in TRANSPORT_NAMES.items()}

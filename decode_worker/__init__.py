@@ -1,1 +1,1 @@
-"""Pulls KV and writes answers."""
+"""Pulls KV and generates answers."""

@@ -1,19 +1,18 @@
 """One answer at a decode worker, from its reservation to its last token.
 
-1. Pages are reserved for every prompt token, or the call is refused: nothing is computed for an answer that has no
-   place to go.
-2. With a handoff: blocks that are lacking are pulled while the prefill worker still computes; the manifest is verified;
-   the sequences start behind the first tokens. Without one: the engine prefills here, after leading blocks have been
-   pulled from another worker's cache where the router says so.
-3. The engine's events become messages in the callback that brings them, without a task in between. The end of the
-   call, for whatever reason, frees everything.
+1. Pages are reserved for every prompt token, or the call is refused: nothing is computed for an answer without room.
+2. With a handoff, missing blocks are pulled while the prefill worker still computes, the manifest is verified, and the
+   sequences start after the first tokens. Without one, the engine prefills here, after leading blocks were pulled from
+   another worker's cache if the router names one.
+3. The engine's events become messages in the callback that brings them, without a task in between. Every end of the
+   call frees everything.
 """
 
 import asyncio
 import logging
 from functools import partial
 
-from common.errors import Cancelled, KvIncomplete, KvrelayError, Overloaded, Refused
+from common.errors import Cancelled, KvIncomplete, KvrelayError
 from common.ids import Epoch, HandoffId, WorkerId
 from common.rpc import to_report
 from decode_worker.direct import GRACE_S, DirectAnswer, DirectTable
@@ -41,24 +40,24 @@ class DecodeCall:
         self._runtime = runtime
         self._directs = directs
         self._direct: DirectAnswer | None = None
-        """Set: the tokens are kept for the client, and the outlet gets checkpoints only."""
+        """Set when the client streams the answer directly; the outlet then gets checkpoints only."""
         self._outlet = outlet
         self._held: list[EngineEvent] | None = []
-        """Events that have to wait until what comes before them has been said; None from then on."""
+        """Events that wait for earlier messages; None once those were sent."""
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._num_steps = 0
 
     async def run(self, request: pb.DecodeRequest) -> None:
-        """Serve the request until every sample has ended. Raises KvrelayError; frees everything on its way out."""
+        """Serve the request until every sample has ended. Frees everything at its end. Raises KvrelayError."""
         runtime = self._runtime
         with runtime.request_task():
             runtime.check_epoch(request.epoch)
             spec = engine_request(request.sequence, runtime.executor)
             self._streams = OutputStreams(spec, runtime.tokenizer)
             has_handoff = request.HasField("handoff")
-            group = await (self._reserve(spec) if has_handoff else self._add(spec, request))
-            if isinstance(group, Refused):
-                raise Overloaded(group.reason, retry_after_s=group.retry_after_s)
+            group = await (
+                runtime.admit(lambda core: core.reserve(spec, self._sink)) if has_handoff else self._add(spec, request)
+            )
             self._group = group
             try:
                 self._open_direct(request, spec)
@@ -89,28 +88,23 @@ class DecodeCall:
             self._over.set_exception(error)
 
     def _close_direct(self, answer: DirectAnswer) -> None:
-        """End the client's stream. One that has got everything may still come back for what was lost on the way."""
+        """End the client's stream. A client that got everything may still come back for messages that were lost."""
         if answer.is_delivered:
             asyncio.get_running_loop().call_later(GRACE_S, self._directs.remove, answer)
         else:
             self._directs.remove(answer)
-            answer.close(Cancelled("the answer is not generated here any more"))
+            answer.close(Cancelled("the answer is no longer generated here"))
 
-    async def _reserve(self, spec: EngineRequest) -> Group | Refused:
-        return await self._runtime.engine.acquire(lambda core: core.reserve(spec, self._sink), _cancel_if_granted)
-
-    async def _add(self, spec: EngineRequest, request: pb.DecodeRequest) -> Group | Refused:
-        """Put a request in line that is computed here; leading blocks are pulled first where the router says so."""
+    async def _add(self, spec: EngineRequest, request: pb.DecodeRequest) -> Group:
+        """Queue a request that is computed here; leading blocks are pulled first if the router names a source."""
         runtime = self._runtime
         with runtime.prefixes.arrival() as arrival:
             if request.HasField("source"):
-                await arrival.pull(spec, request.source)
-            return await runtime.engine.acquire(
-                lambda core: core.add(spec, self._sink, arrival.landing), _cancel_if_granted
-            )
+                await runtime.prefixes.pull(arrival, spec, request.source)
+            return await runtime.admit(lambda core: core.add(spec, self._sink, arrival.landing))
 
     async def _pull(self, spec: EngineRequest, handoff: pb.Handoff) -> Pulled:
-        leader = self._group.leader  # reserved: nothing but this call changes it
+        leader = self._group.leader  # reserved: only this call changes it
         plan = PullPlan(
             peer=WorkerId(handoff.prefill_worker_id),
             epoch=Epoch(handoff.prefill_epoch),
@@ -134,7 +128,7 @@ class DecodeCall:
         group, streams = self._group, self._streams
         first = [(token.token_id, token.finished) for token in manifest.first_tokens]
         for token in manifest.first_tokens:
-            if token.token_id >= self._runtime.executor.vocab_size:  # it would fail a whole step, for everybody
+            if token.token_id >= self._runtime.executor.vocab_size:  # it would fail a whole step, for all requests
                 raise KvIncomplete(f"first token {token.token_id} is not in the vocabulary")
             if token.finished:
                 streams.end(token.sample_index)
@@ -148,7 +142,7 @@ class DecodeCall:
         await self._runtime.engine.call(start)
 
     async def _until_over(self) -> None:
-        """Let the events through, those that came too early first, until every sample has ended."""
+        """Send the events, the held ones first, until every sample has ended."""
         held, self._held = self._held, None
         for event in held or ():
             self._sink(event)
@@ -156,7 +150,7 @@ class DecodeCall:
             await self._over
 
     def _sink(self, event: EngineEvent) -> None:
-        """Take an event of the engine. One that cannot be told ends this call, and no other one of its step."""
+        """Take an event of the engine. An error ends this call only, not others of the same step."""
         if self._held is not None:
             self._held.append(event)
         elif not self._over.done():
@@ -203,11 +197,6 @@ class DecodeCall:
                 self._outlet.put_tokens(batch)
             else:
                 self._direct.put(batch)
-
-
-def _cancel_if_granted(core: EngineCore, group: Group | Refused) -> None:
-    if isinstance(group, Group):
-        core.cancel(group)
 
 
 def _stats(pulled: Pulled) -> worker_pb2.TransferStats:

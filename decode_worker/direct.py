@@ -1,15 +1,15 @@
 """Answers that clients stream straight from this worker.
 
-1. The router mints a capability, gives it to the worker with the Decode call and to the client. It is good for this
-   answer on this worker only, and has to be shown within its time to live.
-2. The answer's tokens are kept here. The client's stream gets them as they come; a client that comes back names how
-   many tokens it has, and gets those behind them. One stream at a time: a new one ends the one before it.
-3. The router gets *checkpoints*: the ids of the tokens so far, after the first one and then every so many. The last one
-   goes out when the client has got everything, so that an answer whose worker dies before is taken up elsewhere.
-4. A client that does not come, or leaves and does not come back, is waited for a little. Then the call ends with
-   ClientGone, and the router hears of it.
+1. The router mints a capability and gives it to the worker, with the decode call, and to the client. It is valid for
+   this answer on this worker, and must be shown within its time to live.
+2. The answer's tokens are kept here. The client's stream gets them as they come; a client that reconnects states how
+   many tokens it has, and gets the rest. A new stream ends the one before it.
+3. The router gets *checkpoints*: the ids of the tokens so far, after the first one and then at intervals. The last one
+   is sent when the client has everything, so that an answer whose worker dies earlier is continued elsewhere.
+4. A client that does not connect, or does not reconnect, is waited for during a grace period. Then the call ends with
+   ClientGone, which the router sees.
 
-A token is a pure function of seed and index: what another worker generates again behind a checkpoint is the same.
+A token is a pure function of seed and index: another worker generates the same tokens after a checkpoint.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ from common.token_batches import MAX_GATHERED_TOKENS, merge_tokens, num_tokens_i
 from kvrelay.v1 import decode_pb2 as pb
 
 GRACE_S = 5.0
-"""How long a client that left its stream is waited for."""
+"""Grace period for a client that left its stream."""
 CAPABILITY_BYTES = 32
 
 Write = Callable[[pb.StreamTokensResponse], Awaitable[None]]
 
 
 class DirectAnswer:
-    """One answer: what its client has still to get, and what its router has still to hear. Event loop only."""
+    """One answer, with the tokens for its client and the next checkpoint for its router. Event loop only."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class DirectAnswer:
         checkpoint: Callable[[pb.TokenBatch], None],
         on_lost: Callable[[KvrelayError], None],
     ) -> None:
-        """`checkpoint` takes what the router hears; `on_lost` hears that the client is gone. Raises InvalidRequest."""
+        """`checkpoint` sends tokens to the router; `on_lost` reports that the client is gone. Raises InvalidRequest."""
         if len(access.capability) != CAPABILITY_BYTES:
             raise InvalidRequest(
                 f"{len(access.capability)} bytes; must be {CAPABILITY_BYTES}", field="direct.capability"
@@ -54,12 +54,12 @@ class DirectAnswer:
         self._untold = pb.TokenBatch()
         self._num_untold = 0
         self._num_until_told = 1
-        """The router hears of the first token at once: it is what the time to the first token is measured by."""
+        """The first token is sent at once: the time to the first token is measured by it."""
         self._batches: list[pb.TokenBatch] = []
         self._is_complete = False
         self._error: KvrelayError | None = None
         self._reader: asyncio.Event | None = None
-        """Wakes the stream that is connected."""
+        """Wakes the connected stream."""
         loop = asyncio.get_running_loop()
         self._delivered: asyncio.Future[None] = loop.create_future()
         self._patience = loop.call_later(access.ttl_s, self._lose_patience)
@@ -78,7 +78,7 @@ class DirectAnswer:
             self._tell_unfinished()
 
     async def delivered(self) -> None:
-        """Every sample has ended: wait until the client has everything, then tell the router. Raises ClientGone."""
+        """Wait, after every sample has ended, until the client has all tokens; tell the router. Raises ClientGone."""
         self._is_complete = True
         self._wake()
         if not self._batches and not self._delivered.done():
@@ -89,11 +89,11 @@ class DirectAnswer:
 
     @property
     def is_delivered(self) -> bool:
-        """Whether the client has got everything."""
+        """Whether the client has everything."""
         return self._delivered.done() and not self._delivered.cancelled() and self._delivered.exception() is None
 
     def close(self, error: KvrelayError) -> None:
-        """The answer is over, or will not be finished here: nobody is waited for any more."""
+        """End the answer: it is over, or will not be finished here."""
         self._patience.cancel()
         self._error = error
         self._delivered.cancel()
@@ -102,13 +102,13 @@ class DirectAnswer:
     # For the client.
 
     async def stream(self, num_received: Sequence[int], write: Write) -> None:
-        """Send what the client lacks until the answer is complete. Raises KvrelayError.
+        """Send the tokens that the client does not have until the answer is complete. Raises KvrelayError.
 
-        Counts of samples that are answered elsewhere are ignored: after a loss each of them has a call of its own.
+        `num_received` may count samples that are answered elsewhere: after a loss each sample has its own call.
         """
         if len(num_received) > MAX_N:
             raise InvalidRequest(f"{len(num_received)} counts; at most {MAX_N}", field="num_received")
-        self._wake()  # a stream before this one ends
+        self._wake()  # ends the stream before this one
         mine = self._reader = asyncio.Event()
         self._patience.cancel()
         has_everything = False
@@ -118,7 +118,7 @@ class DirectAnswer:
                 if self._error is not None:
                     raise self._error
                 if self._reader is not mine:
-                    raise AccessDenied("another stream has taken this one's place")
+                    raise AccessDenied("another stream has replaced this one")
                 if num_sent < len(self._batches):
                     batches = _portion(self._batches[num_sent:])
                     num_sent += len(batches)
@@ -143,7 +143,7 @@ class DirectAnswer:
             self._reader.set()
 
     def _tell_unfinished(self) -> None:
-        """Give the router a checkpoint. It hears of a sample's end when the client has it, not before."""
+        """Send the router a checkpoint, without the ends of samples: those wait until the client has them."""
         told, ended = self._untold, pb.TokenBatch()
         merge_tokens(ended, (), [run for run in told.runs if run.finish_reason])
         for position in reversed(range(len(told.runs))):
@@ -165,30 +165,27 @@ class DirectAnswer:
 
 
 class DirectTable:
-    """The answers that can be streamed from here. Event loop only."""
+    """The answers that clients can stream from here. Event loop only."""
 
     def __init__(self) -> None:
         self._answers: dict[bytes, DirectAnswer] = {}
 
-    def __len__(self) -> int:
-        return len(self._answers)
-
     def add(self, answer: DirectAnswer) -> None:
-        """Let a client come for an answer."""
+        """Let a client stream an answer."""
         self._answers[_key(answer.capability)] = answer
 
     def remove(self, answer: DirectAnswer) -> None:
-        """Nobody may come any more."""
+        """Stop serving an answer."""
         self._answers.pop(_key(answer.capability), None)
 
     def claim(self, capability: bytes) -> DirectAnswer:
-        """Return the answer that a capability is good for. Raises AccessDenied.
+        """Return the answer of a capability. Raises AccessDenied.
 
-        Found by a digest and compared in constant time: how long it takes tells nothing of those that exist.
+        The lookup by digest and the comparison in constant time reveal nothing of the capabilities that exist.
         """
         answer = self._answers.get(_key(capability))
         if answer is None or not hmac.compare_digest(answer.capability, capability):
-            raise AccessDenied("the capability is not valid here (any more)")
+            raise AccessDenied("the capability is not valid here, or no longer")
         return answer
 
 
@@ -197,7 +194,7 @@ def _key(capability: bytes) -> bytes:
 
 
 def _portion(batches: Sequence[pb.TokenBatch]) -> Sequence[pb.TokenBatch]:
-    """Return the first batches, at least one, as many as one message may gather."""
+    """Return as many batches as fit one message, at least one."""
     num_tokens = 0
     for position, batch in enumerate(batches):
         num_tokens += num_tokens_in(batch.tokens, batch.runs)
@@ -207,7 +204,7 @@ def _portion(batches: Sequence[pb.TokenBatch]) -> Sequence[pb.TokenBatch]:
 
 
 def _behind(batches: Sequence[pb.TokenBatch], num_received: Sequence[int]) -> pb.TokenBatch | None:
-    """Return the tokens of all batches as one, less those that the client has; None when none is left."""
+    """Return one batch of the tokens that the client does not have, or None without any."""
 
     def received(sample_index: int) -> int:
         return num_received[sample_index] if sample_index < len(num_received) else 0

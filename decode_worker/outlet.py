@@ -1,4 +1,4 @@
-"""What a call has to say and nobody has taken yet."""
+"""Messages of a call that wait to be sent."""
 
 from collections.abc import Callable
 
@@ -10,14 +10,14 @@ MAX_TAKEN = 4
 
 
 class Outlet:
-    """A call's messages, in order. While nobody takes them, tokens gather in few messages. Event loop only.
+    """A call's messages, in order. Tokens that wait are merged into few messages. Event loop only.
 
-    So a reader that is slow, or gone for a while, costs memory for the tokens themselves, of which a request has at
-    most `max_tokens` per sample, and slows nobody else. No message becomes too large to be sent.
+    A slow reader costs the memory of its tokens, at most `max_tokens` per sample, and slows no other call. No message
+    becomes too large to be sent.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        """`wake` hears of every new message."""
+        """`wake` is called for every new message."""
         self._messages: list[pb.DecodeResponse] = []
         self._num_gathered = 0
         """Tokens of the last message."""
@@ -25,7 +25,7 @@ class Outlet:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits."""
+        """Whether no message waits."""
         return not self._messages
 
     def put(self, message: pb.DecodeResponse) -> None:
@@ -46,6 +46,6 @@ class Outlet:
         self._wake()
 
     def take(self) -> list[pb.DecodeResponse]:
-        """Return the first `MAX_TAKEN` messages that wait; they are the caller's now."""
+        """Remove and return the first `MAX_TAKEN` messages."""
         taken, self._messages = self._messages[:MAX_TAKEN], self._messages[MAX_TAKEN:]
         return taken

@@ -1,9 +1,8 @@
-"""DecodeService: one call per stream, or all calls of a router on one; what a call does is in `call.py`.
+"""DecodeService: all calls of a router on one stream (`shared_stream.py`, `call.py`).
 
-DirectService: what clients stream by themselves (`direct.py`).
+DirectService: answers that clients stream themselves (`direct.py`).
 """
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from decode_worker.shared_stream import SharedStream
 from kvrelay.v1 import decode_pb2 as pb
 from kvrelay.v1 import decode_pb2_grpc
 from worker.runtime import WorkerRuntime
+from worker.serving import Plane, PlaneService
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -33,24 +33,10 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self._is_draining = False
 
     def drain(self) -> None:
-        """Let shared streams end with their last call."""
+        """Let each stream end with its last call."""
         self._is_draining = True
         for stream in self._shared:
             stream.drain()
-
-    async def Decode(self, request: pb.DecodeRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
-        async with error_boundary(context, "Decode"):
-            changed = asyncio.Event()
-            outlet = Outlet(changed.set)
-            async with self._census.owned(self._serve(request, outlet)) as (serving,):
-                serving.add_done_callback(lambda _: changed.set())
-                while not (serving.done() and outlet.is_empty):
-                    await changed.wait()
-                    changed.clear()
-                    while taken := outlet.take():
-                        for message in taken:
-                            await context.write(message)
-                serving.result()
 
     async def DecodeMany(  # type: ignore[override]  # noqa: D102
         self, request_iterator: AsyncIterator[pb.DecodeManyRequest], context: Context
@@ -70,7 +56,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
 
 
 class DirectService(decode_pb2_grpc.DirectServiceServicer):
-    """Serves clients that were sent here by a router."""
+    """Serves clients that a router has sent here."""
 
     def __init__(self, directs: DirectTable) -> None:
         self._directs = directs
@@ -81,3 +67,14 @@ class DirectService(decode_pb2_grpc.DirectServiceServicer):
         async with error_boundary(context, "StreamTokens"):
             answer = self._directs.claim(request.capability)
             await answer.stream(request.num_received, context.write)
+
+
+def decode_services(runtime: WorkerRuntime) -> list[PlaneService]:
+    """Return the services of the decode pool on a runtime."""
+    directs = DirectTable()
+    service = DecodeService(runtime, directs)
+    runtime.on_drain.append(service.drain)
+    return [
+        PlaneService(Plane.CONTROL, decode_pb2_grpc.add_DecodeServiceServicer_to_server, service),
+        PlaneService(Plane.DIRECT, decode_pb2_grpc.add_DirectServiceServicer_to_server, DirectService(directs)),
+    ]

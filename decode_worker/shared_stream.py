@@ -1,10 +1,10 @@
 """All decode calls of one router on one stream.
 
-What an engine step brings reaches the calls' outlets within one callback of the event loop; the writer wakes behind it
-and sends everything as one message. While a message is being written, which takes as long as the router is slow, the
-outlets gather what comes (see `Outlet`): no call waits for another one, and nothing is dropped.
+The results of an engine step reach the calls' outlets within one callback of the event loop; the writer wakes after it
+and sends them as one message. While a message is being written to a slow router, the outlets merge new tokens (see
+`Outlet`): no call waits for another one, and nothing is dropped.
 
-A call ends with its status behind its last message, or when the router closes it. The stream ends with the router's
+A call ends with its status after its last message, or when the router closes it. The stream ends with the router's
 connection, which cancels every call on it, or, after `drain`, with its last call.
 """
 
@@ -24,8 +24,8 @@ Serve = Callable[[pb.DecodeRequest, Outlet], Awaitable[None]]
 
 
 ENOUGH_BYTES = 4 << 20
-"""A message that has so many bytes takes in no further call. With the last one's it stays far below gRPC's limit: the
-largest response is that with a prompt's log-probabilities (`router.validation.MAX_PROMPT_LOGPROBS_BYTES`)."""
+"""Size from which a message takes no further call. With its last call it stays far below gRPC's limit: the largest
+response has a prompt's log-probabilities (`router.validation.MAX_PROMPT_LOGPROBS_BYTES`)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +33,7 @@ class _Call:
     outlet: Outlet
     task: "asyncio.Task[None]" = field(init=False)
     end: tuple[int, bytes] | None = None
-    """Status code and details, once it is over."""
+    """Status code and details, once the call is over."""
 
 
 class SharedStream:
@@ -44,10 +44,10 @@ class SharedStream:
         self._census = census
         self._calls: dict[int, _Call] = {}
         self._told: dict[int, None] = {}
-        """Calls that have something to say, in order."""
+        """Calls with something to send, in order."""
         self._changed = asyncio.Event()
         self._closed: set[asyncio.Task[None]] = set()
-        """Tasks of calls that the router has closed, until they have freed everything."""
+        """Tasks of calls that the router has closed, until they end."""
         self._is_draining = False
 
     async def run(
@@ -55,7 +55,7 @@ class SharedStream:
         requests: AsyncIterator[pb.DecodeManyRequest],
         write: Callable[[pb.DecodeManyResponse], Awaitable[None]],
     ) -> None:
-        """Serve until the router leaves or the stream is drained. Raises InvalidRequest."""
+        """Serve until the router leaves, or the stream is drained. Raises InvalidRequest."""
         try:
             async with self._census.owned(self._read(requests), self._write(write)) as both:
                 await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -69,7 +69,7 @@ class SharedStream:
             await until_ended(tasks)
 
     def drain(self) -> None:
-        """Refuse new calls; end with the last running one."""
+        """Refuse new calls, and end with the last running one."""
         self._is_draining = True
         self._changed.set()
 
@@ -124,14 +124,14 @@ class SharedStream:
     async def _write(self, write: Callable[[pb.DecodeManyResponse], Awaitable[None]]) -> None:
         while self._calls or not self._is_draining:
             await self._changed.wait()
-            # A call whose last token came with this step ends in this turn of the loop: its status goes along.
+            # A call whose last token came with this step ends in this turn of the loop: its status is included.
             await asyncio.sleep(0)
             self._changed.clear()
             if updates := self._take_updates():
                 await write(pb.DecodeManyResponse(updates=updates))
 
     def _take_updates(self) -> list[pb.CallUpdate]:
-        """Return what the next message brings: of each call that has something to say, while there is room."""
+        """Return the updates of the next message: of each call with something to send, while there is room."""
         updates: list[pb.CallUpdate] = []
         unfinished: list[int] = []
         num_bytes = 0
@@ -143,7 +143,7 @@ class SharedStream:
             updates.append(update)
             if call_id in self._calls and not self._calls[call_id].outlet.is_empty:
                 unfinished.append(call_id)
-        for call_id in unfinished:  # behind those that have not been heard at all
+        for call_id in unfinished:  # after those that have not been sent at all
             self._told[call_id] = None
         if self._told:
             self._changed.set()

@@ -8,8 +8,7 @@ prefill request has arrived. Both ends are told of an abort at once; the time to
 RELEASED or ABORTED runs `on_end` exactly once, which unpins the pages. Cached blocks that a puller asks for by their
 hashes are a handoff that is COMPLETE from the start and has its puller (`grant`).
 
-An abort that comes before the prefill is remembered for one time to live, so that the prefill is told when it comes,
-instead of computing for nobody.
+An abort before the prefill request is remembered for one time to live, so that the request is refused when it comes.
 """
 
 import asyncio
@@ -25,10 +24,11 @@ from common.ids import BlockHash, BlockId, HandoffId, mint_handoff_id
 logger = logging.getLogger(__name__)
 
 MAX_HANDOFFS = 4096
+"""Limit of open handoffs, and of aborts that are remembered."""
 
 
 class HandoffState(enum.Enum):
-    """Where a handoff is."""
+    """State of a handoff."""
 
     EXPECTED = "expected"
     FILLING = "filling"
@@ -57,7 +57,7 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffManifest:
-    """What the puller must have in its pages before it may decode."""
+    """Requirements that the puller verifies before it may decode."""
 
     num_tokens: int
     num_blocks: int
@@ -72,7 +72,7 @@ class Handoff:
     handoff_id: HandoffId
     block_size: int
     idle_since_s: float
-    """When the missing side began to be missing; the lease counts from here."""
+    """Start of the wait for the side that is missing; the lease counts from here."""
     state: HandoffState = HandoffState.EXPECTED
     block_table: tuple[BlockId, ...] = ()
     num_ready_tokens: int = 0
@@ -85,7 +85,7 @@ class Handoff:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is pinned any more."""
+        """Whether the handoff has ended, and pins nothing."""
         return not _NEXT[self.state]
 
     @property
@@ -120,7 +120,7 @@ class HandoffTable:
         self._clock = clock
         self._handoffs: dict[HandoffId, Handoff] = {}
         self._aborted: dict[HandoffId, tuple[float, KvrelayError]] = {}
-        """Whose prefill did not come before the abort: since when, oldest first, and why."""
+        """Handoffs that were aborted before their prefill came: time and reason, oldest first."""
         self.num_expired = 0
 
     @property
@@ -129,14 +129,14 @@ class HandoffTable:
         return len(self._handoffs)
 
     async def until_empty(self) -> None:
-        """Wait until there are none."""
+        """Wait until there are no handoffs."""
         while self._handoffs:
             await next(iter(self._handoffs.values())).changed()
 
     def begin(self, handoff_id: HandoffId, on_end: Callable[[], None]) -> Handoff:
-        """The prefill side arrives; `on_end` runs once when the handoff is over.
+        """Enter the prefill side; `on_end` runs once when the handoff ends.
 
-        Raises InvalidRequest the second time, and why the handoff was aborted when the puller is gone already.
+        Raises InvalidRequest when it has begun before, and the reason of the abort when the puller has left.
         """
         handoff = self._get_or_expect(handoff_id)
         if handoff.state is not HandoffState.EXPECTED:
@@ -146,16 +146,16 @@ class HandoffTable:
         return handoff
 
     def attach_puller(self, handoff_id: HandoffId) -> Handoff:
-        """The puller arrives. Raises HandoffGone when another one is there already."""
+        """Enter the puller. Raises HandoffGone when there is another one."""
         handoff = self._get_or_expect(handoff_id)
         if handoff.has_puller:
-            raise HandoffGone(f"handoff {handoff_id} is being pulled by somebody else")
+            raise HandoffGone(f"handoff {handoff_id} has another puller already")
         handoff.has_puller = True
         handoff.idle_since_s = self._clock.monotonic()
         return handoff
 
     def grant(self, block_table: tuple[BlockId, ...], manifest: HandoffManifest, on_end: Callable[[], None]) -> Handoff:
-        """A puller asked for cached blocks, which are pinned. Raises Overloaded; the caller unpins them then."""
+        """Return a complete handoff of pinned cached blocks. Raises Overloaded; the caller then unpins them."""
         handoff = self.attach_puller(mint_handoff_id())
         handoff.on_end = on_end
         self._advance(handoff, HandoffState.FILLING)
@@ -164,30 +164,30 @@ class HandoffTable:
         return handoff
 
     def progress(self, handoff: Handoff, block_table: tuple[BlockId, ...], num_tokens: int) -> None:
-        """KV of the first `num_tokens` tokens is in the pages."""
+        """Record that the KV of the first `num_tokens` tokens is in the pages."""
         if not handoff.is_over:
             handoff.block_table = block_table
             handoff.num_ready_tokens = num_tokens
             handoff.notify()
 
     def complete(self, handoff: Handoff, manifest: HandoffManifest) -> None:
-        """The prompt is computed and the first tokens are known. A no-op when aborted meanwhile."""
+        """Record that the prompt is computed and its first tokens are known. A no-op after an abort."""
         if not handoff.is_over:
             handoff.manifest = manifest
             handoff.completed_s = handoff.idle_since_s = self._clock.monotonic()
             self._advance(handoff, HandoffState.COMPLETE)
 
     def age_s(self, handoff: Handoff) -> float:
-        """Return the seconds since a handoff was complete."""
+        """Return the seconds since a handoff was completed."""
         assert handoff.completed_s is not None, handoff.state
         return self._clock.monotonic() - handoff.completed_s
 
     def release(self, handoff: Handoff) -> None:
-        """The puller has everything."""
+        """End a handoff whose puller has everything."""
         self._end(handoff, HandoffState.RELEASED)
 
     def abort(self, handoff: Handoff, error: KvrelayError) -> None:
-        """Either side gave up; the other one is told at once. A no-op when over."""
+        """End a handoff because one side gave up; the other side is told at once. A no-op when it has ended."""
         if not handoff.is_over:
             if handoff.state is HandoffState.EXPECTED:
                 self._remember(handoff.handoff_id, error)
@@ -195,7 +195,7 @@ class HandoffTable:
             self._end(handoff, HandoffState.ABORTED)
 
     def sweep(self) -> None:
-        """Abort every handoff whose missing side has been missing for the time to live."""
+        """Abort every handoff that has waited for one of its sides longer than the time to live."""
         now_s = self._clock.monotonic()
         for handoff in list(self._handoffs.values()):
             missing = "puller" if not handoff.has_puller else "prefill request"

@@ -1,8 +1,8 @@
 """The serving side of a transfer: streams a handoff's blocks as they become final, or cached blocks by their hashes.
 
-One stream: OpenFetch ▸ FetchOpened ▸ (SealedBlocks | BlockChunk)* ▸ Manifest ▸ AckFetch. Whatever ends the stream ends
-the handoff: an acknowledgement releases it, anything else aborts it, and the prefill that fills it is stopped. Cached
-blocks are pinned between two engine steps, and then served as a handoff that is complete.
+One stream: OpenFetch ▸ FetchOpened ▸ (SealedBlocks | BlockChunk)* ▸ Manifest ▸ AckFetch. The end of the stream ends the
+handoff: an acknowledgement releases it; anything else aborts it and stops the prefill that fills it. Cached blocks are
+pinned between two engine steps, and then served as a complete handoff.
 """
 
 import asyncio
@@ -14,43 +14,46 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-import xxhash
 
 from common.block_hash import HASH_BYTES, BlockHashes
 from common.errors import HandoffGone, InvalidRequest, LayoutMismatch, Overloaded, StaleEpoch
 from common.ids import BlockId, Epoch, HandoffId, WorkerId
 from common.rpc import error_boundary
+from common.trust.credentials import Credentials
+from common.trust.guard import caller
+from common.trust.tickets import PullRight, check_ticket, of_blocks, of_handoff
 from engine.core import EngineCore
 from engine.executor import KvShape, KvStore
-from engine.shared_memory import host_id
 from engine.thread import EngineDriver
 from kv_transfer.handoff import Handoff, HandoffManifest, HandoffTable
-from kv_transfer.rights import CheckPull
+from kv_transfer.transports.registry import WorkerTransports
+from kv_transfer.transports.transport import Transport
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2
 
 logger = logging.getLogger(__name__)
 
-_READ_BYTES = 4 << 20  # gathered per executor hop: large enough to amortise it, small enough to bound memory
+_READ_BYTES = 4 << 20  # per executor hop: large enough to amortise it, small enough to bound memory
+
+
+CheckPull = Callable[[WorkerId, pb.OpenFetch], None]
+"""Checks the first message of a puller; takes the serving worker, too. Raises AccessDenied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """How this worker serves."""
+    """Settings of the serving side."""
 
     worker_id: WorkerId
     epoch: Callable[[], Epoch]
-    """Of the worker at this moment."""
-    pid: int
-    transports: tuple[int, ...]
-    """Allowed worker_pb2.KvTransport numbers."""
-    chunk_bytes: int
+    """Returns the worker's current epoch."""
+    transports: WorkerTransports
     lease_ttl_s: float
     check_pull: CheckPull
 
 
 class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
-    """Serves the blocks of one worker. `track` counts running calls; `on_bytes(transport, n)` counts bytes."""
+    """Serves the blocks of one worker. `track` counts running calls, `on_bytes(transport, n)` bytes."""
 
     def __init__(
         self,
@@ -74,13 +77,13 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
     ) -> pb.DescribePagesResponse:
         return pb.DescribePagesResponse(worker_id=self._settings.worker_id, layout=layout_to_proto(self._store.shape))
 
-    # Handlers write by `context.write`: the cleanup of an async generator would wait for its finalizer.
+    # Handlers call `context.write`: the cleanup of an async generator would wait for its finalizer.
     async def FetchBlocks(  # type: ignore[override]  # noqa: D102
         self, request_iterator: AsyncIterator[pb.FetchBlocksRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         async with error_boundary(context, "FetchBlocks"):
             with self._track():
-                opened = await self._first(request_iterator)
+                opened = await self._next(request_iterator, late="the puller sent no request")
                 if opened is None or opened.WhichOneof("message") != "open":
                     raise InvalidRequest("the first message must be open", field="message")
                 self._check(opened.open)
@@ -118,22 +121,24 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         num_bytes = len(opened.block_hashes)
         if not num_bytes or num_bytes % HASH_BYTES:
             raise InvalidRequest(
-                f"{num_bytes} bytes are no hashes of {HASH_BYTES} bytes each, and there is no handoff id",
+                f"has {num_bytes} bytes and there is no handoff id; send one, or hashes of {HASH_BYTES} bytes",
                 field="block_hashes",
             )
         return BlockHashes(opened.block_hashes)[: self._store.num_blocks]
 
     def _check(self, opened: pb.OpenFetch) -> None:
         if opened.epoch != self._settings.epoch():
-            raise StaleEpoch("this worker was restarted, or has another role now; its handoffs are gone")
+            raise StaleEpoch("this worker was restarted, or has changed its role; its handoffs are gone")
         if opened.layout_fingerprint != self._store.shape.fingerprint:
-            raise LayoutMismatch(f"puller's layout {opened.layout_fingerprint} is not {self._store.shape.fingerprint}")
+            raise LayoutMismatch(f"layout {opened.layout_fingerprint} is not {self._store.shape.fingerprint}, as here")
 
     async def _stream(
         self, handoff: Handoff, opened: pb.OpenFetch, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        transport = self._choose_transport(opened)
-        await context.write(pb.FetchBlocksResponse(opened=self._opened(transport)))
+        transport = self._settings.transports.choose(opened)
+        reply = pb.FetchOpened(transport=worker_pb2.KvTransport.ValueType(transport.number))
+        transport.describe(reply)
+        await context.write(pb.FetchBlocksResponse(opened=reply))
         next_block = opened.first_block
         while True:
             handoff.raise_if_aborted()
@@ -152,89 +157,27 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         handoff: Handoff,
         start: int,
         stop: int,
-        transport: int,
+        transport: Transport,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
         """Send blocks [start, stop) of the sequence."""
         loop = asyncio.get_running_loop()
         block_bytes = self._store.shape.block_bytes
-        is_read_here = transport != worker_pb2.KV_TRANSPORT_CUDA_IPC
-        stride = max(1, _READ_BYTES // block_bytes) if is_read_here else stop - start
+        stride = max(1, _READ_BYTES // block_bytes) if transport.reads_pages else stop - start
         for first in range(start, stop, stride):
             block_ids = handoff.block_table[first : min(first + stride, stop)]
-            if is_read_here:
-                build = self._build_sealed if transport == worker_pb2.KV_TRANSPORT_SHM else self._build_chunks
-                messages = await loop.run_in_executor(None, build, first, block_ids)
+            if transport.reads_pages:
+                messages = await loop.run_in_executor(None, transport.seal, first, block_ids)
                 handoff.raise_if_aborted()  # the pages may have had a new owner while they were read
             else:
-                messages = [_sealed(first, block_ids, ())]
+                messages = transport.seal(first, block_ids)
             try:
                 async with asyncio.timeout(self._settings.lease_ttl_s):
                     for message in messages:
                         await context.write(message)
             except TimeoutError:
                 raise HandoffGone("the puller has stopped reading") from None
-            self._on_bytes(transport, len(block_ids) * block_bytes)
-
-    def _build_sealed(self, first: int, block_ids: tuple[BlockId, ...]) -> list[pb.FetchBlocksResponse]:
-        """Return one message that names pages and checksums. Any thread."""
-        data = self._store.read_blocks(block_ids)
-        size = self._store.shape.block_bytes
-        checksums = [xxhash.xxh3_64_intdigest(data[i * size : (i + 1) * size]) for i in range(len(block_ids))]
-        return [_sealed(first, block_ids, checksums)]
-
-    def _build_chunks(self, first: int, block_ids: tuple[BlockId, ...]) -> list[pb.FetchBlocksResponse]:
-        """Return the blocks' bytes in chunks. Any thread."""
-        data = self._store.read_blocks(block_ids)
-        size = self._store.shape.block_bytes
-        messages: list[pb.FetchBlocksResponse] = []
-        for i in range(len(block_ids)):
-            for offset in range(0, size, self._settings.chunk_bytes):
-                piece = bytes(data[i * size + offset : i * size + min(offset + self._settings.chunk_bytes, size)])
-                chunk = pb.BlockChunk(
-                    block_index=first + i, offset=offset, data=piece, checksum=xxhash.xxh3_64_intdigest(piece)
-                )
-                messages.append(pb.FetchBlocksResponse(chunk=chunk))
-        return messages
-
-    def _choose_transport(self, opened: pb.OpenFetch) -> int:
-        """Return the puller's first choice that both allow and that reaches from there to our pages."""
-        is_same_host = bool(opened.host_id) and opened.host_id == host_id()
-        sharing = self._store.device_sharing
-        is_same_device = sharing is not None and opened.device_uuid == sharing.region.device_uuid
-        reaches = {
-            worker_pb2.KV_TRANSPORT_GRPC: True,
-            worker_pb2.KV_TRANSPORT_SHM: is_same_host and self._store.shared_region is not None,
-            worker_pb2.KV_TRANSPORT_CUDA_IPC: is_same_host and is_same_device,
-        }
-        for transport in opened.transports:
-            if transport in self._settings.transports and reaches.get(transport, False):
-                return transport
-        raise LayoutMismatch(f"no transport in common: puller offers {list(opened.transports)}")
-
-    def _opened(self, transport: int) -> pb.FetchOpened:
-        opened = pb.FetchOpened(transport=worker_pb2.KvTransport.ValueType(transport))
-        region, sharing = self._store.shared_region, self._store.device_sharing
-        if transport == worker_pb2.KV_TRANSPORT_SHM and region is not None:
-            shared = pb.SharedMemory(
-                pid=self._settings.pid,
-                fd=region.fd,
-                size_bytes=region.size_bytes,
-                nonce=region.nonce,
-                num_blocks=self._store.num_blocks,
-            )
-            opened.shared_memory.CopyFrom(shared)
-        elif transport == worker_pb2.KV_TRANSPORT_CUDA_IPC and sharing is not None:
-            memory = pb.DeviceMemory(
-                handle=sharing.region.handle,
-                offset_bytes=sharing.region.offset_bytes,
-                size_bytes=sharing.region.size_bytes,
-                device_uuid=sharing.region.device_uuid,
-                nonce=sharing.region.nonce,
-                num_blocks=self._store.num_blocks,
-            )
-            opened.device_memory.CopyFrom(memory)
-        return opened
+            self._on_bytes(transport.number, len(block_ids) * block_bytes)
 
     def _manifest(self, handoff: Handoff) -> pb.Manifest:
         manifest = handoff.manifest
@@ -250,19 +193,17 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
             age_s=self._table.age_s(handoff),
         )
 
-    async def _first(self, request_iterator: AsyncIterator[pb.FetchBlocksRequest]) -> pb.FetchBlocksRequest | None:
-        try:
-            return await asyncio.wait_for(_next(request_iterator), self._settings.lease_ttl_s)
-        except TimeoutError:
-            raise HandoffGone("the puller did not say what it wants") from None
-
-    async def _await_ack(self, request_iterator: AsyncIterator[pb.FetchBlocksRequest]) -> None:
-        try:
-            message = await asyncio.wait_for(_next(request_iterator), self._settings.lease_ttl_s)
-        except TimeoutError:
-            raise HandoffGone("the puller did not acknowledge the manifest") from None
+    async def _await_ack(self, requests: AsyncIterator[pb.FetchBlocksRequest]) -> None:
+        message = await self._next(requests, late="the puller did not acknowledge the manifest")
         if message is None or message.WhichOneof("message") != "ack":
             raise HandoffGone("the puller left without an acknowledgement")
+
+    async def _next(self, requests: AsyncIterator[pb.FetchBlocksRequest], *, late: str) -> pb.FetchBlocksRequest | None:
+        try:
+            async with asyncio.timeout(self._settings.lease_ttl_s):
+                return await anext(requests, None)
+        except TimeoutError:
+            raise HandoffGone(late) from None
 
 
 def layout_to_proto(shape: KvShape) -> worker_pb2.KvLayout:
@@ -278,14 +219,22 @@ def layout_to_proto(shape: KvShape) -> worker_pb2.KvLayout:
     )
 
 
-async def _next(request_iterator: AsyncIterator[pb.FetchBlocksRequest]) -> pb.FetchBlocksRequest | None:
-    return await anext(request_iterator, None)
-
-
-def _sealed(first: int, block_ids: Seq[BlockId], checksums: Seq[int]) -> pb.FetchBlocksResponse:
-    sealed = pb.SealedBlocks(first_block=first, block_ids=block_ids, checksums=checksums)
-    return pb.FetchBlocksResponse(sealed=sealed)
-
-
 def _unpin(core: EngineCore, block_ids: Seq[BlockId]) -> None:
     core.landings.unpin(block_ids)
+
+
+def check_by(credentials: Credentials) -> CheckPull:
+    """Return a worker's check of tickets against the puller and its request; for calls behind a `Guard`."""
+
+    def check(source: WorkerId, opened: pb.OpenFetch) -> None:
+        identity = caller()
+        is_handoff = bool(opened.handoff_id)
+        right = PullRight(
+            puller=WorkerId(identity.name),
+            source=source,
+            epoch=Epoch(opened.epoch),
+            subject=of_handoff(HandoffId(opened.handoff_id)) if is_handoff else of_blocks(opened.block_hashes),
+        )
+        check_ticket(opened.ticket, right, caller=identity, verifier=credentials.held.verifier)
+
+    return check

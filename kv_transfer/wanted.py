@@ -1,4 +1,4 @@
-"""What a puller may ask for, and when it has got it: the KV of a handoff, or cached blocks by their hashes."""
+"""Requests of a puller and the verification of their results: a handoff, or cached blocks by their hashes."""
 
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from kvrelay.v1 import kv_transfer_pb2 as pb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedHandoff:
-    """All of one prompt's KV, and the first tokens: complete, or not at all."""
+    """All of one prompt's KV, and its first tokens: complete, or not at all."""
 
     handoff_id: HandoffId
     num_tokens: int
@@ -25,11 +25,11 @@ class WantedHandoff:
         return str(self.handoff_id)
 
     def ask(self, opened: pb.OpenFetch) -> None:
-        """Say in `opened` what is wanted."""
+        """Name in `opened` what is wanted."""
         opened.handoff_id = self.handoff_id
 
     def verify(self, manifest: pb.Manifest, missing: AbstractSet[int]) -> HandoffManifest:
-        """Return the manifest when it and what has arrived are what is wanted. Raises KvIncomplete."""
+        """Return the manifest when it and the blocks that arrived are as wanted. Raises KvIncomplete."""
         if missing:
             raise KvIncomplete(f"{len(missing)} blocks of {self} are missing")
         samples = [self.first_sample_index + i for i in range(self.num_samples)]
@@ -51,31 +51,31 @@ class WantedHandoff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedBlocks:
-    """Leading blocks of a prompt, as many as the peer has in its cache."""
+    """Leading blocks of a prompt: as many as the peer has cached."""
 
     hashes: BlockHashes
-    """From the prompt's first block on, those that are here already included."""
+    """From the first block of the prompt on, including those that are here already."""
     block_size: int
 
-    def __str__(self) -> str:  # never the hashes: who knows them may fetch what they name
+    def __str__(self) -> str:  # never the hashes: they are a right to fetch what they name
         return f"{len(self.hashes)} cached blocks"
 
     def ask(self, opened: pb.OpenFetch) -> None:
-        """Say in `opened` what is wanted."""
+        """Name in `opened` what is wanted."""
         opened.block_hashes = self.hashes.packed
 
     def verify(self, manifest: pb.Manifest, missing: AbstractSet[int]) -> HandoffManifest:
         """Return the manifest, whose num_blocks leading blocks are all here now. Raises KvIncomplete."""
         num_blocks = manifest.num_blocks
         if num_blocks > len(self.hashes):
-            raise KvIncomplete(f"the peer tells of {num_blocks} blocks; {self} were asked for")
+            raise KvIncomplete(f"the manifest has {num_blocks} blocks; {self} were asked for")
         num_absent = sum(1 for i in missing if i < num_blocks)
         if num_absent:
             raise KvIncomplete(f"{num_absent} of {num_blocks} blocks are missing")
         last_hash = self.hashes[num_blocks - 1] if num_blocks else None
         expected = (num_blocks * self.block_size, last_hash or b"", 0)
         if (manifest.num_tokens, manifest.last_block_hash, len(manifest.first_tokens)) != expected:
-            raise KvIncomplete(f"the manifest of {self} does not fit the {num_blocks} blocks that it tells of")
+            raise KvIncomplete(f"the manifest of {self} does not match its {num_blocks} blocks")
         return HandoffManifest(
             num_tokens=manifest.num_tokens, num_blocks=num_blocks, last_block_hash=last_hash, first_tokens=()
         )

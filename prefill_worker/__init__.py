@@ -1,1 +1,1 @@
-"""Reads prompts and serves their KV."""
+"""Computes prompts and serves their KV."""

@@ -1,12 +1,12 @@
-"""PrefillService: compute a prompt's KV under a handoff.
+"""PrefillService: computes a prompt's KV under a handoff.
 
-1. Router ─Prefill─▶ the handoff begins (the decode worker's fetch may be waiting for it already). Where the router
-   names a source, leading blocks are pulled from its cache before the engine is asked.
+1. The router's Prefill call starts the handoff; the decode worker's fetch may be waiting for it. If the router names a
+   source, leading blocks are pulled from its cache first.
 2. The engine computes the prompt in chunks; after each step the handoff offers the blocks that became final.
-3. The last chunk yields the first token of each sample: to the router at once, and into the manifest for the puller.
-4. The call ends. The pages stay pinned until the puller acknowledges, goes away, or the lease expires.
+3. The last chunk yields the first token of each sample, for the router and for the puller's manifest.
+4. The call ends. The pages stay pinned until the puller acknowledges or leaves, or the lease expires.
 
-The router closing the call, the puller going away, a failing step: each aborts the handoff and frees the pages.
+The handoff is aborted and its pages are freed when the router closes the call, the puller leaves or a step fails.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from common.errors import HandoffGone, KvrelayError, Overloaded, Refused
+from common.errors import HandoffGone, KvrelayError
 from common.ids import HandoffId
 from common.rpc import error_boundary
 from engine.core import EngineCore
@@ -30,6 +30,7 @@ from kvrelay.v1 import prefill_pb2_grpc, sequence_pb2
 from worker.output import OutputStreams, prompt_logprobs_to_proto
 from worker.request import engine_request
 from worker.runtime import WorkerRuntime
+from worker.serving import Plane, PlaneService
 
 logger = logging.getLogger(__name__)
 
@@ -63,19 +64,17 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
             for group in granted:
                 runtime.engine.post(partial(EngineCore.cancel, group=group))
 
-        # Before the engine is asked: from here on the lease does not run out for want of a prefill.
+        # Before the engine is asked: from now on the lease cannot expire for lack of a prefill.
         handoff = runtime.handoffs.begin(handoff_id, cancel_granted)
         try:
             with runtime.prefixes.arrival() as arrival:
                 if source is not None:
-                    await _unless_aborted(handoff, arrival.pull(spec, source))
-                group = await runtime.engine.acquire(
-                    lambda core: core.add_prefill_only(spec, events.put_nowait, arrival.landing), _cancel_if_granted
+                    await _unless_aborted(handoff, runtime.prefixes.pull(arrival, spec, source))
+                group = await runtime.admit(
+                    lambda core: core.add_prefill_only(spec, events.put_nowait, arrival.landing)
                 )
-            if isinstance(group, Refused):
-                raise Overloaded(group.reason, retry_after_s=group.retry_after_s)
             granted.append(group)
-            if handoff.is_over:  # the puller left while the engine was asked
+            if handoff.is_over:  # the puller left in the meantime
                 cancel_granted()
                 handoff.raise_if_aborted()
             await self._follow(spec, handoff, events, context)
@@ -125,13 +124,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
                     raise failed.error
 
 
-def _cancel_if_granted(core: EngineCore, group: Group | Refused) -> None:
-    if isinstance(group, Group):
-        core.cancel(group)
-
-
 async def _next_or_abort(events: "asyncio.Queue[EngineEvent]", handoff: Handoff) -> EngineEvent:
-    """Return the next event; raise as soon as the other side aborts the handoff."""
+    """Return the next event. Raises as soon as the other side aborts the handoff."""
     if events.empty():
         return await _unless_aborted(handoff, events.get())
     handoff.raise_if_aborted()
@@ -139,7 +133,7 @@ async def _next_or_abort(events: "asyncio.Queue[EngineEvent]", handoff: Handoff)
 
 
 async def _unless_aborted(handoff: Handoff, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`; cancel it and raise as soon as the other side aborts the handoff."""
+    """Return the result of `work`. Cancels it and raises as soon as the other side aborts the handoff."""
     task = asyncio.ensure_future(work)
     try:
         while not task.done():
@@ -164,3 +158,9 @@ def _manifest(spec: EngineRequest, handoff: Handoff, first_tokens: tuple[FirstTo
         last_block_hash=spec.block_hashes[-1] if spec.block_hashes else None,
         first_tokens=first_tokens,
     )
+
+
+def prefill_services(runtime: WorkerRuntime) -> list[PlaneService]:
+    """Return the services of the prefill pool on a runtime."""
+    add = prefill_pb2_grpc.add_PrefillServiceServicer_to_server
+    return [PlaneService(Plane.CONTROL, add, PrefillService(runtime))]

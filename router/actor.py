@@ -5,7 +5,8 @@ import asyncio
 import ray
 
 from common.model_files import resolve_model
-from common.service_actor import RunningService, ServiceActor, ServiceParams
+from common.process import RunningService
+from common.service_actor import ServiceActor, ServiceParams
 from common.trust.credentials import Credentials
 
 

@@ -118,7 +118,7 @@ class Attempt:
             source=self._source(decode) if prefill is None else None,
             direct=self._access,
         )
-        with decode.member.client.decode(request, timeout_s=self._time_left_s()) as answer:
+        with decode.member.client.decode(request) as answer:
             await self._reserve(answer)
             if prefill is None:
                 await self._follow(answer, self._take_local)

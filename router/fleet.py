@@ -26,7 +26,7 @@ from router.placement.decisions import Booking, Decision
 from router.placement.plans import FleetView, PlacementRequest, Plan, Pull
 from router.pool_timing import PoolTiming
 from router.roster import Roster
-from router.worker_client import Streams, WorkerClient
+from router.worker_client import WorkerClient
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,6 @@ class Fleet:
         index: PrefixIndex,
         clock: Clock,
         reach: Reach,
-        streams: Streams = Streams.SHARED,
         probes: TextProbes | None = None,
     ) -> None:
         """`probes` are the router's results for the fixed texts, which workers must match; None to skip the check."""
@@ -49,7 +48,6 @@ class Fleet:
         self._direct_name = reach.direct_name
         self.issue = reach.issue
         """Signs the tickets by which workers pull from each other."""
-        self._streams = streams
         self._probes = probes
         self._clock = clock
         self._members: dict[WorkerId, Member] = {}
@@ -122,7 +120,7 @@ class Fleet:
         for worker_id, endpoint in wanted.items():
             if worker_id not in self._members:
                 logger.info("worker joins", extra={"worker_id": worker_id, "address": endpoint.address})
-                client = WorkerClient(endpoint.address, self._connect, streams=self._streams)
+                client = WorkerClient(endpoint.address, self._connect)
                 member = Member(endpoint=endpoint, client=client, direct_name=self._direct_name)
                 self._members[worker_id] = member
                 self._roster = None

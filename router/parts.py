@@ -17,7 +17,6 @@ from router.placement.chooser import Chooser
 from router.placement.policies.interface import PolicySettings
 from router.placement.policies.registry import make_policy
 from router.tenant_metrics import TenantMetrics
-from router.worker_client import Streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +59,7 @@ def build_router(
     """
     index = PrefixIndex(max_blocks=(config.index_memory_mib << 20) // BYTES_PER_BLOCK)
     metrics = RouterMetrics()
-    fleet = Fleet(index=index, clock=clock, reach=reach, streams=Streams(config.decode_streams), probes=probes)
+    fleet = Fleet(index=index, clock=clock, reach=reach, probes=probes)
     policy_name = policy or config.policy
     settings = PolicySettings(
         local_prefill_max_tokens=_local_limit(config, policy_name),

@@ -1,7 +1,6 @@
 """A worker's services over one channel."""
 
 import asyncio
-import enum
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -21,15 +20,6 @@ from router.decode_stream import DecodeStream
 
 _Response = TypeVar("_Response")
 _Received = TypeVar("_Received", covariant=True)
-
-
-class Streams(enum.Enum):
-    """How decode calls travel."""
-
-    SHARED = "shared"
-    """All to one worker process on one stream."""
-    PER_REQUEST = "per_request"
-    """Each on a stream of its own."""
 
 
 class Incoming(Protocol[_Received]):
@@ -92,12 +82,11 @@ async def _answer(call: "grpc.aio.UnaryUnaryCall[Any, _Response]") -> _Response:
 class WorkerClient:
     """Stubs of one worker process. Made once per address and reused; the channel connects again by itself."""
 
-    def __init__(self, address: str, connect: Connect, *, streams: Streams = Streams.SHARED) -> None:
+    def __init__(self, address: str, connect: Connect) -> None:
         self._channel = connect(address)
         self._worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self._prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
         self._decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
-        self._streams = streams
         self._shared: DecodeStream | None = None
 
     async def describe(self, *, timeout_s: float) -> worker_pb2.DescribeWorkerResponse:
@@ -113,10 +102,8 @@ class WorkerClient:
         """Subscribe to events and load, without a deadline: the call lasts as long as the worker."""
         return OwnStream(self._worker.WatchWorker(worker_pb2.WatchWorkerRequest()))
 
-    def decode(self, request: decode_pb2.DecodeRequest, *, timeout_s: float) -> Incoming[decode_pb2.DecodeResponse]:
-        """Start decoding; on a shared stream the caller closes the call itself when its time is up."""
-        if self._streams is Streams.PER_REQUEST:
-            return OwnStream(self._decode.Decode(request, timeout=timeout_s))
+    def decode(self, request: decode_pb2.DecodeRequest) -> Incoming[decode_pb2.DecodeResponse]:
+        """Start decoding; the caller closes the call itself when its time is up."""
         if self._shared is None or self._shared.is_over:
             self._shared = DecodeStream(self._decode.DecodeMany())
         return self._shared.open(request)

@@ -1,1 +1,1 @@
-"""What both worker kinds share: engine start-up, status, KV events, text output, process shell."""
+"""Shared by both worker kinds: engine start-up, listeners, status, KV events, prefix pulls, text output."""

@@ -1,4 +1,4 @@
-"""Builds the executor that serving.yaml asks for."""
+"""Builds the executor and limits that serving.yaml asks for."""
 
 import os
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def limits_for(pool: PoolConfig) -> SchedulerLimits:
 
 
 def load_executor_for(config: ServingConfig, pool: PoolConfig) -> tuple[Executor, tokenizers.Tokenizer]:
-    """Load model and tokenizer. Takes seconds: not on the event loop. Raises with a reason a person can act on."""
+    """Load model and tokenizer. Takes seconds: not on the event loop. Errors say what to do."""
     if config.model.engine == "fake":
         kv_bytes = _fixed_kv_bytes(pool) or _FAKE_KV_BYTES
         num_blocks = pool.num_blocks or kv_bytes // fake_shape(pool.block_size).block_bytes
@@ -48,14 +48,14 @@ def load_executor_for(config: ServingConfig, pool: PoolConfig) -> tuple[Executor
 
 
 def load_template_for(config: ServingConfig) -> Template | None:
-    """Return how the model's conversations are written, or None when it has no chat template. Raises ModelNotFound."""
+    """Return the model's chat template, or None when it has none. Raises ModelNotFound."""
     if config.model.engine == "fake":
         return LineTemplate()
     return load_chat_template(resolve_model(config.model.id, local_files_only=config.model.local_files_only))
 
 
 def _load_torch(config: ServingConfig, pool: PoolConfig, model_dir: Path) -> Executor:
-    import torch  # seconds, and not needed by the fake engine
+    import torch  # takes seconds, and the fake engine does not need it
 
     from engine.loading import load_executor
     from engine.options import EngineOptions
@@ -64,7 +64,7 @@ def _load_torch(config: ServingConfig, pool: PoolConfig, model_dir: Path) -> Exe
     if threads:
         torch.set_num_threads(int(threads))
     model = config.model
-    # What steps need of the device is sized once: for whichever role the worker may have later.
+    # The device memory of steps is sized once, for either role that the worker may have.
     pools = (config.pools.prefill, config.pools.decode) if config.pools.flip_obstacle is None else (pool,)
     return load_executor(
         EngineOptions(
@@ -87,11 +87,11 @@ def _load_torch(config: ServingConfig, pool: PoolConfig, model_dir: Path) -> Exe
 
 
 def memory_share(config: ServingConfig, pool: PoolConfig, environ: Mapping[str, str], *, cores: int) -> MemoryShare:
-    """Return which part of its host's or device's memory a worker of `pool` may count as its own.
+    """Return the share of its host's and device's memory that a worker of `pool` may use.
 
-    The launcher deals out the memory of a host that it knows (`cluster.processes.plan`); on a host that Ray has chosen
-    a worker has the part of the memory that it has of the cores. Started by hand, it has the host for itself. A GPU
-    belongs to the workers that reserve it; those that reserve none all see the same one, and share it.
+    The launcher divides the memory of a host that it knows (`cluster.processes.plan`); on a host chosen by Ray a worker
+    gets the same share of memory as of cores; started by hand, it gets all. A GPU belongs to the workers that reserve
+    it; workers that reserve none see the same one, and share it.
     """
     num_sharing = sum(p.count for p in (config.pools.prefill, config.pools.decode) if not p.num_gpus)
     dealt, num_cpus = environ.get("KVRELAY_MEMORY_BYTES"), environ.get("KVRELAY_NUM_CPUS")

@@ -1,11 +1,12 @@
 """The engine alone, in the caller's process and thread: no pools, no network, no handoff.
 
-For `kvrelay generate --in-process`, and as the other arm of every benchmark that asks what the split costs.
+For `kvrelay generate --in-process`, and as the baseline of benchmarks that measure what the split costs.
 """
 
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import tokenizers
 
@@ -43,7 +44,7 @@ _REASONS = {sampling_pb2.FINISH_REASON_STOP: "stop", sampling_pb2.FINISH_REASON_
 
 
 class LocalEngine:
-    """A loaded model that generates when iterated. Not thread-safe."""
+    """A loaded model that generates while it is iterated. Not thread-safe."""
 
     def __init__(self, executor: Executor, tokenizer: tokenizers.Tokenizer, config: ServingConfig) -> None:
         self.executor = executor
@@ -53,7 +54,7 @@ class LocalEngine:
 
     @classmethod
     def load(cls, config: ServingConfig) -> "LocalEngine":
-        """Load what `config.model` names, with the decode pool's pages and limits. Takes seconds."""
+        """Load the model of `config.model`, with the decode pool's pages and limits. Takes seconds."""
         executor, tokenizer = load_executor_for(config, config.pools.decode)
         return cls(executor, tokenizer, config)
 
@@ -68,7 +69,7 @@ class LocalEngine:
         try:
             for idx, (prompt, sampling) in enumerate(requests):
                 request = self._request(prompt, sampling)
-                group = self._core.add(request, _Sink(idx, inbox))
+                group = self._core.add(request, partial(_note, inbox, idx))
                 if isinstance(group, Refused):
                     raise Overloaded(group.reason, retry_after_s=group.retry_after_s)
                 running.append((group, OutputStreams(request, self.tokenizer)))
@@ -83,7 +84,7 @@ class LocalEngine:
                 self._core.cancel(group)
             self._core.wake()
             while any(sequence.num_in_flight for group, _streams in running for sequence in group.sequences):
-                for group, event in self._core.step():  # their pages are free with the last step that writes them
+                for group, event in self._core.step():  # the last step that writes their pages frees them
                     group.sink(event)
 
     def _texts(self, idx: int, group: Group, streams: OutputStreams, event: EngineEvent) -> Iterator[SampleText]:
@@ -118,12 +119,5 @@ class LocalEngine:
         )
 
 
-class _Sink:
-    """Puts a request's events in the shared inbox with its index."""
-
-    def __init__(self, idx: int, inbox: "deque[tuple[int, EngineEvent]]") -> None:
-        self._idx = idx
-        self._inbox = inbox
-
-    def __call__(self, event: EngineEvent) -> None:
-        self._inbox.append((self._idx, event))
+def _note(inbox: "deque[tuple[int, EngineEvent]]", idx: int, event: EngineEvent) -> None:
+    inbox.append((idx, event))

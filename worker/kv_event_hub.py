@@ -1,4 +1,4 @@
-"""Fans one worker's KV events out to its watchers, coalesced for slow ones. Event loop only."""
+"""Fans one worker's KV events out to its watchers, merged for slow ones. Event loop only."""
 
 import asyncio
 from collections import deque
@@ -15,9 +15,9 @@ MAX_PENDING_REQUESTS = 1 << 16
 
 
 class Watcher:
-    """What one subscriber has not been sent yet: the last change of each hash.
+    """Changes that one subscriber has not been sent yet: the last one of each hash.
 
-    A subscriber that stops reading would gather every hash that was ever removed: it is given up at some point.
+    The subscription ends when there are too many: a subscriber that stops reading would collect every removed hash.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Watcher:
         self._woken = asyncio.Event()
 
     def add(self, events: KvEvents, accepted: Sequence[RequestId] = ()) -> None:
-        """Merge newer events; `accepted` have entered the engine meanwhile."""
+        """Merge newer events; the requests `accepted` have entered the engine since."""
         if self._end is not None:
             return
         self._accepted.extend(accepted)
@@ -40,15 +40,15 @@ class Watcher:
             self.end(Overloaded(f"more than {MAX_PENDING_CHANGES} changes wait to be read", retry_after_s=1.0))
 
     def end(self, error: KvrelayError) -> None:
-        """Let the subscriber's next call raise `error`."""
+        """Make the subscriber's next call raise `error`."""
         self._end = error
         self._changes = {}
         self._woken.set()
 
     async def next_changes(self) -> KvEvents:
-        """Wait until something happened on the worker, then return the merged changes (none, when only load moved).
+        """Wait for the next event, then return the merged changes: none when only the load has changed.
 
-        Raises Overloaded when the subscriber was too slow (it has to subscribe again and begins with a snapshot), and
+        Raises Overloaded when the subscriber was too slow and must subscribe again, starting with a snapshot, and
         WorkerLost when the worker is stopping.
         """
         await self._woken.wait()
@@ -62,7 +62,7 @@ class Watcher:
         )
 
     def take_accepted(self) -> tuple[RequestId, ...]:
-        """Return the requests that have entered the engine and were not told yet."""
+        """Return the requests that have entered the engine since the last call."""
         accepted = tuple(self._accepted)
         self._accepted.clear()
         return accepted
@@ -71,8 +71,8 @@ class Watcher:
 class KvEventHub:
     """All watchers of one worker.
 
-    A watcher is added first and takes its snapshot afterwards. Changes that the snapshot already contains are sent
-    again, which is harmless: only the last change of each hash counts.
+    A watcher is added before it takes its snapshot. Changes in the snapshot are sent again, which is harmless: only the
+    last change of each hash counts.
     """
 
     def __init__(self) -> None:
@@ -81,16 +81,16 @@ class KvEventHub:
         self._unwatched.set()
 
     def close(self) -> None:
-        """End every subscription: the worker is stopping, and an open stream would hold up its server."""
+        """End every subscription: open streams would delay the server's stop."""
         self.end(WorkerLost("the worker is stopping"))
 
     def end(self, why: KvrelayError) -> None:
-        """End every subscription that there is."""
+        """End every subscription with a reason."""
         for watcher in self._watchers:
             watcher.end(why)
 
     async def until_unwatched(self) -> None:
-        """Wait until nobody subscribes."""
+        """Wait until there are no subscribers."""
         await self._unwatched.wait()
 
     @contextmanager
@@ -107,6 +107,6 @@ class KvEventHub:
                 self._unwatched.set()
 
     def publish(self, events: KvEvents, accepted: Sequence[RequestId] = ()) -> None:
-        """Hand events (possibly none) and accepted requests to every watcher and wake it."""
+        """Give events (possibly none) and accepted requests to every watcher."""
         for watcher in self._watchers:
             watcher.add(events, accepted)

@@ -1,7 +1,4 @@
-"""Prometheus metrics of a worker, read from its runtime at scrape time: the token path pays nothing for them.
-
-Defined for readers in docs/metrics.md.
-"""
+"""Prometheus metrics of a worker, read from its runtime at scrape time and defined in docs/metrics.md."""
 
 from collections.abc import Iterator
 
@@ -17,7 +14,7 @@ from worker.runtime import WorkerRuntime
 
 
 class RuntimeCollector(Collector):
-    """Reads a runtime's counters. Called on the metrics server's thread; it reads single attributes only."""
+    """Reads a runtime's counters, by single attributes: it runs on the metrics server's thread."""
 
     def __init__(self, runtime: WorkerRuntime) -> None:
         self._runtime = runtime
@@ -44,14 +41,11 @@ class RuntimeCollector(Collector):
             "kvrelay_prompt_tokens_computed": ("Prompt tokens computed", load.num_computed_tokens),
             "kvrelay_engine_busy_seconds": ("Time in engine steps", runtime.timing.busy_s),
         }
-        for name, (text, value) in gauges.items():
-            gauge = GaugeMetricFamily(name, text, labels=["worker", "role"])
-            gauge.add_metric(labels, value)
-            yield gauge
-        for name, (text, value) in counters.items():
-            counter = CounterMetricFamily(name, text, labels=["worker", "role"])
-            counter.add_metric(labels, value)
-            yield counter
+        for make, families in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, (text, value) in families.items():
+                family = make(name, text, labels=["worker", "role"])
+                family.add_metric(labels, value)
+                yield family
         kv_bytes = CounterMetricFamily(
             "kvrelay_kv_transfer_bytes", "KV bytes moved", labels=["worker", "role", "transport", "direction"]
         )
@@ -68,7 +62,7 @@ class RuntimeCollector(Collector):
 
 
 def serve_metrics(runtime: WorkerRuntime, host: str, tls: ScrapeTls | None) -> MetricsServer:
-    """Serve a runtime's metrics on a free port of its pool's. Raises OSError when all are taken."""
+    """Serve a runtime's metrics on a free port of its pool. Raises OSError when all are taken."""
     registry = CollectorRegistry()
     registry.register(RuntimeCollector(runtime))
     ports = runtime.pool_config.port_range

@@ -1,4 +1,4 @@
-"""From engine tokens to what a client reads: text deltas, stop strings, finish reasons; or bare runs of token ids."""
+"""Turns engine tokens into messages for clients: text deltas, stop strings and finish reasons, or bare token ids."""
 
 from collections.abc import Iterable, Sequence
 
@@ -21,8 +21,8 @@ FINISH_REASONS = {
 class OutputStreams:
     """The text of all samples of one request. A text delta is a pure function of the tokens before it.
 
-    So a worker that takes a request over primes its streams with the tokens so far and goes on exactly where the other
-    one stopped. A request that wants no text has no streams, and costs no work for it. Event loop only.
+    A worker that takes over a request primes its streams with the tokens so far, and continues exactly where the other
+    one stopped. A request without text has no streams. Event loop only.
     """
 
     def __init__(self, request: EngineRequest, tokenizer: tokenizers.Tokenizer) -> None:
@@ -45,21 +45,21 @@ class OutputStreams:
         return len(self._over) == len(self._samples)
 
     def skip(self, sample_index: int, token_id: int) -> None:
-        """Take a sample's first token from here, which another worker has delivered already."""
+        """Skip a sample's first token, which another worker has delivered."""
         if self.has_text:
             self._streams[sample_index].prime([token_id])
 
     def end(self, sample_index: int) -> None:
-        """A sample ended at another worker."""
+        """Record that a sample ended at another worker."""
         self._over.add(sample_index)
 
     def take(self, outputs: Iterable[TokenOutput]) -> tuple[list[pb.SampleToken], list[int]]:
-        """Return the messages for new tokens, and the samples that a stop string ended before the engine knew."""
+        """Return the messages for new tokens, and the samples that a stop string has ended and the engine must end."""
         messages: list[pb.SampleToken] = []
         stopped_here: list[int] = []
         for output in outputs:
             if output.sample_index in self._over:
-                continue  # computed before the engine heard of the stop string
+                continue  # computed before the engine ended the sample
             text, reason = self._text(output)
             if reason is not None:
                 self._over.add(output.sample_index)
@@ -78,38 +78,29 @@ class OutputStreams:
         return messages, stopped_here
 
     def take_runs(self, event: Tokens) -> list[pb.TokenRun]:
-        """Return the messages for an event's tokens. Only of a request without text."""
+        """Return the messages for an event's tokens. Only for requests without text."""
         assert not self.has_text, "a run of tokens has no text"
-        messages: list[pb.TokenRun] = []
-        for output in event.tokens:
-            if output.finish_reason is not None:
-                self._over.add(output.sample_index)
-            messages.append(
-                pb.TokenRun(
-                    sample_index=output.sample_index,
-                    first_token_index=output.token_index,
-                    tokens=output.token_id.to_bytes(4, "little"),
-                    finish_reason=FINISH_REASONS[output.finish_reason],
-                )
-            )
-        for run in event.runs:
-            if run.finish_reason is not None:
-                self._over.add(run.sample_index)
-            messages.append(
-                pb.TokenRun(
-                    sample_index=run.sample_index,
-                    first_token_index=run.first_token_index,
-                    tokens=pack_tokens(run.token_ids),
-                    finish_reason=FINISH_REASONS[run.finish_reason],
-                )
-            )
-        return messages
+        tokens = [
+            (o.sample_index, o.token_index, o.token_id.to_bytes(4, "little"), o.finish_reason) for o in event.tokens
+        ]
+        runs = [(r.sample_index, r.first_token_index, pack_tokens(r.token_ids), r.finish_reason) for r in event.runs]
+        return [self._run(*run) for run in tokens + runs]
+
+    def _run(self, sample_index: int, first_token_index: int, tokens: bytes, end: FinishReason | None) -> pb.TokenRun:
+        if end is not None:
+            self._over.add(sample_index)
+        return pb.TokenRun(
+            sample_index=sample_index,
+            first_token_index=first_token_index,
+            tokens=tokens,
+            finish_reason=FINISH_REASONS[end],
+        )
 
     def _text(self, output: TokenOutput) -> tuple[str, FinishReason | None]:
         if not self.has_text:
             return "", output.finish_reason
         stream = self._streams[output.sample_index]
-        if output.finish_reason is FinishReason.STOP:  # the token is the stop: it has no text of its own
+        if output.finish_reason is FinishReason.STOP:  # the token is the stop, and has no text
             return stream.flush(), FinishReason.STOP
         delta = stream.push(output.token_id)
         if delta.stopped:
@@ -128,7 +119,7 @@ def logprobs_to_proto(logprobs: Logprobs) -> pb.PositionLogprobs:
 
 
 def prompt_logprobs_to_proto(entries: Sequence[Logprobs]) -> list[pb.PositionLogprobs]:
-    """Return one message per prompt position; the first one is empty, since nothing precedes it."""
+    """Return one message per prompt position; the first is empty, because nothing precedes it."""
     if not entries:
         return []
     return [pb.PositionLogprobs(), *(logprobs_to_proto(entry) for entry in entries)]

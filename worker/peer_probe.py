@@ -1,7 +1,7 @@
-"""Tries whether this worker reaches another one: the pulls need it, and no third host can see it.
+"""Tests whether this worker reaches another one, which pulls need and a third host cannot see.
 
-Whoever may call this must not learn with it what else listens where, so the only answers are "that worker, with blocks
-like mine, answered" and "it did not", and the second one always takes the whole bound.
+A caller must not learn what else listens at an address. The only answers are "that worker, with blocks like mine,
+answered" and "it did not", and the second always takes the whole time limit.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from kvrelay.v1 import worker_pb2 as pb
 
 BOUND_S = 2.0
 MAX_PROBES = 4
-"""At a time."""
+"""Largest number at the same time."""
 _HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):\d{1,5}")
 _MAX_ID_CHARS = 128
 
 
 class PeerProbe:
-    """Tries peers, a few at a time. Event loop only."""
+    """Probes peers, a few at a time. Event loop only."""
 
     def __init__(self, connect: Connect, *, bound_s: float = BOUND_S) -> None:
         self._connect = connect
@@ -31,16 +31,16 @@ class PeerProbe:
         self._num_running = 0
 
     async def reach(self, request: pb.ProbePeerRequest, ours: pb.KvLayout) -> pb.ProbePeerResponse:
-        """Return whether the named worker answers at that address with blocks like ours, within the bound.
+        """Return whether the named worker answers at that address, with blocks like ours, within the time limit.
 
-        Raises InvalidRequest for what is no address, Overloaded when `MAX_PROBES` run.
+        Raises InvalidRequest for a malformed address, Overloaded when `MAX_PROBES` are running.
         """
         if not _HOST_AND_PORT.fullmatch(request.address):
             raise InvalidRequest("must be host:port", field="address")
         if not 0 < len(request.worker_id) <= _MAX_ID_CHARS:
             raise InvalidRequest(f"must have 1 to {_MAX_ID_CHARS} characters", field="worker_id")
         if self._num_running >= MAX_PROBES:
-            raise Overloaded(f"{MAX_PROBES} probes run already", retry_after_s=self._bound_s)
+            raise Overloaded(f"{MAX_PROBES} probes are running already", retry_after_s=self._bound_s)
         self._num_running += 1
         loop = asyncio.get_running_loop()
         started_s = loop.time()
@@ -55,7 +55,7 @@ class PeerProbe:
         return pb.ProbePeerResponse(reached=True, round_trip_s=round_trip_s)
 
     async def _describe(self, address: str) -> kv_transfer_pb2.DescribePagesResponse | None:
-        channel = self._connect(f"dns:///{address}")  # the scheme, so that no address can name another one
+        channel = self._connect(f"dns:///{address}")  # with the scheme, so that an address cannot name another one
         try:
             with suppress(grpc.aio.AioRpcError):
                 return await kv_transfer_pb2_grpc.KvTransferServiceStub(channel).DescribePages(

@@ -11,7 +11,7 @@ from common.ids import WorkerId
 from common.rpc import Connect
 
 MAX_IDLE = 64
-"""Channels that are kept though nobody uses them."""
+"""Unused channels that are kept."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,23 +24,23 @@ class _Peer:
 class PeerChannels:
     """One channel per peer, made when it is first needed. Event loop only. Close with `aclose`.
 
-    Workers come and go: of the channels that nobody uses, those used last are kept. One in use is closed only when its
-    peer has moved, and by `aclose`.
+    The most recently used of the unused channels are kept. A channel in use is closed only when its peer has moved, and
+    by `aclose`.
     """
 
     def __init__(self, connect: Connect, *, max_idle: int = MAX_IDLE) -> None:
         self._connect = connect
         self._max_idle = max_idle
         self._peers: OrderedDict[WorkerId, _Peer] = OrderedDict()
-        """The one used last is at the end."""
+        """Least recently used first."""
 
     @asynccontextmanager
     async def use(self, worker_id: WorkerId, address: str) -> AsyncIterator[grpc.aio.Channel]:
-        """Yield the channel to a peer. A restarted one has another address: calls to the old one are ended."""
+        """Yield the channel to a peer. When its address has changed, it was restarted, and calls to the old one end."""
         peer = known = self._peers.get(worker_id)
         if peer is None or peer.address != address:
             peer = self._peers[worker_id] = _Peer(address, self._connect(address))
-        peer.num_users += 1  # before the awaits: nobody else may close it
+        peer.num_users += 1  # before the awaits, so that it is not closed by another user
         try:
             if known is not None and known is not peer:
                 await known.channel.close(grace=1.0)

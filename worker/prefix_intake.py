@@ -1,8 +1,8 @@
-"""Takes in prefixes that another worker names: what it holds when it goes, or what a new worker begins with.
+"""Takes in prefixes that another worker names: those of a worker that leaves, or the first ones of a new worker.
 
-Chain by chain, what is worth most first, in pieces of a few megabytes: each piece is pulled like the prefix of a
-request (`prefix_pull.py`: pinned there, verified and published here), and between two pieces the engine is free for
-others. A piece gets only pages that are empty or hold what is worth less, and none that waiting requests need.
+Chains are pulled most valuable first, in pieces of a few megabytes. Each piece is pulled like the prefix of a request
+(`prefix_pull.py`: pinned there, verified and published here), and the engine serves others between two pieces. A piece
+gets only pages that are empty or hold less valuable blocks, and none that waiting requests need.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _GOES_ON = (PullOutcome.PULLED, PullOutcome.PRESENT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntakeLimit:
-    """When to stop."""
+    """Limits of one list."""
 
     time_s: float
     max_bytes: int
@@ -31,16 +31,16 @@ class IntakeLimit:
 
 @dataclass(slots=True, kw_only=True)
 class Intake:
-    """What has come of a list."""
+    """Result of one list."""
 
     num_pulled: int = 0
-    """Blocks that came."""
+    """Blocks that were pulled."""
     num_present: int = 0
     """Blocks that were here already."""
 
 
 class PrefixIntake:
-    """Takes in lists for one worker, one after the other. Event loop only."""
+    """Takes in lists for one worker, one at a time. Event loop only."""
 
     def __init__(self, puller: PrefixPuller, *, block_bytes: int) -> None:
         self._puller = puller
@@ -48,7 +48,7 @@ class PrefixIntake:
         self._one_at_a_time = asyncio.Lock()
 
     async def take(self, chains: Sequence[PrefixChain], source: sequence_pb2.KvSource, limit: IntakeLimit) -> Intake:
-        """Bring what fits. Raises KvrelayError when the source gives nothing at all; what came before stays."""
+        """Pull what fits. Raises KvrelayError when the source fails before the first block; later blocks stay."""
         intake = Intake()
         num_at_most = limit.max_bytes // self._block_bytes
         try:

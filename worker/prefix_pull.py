@@ -1,16 +1,16 @@
 """Pulls leading blocks of a prompt from another worker's cache, most often before a request enters the engine.
 
-1. Between two engine steps the request takes its place in line; what the cache lacks of the prefix gets pages, if there
-   is room. A request whose prefix somebody else is pulling just now waits for that, and pulls what lacks afterwards.
-2. The source pins what it holds, and sends it (`KvPuller`).
-3. What was verified is published in the prefix cache. The request enters at its place and finds it there.
+1. Between two engine steps the request takes its place in the queue, and missing blocks of the prefix get pages if
+   there is room. If another request is pulling the same prefix, this one waits, and then pulls what is still missing.
+2. The source pins the blocks that it has and sends them (`KvPuller`).
+3. Verified blocks are published in the prefix cache. The request enters at its place and finds them there.
 
-Nothing of this can fail the request: whatever goes wrong, or takes longer than computing would, is counted by reason,
-the source is told, and the prompt is computed. Other requests are computed meanwhile.
+A pull never fails its request: when it fails, or takes longer than computing would, it is counted by reason, the source
+is told, and the prompt is computed. Other requests are computed meanwhile.
 
-A request's hashes are computed here, from its tokens. Those that a list of prefixes names (`prefix_intake.py`) have no
-tokens beside them, and need none: the source looks up each one in its own cache and sends the KV that it keeps there.
-That the KV is right can only be checked by computing it, so a worker believes its peers, which belong to the cluster.
+A request's hashes are computed here, from its tokens. Hashes from a list of prefixes (`prefix_intake.py`) come without
+tokens: the source looks them up in its own cache. Only computing KV can show that it is right, so a worker trusts its
+peers, which belong to the cluster.
 """
 
 import asyncio
@@ -37,38 +37,38 @@ from worker.peers import PeerChannels
 logger = logging.getLogger(__name__)
 
 MIN_PULL_S = 0.25
-"""A pull may take this long, however fast computing would be: predictions of milliseconds are noise."""
+"""Shortest time limit of a pull: predictions of milliseconds are noise."""
 
 
 class PullOutcome(enum.Enum):
-    """How a pull of cached blocks ended."""
+    """Results of pulls of cached blocks, as counted in metrics."""
 
     PULLED = "pulled"
     PARTIAL = "partial"
-    """The source had a part of it."""
+    """The source had only some of the blocks."""
     PRESENT = "present"
-    """All of it was here, or came with another request's pull."""
+    """All blocks were here, or came with another request's pull."""
     EVICTED = "evicted"
-    """The source had nothing beyond what was here."""
+    """The source had no block that was missing here."""
     NO_ROOM = "no_room"
     TIMEOUT = "timeout"
     """Computing would have been faster."""
     LOST = "lost"
-    """No connection to the source, or it broke."""
+    """The connection to the source failed."""
     STALE = "stale"
     """The source is a new process."""
     LAYOUT = "layout"
-    """The source's blocks are of another kind."""
+    """The source's blocks have another layout."""
     INCOMPLETE = "incomplete"
     """Bytes were missing or wrong."""
     REFUSED = "refused"
-    """The source said no for another reason."""
+    """The source refused for another reason."""
     CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Brought:
-    """What a pull for no request has come to."""
+    """Result of a pull without a request."""
 
     outcome: PullOutcome
     num_cached: int
@@ -78,7 +78,17 @@ class Brought:
 
 
 Reserve = Callable[[EngineCore, Landing], Refused | None]
-"""Holds what is cached of a landing's blocks, and gets pages for others; the engine thread runs it."""
+"""Holds the cached blocks of a landing, and gets pages for the others. Engine thread."""
+
+
+@dataclass(slots=True)
+class Arrival:
+    """One request that pulls before it enters the engine."""
+
+    reserve: Reserve
+    landing: Landing | None = None
+    """For `EngineCore.add`: the place in the queue and the pulled blocks; None before the first pull."""
+
 
 _BY_ERROR: dict[type[KvrelayError], PullOutcome] = {
     WorkerLost: PullOutcome.LOST,
@@ -106,25 +116,25 @@ class PrefixPuller:
         self._peers = peers
         self._block_size = block_size
         self._prefill_s = prefill_s
-        """Predicted time to compute so many tokens behind so many present ones."""
+        """Predicts the seconds to compute some tokens behind some cached ones."""
         self._running: dict[BlockHash, asyncio.Event] = {}
-        """By the first block that a running pull lacks. In one chain and one cache there is only one such block."""
+        """Ends of running pulls, by first missing block: a chain has only one such block in a cache."""
 
     @contextmanager
-    def arrival(self, reserve: "Reserve | None" = None) -> Iterator["Arrival"]:
-        """Hold what a pull has for the duration of the block, in which the request enters the engine.
+    def arrival(self, reserve: Reserve = lambda core, landing: core.landings.reserve(landing)) -> Iterator[Arrival]:
+        """Hold the pages of a pull during the block, in which the request enters the engine.
 
-        `reserve` gets the pages; without it they are granted as to any request.
+        `reserve` gets the pages; by default they are granted as to any request.
         """
-        arrival = Arrival(self, reserve or _reserve)
+        arrival = Arrival(reserve)
         try:
             yield arrival
         finally:
             if arrival.landing is not None:
                 self._release(arrival.landing)
 
-    async def pull(self, arrival: "Arrival", request: EngineRequest, source: sequence_pb2.KvSource) -> None:
-        """See `Arrival.pull`."""
+    async def pull(self, arrival: Arrival, request: EngineRequest, source: sequence_pb2.KvSource) -> None:
+        """Pull the source's blocks that are missing here into the cache, if that can be done in time."""
         # The last token is always computed: its logits choose the next one.
         num_usable = (len(request.prompt_token_ids) + len(request.output_token_ids) - 1) // self._block_size
         hashes = request.block_hashes[: min(num_usable, source.num_blocks)]
@@ -144,10 +154,7 @@ class PrefixPuller:
             logger.info("prefix pull", extra=extra)
 
     async def bring(self, chain: PrefixChain, source: sequence_pb2.KvSource, *, max_blocks: int) -> Brought:
-        """Pull for no request: up to `max_blocks` of a chain without trunk, in exchange for what is worth less.
-
-        Raises KvrelayError.
-        """
+        """Pull up to `max_blocks` of a whole chain, in exchange for less valuable blocks. Raises KvrelayError."""
 
         def reserve(core: EngineCore, landing: Landing) -> Refused | None:
             return core.landings.reserve_below(landing, chain.values, max_blocks)
@@ -156,13 +163,13 @@ class PrefixPuller:
             outcome = await self._pull(arrival, chain.hashes, source, None)
             landing = arrival.landing
             assert landing is not None, "a pull that ended has a landing"
-            # Behind the commit, and before the release.
+            # After the commit, and before the release.
             num_here = await self._engine.call(lambda core: core.landings.mark_reused(landing, chain.num_reused))
             return Brought(outcome=outcome, num_cached=landing.num_cached_blocks, num_here=num_here)
 
     async def _pull(
         self,
-        arrival: "Arrival",
+        arrival: Arrival,
         hashes: BlockHashes,
         source: sequence_pb2.KvSource,
         limit: asyncio.Timeout | None,
@@ -192,7 +199,7 @@ class PrefixPuller:
         size = self._block_size
         return max(MIN_PULL_S, self._prefill_s(landing.num_missing_blocks * size, landing.num_cached_blocks * size))
 
-    async def _land(self, arrival: "Arrival", hashes: BlockHashes) -> tuple[Landing, Refused | None]:
+    async def _land(self, arrival: Arrival, hashes: BlockHashes) -> tuple[Landing, Refused | None]:
         def land(core: EngineCore) -> tuple[Landing, Refused | None]:
             landing = arrival.landing or core.arrive(hashes)
             return landing, arrival.reserve(core, landing)
@@ -209,7 +216,7 @@ class PrefixPuller:
             peer=WorkerId(source.worker_id),
             epoch=Epoch(source.epoch),
             wanted=WantedBlocks(hashes=landing.hashes, block_size=self._block_size),
-            block_table=landing.block_ids(),  # reserved: nothing but this pull changes it
+            block_table=landing.block_ids(),  # reserved: only this pull changes it
             first_block=landing.num_cached_blocks,
             ticket=source.ticket,
         )
@@ -220,24 +227,6 @@ class PrefixPuller:
         num_blocks = pulled.manifest.num_blocks
         self._engine.post(lambda core: core.landings.commit(landing, num_blocks))  # before the request enters
         return PullOutcome.PULLED if num_blocks == len(landing.hashes) else PullOutcome.PARTIAL
-
-
-class Arrival:
-    """One request that pulls before it enters the engine."""
-
-    def __init__(self, puller: PrefixPuller, reserve: Reserve) -> None:
-        self.landing: Landing | None = None
-        """For `EngineCore.add`: place in line and what was pulled; None when nothing was tried."""
-        self.reserve = reserve
-        self._puller = puller
-
-    async def pull(self, request: EngineRequest, source: sequence_pb2.KvSource) -> None:
-        """Bring the blocks that the source holds and this worker lacks into the cache, if it can be done in time."""
-        await self._puller.pull(self, request, source)
-
-
-def _reserve(core: EngineCore, landing: Landing) -> Refused | None:
-    return core.landings.reserve(landing)
 
 
 def _let_go(core: EngineCore, landed: tuple[Landing, Refused | None]) -> None:

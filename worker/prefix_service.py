@@ -1,4 +1,4 @@
-"""PrefixService: what of this worker's cache is worth most, and taking in what others name."""
+"""PrefixService: lists the most valuable prefixes in this worker's cache, and pulls those of others."""
 
 import math
 from typing import Any

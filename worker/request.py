@@ -1,7 +1,7 @@
-"""Reads a SequenceSpec. Routers are ours, but a worker checks what would corrupt it all the same.
+"""Reads a SequenceSpec and checks everything that could corrupt the worker, although only routers send it.
 
-Block hashes do not travel: a worker computes them from the root and the tokens that it was sent. So whatever it caches
-under a hash is what the hash names, and nobody can have it publish one prompt's KV under another one's name.
+Block hashes are not sent: a worker computes them from the root and the tokens. What it caches under a hash is therefore
+what the hash names, and no caller can make it publish one prompt's KV under another's name.
 """
 
 from common.block_hash import ROOT_BYTES, hash_blocks
@@ -15,7 +15,7 @@ from kvrelay.v1 import sequence_pb2
 
 
 def engine_request(spec: sequence_pb2.SequenceSpec, executor: Executor) -> EngineRequest:
-    """Return the engine's record. Raises InvalidRequest naming the field, PromptTooLong before it hashes for long."""
+    """Return the engine's record. Raises InvalidRequest naming the field, and PromptTooLong before any hashing."""
     vocab_size, block_size = executor.vocab_size, executor.kv.shape.block_size
     prompt = unpack_tokens(spec.prompt_tokens, vocab_size=vocab_size, field="sequence.prompt_tokens")
     output = unpack_tokens(spec.output_tokens, vocab_size=vocab_size, field="sequence.output_tokens")
@@ -30,9 +30,9 @@ def engine_request(spec: sequence_pb2.SequenceSpec, executor: Executor) -> Engin
         first = spec.first_sample_index
         raise InvalidRequest(f"{sampling.n} from {first} on; at most {MAX_N}", field="sequence.first_sample_index")
     if output and sampling.n != 1:
-        raise InvalidRequest("only one sample at a time can be taken over", field="sequence.output_tokens")
+        raise InvalidRequest("cannot continue several samples; send one request each", field="sequence.output_tokens")
     if len(output) >= sampling.max_tokens:
-        raise InvalidRequest("there is nothing left to generate", field="sequence.output_tokens")
+        raise InvalidRequest("has max_tokens already; nothing is left to generate", field="sequence.output_tokens")
     if len(spec.hash_root) != ROOT_BYTES:
         raise InvalidRequest(f"has {len(spec.hash_root)} bytes, not {ROOT_BYTES}", field="sequence.hash_root")
     root = HashRoot(spec.hash_root)

@@ -1,4 +1,4 @@
-"""One worker process from the inside: engine thread, epoch, counters, and what its services share."""
+"""The runtime of one worker: engine thread, epoch, counters, and everything that its services share."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ import tokenizers
 from common.chat_template import LineTemplate
 from common.clock import Clock, SystemClock
 from common.config import PoolConfig, ServingConfig
-from common.errors import InvalidRequest, Overloaded, StaleEpoch, WorkerLost
+from common.errors import InvalidRequest, Overloaded, Refused, StaleEpoch, WorkerLost
 from common.ids import Epoch, WorkerId, mint_epoch
 from common.kv_events import KvEvents
 from common.parity import Template, TextProbes, text_probes
@@ -22,15 +22,16 @@ from common.rpc import Connect
 from common.trust.channels import connect_to
 from common.trust.credentials import Credentials
 from common.trust.identity import Role
-from common.wire_names import ROLE_NAMES, TRANSPORT_NUMBERS
+from common.wire_names import ROLE_NAMES
 from engine.core import EngineCore
 from engine.events import Load, StepReport
 from engine.executor import Executor
+from engine.group import Group
 from engine.thread import DriverFactory, EngineDriver, EngineThread
 from kv_transfer.handoff import HandoffTable
 from kv_transfer.pull import KvPuller
-from kv_transfer.rights import CheckPull, check_by
-from kv_transfer.serve import KvTransferService, ServeSettings
+from kv_transfer.serve import CheckPull, KvTransferService, ServeSettings, check_by
+from kv_transfer.transports.registry import WorkerTransports
 from kvrelay.v1 import worker_pb2
 from worker.factory import limits_for, load_executor_for, load_template_for
 from worker.kv_event_hub import KvEventHub
@@ -53,7 +54,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outside:
-    """What a worker stands on that a simulation replaces."""
+    """Dependencies of a worker that a simulation replaces."""
 
     clock: Clock
     connect: Connect
@@ -61,11 +62,11 @@ class Outside:
     drive: DriverFactory
     """Runs the engine's core."""
     check_pull: CheckPull
-    """Whether another worker may pull what it asks for."""
+    """Checks another worker's right to a pull."""
 
     @classmethod
     def real(cls, credentials: Credentials) -> "Outside":
-        """Return the real one, for a worker with these credentials."""
+        """Return the dependencies of a real worker with these credentials."""
         return cls(
             clock=SystemClock(),
             connect=connect_to(Role.WORKER, credentials),
@@ -76,16 +77,16 @@ class Outside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPorts:
-    """Where a worker listens besides the port of its control."""
+    """Ports of a worker besides its control port."""
 
     kv: int = 0
     direct: int = 0
     metrics: int = 0
-    """0: off."""
+    """0 when off."""
 
 
 class WorkerRuntime:
-    """Everything a worker's services stand on. Event loop only; the engine has its own thread."""
+    """Everything that a worker's services use. Event loop only; the engine has its own thread."""
 
     def __init__(
         self,
@@ -104,11 +105,11 @@ class WorkerRuntime:
         self.executor = executor
         self.tokenizer = tokenizer
         self.chat_template: Template | None = LineTemplate()
-        """How the model's conversations are written; the fake engine's until it is told."""
+        """The model's chat template; the fake engine's by default."""
         self.clock = clock = outside.clock
         self.connect = outside.connect
         self.ports = ServedPorts()
-        """Known once it serves."""
+        """Set when it serves."""
         self._check_pull = outside.check_pull
         self.counters = Counters()
         self.bytes_sent: Counter[int] = Counter()
@@ -126,9 +127,12 @@ class WorkerRuntime:
             block_size=executor.kv.shape.block_size, lease_ttl_s=config.transfer.lease_ttl_s, clock=clock
         )
         self.peers = PeerChannels(outside.connect)
+        self._transports = WorkerTransports.named(
+            config.transfer.transports, executor.kv, chunk_bytes=config.transfer.chunk_bytes
+        )
         self.puller = KvPuller(
             store=executor.kv,
-            transports=self.transports,
+            transports=self._transports,
             clock=clock,
             on_bytes=lambda transport, count: self.bytes_received.update({transport: count}),
             on_pull=self.timing.observe_pull,
@@ -141,9 +145,9 @@ class WorkerRuntime:
             prefill_s=lambda num_new, num_cached: self.timing.model.prefill_s(num_new, num_cached),
         )
         self.is_leaving = False
-        """The routers are told that it is about to end."""
+        """Whether the routers were told that it will end."""
         self.on_drain: list[Callable[[], None]] = []
-        """Called when the worker is to stop: what would go on for ever has to end with its last request."""
+        """Called when the worker stops: endless streams must end with their last request."""
         self.on_close: list[Callable[[], Awaitable[None]]] = [self.peers.aclose]
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -156,7 +160,7 @@ class WorkerRuntime:
         worker_id: str,
         credentials: Credentials,
     ) -> "WorkerRuntime":
-        """Load the model off the event loop and return a runtime that is not started yet."""
+        """Load the model off the event loop; return a runtime that is not started."""
         pool = pool_of(config, role)
         loop = asyncio.get_running_loop()
         executor, tokenizer = await loop.run_in_executor(None, load_executor_for, config, pool)
@@ -174,7 +178,7 @@ class WorkerRuntime:
 
     @cached_property
     def probes(self) -> TextProbes:
-        """What this worker makes of the fixed texts."""
+        """Results of this worker for the fixed texts, which routers compare with their own."""
         return text_probes(self.tokenizer, self.chat_template)
 
     @property
@@ -183,13 +187,8 @@ class WorkerRuntime:
         return pool_of(self.config, self.role)
 
     @property
-    def transports(self) -> tuple[int, ...]:
-        """Allowed KV transports, preferred first."""
-        return tuple(int(TRANSPORT_NUMBERS[name]) for name in self.config.transfer.transports)
-
-    @property
     def uptime_s(self) -> float:
-        """Seconds since this runtime was made."""
+        """Seconds since this runtime was created."""
         return self.clock.monotonic() - self._started_s
 
     def start(self) -> None:
@@ -198,7 +197,7 @@ class WorkerRuntime:
         self._sweeper = asyncio.get_running_loop().create_task(self.handoffs.sweep_forever())
 
     async def aclose(self) -> None:
-        """Stop the sweeper, what the services registered in `on_close`, and the engine thread."""
+        """Stop the sweeper, run `on_close`, and stop the engine thread."""
         if self._sweeper is not None:
             self._sweeper.cancel()
             with suppress(asyncio.CancelledError):
@@ -208,20 +207,20 @@ class WorkerRuntime:
         await self.engine.aclose()
 
     async def change_role(self, role: worker_pb2.WorkerRole.ValueType, *, epoch: int, grace_s: float) -> None:
-        """Move to the other pool: with the model, the pages and everything cached in them.
+        """Move to the other pool, with the model, the pages and everything cached in them.
 
-        Waits up to `grace_s` for requests and handoffs to end; new ones come in meanwhile, so that whoever wants the
-        change drains the worker first. Having the role already is success. Raises StaleEpoch for another life than
-        `epoch`, WorkerLost when it is about to go, InvalidRequest when the pools are too different, Overloaded when it
-        is not empty in time; nothing has changed then.
+        Waits up to `grace_s` for requests and handoffs to end. New ones still come in, so the caller drains the worker
+        first. Succeeds when it has the role already. Raises, with nothing changed: StaleEpoch for another life than
+        `epoch`, WorkerLost when the worker is leaving, InvalidRequest when the pools are too different, Overloaded
+        when it is not empty in time.
         """
         if self.role == role:
             return
         self.check_epoch(epoch)
         if self.is_leaving:
-            raise WorkerLost(f"{self.worker_id} is about to go")
+            raise WorkerLost(f"{self.worker_id} is leaving")
         if (obstacle := self.config.pools.flip_obstacle) is not None:
-            raise InvalidRequest(f"this worker cannot change its role: {obstacle}", field="role")
+            raise InvalidRequest(f"cannot change the role of this worker: {obstacle}", field="role")
         try:
             async with asyncio.timeout(grace_s):
                 await self.until_idle()
@@ -235,27 +234,27 @@ class WorkerRuntime:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is neither a call nor a handoff."""
+        """Whether there are no calls and no handoffs."""
         return not (self.num_request_tasks or self.handoffs.num_leases)
 
     async def until_idle(self) -> None:
-        """Wait until `is_idle`; true until the caller awaits something."""
+        """Wait until `is_idle`, which holds until the caller's next await."""
         while not self.is_idle:
             await self._no_tasks.wait()
             await self.handoffs.until_empty()
 
     def _enter_role(self, role: worker_pb2.WorkerRole.ValueType) -> None:
-        """In one turn of the event loop: who knows the new epoch comes to the engine behind its new limits."""
+        """Change in one turn of the event loop: callers with the new epoch reach the engine after its new limits."""
         self.role = role
         self.epoch = mint_epoch()
         limits = limits_for(self.pool_config)
         self.engine.post(lambda core: core.scheduler.change_limits(limits))
         self.timing.change_budget(limits.max_step_tokens)
-        self.hub.end(StaleEpoch(f"{self.worker_id} has another role now"))
+        self.hub.end(StaleEpoch(f"{self.worker_id} has changed its role"))
         logger.info("role changed", extra={"role": ROLE_NAMES[role], "epoch": self.epoch})
 
     def announce_leaving(self) -> None:
-        """Tell the routers that this worker is about to end."""
+        """Tell the routers that this worker will end."""
         self.is_leaving = True
         self.hub.publish(KvEvents())
 
@@ -282,17 +281,24 @@ class WorkerRuntime:
             if not self.num_request_tasks:
                 self._no_tasks.set()
 
+    async def admit(self, add: Callable[[EngineCore], Group | Refused]) -> Group:
+        """Return the group that `add` makes on the engine thread; a cancelled caller cancels it. Raises Overloaded."""
+        group = await self.engine.acquire(add, _cancel_if_granted)
+        if isinstance(group, Refused):
+            raise Overloaded(group.reason, retry_after_s=group.retry_after_s)
+        return group
+
     def backlog_s(self) -> float:
-        """Return the predicted seconds until the prompts accepted so far are computed."""
+        """Return the predicted seconds until all accepted prompts are computed."""
         return self.timing.backlog_s(self.load, now_s=self.clock.monotonic())
 
     def check_epoch(self, epoch: int) -> None:
-        """Raise StaleEpoch when the caller means an earlier life of this worker."""
+        """Raise StaleEpoch when the caller means another life of this worker."""
         if epoch != self.epoch:
-            raise StaleEpoch(f"{self.worker_id} was restarted, or has another role now; its epoch is another one")
+            raise StaleEpoch(f"{self.worker_id} was restarted, or has changed its role; its epoch is a new one")
 
     def transfer_service(self) -> KvTransferService:
-        """Return the service that lets others pull this worker's blocks."""
+        """Return the service from which other workers pull blocks."""
         return KvTransferService(
             table=self.handoffs,
             engine=self.engine,
@@ -301,9 +307,7 @@ class WorkerRuntime:
                 worker_id=self.worker_id,
                 check_pull=self._check_pull,
                 epoch=lambda: self.epoch,
-                pid=os.getpid(),
-                transports=self.transports,
-                chunk_bytes=self.config.transfer.chunk_bytes,
+                transports=self._transports,
                 lease_ttl_s=self.config.transfer.lease_ttl_s,
             ),
             track=self.transfer_task,
@@ -316,11 +320,16 @@ class WorkerRuntime:
         self.hub.publish(report.kv_events, report.accepted)
 
 
+def _cancel_if_granted(core: EngineCore, group: Group | Refused) -> None:
+    if isinstance(group, Group):
+        core.cancel(group)
+
+
 def _end_process(_error: Exception) -> None:
-    """Die at once: routers see the connection break and recover elsewhere, and whoever started this starts it anew."""
+    """Exit at once: routers see the connection break and recover elsewhere, and the supervisor restarts the worker."""
     os._exit(_EXIT_SOFTWARE)
 
 
 def pool_of(config: ServingConfig, role: worker_pb2.WorkerRole.ValueType) -> PoolConfig:
-    """Return a role's pool section."""
+    """Return the pool section of a role."""
     return config.pools.prefill if role == worker_pb2.WORKER_ROLE_PREFILL else config.pools.decode

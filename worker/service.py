@@ -1,4 +1,4 @@
-"""WorkerService: who this worker is, what it caches, how loaded it is, what it holds."""
+"""WorkerService: identity, cache events, load, status and role of this worker."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ from worker.peer_probe import PeerProbe
 from worker.runtime import WorkerRuntime
 
 UPDATE_GAP_S = 0.02
-"""Load changes with each step; routers need not hear of each."""
+"""Shortest time between two updates: load changes with each step, and routers do not need every change."""
 MAX_GRACE_S = 3600.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -32,7 +32,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     """Answers questions about one runtime."""
 
     def __init__(self, runtime: WorkerRuntime, *, update_gap_s: float = UPDATE_GAP_S) -> None:
-        """`update_gap_s`: the least time between two updates of one watcher."""
+        """`update_gap_s`: shortest time between two updates of one watcher."""
         self._runtime = runtime
         self._update_gap_s = update_gap_s
         self._probe = PeerProbe(runtime.connect)
@@ -94,9 +94,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def SetRole(self, request: pb.SetRoleRequest, context: Context) -> pb.SetRoleResponse:  # noqa: D102
         async with error_boundary(context, "SetRole"):
             if request.role not in ROLE_NAMES:
-                raise InvalidRequest(f"{request.role} is no role", field="role")
+                raise InvalidRequest(f"unknown role {request.role}", field="role")
             if not 0 <= request.grace_s <= MAX_GRACE_S:
-                raise InvalidRequest(f"{request.grace_s:g}; between 0 and {MAX_GRACE_S:g} seconds", field="grace_s")
+                raise InvalidRequest(f"{request.grace_s:g}; must be 0 to {MAX_GRACE_S:g} seconds", field="grace_s")
             await self._runtime.change_role(request.role, epoch=request.epoch, grace_s=request.grace_s)
         return pb.SetRoleResponse(epoch=self._runtime.epoch)
 
@@ -104,7 +104,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self, request: pb.GetWorkerStatusRequest, context: Context
     ) -> pb.GetWorkerStatusResponse:
         runtime = self._runtime
-        load = runtime.load  # as of the last step: asking the engine would wait for the end of the running one
+        load = runtime.load  # of the last step: asking the engine would wait for the running one
         return pb.GetWorkerStatusResponse(
             status=pb.WorkerStatus(
                 load=load_to_proto(load, backlog_s=runtime.backlog_s()),
@@ -134,7 +134,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
 
 def load_to_proto(load: Load, *, backlog_s: float) -> pb.LoadReport:
-    """Return the part of a load that routers use."""
+    """Return the fields of a load that routers use."""
     return pb.LoadReport(
         num_running=load.num_running,
         num_waiting=load.num_waiting,

@@ -2,13 +2,10 @@
 
 import asyncio
 import logging
-import re
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
-from types import ModuleType
 from typing import Any
 
 import grpc
@@ -20,15 +17,7 @@ from common.trust.credentials import Credentials
 from common.trust.doors import door_of, scrape_tls
 from common.trust.guard import Guard
 from common.wire_names import ROLE_NAMES
-from kvrelay.v1 import (
-    kv_transfer_pb2,
-    kv_transfer_pb2_grpc,
-    prefix_pb2,
-    prefix_pb2_grpc,
-    worker_pb2,
-    worker_pb2_grpc,
-)
-from worker.departure import take_leave
+from kvrelay.v1 import kv_transfer_pb2_grpc, prefix_pb2_grpc, worker_pb2_grpc
 from worker.metrics import serve_metrics
 from worker.prefix_service import PrefixService
 from worker.runtime import ServedPorts, WorkerRuntime
@@ -37,63 +26,85 @@ from worker.service import UPDATE_GAP_S, WorkerService
 logger = logging.getLogger(__name__)
 
 _DIRECT_MESSAGE_BYTES = 64 << 10
-"""Of a request at the direct door, which anybody may send: a capability and a few numbers."""
+"""Largest request at the direct door, which any client may send: a capability and a few numbers."""
 _CALLS_GRACE_S = 5.0
-"""For calls that still run when the worker has taken leave."""
+"""Time for calls that still run when the worker has taken leave."""
 
 
 class Plane(Enum):
-    """A listener of a worker; the order in which they are started."""
+    """Listeners of a worker, in the order in which they start."""
 
     KV = Audience.INSIDERS, "pulls by other workers"
     DIRECT = Audience.CLIENTS, "tokens for clients"
     CONTROL = Audience.INSIDERS, "routers, the controller, operators"
 
 
-_SERVICER = re.compile(r"add_(\w+)Servicer_to_server")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PlaneService:
-    """A gRPC service and the listener that it belongs to."""
+    """A gRPC service and its listener."""
 
     plane: Plane
-    name: str
-    """Full name."""
-    add: Callable[[grpc.aio.Server], None]
+    register: Callable[[Any, grpc.aio.Server], None]
+    """Generated: add_NameServicer_to_server."""
+    servicer: object
 
-    @classmethod
-    def of(cls, plane: Plane, module: ModuleType, add: Callable[[Any, Any], None], servicer: object) -> "PlaneService":
-        """Return a service of a generated module, which `add` puts on a server; the servicer's base names it."""
-        name = _SERVICER.fullmatch(add.__name__)
-        assert name is not None, add.__name__
-        full_name = module.DESCRIPTOR.services_by_name[name[1]].full_name
-        return cls(plane=plane, name=full_name, add=partial(add, servicer))
+    @property
+    def name(self) -> str:
+        """Full name of the service."""
+        return f"kvrelay.v1.{self.register.__name__.removeprefix('add_').removesuffix('Servicer_to_server')}"
+
+    def add(self, server: grpc.aio.Server) -> None:
+        """Let a server serve it."""
+        self.register(self.servicer, server)
 
 
 MakeServices = Callable[[WorkerRuntime], Sequence[PlaneService]]
-"""Makes the services of the pools, beside those that every worker has."""
+"""Makes the services of the pools; every worker has the common ones as well."""
 
 
 def common_services(runtime: WorkerRuntime, *, update_gap_s: float = UPDATE_GAP_S) -> list[PlaneService]:
-    """Return the services that every worker has. `update_gap_s`: the least time between two updates of a watcher."""
+    """Return the services of every worker. `update_gap_s`: the shortest time between two updates of a watcher."""
+    worker_service = WorkerService(runtime, update_gap_s=update_gap_s)
+    prefix_service, transfer_service = PrefixService(runtime), runtime.transfer_service()
     return [
-        PlaneService.of(
-            Plane.CONTROL,
-            worker_pb2,
-            worker_pb2_grpc.add_WorkerServiceServicer_to_server,
-            WorkerService(runtime, update_gap_s=update_gap_s),
-        ),
-        PlaneService.of(
-            Plane.CONTROL, prefix_pb2, prefix_pb2_grpc.add_PrefixServiceServicer_to_server, PrefixService(runtime)
-        ),
-        PlaneService.of(
-            Plane.KV,
-            kv_transfer_pb2,
-            kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server,
-            runtime.transfer_service(),
-        ),
+        PlaneService(Plane.CONTROL, worker_pb2_grpc.add_WorkerServiceServicer_to_server, worker_service),
+        PlaneService(Plane.CONTROL, prefix_pb2_grpc.add_PrefixServiceServicer_to_server, prefix_service),
+        PlaneService(Plane.KV, kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server, transfer_service),
     ]
+
+
+SETTLE_S = 1.5
+"""Idle time after which a leaving worker may end. Requests that routers sent before they heard of it arrive within it,
+and the controller, which asks routers every second, begins to move prefixes."""
+
+
+async def take_leave(runtime: WorkerRuntime, *, grace_s: float) -> None:
+    """Announce the end, so that routers move the running answers, and return when the worker may end.
+
+    It may end when it has been idle for `SETTLE_S`; or when no router listens, so that nothing would be moved; or after
+    `grace_s`, and routers resume what is left from its tokens. The last worker of its pool still gets requests, and
+    serves them until then.
+    """
+    runtime.announce_leaving()
+    logger.info("leaving", extra={"grace_s": grace_s, "num_tasks": runtime.num_request_tasks})
+    reasons = [asyncio.ensure_future(reason) for reason in (_until_quiet(runtime), runtime.hub.until_unwatched())]
+    try:
+        done, _running = await asyncio.wait(reasons, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for reason in reasons:
+            reason.cancel()
+        await asyncio.wait(reasons)
+    if not done:
+        logger.warning("leaving before every answer has moved", extra={"num_tasks": runtime.num_request_tasks})
+
+
+async def _until_quiet(runtime: WorkerRuntime) -> None:
+    """Wait until the worker is idle, and still is after `SETTLE_S`."""
+    while True:
+        await runtime.until_idle()
+        await asyncio.sleep(SETTLE_S)
+        if runtime.is_idle:
+            return
 
 
 @dataclass(slots=True)
@@ -107,22 +118,22 @@ class RunningWorker:
 
     @property
     def address(self) -> str:
-        """host:port of its control."""
+        """Control address for routers and the controller, host:port."""
         return f"{self.host}:{self.servers[Plane.CONTROL].port}"
 
     @property
     def kv_address(self) -> str:
-        """host:port where other workers pull."""
+        """Address for pulls by other workers, host:port."""
         return f"{self.host}:{self.runtime.ports.kv}"
 
     @property
     def admin_address(self) -> str:
-        """Where the controller calls it."""
+        """Address for the controller, host:port."""
         return self.address
 
     @property
     def role(self) -> str:
-        """Name of its role at this moment."""
+        """Name of its current role."""
         return ROLE_NAMES[self.runtime.role]
 
     @property
@@ -131,9 +142,9 @@ class RunningWorker:
         return self.runtime.ports.metrics
 
     async def stop(self, grace_s: float) -> None:
-        """Take leave, refuse new work, let running calls end, all within `grace_s` seconds; free everything.
+        """Take leave, refuse new work and let running calls end, all within `grace_s` seconds; free everything.
 
-        With 0 it ends at once, and nobody is told.
+        With 0 it ends at once, unannounced.
         """
         loop = asyncio.get_running_loop()
         end_s = loop.time() + grace_s
@@ -152,10 +163,7 @@ class RunningWorker:
 async def start_worker(
     runtime: WorkerRuntime, make_services: MakeServices, credentials: Credentials, *, host: str, port: int
 ) -> RunningWorker:
-    """Start a runtime and serve it; `port` is that of its control, 0 takes one of its pool's.
-
-    Raises OSError when none is free.
-    """
+    """Start a runtime and serve it; `port` is the control port, 0 takes one of its pool's. Raises OSError if taken."""
     services = [*common_services(runtime), *make_services(runtime)]
     ports = runtime.pool_config.port_range
     servers: dict[Plane, Server] = {}

@@ -1,4 +1,4 @@
-"""A worker's picture of itself: how long its steps and its pulls take, and how long the prompts in line will."""
+"""Timing models that a worker fits to its own steps and pulls, and its prediction for the prompts in its queue."""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,9 +8,9 @@ from engine.events import Load, StepSample
 from worker.timing_fit import RobustFit
 
 NUM_WARM_UP_STEPS = 2
-"""First steps of a kind that are not counted: caches are cold, kernels may be compiled."""
+"""First steps of each kind that are left out: caches are cold, kernels may still be compiled."""
 MIN_CHANGE = 0.05
-"""Share by which a prediction must move before routers are told."""
+"""Relative change of a prediction that routers are told of."""
 MAX_PEERS = 256
 _FIRST_FIT = 8
 _FIT_INTERVAL = 1024
@@ -19,10 +19,12 @@ _DRIFT_RATE = 1 / 32
 _MAX_DRIFT = 0.1
 _MAX_BYTES_PER_S = 1e12
 _REFERENCE_BYTES = (1 << 20, 1 << 28)
+_WEIGHTS = ("constant_s", "per_prefill_token_s", "per_prefill_pair_s", "per_decode_s", "per_context_token_s")
+"""Fields of a `StepModel`, in the order of the features that they weigh."""
 
 
 class FitSchedule:
-    """When to fit again: at 8, 16, … 1024 samples, then every 1024; sooner when predictions are off on the average."""
+    """Decides when to fit: at 8, 16, … 1024 samples, then every 1024; sooner when predictions are off on average."""
 
     def __init__(self) -> None:
         self._num_new = 0
@@ -30,7 +32,7 @@ class FitSchedule:
         self._drift = 0.0
 
     def is_due(self, relative_error: float) -> bool:
-        """Count a sample and the error of its prediction; returns whether a fit pays now."""
+        """Count a sample and the error of its prediction; returns whether to fit now."""
         self._num_new += 1
         self._drift += _DRIFT_RATE * (max(-1.0, min(1.0, relative_error)) - self._drift)
         interval = min(_FIRST_FIT << max(0, self._num_fits - 1), _FIT_INTERVAL)
@@ -43,52 +45,31 @@ class FitSchedule:
 
 
 class StepFit:
-    """The model of one kind of steps."""
+    """Fits the model of one kind of step."""
 
     def __init__(self, guess: StepModel) -> None:
         self.model = guess
-        self._fit = RobustFit(
-            (
-                guess.constant_s,
-                guess.per_prefill_token_s,
-                guess.per_prefill_pair_s,
-                guess.per_decode_s,
-                guess.per_context_token_s,
-            )
-        )
+        self._fit = RobustFit([getattr(guess, weight) for weight in _WEIGHTS])
         self._schedule = FitSchedule()
         self._num_warm_up = NUM_WARM_UP_STEPS
 
     def add(self, sample: StepSample) -> bool:
-        """Take a step into account; returns whether the model is a new one."""
+        """Take a step into account; returns whether there is a new model."""
         if self._num_warm_up:
             self._num_warm_up -= 1
             return False
         shape = sample.shape
-        features = (
-            1,
-            shape.num_prefill_tokens,
-            shape.num_prefill_pairs,
-            shape.num_decodes,
-            shape.num_context_tokens,
-        )
+        features = (1, shape.num_prefill_tokens, shape.num_prefill_pairs, shape.num_decodes, shape.num_context_tokens)
         self._fit.add(features, sample.seconds)
         if not self._schedule.is_due(sample.seconds / max(self.model.seconds(shape), 1e-9) - 1):
             return False
-        constant, token, pair, decode, context = self._fit.fit()
-        self.model = StepModel(
-            constant_s=constant,
-            per_prefill_token_s=token,
-            per_prefill_pair_s=pair,
-            per_decode_s=decode,
-            per_context_token_s=context,
-            num_samples=self._fit.num_samples,
-        )
+        weights = dict(zip(_WEIGHTS, self._fit.fit(), strict=True))
+        self.model = StepModel(**weights, num_samples=self._fit.num_samples)
         return True
 
 
 class LinkFit:
-    """The model of pulls over one link."""
+    """Fits the model of pulls over one link."""
 
     def __init__(self, transport: int) -> None:
         self.transport = transport
@@ -97,7 +78,7 @@ class LinkFit:
         self._schedule = FitSchedule()
 
     def add(self, num_bytes: int, seconds: float) -> bool:
-        """Take a pull into account; returns whether the model is a new one."""
+        """Take a pull into account; returns whether there is a new model."""
         self._fit.add((1, num_bytes), seconds)
         error = seconds / max(self.model.seconds(num_bytes), 1e-9) - 1
         if self.model.num_samples and not self._schedule.is_due(error):
@@ -109,7 +90,7 @@ class LinkFit:
 
 
 class WorkerTiming:
-    """Learns from steps and pulls. Event loop only; O(1) a step, but for a fit now and then (about 1 ms)."""
+    """Learns from steps and pulls. Event loop only; O(1) per step, except for an occasional fit of about 1 ms."""
 
     def __init__(self, *, max_step_tokens: int) -> None:
         self._prefill = StepFit(GUESSED_TIMING.prefill)
@@ -119,30 +100,30 @@ class WorkerTiming:
         self._max_step_tokens = max_step_tokens
         self.model = self._latest()
         self.version = 0
-        """Counts the models that differ noticeably from the one before."""
+        """Number of models so far that differed noticeably from the one before."""
         self.busy_s = 0.0
-        """How long steps have taken, all together."""
+        """Total time in steps."""
         self._told = self._predictions()
 
     @property
     def transports(self) -> Mapping[WorkerId, int]:
-        """How each peer was reached last, as a worker_pb2.KvTransport number."""
+        """Transport of the last pull from each peer, as a worker_pb2.KvTransport number."""
         return {peer: link.transport for peer, link in self._links.items()}
 
     def change_budget(self, max_step_tokens: int) -> None:
-        """Steps may have so many tokens from now on; what is known of their times stays."""
+        """Set the largest number of tokens in a step; what was learned stays."""
         self._max_step_tokens = max_step_tokens
         self._renew()
 
     def observe(self, samples: Iterable[StepSample]) -> None:
-        """Learn from steps that have ended."""
+        """Learn from finished steps."""
         for sample in samples:
             self.busy_s += sample.seconds
             if (self._prefill if sample.shape.num_prefill_tokens else self._decode).add(sample):
                 self._renew()
 
     def observe_pull(self, peer: WorkerId, transport: int, num_bytes: int, seconds: float) -> None:
-        """Learn from a pull whose bytes were all there when it began."""
+        """Learn from a pull that waited for nothing but its bytes."""
         link = self._links.get(peer)
         if link is None or link.transport != transport:
             self._links.pop(peer, None)
@@ -154,7 +135,7 @@ class WorkerTiming:
             self._renew()
 
     def backlog_s(self, load: Load, *, now_s: float) -> float:
-        """Return the predicted seconds until the prompts in `load` are computed; of the running step, what is left."""
+        """Return the predicted seconds until the prompts in `load` are computed, from now on."""
         if not load.num_pending_prefill_tokens:
             return 0.0
         whole_s = self.model.prompts_s(
@@ -164,7 +145,7 @@ class WorkerTiming:
             num_context_tokens=load.num_context_tokens if load.num_decoding else 0,
         )
         num_steps = self.model.num_prefill_steps(load.num_pending_prefill_tokens, num_decodes=load.num_decoding)
-        # Each step brings a new load: more than one cannot have passed since, however long ago that was.
+        # Each step brings a new load: at most one has passed since this one, however long ago that was.
         return whole_s - min(max(now_s - load.measured_s, 0.0), whole_s / num_steps)
 
     def _latest(self) -> TimingModel:
@@ -188,21 +169,21 @@ class WorkerTiming:
             self.version += 1
 
     def _predictions(self) -> dict[object, float]:
-        """Return the seconds of the steps and pulls by which models are compared, by what they are of."""
+        """Return the predicted seconds of the reference steps and pulls by which models are compared."""
         predictions: dict[object, float] = {}
         for shape in reference_shapes(self._max_step_tokens):
             predictions[shape] = self.model.step_s(shape)
         for peer, link in self.model.links.items():
             for num_bytes in _REFERENCE_BYTES:
                 predictions[peer, num_bytes] = link.seconds(num_bytes)
-        # A first measurement is news, whatever it says.
+        # The first measurement is always a change.
         predictions["prefill"] = float(self.model.prefill.num_samples > 0)
         predictions["decode"] = float(self.model.decode.num_samples > 0)
         return predictions
 
 
 def reference_shapes(max_step_tokens: int) -> list[StepShape]:
-    """Return steps from light to heavy: chunks of prompts at several depths, with and without decodes, and decodes."""
+    """Return light to heavy steps: chunks of prompts at several depths, with and without decodes, and decodes alone."""
     chunks = [
         StepShape(
             num_prefill_tokens=num_tokens,

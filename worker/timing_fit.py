@@ -1,12 +1,11 @@
 """Fits seconds = weights · features to what a worker has measured: never negative, robust, with bounded memory.
 
-Memory is stratified: samples are kept in buckets of similar features, the latest few of each. Hours of steady decoding
-then do not push out the few long prompts that show what a context token costs. A fit is iteratively reweighted least
+Memory is stratified: each bucket of similar features keeps its latest samples, so that hours of steady decoding do not
+push out the few long prompts that show what a context token costs. A fit is iteratively reweighted least
 squares on relative errors: Cauchy's weights, with the median absolute error as scale (Holland and Welsch, Robust
 regression using iteratively reweighted least-squares, 1977), halved with age, and a ridge towards a prior where data do
-not tell features apart. The prior counts by its proportions only: it is first scaled to the data, so that ten equal
-steps teach its speed and leave its shape. Non-negativity is held by an active set (Lawson and Hanson, Solving Least
-Squares Problems, 1974).
+not tell features apart. Only the proportions of the prior count: it is first scaled to the data, so that ten equal
+steps set its speed and leave its shape.
 """
 
 import math
@@ -15,28 +14,30 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+from scipy.optimize import nnls
 
 Array = npt.NDArray[np.float64]
 
 MAX_BUCKETS = 64
 BUCKET_SAMPLES = 16
 HALF_LIFE = 4096.0
-"""Samples after which an older one counts half."""
+"""Number of newer samples that halves the weight of a sample."""
 _MIN_AGE_WEIGHT = 1 / 16
 _CAUCHY = 2.385  # 95 % efficient when there are no outliers
-_MIN_SCALE = 0.01  # timers and schedulers are not better than that
+_MIN_SCALE = 0.01  # timers and schedulers are no better than this
 _MIN_SECONDS = 1e-9
 _NUM_ROUNDS = 12
+_MAX_NNLS_ROUNDS = 1000  # far above what five features need: nnls raises when it has not ended by then
 _ENOUGH = 2e-3  # rounds end when no prediction moves by a larger share
 _MIN_NEW_SAMPLES = 64
 _MAX_DRIFT = 0.1
 
 
 class RobustFit:
-    """One linear model. Not thread-safe; `add` is O(1), `fit` O(what is remembered)."""
+    """One linear model. Not thread-safe; `add` is O(1), `fit` is linear in the samples remembered."""
 
     def __init__(self, prior: Sequence[float]) -> None:
-        """Begin with the weights `prior`, none negative and not all zero."""
+        """Start with the weights `prior`: none negative, not all zero."""
         self._prior = np.asarray(prior, dtype=np.float64)
         self._buckets: dict[tuple[int, ...], deque[tuple[float, ...]]] = {}
         self._num_fitted = 0
@@ -44,11 +45,11 @@ class RobustFit:
 
     @property
     def num_remembered(self) -> int:
-        """Samples that the next fit uses."""
+        """Number of samples that the next fit uses."""
         return sum(map(len, self._buckets.values()))
 
     def add(self, features: tuple[int, ...], seconds: float) -> None:
-        """Remember a sample; it counts from the next `fit` on. Features are not negative."""
+        """Remember a sample for the next `fit`. Features are not negative."""
         self.num_samples += 1
         key = tuple([feature.bit_length() for feature in features])
         bucket = self._buckets.pop(key, None)
@@ -56,14 +57,14 @@ class RobustFit:
             bucket = deque(maxlen=BUCKET_SAMPLES)
             if len(self._buckets) >= MAX_BUCKETS:
                 del self._buckets[next(iter(self._buckets))]
-        self._buckets[key] = bucket  # last: the first one is that unused for longest
+        self._buckets[key] = bucket  # at the end: the first bucket is the least recently used
         bucket.append((*features, seconds, self.num_samples))
 
     def fit(self) -> tuple[float, ...]:
         """Return the weights, finite and not negative; the prior before the first sample.
 
         When the latest samples agree on a speed that the weights do not explain, the machine has become faster or
-        slower, and all older ones are restated at today's speed: else the latest would long pass for outliers.
+        slower. Older samples are then restated at the new speed; otherwise the latest would count as outliers for long.
         """
         if not self._buckets:
             return tuple(self._prior.tolist())
@@ -79,7 +80,7 @@ class RobustFit:
         return tuple(weights.tolist())
 
     def _weigh(self) -> tuple[Array, float]:
-        """Return the weights, and the median of measured / predicted seconds of what came since the last fit."""
+        """Return the weights, and the median of measured / predicted seconds since the last fit."""
         rows = np.array([row for bucket in self._buckets.values() for row in bucket], dtype=np.float64)
         features, seconds, order = rows[:, :-2], np.maximum(rows[:, -2], _MIN_SECONDS), rows[:, -1]
         age_weights = np.maximum(np.exp2((order - self.num_samples) / HALF_LIFE), _MIN_AGE_WEIGHT)
@@ -102,7 +103,7 @@ def fit_weights(features: Array, seconds: Array, sample_weights: Array, prior: A
         ratios = seconds / predicted
         errors = np.abs(np.log(ratios))
         scale = _CAUCHY * max(1.4826 * float(np.median(errors)), _MIN_SCALE)
-        # The second factor bounds what a step 20 times too slow can do while the scale is still that of a wrong model.
+        # The second factor bounds the effect of steps 20 times too slow while the scale is still of a wrong model.
         trust = sample_weights / (1 + (errors / scale) ** 2) / np.maximum(1.0, np.abs(ratios - 1) / scale)
         before, weights = weights, _solve(features / predicted[:, None], seconds / predicted, trust, prior, ridge)
         if (np.abs(features @ (weights - before)) <= _ENOUGH * predicted).all():
@@ -112,48 +113,14 @@ def fit_weights(features: Array, seconds: Array, sample_weights: Array, prior: A
 
 def _solve(features: Array, targets: Array, trust: Array, prior: Array, ridge: float) -> Array:
     """Return the non-negative ridge solution; features that are always 0 keep their prior."""
-    weighted = features * trust[:, None]
-    products, moments = features.T @ weighted, targets @ weighted
-    norms = np.sqrt(np.diag(products))
+    root = np.sqrt(trust)
+    rows = features * root[:, None]
+    norms = np.linalg.norm(rows, axis=0)
     seen = np.flatnonzero(norms > 0)
     norms = norms[seen]
     # In units in which every feature has norm 1, so that the ridge is the same for tokens and for pairs.
-    products = products[np.ix_(seen, seen)] / np.outer(norms, norms) + ridge * np.eye(len(seen))
-    moments = moments[seen] / norms + ridge * prior[seen] * norms
+    system = np.vstack((rows[:, seen] / norms, math.sqrt(ridge) * np.eye(len(seen))))
+    wanted = np.concatenate((targets * root, math.sqrt(ridge) * prior[seen] * norms))
     weights = prior.copy()
-    weights[seen] = solve_non_negative(products, moments) / norms
+    weights[seen] = nnls(system, wanted, maxiter=_MAX_NNLS_ROUNDS)[0] / norms
     return weights
-
-
-def solve_non_negative(products: Array, moments: Array) -> Array:
-    """Return x >= 0 that minimizes x·products·x / 2 - moments·x; `products` [n, n] is positive definite."""
-    solution: Array = np.linalg.solve(products, moments).astype(np.float64)
-    if (solution >= 0).all():
-        return solution
-    solution = np.zeros(len(moments))
-    free = np.zeros(len(moments), dtype=bool)
-    tolerance = 1e-12 * float(np.abs(moments).max())
-    for _ in range(3 * len(moments)):
-        slope = np.where(free, -np.inf, moments - products @ solution)
-        if slope.max() <= tolerance:
-            break
-        free[int(slope.argmax())] = True
-        solution = _descend(products, moments, solution, free)
-    return solution
-
-
-def _descend(products: Array, moments: Array, solution: Array, free: npt.NDArray[np.bool_]) -> Array:
-    """Return the minimum over the free entries; those that would become negative are bound to 0. Mutates `free`."""
-    while True:
-        at = np.flatnonzero(free)
-        trial = np.zeros_like(solution)
-        trial[at] = np.linalg.solve(products[np.ix_(at, at)], moments[at])
-        bad = at[trial[at] <= 0]
-        if not len(bad):
-            return trial
-        step = float(np.min(solution[bad] / (solution[bad] - trial[bad])))
-        solution += step * (trial - solution)
-        free[bad[solution[bad] <= 1e-15]] = False
-        if not free.any():
-            return np.zeros_like(solution)
-        solution[~free] = 0.0

@@ -108,10 +108,6 @@ class MockWorker(
         finished = prefill_pb2.PrefillFinished(first_tokens=[_token(0, request.sequence)], prefill_s=0.0)
         await context.write(prefill_pb2.PrefillResponse(finished=finished))
 
-    async def Decode(self, request: decode_pb2.DecodeRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
-        for answer in _answers(request):
-            await context.write(answer)
-
     async def DecodeMany(  # type: ignore[override]  # noqa: D102
         self, request_iterator: AsyncIterator[decode_pb2.DecodeManyRequest], context: Context
     ) -> None:

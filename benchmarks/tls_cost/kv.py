@@ -13,6 +13,7 @@ from benchmarks.tls_cost.kv_pages import SHAPE, Pages
 from benchmarks.tls_cost.kv_source import EPOCH
 from benchmarks.trust import running_child
 from common.clock import SystemClock
+from common.config import TransferConfig
 from common.ids import BlockId, WorkerId, mint_handoff_id
 from common.trust.authority import Authority
 from common.trust.credentials import Credentials
@@ -20,8 +21,8 @@ from common.trust.identity import Role
 from common.trust.reach import Reach
 from common.trust.tickets import IssueTicket, PullRight, of_handoff
 from kv_transfer.pull import KvPuller, PullPlan
+from kv_transfer.transports.registry import WorkerTransports
 from kv_transfer.wanted import WantedHandoff
-from kvrelay.v1 import worker_pb2
 
 NUM_BLOCKS = 512
 _SOURCE, _SINK = WorkerId("source"), WorkerId("sink")
@@ -38,9 +39,10 @@ class _Pair:
 
 async def measure_kv(figures: Figures, *, num_rounds: int, window_s: float) -> None:
     """Pull all pages again and again."""
+    pages = Pages(NUM_BLOCKS)
     puller = KvPuller(
-        store=Pages(NUM_BLOCKS),
-        transports=(worker_pb2.KV_TRANSPORT_GRPC,),
+        store=pages,
+        transports=WorkerTransports.named(["grpc"], pages, chunk_bytes=TransferConfig().chunk_bytes),
         clock=SystemClock(),
         on_bytes=lambda _transport, _count: None,
         on_pull=lambda _peer, _transport, _count, _seconds: None,

@@ -23,9 +23,9 @@ from common.trust.access import Audience
 from common.trust.guard import Guard
 from engine.thread import EngineDriver
 from kv_transfer.handoff import FirstToken, Handoff, HandoffManifest, HandoffTable
-from kv_transfer.rights import check_by
-from kv_transfer.serve import KvTransferService, ServeSettings
-from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2
+from kv_transfer.serve import KvTransferService, ServeSettings, check_by
+from kv_transfer.transports.registry import WorkerTransports
+from kvrelay.v1 import kv_transfer_pb2_grpc
 
 EPOCH = Epoch(1)
 _LEASE_S = 60.0
@@ -59,17 +59,16 @@ class _NoEngine:
 
 async def _serve(num_blocks: int) -> None:
     credentials = await enrol_child()
+    pages = Pages(num_blocks)
     service = KvTransferService(
         table=FullTable(num_blocks),
         engine=cast(EngineDriver, _NoEngine()),
-        store=Pages(num_blocks),
+        store=pages,
         settings=ServeSettings(
             worker_id=WorkerId(credentials.identity.name),
             check_pull=check_by(credentials),
             epoch=lambda: EPOCH,
-            pid=os.getpid(),
-            transports=(worker_pb2.KV_TRANSPORT_GRPC,),
-            chunk_bytes=TransferConfig().chunk_bytes,
+            transports=WorkerTransports.named(["grpc"], pages, chunk_bytes=TransferConfig().chunk_bytes),
             lease_ttl_s=_LEASE_S,
         ),
         track=nullcontext,

@@ -2,7 +2,8 @@
 
 import ray
 
-from common.service_actor import RunningService, ServiceActor, ServiceParams
+from common.process import RunningService
+from common.service_actor import ServiceActor, ServiceParams
 from common.trust.credentials import Credentials
 
 

@@ -5,9 +5,9 @@ Which of them is called is the routers' choice; the runtime's role says which th
 
 from common.config import ServingConfig
 from common.trust.credentials import Credentials
-from decode_worker.server import decode_services
+from decode_worker.service import decode_services
 from kvrelay.v1 import worker_pb2
-from prefill_worker.server import prefill_services
+from prefill_worker.service import prefill_services
 from worker.runtime import WorkerRuntime
 from worker.serving import PlaneService, RunningWorker, start_worker
 

@@ -82,9 +82,6 @@ class RouterConfig(Section):
     """Seconds that a request which lost its worker waits for one to come back before it fails."""
     max_attempts: Annotated[int, Field(ge=1), Need.ROUTERS] = 6
     """Plans per request, the first one included."""
-    decode_streams: Annotated[Literal["shared", "per_request"], Need.ROUTERS] = "shared"
-    """`shared`: all calls to a decode worker on one stream, one message per engine step. `per_request`: a stream for
-    each, at several times the CPU time per token."""
     default_max_tokens: Annotated[int, Field(ge=1), Need.ROUTERS] = 256
     """Longest answer, in tokens, to a request that sets no limit."""
     max_message_mib: Annotated[int, Field(ge=1, le=64), Need.ROUTERS] = 4

@@ -15,6 +15,7 @@ from common.config.keys import Need, Section, needs_of
 from common.config.router import ENV_PREFIX, ROUTER_PORTS, RouterConfig, SloConfig, TenantConfig
 from common.config.workers import ModelConfig, PoolsConfig, TransferConfig
 from common.ports import MAX_PORT, is_loopback
+from common.wire_names import TRANSPORT_NUMBERS
 
 
 class ConfigError(Exception):
@@ -105,7 +106,7 @@ class ServingConfig(Section):
         if decode.count == 0:
             raise ValueError("pools.decode.count: 0; answers need at least one decode worker")
         if not self.transfer.transports:
-            raise ValueError("transfer.transports: empty; name at least one of shm, grpc")
+            raise ValueError(f"transfer.transports: empty; name at least one of {', '.join(TRANSPORT_NUMBERS)}")
         if self.model.device == "cpu" and (prefill.num_gpus or decode.num_gpus):
             raise ValueError("pools.*.num_gpus: GPUs are reserved, but model.device: cpu")
         for name, pool in (("prefill", prefill), ("decode", decode)):

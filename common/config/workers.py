@@ -2,11 +2,19 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from common.config.keys import Need, Section
+from common.wire_names import TRANSPORT_NUMBERS
 
-TransportName = Literal["cuda_ipc", "shm", "grpc"]
+
+def _known_transport(name: str) -> str:
+    if name not in TRANSPORT_NUMBERS:
+        raise ValueError(f"{name!r} is no transport; known are {', '.join(TRANSPORT_NUMBERS)}")
+    return name
+
+
+TransportName = Annotated[str, AfterValidator(_known_transport)]
 
 
 class ModelConfig(Section):

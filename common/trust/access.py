@@ -59,7 +59,7 @@ METHODS: Mapping[str, frozenset[Role]] = {
         SetRole=_CONTROLLER,
     ),
     **_methods("PrefillService", Prefill=_ROUTERS),
-    **_methods("DecodeService", Decode=_ROUTERS, DecodeMany=_ROUTERS),
+    **_methods("DecodeService", DecodeMany=_ROUTERS),
     **_methods("PrefixService", ListHotPrefixes=_CONTROLLER, PullPrefixes=_CONTROLLER),
     **_methods("KvTransferService", DescribePages=_WORKERS, FetchBlocks=_WORKERS),
     **_methods(

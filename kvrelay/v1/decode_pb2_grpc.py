@@ -35,11 +35,6 @@ class DecodeServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Decode = channel.unary_stream(
-                '/kvrelay.v1.DecodeService/Decode',
-                request_serializer=kvrelay_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
-                response_deserializer=kvrelay_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
-                _registered_method=True)
         self.DecodeMany = channel.stream_stream(
                 '/kvrelay.v1.DecodeService/DecodeMany',
                 request_serializer=kvrelay_dot_v1_dot_decode__pb2.DecodeManyRequest.SerializeToString,
@@ -51,16 +46,9 @@ class DecodeServiceServicer(object):
     """Writes answers.
     """
 
-    def Decode(self, request, context):
-        """Reserves pages, pulls the KV of a handoff or computes it itself, decodes, streams.
-        Closing the call frees everything.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def DecodeMany(self, request_iterator, context):
-        """The same for all requests of one router over one stream: one message per engine step.
+        """All requests of one router over one stream, with one message per engine step. Each request reserves pages, pulls the
+        KV of a handoff or computes it itself, decodes and streams; closing it frees everything.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -69,11 +57,6 @@ class DecodeServiceServicer(object):
 
 def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Decode': grpc.unary_stream_rpc_method_handler(
-                    servicer.Decode,
-                    request_deserializer=kvrelay_dot_v1_dot_decode__pb2.DecodeRequest.FromString,
-                    response_serializer=kvrelay_dot_v1_dot_decode__pb2.DecodeResponse.SerializeToString,
-            ),
             'DecodeMany': grpc.stream_stream_rpc_method_handler(
                     servicer.DecodeMany,
                     request_deserializer=kvrelay_dot_v1_dot_decode__pb2.DecodeManyRequest.FromString,
@@ -90,33 +73,6 @@ def add_DecodeServiceServicer_to_server(servicer, server):
 class DecodeService(object):
     """Writes answers.
     """
-
-    @staticmethod
-    def Decode(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/kvrelay.v1.DecodeService/Decode',
-            kvrelay_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
-            kvrelay_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def DecodeMany(request_iterator,

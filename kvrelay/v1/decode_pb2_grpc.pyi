@@ -33,37 +33,23 @@ class DecodeServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeServiceAsyncStub: ...
-    Decode: _grpc.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]
-    """Reserves pages, pulls the KV of a handoff or computes it itself, decodes, streams.
-    Closing the call frees everything.
-    """
     DecodeMany: _grpc.StreamStreamMultiCallable[_decode_pb2.DecodeManyRequest, _decode_pb2.DecodeManyResponse]
-    """The same for all requests of one router over one stream: one message per engine step."""
+    """All requests of one router over one stream, with one message per engine step. Each request reserves pages, pulls the
+    KV of a handoff or computes it itself, decodes and streams; closing it frees everything.
+    """
 
 @_typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
     """Writes answers."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Decode: _aio.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]  # type: ignore[assignment]
-    """Reserves pages, pulls the KV of a handoff or computes it itself, decodes, streams.
-    Closing the call frees everything.
-    """
     DecodeMany: _aio.StreamStreamMultiCallable[_decode_pb2.DecodeManyRequest, _decode_pb2.DecodeManyResponse]  # type: ignore[assignment]
-    """The same for all requests of one router over one stream: one message per engine step."""
+    """All requests of one router over one stream, with one message per engine step. Each request reserves pages, pulls the
+    KV of a handoff or computes it itself, decodes and streams; closing it frees everything.
+    """
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     """Writes answers."""
-
-    @_abc_1.abstractmethod
-    def Decode(
-        self,
-        request: _decode_pb2.DecodeRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_decode_pb2.DecodeResponse], _abc.AsyncIterator[_decode_pb2.DecodeResponse]]:
-        """Reserves pages, pulls the KV of a handoff or computes it itself, decodes, streams.
-        Closing the call frees everything.
-        """
 
     @_abc_1.abstractmethod
     def DecodeMany(
@@ -71,7 +57,9 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_decode_pb2.DecodeManyRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.DecodeManyResponse], _abc.AsyncIterator[_decode_pb2.DecodeManyResponse]]:
-        """The same for all requests of one router over one stream: one message per engine step."""
+        """All requests of one router over one stream, with one message per engine step. Each request reserves pages, pulls the
+        KV of a handoff or computes it itself, decodes and streams; closing it frees everything.
+        """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

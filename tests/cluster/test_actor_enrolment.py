@@ -9,7 +9,8 @@ pytest.importorskip("ray")
 
 from cluster.ray.launch_ray import enrol_actor
 from common.config import ServingConfig
-from common.service_actor import RunningService, ServiceActor, ServiceParams
+from common.process import RunningService
+from common.service_actor import ServiceActor, ServiceParams
 from common.trust.authority import Authority, AuthoritySettings
 from common.trust.credentials import Credentials
 from common.trust.identity import Role

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("short_settling")
 
 @pytest.fixture
 def short_settling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.departure.SETTLE_S", 0.1)
+    monkeypatch.setattr("worker.serving.SETTLE_S", 0.1)
 
 
 @asynccontextmanager
@@ -132,6 +132,6 @@ async def test_direct_stream_moves_too() -> None:
 
 
 async def test_worker_that_no_router_listens_to_does_not_wait_for_its_grace() -> None:
-    async with running_pair() as pair, asyncio.timeout(GRACE_S / 2):
+    async with running_pair(ends_empty=False) as pair, asyncio.timeout(GRACE_S / 2):
         with pair.decode.runtime.transfer_task():
             await pair.decode.stop(GRACE_S)

@@ -34,6 +34,8 @@ class Step:
     """Time at which the client cancels; None: it waits for the end."""
     half_closes: bool = True
     is_stream: bool = False
+    ends_with_call: bool = False
+    """Whether the client leaves a shared stream when its only call has ended."""
     is_endless: bool = False
     """Whether such a call may last for ever."""
     metadata: tuple[tuple[str, Any], ...] = ()
@@ -70,7 +72,7 @@ async def _play(world: World, step: Step) -> Outcome:
                 call = channel.stream_stream(step.method)(metadata=step.metadata)
                 async with asyncio.TaskGroup() as both:
                     both.create_task(_write(call, step))
-                    both.create_task(_read(call, outcome))
+                    both.create_task(_read(call, outcome, ends_with_call=step.ends_with_call))
             else:
                 await _read(channel.unary_stream(step.method)(step.messages[0], metadata=step.metadata), outcome)
     except TimeoutError:
@@ -89,10 +91,12 @@ async def _write(call: Any, step: Step) -> None:
             await call.done_writing()
 
 
-async def _read(call: Any, outcome: Outcome) -> None:
+async def _read(call: Any, outcome: Outcome, *, ends_with_call: bool = False) -> None:
     try:
         while (message := await call.read()) is not grpc.aio.EOF:
             outcome.responses.append(message)
+            if ends_with_call and any(update.HasField("status_code") for update in message.updates):
+                return
         outcome.code = grpc.StatusCode.OK
     except grpc.aio.AioRpcError as error:
         outcome.code, outcome.details = error.code(), error.details() or ""

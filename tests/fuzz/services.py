@@ -27,7 +27,7 @@ from engine.core import EngineCore
 from engine.events import StepReport
 from engine.fake import FakeExecutor
 from engine.thread import EngineDriver
-from kv_transfer.rights import check_by
+from kv_transfer.serve import check_by
 from kvrelay.v1 import (
     inference_pb2_grpc,
     router_admin_pb2_grpc,

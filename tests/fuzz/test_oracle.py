@@ -10,7 +10,7 @@ import pytest
 from common.trust.guard import Guard
 from common.trust.identity import Identity, Role
 from common.trust.proofs import ProofVerifier
-from kv_transfer import rights
+from kv_transfer import serve
 from kv_transfer.handoff import HandoffTable
 from router.validation import RequestReader
 from tests.fuzz.members import DENIED, credentials_of
@@ -109,7 +109,7 @@ def test_call_that_is_served_to_whoever_may_not_make_it_is_found(
 def test_pull_that_its_ticket_does_not_allow_is_found(pull_server: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     fetch_with_a_ticket_of_a_worker = bytes([*bytes(11), 0, 255, WORDS.index("ticket-of-worker")])
     assert kinds(pull_server, fetch_with_a_ticket_of_a_worker) == set()
-    monkeypatch.setattr(rights, "check_ticket", lambda *_args, **_options: None)
+    monkeypatch.setattr(serve, "check_ticket", lambda *_args, **_options: None)
     assert kinds(pull_server, fetch_with_a_ticket_of_a_worker) == {"protocol"}
 
 

@@ -39,7 +39,6 @@ _KINDS: Mapping[str, Callable[[PullRight], str]] = {
 WORDS = (RIGHT, RIGHT, *_KINDS, "", "x", "a.b.c", "x" * 7000)
 """Tickets that hints offer; those outside `_KINDS` are sent unchanged."""
 _PULLING: Mapping[str, type[Message]] = {
-    "Decode": decode_pb2.DecodeRequest,
     "DecodeMany": decode_pb2.DecodeManyRequest,
     "Prefill": prefill_pb2.PrefillRequest,
     "PullPrefixes": prefix_pb2.PullPrefixesRequest,

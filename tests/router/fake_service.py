@@ -123,10 +123,6 @@ class _WorkerService(
                 await context.write(prefill_pb2.PrefillResponse(finished=finished))
                 await worker.reach("prefill_end")
 
-    async def Decode(self, request: decode_pb2.DecodeRequest, context: Context) -> None:  # type: ignore[override]
-        async with error_boundary(context, "Decode"):
-            await self._decode(request, context.write)
-
     async def DecodeMany(  # type: ignore[override]
         self, request_iterator: AsyncIterator[decode_pb2.DecodeManyRequest], context: Context
     ) -> None:

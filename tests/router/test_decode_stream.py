@@ -22,14 +22,13 @@ from tests.router.fakes import (
 )
 
 
-@pytest.mark.parametrize(("kind", "num_streams"), [("shared", 1), ("per_request", 0)])
-async def test_requests_side_by_side_are_answered_over_either_kind_of_stream(kind: str, num_streams: int) -> None:
+async def test_requests_side_by_side_are_answered_over_one_stream() -> None:
     prefill, decode = pair()
-    async with running_cluster(prefill, decode, config=config_with(decode_streams=kind)) as cluster:
+    async with running_cluster(prefill, decode, config=config_with()) as cluster:
         replies = await asyncio.gather(*(cluster.generate(make_request(10 + i, max_tokens=9)) for i in range(6)))
         for i, reply in enumerate(replies):
             assert reply.token_ids() == answer(prompt_of(10 + i), 9)
-        assert decode.num_streams == num_streams
+        assert decode.num_streams == 1
         await cluster.until_idle()
 
 

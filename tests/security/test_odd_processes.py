@@ -13,7 +13,8 @@ from cryptography.x509 import CertificateSigningRequestBuilder, Name
 from cluster.processes.launch_local import LocalLauncher
 from cluster.processes.launcher import StartFailed
 from common.config import parse_config
-from common.service_actor import RunningService, ServiceActor, ServiceParams
+from common.process import RunningService
+from common.service_actor import ServiceActor, ServiceParams
 from common.trust.credentials import Credentials
 from tests.cluster.support import make_spec
 from tests.trust import AUTHORITY

@@ -8,6 +8,7 @@ from common.errors import TransferError
 from common.ids import BlockId
 from engine.executor import DevicePeerPages, DeviceRegion
 from engine.fake import FakeKvStore
+from worker.serving import RunningWorker
 
 
 @dataclass
@@ -50,6 +51,14 @@ class FakeSharing:
     def count_closed(self) -> None:
         self.card.num_closed += 1
         self._loop.call_soon_threadsafe(self.card.closed.set)
+
+
+def put_on_card(worker: RunningWorker, card: Card) -> None:
+    """Move a worker's pages to device memory."""
+    store = worker.runtime.executor.kv
+    assert isinstance(store, FakeKvStore)
+    store.device_sharing = FakeSharing(card, store)
+    store.shared_region = None
 
 
 class _Mapped:

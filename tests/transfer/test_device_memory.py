@@ -1,35 +1,30 @@
-"""Handoffs through the memory of one card: chosen where it reaches, verified like any other, and let go of."""
+"""Handoffs through the memory of one card: chosen where it reaches, verified, and unmapped afterwards."""
 
 import asyncio
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
-import grpc
 import pytest
 
-from common.errors import HandoffGone, KvIncomplete, KvrelayError
+from common.errors import HandoffGone, KvIncomplete, KvrelayError, TransferError
 from common.ids import BlockId, Epoch, WorkerId
 from common.rpc import abort
 from engine.fake import FakeKvStore
-from kv_transfer.peer_memory import PeerMemory
+from kv_transfer.pull import Pulled
+from kv_transfer.transports.cuda_ipc import CudaIpc
+from kv_transfer.transports.grpc_chunks import GrpcChunks
+from kv_transfer.transports.registry import WorkerTransports
+from kv_transfer.transports.transport import PeerLife, PullTarget
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import worker_pb2
-from tests.builders import BLOCK_SIZE, expected_tokens, make_request
-from tests.transfer.device_sharing import Card, FakeSharing
+from tests.builders import BLOCK_SIZE, make_request
+from tests.transfer.device_sharing import Card, FakeSharing, put_on_card
 from tests.transfer.test_pull import BLOCK, Peer, manifest, plan, pulling
-from tests.worker.cluster import Answer, Pair, running_pair
+from tests.worker.cluster import Answer, running_pair
 
-PEER = WorkerId("prefill-0")
+PEER, NEXT_LIFE = (PeerLife(WorkerId("prefill-0"), Epoch(epoch)) for epoch in (1, 2))
 EVERY = ("cuda_ipc", "shm", "grpc")
 LENGTHS = sorted({1, *(BLOCK_SIZE * k + d for k in (1, 8) for d in (-1, 0, 1)), 200})
-
-
-def put_on_cards(pair: Pair, prefill: Card, decode: Card) -> None:
-    """Move the workers' pages to device memory."""
-    for worker, card in ((pair.prefill, prefill), (pair.decode, decode)):
-        store = worker.runtime.executor.kv
-        assert isinstance(store, FakeKvStore)
-        store.device_sharing = FakeSharing(card, store)
-        store.shared_region = None
 
 
 def transport_of(answer: Answer) -> int:
@@ -59,154 +54,149 @@ def make_sharing(card: Card, *, num_blocks: int = 8) -> FakeSharing:
     return sharing
 
 
-def memory_of(sharing: FakeSharing, *, keep_mapped_s: float = 60.0) -> PeerMemory:
-    transports = (worker_pb2.KV_TRANSPORT_CUDA_IPC, worker_pb2.KV_TRANSPORT_GRPC)
-    return PeerMemory(store=sharing.store, transports=transports, keep_mapped_s=keep_mapped_s)
+class Puller:
+    """Pulls from peers by CUDA IPC, or by gRPC."""
+
+    def __init__(self, sharing: FakeSharing, *, keep_mapped_s: float = 60.0) -> None:
+        cuda_ipc = CudaIpc(sharing.store, 4096, keep_mapped_s=keep_mapped_s)
+        self._transports = WorkerTransports([cuda_ipc, GrpcChunks(sharing.store, 4096)])
+
+    def offers(self, peer: PeerLife = PEER) -> list[str]:
+        return [transport.name for transport in self._transports.offer(peer, pb.OpenFetch())]
+
+    def mapped(self, opened: pb.FetchOpened, peer: PeerLife = PEER) -> AbstractAsyncContextManager[object]:
+        offered = self._transports.offer(peer, pb.OpenFetch())
+        return self._transports.fetch(peer, offered, opened, PullTarget((), set()))
 
 
 async def test_handoff_on_one_card_equals_oracle_at_every_boundary_and_maps_the_peer_once() -> None:
     card = Card()
     async with running_pair(transports=EVERY) as pair:
-        put_on_cards(pair, card, card)
+        put_on_card(pair.prefill, card)
+        put_on_card(pair.decode, card)
         for length in LENGTHS:
-            request = make_request(range(length), max_tokens=9, ignore_eos=True)
-            answer = await pair.generate(request)
-            assert answer.tokens[0] == expected_tokens(request), length
+            answer = await pair.generate(make_request(range(length), max_tokens=9, ignore_eos=True))
             assert transport_of(answer) == worker_pb2.KV_TRANSPORT_CUDA_IPC
-        await pair.until_empty()
     assert card.num_mapped == 1
 
 
-async def test_handoff_between_two_cards_of_one_host_goes_by_grpc() -> None:
+@pytest.mark.parametrize("apart", ["two cards of one host", "two hosts whose cards look alike", "card and host memory"])
+async def test_handoff_between_different_memories_goes_by_grpc(apart: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card("card-0")
     async with running_pair(transports=EVERY) as pair:
-        put_on_cards(pair, Card("card-0"), Card("card-1"))
-        request = make_request(range(30), ignore_eos=True)
-        answer = await pair.generate(request)
-        assert answer.tokens[0] == expected_tokens(request)
+        put_on_card(pair.prefill, card)
+        put_on_card(pair.decode, Card("card-1") if apart == "two cards of one host" else card)
+        if apart == "two hosts whose cards look alike":
+            monkeypatch.setattr("kv_transfer.pull.host_id", lambda: "another host")
+        elif apart == "card and host memory":
+            pair.decode.runtime.executor.kv.device_sharing = None
+        answer = await pair.generate(make_request(range(30), ignore_eos=True))
         assert transport_of(answer) == worker_pb2.KV_TRANSPORT_GRPC
 
 
-async def test_handoff_between_hosts_whose_cards_look_alike_goes_by_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_transfer.pull.host_id", lambda: "another host")
+async def test_handoff_after_a_failed_mapping_uses_the_next_transport() -> None:
     card = Card()
     async with running_pair(transports=EVERY) as pair:
-        put_on_cards(pair, card, card)
-        assert transport_of(await pair.generate(make_request(range(30)))) == worker_pb2.KV_TRANSPORT_GRPC
-
-
-async def test_handoff_from_a_card_to_host_memory_goes_by_grpc() -> None:
-    async with running_pair(transports=EVERY) as pair:
-        put_on_cards(pair, Card(), Card())
-        store = pair.decode.runtime.executor.kv
-        store.device_sharing = None
-        request = make_request(range(30), ignore_eos=True)
-        answer = await pair.generate(request)
-        assert answer.tokens[0] == expected_tokens(request)
-        assert transport_of(answer) == worker_pb2.KV_TRANSPORT_GRPC
-
-
-async def test_handoff_after_a_mapping_failed_goes_by_the_next_transport() -> None:
-    card = Card()
-    async with running_pair(transports=EVERY) as pair:
-        put_on_cards(pair, card, card)
+        put_on_card(pair.prefill, card)
+        put_on_card(pair.decode, card)
         card.stores.clear()  # as if the driver refused
         request = make_request(range(30), ignore_eos=True)
-        with pytest.raises(grpc.aio.AioRpcError):
+        with pytest.raises(TransferError):
             await pair.generate(request)
         answer = await pair.generate(request)
-        assert answer.tokens[0] == expected_tokens(request)
         assert transport_of(answer) == worker_pb2.KV_TRANSPORT_GRPC
-        await pair.until_empty()
 
 
-SEALED = pb.FetchBlocksResponse(sealed=pb.SealedBlocks(first_block=0, block_ids=[3, 1]))
+def sealed_by(*block_ids: int) -> pb.FetchBlocksResponse:
+    return pb.FetchBlocksResponse(sealed=pb.SealedBlocks(first_block=0, block_ids=block_ids))
+
+
+@asynccontextmanager
+async def pulling_on(card: Card, peer: Peer) -> AsyncIterator[tuple[FakeKvStore, Callable[[], Awaitable[Pulled]]]]:
+    """Yield the puller's pages, on a card, and the pull."""
+    async with pulling(peer) as (puller, store, channel):
+        store.device_sharing = FakeSharing(card, store)
+        yield store, lambda: puller.pull(plan(), channel)
 
 
 async def test_pull_copies_the_named_pages_over_its_own() -> None:
     card = Card()
     peer_pages = make_sharing(card)
     peer_pages.store.write_blocks([BlockId(3), BlockId(1)], memoryview(BLOCK + BLOCK[::-1]))
-    peer = Peer([pb.FetchBlocksResponse(opened=opened_by(peer_pages)), SEALED, manifest()])
-    async with pulling(peer) as (puller, store, channel):
-        store.device_sharing = FakeSharing(card, store)
-        pulled = await puller.pull(plan(), channel)
+    peer = Peer([pb.FetchBlocksResponse(opened=opened_by(peer_pages)), sealed_by(3, 1), manifest()])
+    async with pulling_on(card, peer) as (store, pull):
+        pulled = await pull()
     assert pulled.transport == worker_pb2.KV_TRANSPORT_CUDA_IPC
     assert bytes(store.read_blocks(plan().block_table)) == BLOCK + BLOCK[::-1]
     assert peer.acked
 
 
-async def test_pull_whose_pages_were_unpinned_before_its_acknowledgement_fails_though_everything_was_copied() -> None:
+async def test_pull_whose_pages_are_unpinned_before_its_acknowledgement_fails() -> None:
     card = Card()
 
     async def expire(context: object) -> None:
         await abort(context, HandoffGone("the puller did not acknowledge the manifest"))  # type: ignore[arg-type]
 
-    peer = Peer([pb.FetchBlocksResponse(opened=opened_by(make_sharing(card))), SEALED, manifest()], expire)
-    async with pulling(peer) as (puller, store, channel):
-        store.device_sharing = FakeSharing(card, store)
+    opened = pb.FetchBlocksResponse(opened=opened_by(make_sharing(card)))
+    async with pulling_on(card, Peer([opened, sealed_by(3, 1), manifest()], expire)) as (_store, pull):
         with pytest.raises(KvrelayError):
-            await puller.pull(plan(), channel)
+            await pull()
 
 
 @pytest.mark.parametrize("block_ids", [[3], [3, 8]])
 async def test_pull_of_blocks_that_the_peer_cannot_have_raises_kv_incomplete(block_ids: list[int]) -> None:
     card = Card()
-    sealed = pb.FetchBlocksResponse(sealed=pb.SealedBlocks(first_block=0, block_ids=block_ids))
-    peer = Peer([pb.FetchBlocksResponse(opened=opened_by(make_sharing(card))), sealed, manifest()])
-    async with pulling(peer) as (puller, store, channel):
-        store.device_sharing = FakeSharing(card, store)
+    peer = Peer([pb.FetchBlocksResponse(opened=opened_by(make_sharing(card))), sealed_by(*block_ids), manifest()])
+    async with pulling_on(card, peer) as (_store, pull):
         with pytest.raises(KvIncomplete):
-            await puller.pull(plan(), channel)
+            await pull()
     assert not peer.acked
 
 
 async def test_offers_without_device_memory_leave_cuda_ipc_out() -> None:
     sharing = make_sharing(Card())
-    memory = memory_of(sharing)
-    assert memory.offers(PEER, Epoch(1)) == [worker_pb2.KV_TRANSPORT_CUDA_IPC, worker_pb2.KV_TRANSPORT_GRPC]
+    puller = Puller(sharing)
+    assert puller.offers() == ["cuda_ipc", "grpc"]
     sharing.store.device_sharing = None
-    assert memory.offers(PEER, Epoch(1)) == [worker_pb2.KV_TRANSPORT_GRPC]
+    assert puller.offers() == ["grpc"]
 
 
 async def test_failed_mapping_is_remembered_for_that_life_of_that_peer_only() -> None:
-    memory = memory_of(make_sharing(Card()))
-    lost = opened_by(make_sharing(Card()), handle=b"nobody's")
+    puller = Puller(make_sharing(Card()))
     with pytest.raises(KvIncomplete, match="cannot be mapped"):
-        async with memory.mapped(PEER, Epoch(1), lost):
+        async with puller.mapped(opened_by(make_sharing(Card()), handle=b"unknown")):
             raise AssertionError("there is nothing to copy from")
-    everything = [worker_pb2.KV_TRANSPORT_CUDA_IPC, worker_pb2.KV_TRANSPORT_GRPC]
-    assert memory.offers(PEER, Epoch(1)) == everything[1:]
-    assert memory.offers(PEER, Epoch(2)) == everything
-    assert memory.offers(WorkerId("prefill-1"), Epoch(1)) == everything
+    assert puller.offers() == ["grpc"]
+    assert puller.offers(NEXT_LIFE) == puller.offers(PeerLife(WorkerId("prefill-1"), Epoch(1))) == ["cuda_ipc", "grpc"]
 
 
-async def test_pulls_side_by_side_share_a_mapping_and_the_last_one_lets_it_expire() -> None:
+async def test_concurrent_pulls_share_a_mapping_that_expires_after_the_last_one() -> None:
     card = Card()
-    memory, opened = memory_of(make_sharing(card), keep_mapped_s=0.0), opened_by(make_sharing(card))
+    puller, opened = Puller(make_sharing(card), keep_mapped_s=0.0), opened_by(make_sharing(card))
     async with AsyncExitStack() as pulls:
         for _ in range(3):
-            await pulls.enter_async_context(memory.mapped(PEER, Epoch(1), opened))
+            await pulls.enter_async_context(puller.mapped(opened))
         assert (card.num_mapped, card.num_closed) == (1, 0)
     async with asyncio.timeout(60):
         await card.closed.wait()
-    async with memory.mapped(PEER, Epoch(1), opened):
+    async with puller.mapped(opened):
         assert (card.num_mapped, card.num_closed) == (2, 1)
 
 
 async def test_pull_from_a_restarted_peer_maps_its_new_memory() -> None:
     card = Card()
-    memory = memory_of(make_sharing(card))
-    for epoch in (1, 2):
-        async with memory.mapped(PEER, Epoch(epoch), opened_by(make_sharing(card))):
-            assert card.num_mapped == epoch
+    puller = Puller(make_sharing(card))
+    for num_lives, peer in enumerate((PEER, NEXT_LIFE), start=1):
+        async with puller.mapped(opened_by(make_sharing(card)), peer):
+            assert card.num_mapped == num_lives
 
 
 async def test_pull_cancelled_while_mapping_leaves_a_mapping_that_expires() -> None:
     card = Card()
-    memory, opened = memory_of(make_sharing(card), keep_mapped_s=0.0), opened_by(make_sharing(card))
+    puller, opened = Puller(make_sharing(card), keep_mapped_s=0.0), opened_by(make_sharing(card))
 
     async def pull() -> None:
-        async with memory.mapped(PEER, Epoch(1), opened):
+        async with puller.mapped(opened):
             raise AssertionError("the pull goes on")
 
     cancelled = asyncio.ensure_future(pull())

@@ -1,11 +1,10 @@
-"""The puller against a peer that lies, breaks off or is somebody else: it never reports a transfer as complete."""
+"""The puller against a peer that lies, breaks off or is another one: it never reports a transfer as complete."""
 
 import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -17,13 +16,14 @@ from common.clock import SystemClock
 from common.errors import HandoffGone, KvIncomplete, WorkerLost
 from common.ids import BlockId, Epoch, HandoffId, WorkerId
 from common.rpc import abort
-from common.rpc_server import start_server
 from engine.fake import FakeKvStore
 from kv_transfer.pull import KvPuller, PullPlan
+from kv_transfer.transports.registry import WorkerTransports
 from kv_transfer.wanted import WantedBlocks, WantedHandoff
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2
-from tests.trust import as_worker, worker_guard
+from tests.trust import as_worker
+from tests.worker.scripted_source import serve_blocks
 
 BLOCK = bytes(range(32))  # one block of the fake: 4 tokens of 8 bytes
 
@@ -68,7 +68,7 @@ LIES: dict[str, list[pb.FetchBlocksResponse]] = {
         OPENED,
         pb.FetchBlocksResponse(sealed=pb.SealedBlocks(first_block=0, block_ids=[0, 1], checksums=[1, 2])),
     ],
-    "shared memory of nobody": [
+    "shared memory of no process": [
         pb.FetchBlocksResponse(
             opened=pb.FetchOpened(
                 transport=worker_pb2.KV_TRANSPORT_SHM,
@@ -106,15 +106,11 @@ class Peer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
 
 @asynccontextmanager
 async def pulling(peer: Peer) -> AsyncIterator[tuple[KvPuller, FakeKvStore, grpc.aio.Channel]]:
-    def add(server: grpc.aio.Server) -> list[str]:
-        kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(peer, server)
-        return []
-
-    server = await start_server(add, host="127.0.0.1", port=0, guard=worker_guard("prefill-0"))
+    server = await serve_blocks(peer, "prefill-0")
     store = FakeKvStore(num_blocks=8, block_size=4)
     puller = KvPuller(
         store=store,
-        transports=(worker_pb2.KV_TRANSPORT_CUDA_IPC, worker_pb2.KV_TRANSPORT_SHM, worker_pb2.KV_TRANSPORT_GRPC),
+        transports=WorkerTransports.named(["cuda_ipc", "shm", "grpc"], store, chunk_bytes=4096),
         clock=SystemClock(),
         on_bytes=lambda _transport, _count: None,
         on_pull=lambda *_timed: None,
@@ -127,37 +123,43 @@ async def pulling(peer: Peer) -> AsyncIterator[tuple[KvPuller, FakeKvStore, grpc
         await server.stop(0)
 
 
-def plan() -> PullPlan:
-    return PullPlan(
-        peer=WorkerId("prefill-0"),
-        epoch=Epoch(1),
-        wanted=WantedHandoff(
-            handoff_id=HandoffId("ho-1"),
-            num_tokens=6,
-            num_blocks=2,
-            last_block_hash=None,
-            num_samples=1,
-            first_sample_index=0,
-        ),
-        block_table=(BlockId(5), BlockId(2)),
-        first_block=0,
-        ticket="",
-    )
+HANDOFF = WantedHandoff(
+    handoff_id=HandoffId("ho-1"),
+    num_tokens=6,
+    num_blocks=2,
+    last_block_hash=None,
+    num_samples=1,
+    first_sample_index=0,
+)
+HASHES = BlockHashes(b"a" * 16 + b"b" * 16 + b"c" * 16)
+
+
+def plan(**changes: Any) -> PullPlan:
+    """Return a plan for a handoff of two blocks."""
+    fields: dict[str, Any] = {"peer": WorkerId("prefill-0"), "epoch": Epoch(1), "ticket": ""}
+    fields |= {"wanted": HANDOFF, "block_table": (BlockId(5), BlockId(2)), "first_block": 0}
+    return PullPlan(**(fields | changes))
+
+
+def blocks_plan() -> PullPlan:
+    """Return a plan for three cached blocks, the first of which is here already."""
+    table = (BlockId(1), BlockId(5), BlockId(2))
+    return plan(wanted=WantedBlocks(hashes=HASHES, block_size=4), block_table=table, first_block=1)
+
+
+def pages(store: FakeKvStore) -> list[bytes]:
+    return [bytes(store.read_blocks([BlockId(i)])) for i in range(8)]
 
 
 async def test_pull_of_shared_pages_that_are_not_there_raises_kv_incomplete() -> None:
     source = FakeKvStore(num_blocks=4, block_size=4)
     region = source.shared_region
     assert region is not None
-    memory: dict[str, Any] = {
-        "pid": os.getpid(),
-        "fd": region.fd,
-        "size_bytes": region.size_bytes,
-        "nonce": region.nonce,
-    }
 
     def opened(num_blocks: int) -> pb.FetchBlocksResponse:
-        shared = pb.SharedMemory(num_blocks=num_blocks, **memory)
+        shared = pb.SharedMemory(
+            pid=os.getpid(), fd=region.fd, size_bytes=region.size_bytes, nonce=region.nonce, num_blocks=num_blocks
+        )
         return pb.FetchBlocksResponse(
             opened=pb.FetchOpened(transport=worker_pb2.KV_TRANSPORT_SHM, shared_memory=shared)
         )
@@ -168,21 +170,6 @@ async def test_pull_of_shared_pages_that_are_not_there_raises_kv_incomplete() ->
         async with pulling(Peer(script)) as (puller, _store, channel):
             with pytest.raises(KvIncomplete):
                 await puller.pull(plan(), channel)
-
-
-HASHES = BlockHashes(b"a" * 16 + b"b" * 16 + b"c" * 16)
-
-
-def blocks_plan() -> PullPlan:
-    """Three cached blocks are wanted; the first one is here already."""
-    return PullPlan(
-        peer=WorkerId("prefill-0"),
-        epoch=Epoch(1),
-        wanted=WantedBlocks(hashes=HASHES, block_size=4),
-        block_table=(BlockId(1), BlockId(5), BlockId(2)),
-        first_block=1,
-        ticket="",
-    )
 
 
 def blocks_manifest(num_held: int, **changes: Any) -> pb.FetchBlocksResponse:
@@ -213,9 +200,9 @@ BLOCK_LIES: dict[str, list[pb.FetchBlocksResponse]] = {
 async def test_pull_of_cached_blocks_takes_as_many_as_the_source_holds_and_acknowledges(num_held: int) -> None:
     peer = Peer([OPENED, *(chunk(i) for i in range(1, num_held)), blocks_manifest(num_held)])
     async with pulling(peer) as (puller, store, channel):
-        before = [bytes(store.read_blocks([BlockId(i)])) for i in range(8)]
+        before = pages(store)
         pulled = await puller.pull(blocks_plan(), channel)
-        after = [bytes(store.read_blocks([BlockId(i)])) for i in range(8)]
+        after = pages(store)
     num_received = max(0, num_held - 1)
     assert (pulled.num_blocks, pulled.manifest.num_blocks) == (num_received, num_held)
     changed = {5, 2} if num_received == 2 else {5} if num_received else set()
@@ -223,37 +210,34 @@ async def test_pull_of_cached_blocks_takes_as_many_as_the_source_holds_and_ackno
     assert peer.acked
 
 
-@pytest.mark.parametrize("lie", BLOCK_LIES)
-async def test_pull_of_wrong_cached_blocks_raises_kv_incomplete_and_never_acknowledges(lie: str) -> None:
-    peer = Peer(BLOCK_LIES[lie])
-    async with pulling(peer) as (puller, _store, channel):
-        with pytest.raises(KvIncomplete) as raised:
-            await puller.pull(blocks_plan(), channel)
-    assert not peer.acked
-    assert not any(block_hash.decode() in raised.value.message for block_hash in HASHES)
-
-
 async def test_pull_of_a_complete_transfer_writes_only_its_own_pages_and_acknowledges() -> None:
     peer = Peer(GOOD)
     async with pulling(peer) as (puller, store, channel):
-        before = [bytes(store.read_blocks([BlockId(i)])) for i in range(8)]
+        before = pages(store)
         pulled = await puller.pull(plan(), channel)
-        assert (pulled.num_blocks, pulled.kv_bytes) == (2, 64)
-        after = [bytes(store.read_blocks([BlockId(i)])) for i in range(8)]
-        assert after[5] == after[2] == BLOCK
-        assert [a for i, a in enumerate(after) if i not in (5, 2)] == [
-            b for i, b in enumerate(before) if i not in (5, 2)
-        ]
+        after = pages(store)
+    assert (pulled.num_blocks, pulled.kv_bytes) == (2, 64)
+    assert after[5] == after[2] == BLOCK
+    assert {i for i in range(8) if before[i] != after[i]} == {5, 2}
     assert peer.acked
 
 
-@pytest.mark.parametrize("lie", LIES)
-async def test_pull_of_a_wrong_transfer_raises_kv_incomplete_and_never_acknowledges(lie: str) -> None:
-    peer = Peer(LIES[lie])
+@pytest.mark.parametrize(
+    ("wanted", "script"),
+    [
+        *(pytest.param(plan(), script, id=f"handoff: {lie}") for lie, script in LIES.items()),
+        *(pytest.param(blocks_plan(), script, id=f"cached: {lie}") for lie, script in BLOCK_LIES.items()),
+    ],
+)
+async def test_pull_of_a_wrong_transfer_raises_kv_incomplete_and_never_acknowledges(
+    wanted: PullPlan, script: list[pb.FetchBlocksResponse]
+) -> None:
+    peer = Peer(script)
     async with pulling(peer) as (puller, _store, channel):
-        with pytest.raises(KvIncomplete):
-            await puller.pull(plan(), channel)
+        with pytest.raises(KvIncomplete) as raised:
+            await puller.pull(wanted, channel)
     assert not peer.acked
+    assert not any(block_hash.decode() in raised.value.message for block_hash in HASHES)
 
 
 async def test_pull_when_peer_aborts_raises_what_the_peer_said() -> None:
@@ -265,19 +249,19 @@ async def test_pull_when_peer_aborts_raises_what_the_peer_said() -> None:
             await puller.pull(plan(), channel)
 
 
-async def test_pull_after_memory_could_not_be_mapped_asks_this_life_of_the_peer_for_grpc_only() -> None:
-    peer = Peer(LIES["shared memory of nobody"])
+async def test_pull_after_a_failed_mapping_offers_this_life_of_the_peer_grpc_only() -> None:
+    peer = Peer(LIES["shared memory of no process"])
     async with pulling(peer) as (puller, _store, channel):
         with pytest.raises(KvIncomplete):
             await puller.pull(plan(), channel)
         peer.script = GOOD
         await puller.pull(plan(), channel)
-        await puller.pull(replace(plan(), epoch=Epoch(2)), channel)
+        await puller.pull(plan(epoch=Epoch(2)), channel)
     both = [worker_pb2.KV_TRANSPORT_SHM, worker_pb2.KV_TRANSPORT_GRPC]
     assert peer.offered == [both, [worker_pb2.KV_TRANSPORT_GRPC], both]
 
 
-async def test_pull_when_its_channel_is_closed_raises_worker_lost_instead_of_a_cancellation() -> None:
+async def test_pull_when_its_channel_is_closed_raises_worker_lost() -> None:
     reached = asyncio.Event()
 
     async def end(_context: Any) -> None:
@@ -314,7 +298,7 @@ async def test_pull_cancelled_twice_ends_only_after_the_write_into_its_pages(mon
         assert ended.is_set()
 
 
-async def test_pull_from_nobody_raises_worker_lost() -> None:
+async def test_pull_from_an_address_without_a_worker_raises_worker_lost() -> None:
     async with pulling(Peer(GOOD)) as (puller, _store, _channel):
         nowhere = as_worker("127.0.0.1:1", "decode-0")
         with pytest.raises(WorkerLost):

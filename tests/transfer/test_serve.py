@@ -14,6 +14,7 @@ from engine.fake import FakeKvStore
 from engine.thread import EngineDriver
 from kv_transfer.handoff import FirstToken, HandoffManifest, HandoffTable
 from kv_transfer.serve import KvTransferService, ServeSettings
+from kv_transfer.transports.registry import WorkerTransports
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import worker_pb2
 
@@ -42,7 +43,7 @@ class NoEngine:
         raise AssertionError(name)
 
 
-async def test_fetch_when_the_puller_stops_reading_aborts_the_handoff_after_the_time_to_live() -> None:
+async def test_fetch_when_the_puller_stops_reading_ends_after_the_time_to_live() -> None:
     store = FakeKvStore(num_blocks=8, block_size=4)
     table = HandoffTable(block_size=4, lease_ttl_s=0.05, clock=SystemClock())
     service = KvTransferService(
@@ -53,9 +54,7 @@ async def test_fetch_when_the_puller_stops_reading_aborts_the_handoff_after_the_
             worker_id=WorkerId("prefill-0"),
             check_pull=lambda _source, _opened: None,
             epoch=lambda: Epoch(1),
-            pid=1,
-            transports=(worker_pb2.KV_TRANSPORT_GRPC,),
-            chunk_bytes=4096,
+            transports=WorkerTransports.named(["grpc"], store, chunk_bytes=4096),
             lease_ttl_s=0.05,
         ),
         track=nullcontext,

@@ -10,6 +10,7 @@ import grpc
 
 from cluster.worker_process.server import pool_services
 from common.config import parse_config
+from common.errors import KvrelayError, from_rpc_error
 from common.fake_tokenizer import byte_tokenizer
 from common.ids import Epoch, HandoffId, WorkerId, mint_handoff_id
 from common.trust.identity import Role
@@ -18,7 +19,8 @@ from common.wire import pack_tokens, sampling_to_proto
 from engine.fake import FakeExecutor
 from engine.sequence import EngineRequest
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, sequence_pb2, worker_pb2
-from tests.builders import BLOCK_SIZE
+from router.decode_stream import DecodeStream
+from tests.builders import BLOCK_SIZE, expected_tokens
 from tests.trust import ROUTER, as_router, credentials_of
 from worker.runtime import Outside, WorkerRuntime
 from worker.serving import RunningWorker, start_worker
@@ -40,7 +42,7 @@ def spec_of(request: EngineRequest) -> sequence_pb2.SequenceSpec:
 
 @dataclass
 class Answer:
-    """What a handoff delivered."""
+    """An answer as a client sees it."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     text: dict[int, str] = field(default_factory=dict)
@@ -60,6 +62,12 @@ class Answer:
         assert token.token_index == len(mine), (token.token_index, len(mine))
         mine.append(token.token_id)
         self.text[token.sample_index] = self.text.get(token.sample_index, "") + token.text
+
+    def checked(self, request: EngineRequest) -> "Answer":
+        """Return this answer. Its tokens must be the oracle's, which knows no stop strings."""
+        if not request.sampling.stop:
+            assert self.tokens == {i: expected_tokens(request, sample=i) for i in range(request.sampling.n)}
+        return self
 
 
 @dataclass
@@ -88,16 +96,15 @@ class Pair:
             ),
         )
 
-    def open_decode(self, request: EngineRequest, handoff_id: str | None, source: Source = None) -> Any:
-        """Open a Decode call."""
-        message = decode_pb2.DecodeRequest(
-            sequence=spec_of(request),
-            epoch=self.decode.runtime.epoch,
-            source=allowed(source, request, self.decode),
-        )
-        if handoff_id is not None:
-            message.handoff.CopyFrom(self.handoff(handoff_id))
-        return self.decode_stub.Decode(message)
+    def open_decode(self, request: EngineRequest, handoff_id: str | None, source: Source = None) -> "DecodeCall":
+        """Open a decode call."""
+        handoff = None if handoff_id is None else self.handoff(handoff_id)
+        return self.open_decode_of(spec_of(request), handoff=handoff, source=allowed(source, request, self.decode))
+
+    def open_decode_of(self, spec: sequence_pb2.SequenceSpec, **fields: Any) -> "DecodeCall":
+        """Open a decode call for a message."""
+        fields = {"epoch": self.decode.runtime.epoch} | fields
+        return DecodeCall(self.decode_stub, decode_pb2.DecodeRequest(sequence=spec, **fields))
 
     def open_prefill(self, request: EngineRequest, handoff_id: str, source: Source = None) -> Any:
         """Open a Prefill call."""
@@ -111,13 +118,13 @@ class Pair:
         )
 
     async def generate(self, request: EngineRequest, source: Source = None) -> Answer:
-        """Serve a request by handoff, as a router would."""
+        """Serve a request by handoff, as a router would; its answer must be the oracle's."""
         handoff_id = mint_handoff_id()
         answer = Answer()
         decode = self.open_decode(request, handoff_id)
         first = await decode.read()
         answer.num_decode_cached = first.reserved.num_cached_tokens
-        async for message in self.open_prefill(request, handoff_id, source):
+        async for message in messages(self.open_prefill(request, handoff_id, source)):
             if message.HasField("started"):
                 answer.start(message.started)
             for token in message.finished.first_tokens:
@@ -127,22 +134,34 @@ class Pair:
                 answer.transfer = message.transferred
             for token in message.tokens.tokens:
                 answer.take(token)
-        return answer
+        return answer.checked(request)
 
     async def generate_locally(self, request: EngineRequest, source: Source = None) -> Answer:
-        """Serve a request on the decode worker alone."""
+        """Serve a request on the decode worker alone; its answer must be the oracle's."""
         answer = Answer()
-        async for message in self.open_decode(request, None, source):
+        async for message in messages(self.open_decode(request, None, source)):
             if message.HasField("prefill_started"):
                 answer.start(message.prefill_started)
             for token in message.tokens.tokens:
                 answer.take(token)
-        return answer
+        return answer.checked(request)
 
-    async def until_empty(self) -> None:
-        """Wait (bounded) until neither worker holds anything."""
-        for worker in (self.prefill, self.decode):
-            await until_empty(worker)
+
+class DecodeCall:
+    """One decode call on a stream of its own; read like a call of gRPC."""
+
+    def __init__(self, stub: Any, request: decode_pb2.DecodeRequest) -> None:
+        self._stream = stub.DecodeMany()
+        self._call = DecodeStream(self._stream).open(request)
+
+    async def read(self) -> Any:
+        """Return the next response, or EOF at a good end. Raises KvrelayError."""
+        response = await self._call.receive()
+        return grpc.aio.EOF if response is None else response
+
+    def cancel(self) -> None:
+        """Leave the stream."""
+        self._stream.cancel()
 
 
 def allowed(source: Source, request: EngineRequest, puller: RunningWorker) -> Source:
@@ -215,10 +234,11 @@ async def running_pair(
     transports: Sequence[str] = ("grpc",),
     prefill: dict[str, Any] | None = None,
     decode: dict[str, Any] | None = None,
+    ends_empty: bool = True,
 ) -> AsyncIterator[Pair]:
-    """Start both workers, and stop them with everything they own."""
+    """Start a `running_pool` of two."""
     fakes = {"prefill-0": prefill or {}, "decode-0": decode or {}}
-    async with running_pool(fakes, transports=transports) as pool:
+    async with running_pool(fakes, transports=transports, ends_empty=ends_empty) as pool:
         yield pool.pair("prefill-0", "decode-0")
 
 
@@ -246,9 +266,12 @@ class Pool:
 
 @asynccontextmanager
 async def running_pool(
-    fakes: dict[str, dict[str, Any]], *, transports: Sequence[str] = ("grpc",)
+    fakes: dict[str, dict[str, Any]], *, transports: Sequence[str] = ("grpc",), ends_empty: bool = True
 ) -> AsyncIterator[Pool]:
-    """Start workers named prefill-… and decode-… with these fake engines, and stop them with everything they own."""
+    """Start workers named prefill-… and decode-… with these fake engines, and stop them with everything they own.
+
+    Waits (bounded) at the end of the block until no worker holds anything; without `ends_empty` it does not.
+    """
     pool = Pool({}, {})
     try:
         for name, fake in fakes.items():
@@ -258,6 +281,8 @@ async def running_pool(
             worker = pool.workers[name] = await serve_runtime(runtime)
             pool.channels[name] = as_router(worker.address)
         yield pool
+        if ends_empty:
+            await pool.until_empty()
     finally:
         for channel in pool.channels.values():
             await channel.close()
@@ -272,16 +297,19 @@ async def serve_runtime(runtime: WorkerRuntime) -> RunningWorker:
 
 
 async def messages(call: Any) -> AsyncIterator[Any]:
-    """Read the rest of a call (a call that has been `read` cannot be iterated any more)."""
-    while (message := await call.read()) is not grpc.aio.EOF:
-        yield message
+    """Read the rest of a call (after a `read` it cannot be iterated). Raises KvrelayError."""
+    try:
+        while (message := await call.read()) is not grpc.aio.EOF:
+            yield message
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
 
 
-async def error_of(call: Any) -> grpc.aio.AioRpcError:
+async def error_of(call: Any) -> KvrelayError:
     """Read a call to its end and return the error it must end with."""
     try:
         async for _message in messages(call):
             pass
-    except grpc.aio.AioRpcError as error:
+    except KvrelayError as error:
         return error
     raise AssertionError("the call ended without an error")

@@ -29,7 +29,7 @@ class ScriptedSource(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         self.asked = asyncio.Event()
         self.may_go_on = asyncio.Event()
         self.ended = asyncio.Event()
-        """The stream is over, for whatever reason: nothing would be pinned any more."""
+        """Set when the stream has ended: a real source would have unpinned everything."""
         self.num_asked = 0
         self.server: Server | None = None
 
@@ -80,14 +80,19 @@ class ScriptedSource(kv_transfer_pb2_grpc.KvTransferServiceServicer):
 @asynccontextmanager
 async def scripted_source(request: EngineRequest, script: Script) -> AsyncIterator[ScriptedSource]:
     """Serve a source for the duration of the block."""
-    source = ScriptedSource(request, script)  # type: ignore[abstract]  # nobody asks whose pages these are
+    source = ScriptedSource(request, script)  # type: ignore[abstract]  # DescribePages is not called
+    source.server = await serve_blocks(source, "scripted")
+    try:
+        yield source
+    finally:
+        await source.die()
+
+
+async def serve_blocks(source: kv_transfer_pb2_grpc.KvTransferServiceServicer, name: str) -> Server:
+    """Serve the blocks of a made-up worker on a free port."""
 
     def add(server: grpc.aio.Server) -> list[str]:
         kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(source, server)
         return []
 
-    source.server = await start_server(add, host="127.0.0.1", port=0, guard=worker_guard("scripted"))
-    try:
-        yield source
-    finally:
-        await source.die()
+    return await start_server(add, host="127.0.0.1", port=0, guard=worker_guard(name))

@@ -1,4 +1,4 @@
-"""Which part of the memory a worker may count as its own."""
+"""The share of memory that a worker may use."""
 
 import pytest
 
@@ -12,34 +12,22 @@ def make_config(*, prefill: dict[str, object] | None = None, decode: dict[str, o
     return ServingConfig.model_validate({"pools": {"prefill": prefill or {}, "decode": decode or {}}})
 
 
-def test_memory_share_when_the_launcher_dealt_is_that_part() -> None:
+@pytest.mark.parametrize(
+    ("environ", "host_bytes", "host_fraction"),
+    [
+        ({"KVRELAY_MEMORY_BYTES": "12345"}, 12345, 1.0),
+        ({"KVRELAY_NUM_CPUS": "2"}, None, 0.25),
+        ({"KVRELAY_NUM_CPUS": "16"}, None, 1.0),
+        ({}, None, 1.0),
+    ],
+    ids=["dealt by the launcher", "share of the cores", "more cores than there are", "started by hand"],
+)
+def test_memory_share_of_a_host_is_what_was_dealt_or_follows_the_cores(
+    environ: dict[str, str], host_bytes: int | None, host_fraction: float
+) -> None:
     config = make_config()
-
-    share = memory_share(config, config.pools.decode, {"KVRELAY_MEMORY_BYTES": "12345"}, cores=8)
-
-    assert share.host_bytes == 12345
-
-
-def test_memory_share_on_a_host_that_ray_chose_is_that_of_its_cores() -> None:
-    config = make_config()
-
-    share = memory_share(config, config.pools.decode, {"KVRELAY_NUM_CPUS": "2"}, cores=8)
-
-    assert (share.host_bytes, share.host_fraction) == (None, 0.25)
-
-
-def test_memory_share_when_it_reserves_more_cpus_than_the_host_has_is_the_host() -> None:
-    config = make_config()
-
-    assert memory_share(config, config.pools.decode, {"KVRELAY_NUM_CPUS": "16"}, cores=8).host_fraction == 1.0
-
-
-def test_memory_share_when_started_by_hand_is_the_host() -> None:
-    config = make_config()
-
-    share = memory_share(config, config.pools.decode, {}, cores=8)
-
-    assert (share.host_bytes, share.host_fraction) == (None, 1.0)
+    share = memory_share(config, config.pools.decode, environ, cores=8)
+    assert (share.host_bytes, share.host_fraction) == (host_bytes, host_fraction)
 
 
 @pytest.mark.parametrize(
@@ -54,11 +42,10 @@ def test_memory_share_when_started_by_hand_is_the_host() -> None:
         ({"count": 0}, {"count": 1}, 1.0),
     ],
 )
-def test_memory_share_of_a_device_is_what_is_reserved_or_an_equal_part_of_what_nobody_reserved(
+def test_memory_share_of_a_device_is_reserved_or_an_equal_part_of_the_rest(
     prefill: dict[str, object], decode: dict[str, object], fraction: float
 ) -> None:
     config = make_config(prefill=prefill, decode=decode)
-
     assert memory_share(config, config.pools.decode, {}, cores=8).device_fraction == fraction
 
 
@@ -67,9 +54,7 @@ def test_load_executor_for_the_fake_engine_has_the_pages_of_the_configuration(
     keys: dict[str, float], num_blocks: int
 ) -> None:
     config = ServingConfig.model_validate({"model": {"engine": "fake"}, "pools": {"decode": keys}})
-
     executor, _ = load_executor_for(config, config.pools.decode)
-
     assert executor.kv.num_blocks == num_blocks
 
 

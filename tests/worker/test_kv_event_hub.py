@@ -21,7 +21,7 @@ async def test_watcher_merges_changes_to_the_last_one_of_each_hash() -> None:
         assert await watcher.next_changes() == KvEvents()
 
 
-async def test_watcher_that_is_too_slow_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_subscription_of_a_slow_watcher_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.kv_event_hub.MAX_PENDING_CHANGES", 1)
     hub = KvEventHub()
     with hub.watch() as slow, hub.watch() as fast:

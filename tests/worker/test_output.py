@@ -1,14 +1,17 @@
-"""What a worker makes of an engine's tokens."""
+"""Messages made of an engine's tokens, and answers kept for clients that stream them directly."""
 
 import pytest
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, KvrelayError
 from common.fake_tokenizer import byte_tokenizer
 from common.sampling import SamplingParams
 from common.wire import sampling_from_proto, sampling_to_proto, unpack_tokens
+from decode_worker.direct import CAPABILITY_BYTES, DirectAnswer
 from engine.events import FinishReason, TokenOutput, TokenRun, Tokens
+from kvrelay.v1 import decode_pb2
 from kvrelay.v1 import sampling_pb2 as pb
 from tests.builders import expected_tokens, make_request
+from tests.worker.cluster import messages as read_messages
 from tests.worker.cluster import running_pair
 from worker.output import OutputStreams
 
@@ -28,7 +31,7 @@ def test_take_runs_packs_tokens_and_runs_in_order_and_ends_with_the_last_sample(
 
 
 @pytest.mark.parametrize("what", [{"stop": ("x",)}, {"num_logprobs": 0}])
-def test_validate_without_text_refuses_what_needs_text_and_names_it(what: dict[str, object]) -> None:
+def test_validate_without_text_refuses_options_that_need_text_by_field(what: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest, match="detokenize") as caught:
         SamplingParams(detokenize=False, **what).validate(vocab_size=9)  # type: ignore[arg-type]
     assert caught.value.field == f"sampling.{next(iter(what)).removeprefix('num_')}"
@@ -44,7 +47,7 @@ def test_detokenize_survives_the_wire_and_is_on_by_default(detokenize: bool) -> 
 async def test_decode_without_text_streams_runs_of_the_same_tokens() -> None:
     request = make_request(range(9), max_tokens=12, detokenize=False)
     async with running_pair() as pair:
-        messages = [message async for message in pair.open_decode(request, None)]
+        messages = [message async for message in read_messages(pair.open_decode(request, None))]
         runs = [run for message in messages for run in message.tokens.runs]
         assert not any(message.tokens.tokens for message in messages)
         ids: list[int] = []
@@ -53,3 +56,24 @@ async def test_decode_without_text_streams_runs_of_the_same_tokens() -> None:
             ids += unpack_tokens(run.tokens, vocab_size=1 << 16, field="")
         assert ids == expected_tokens(request)
         assert runs[-1].finish_reason
+
+
+async def test_late_client_gets_everything_in_messages_below_the_size_limit() -> None:
+    def lose(error: KvrelayError) -> None:
+        raise error
+
+    access = decode_pb2.DirectAccess(capability=bytes(CAPABILITY_BYTES), ttl_s=60, checkpoint_tokens=64)
+    answer = DirectAnswer(access, range(1), lambda _batch: None, lose)
+    for index in range(10_000):
+        answer.put(decode_pb2.TokenBatch(tokens=[pb.SampleToken(token_index=index)]))
+    messages: list[decode_pb2.StreamTokensResponse] = []
+
+    async def write(message: decode_pb2.StreamTokensResponse) -> None:
+        messages.append(message)
+        if sum(len(each.tokens.tokens) for each in messages) == 10_000:
+            answer._is_complete = True  # noqa: SLF001
+
+    await answer.stream([], write)
+    answer.close(KvrelayError("over"))
+    assert [len(message.tokens.tokens) for message in messages] == [4096, 4096, 10_000 - 2 * 4096]
+    assert [t.token_index for message in messages for t in message.tokens.tokens] == list(range(10_000))

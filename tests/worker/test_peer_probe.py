@@ -5,17 +5,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc
 import pytest
 
 from common.errors import InvalidRequest, Overloaded
 from common.ports import free_port
-from common.rpc_server import start_server
 from common.trust.identity import Role
 from kvrelay.v1 import kv_transfer_pb2_grpc
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1.kv_transfer_pb2 import DescribePagesResponse
-from tests.trust import reach_as, worker_guard
+from tests.trust import reach_as
+from tests.worker.scripted_source import serve_blocks
 from worker.peer_probe import MAX_PROBES, PeerProbe
 
 BOUND_S = 0.3
@@ -41,11 +40,7 @@ class Peer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
 async def serving(described: DescribePagesResponse, may_answer: asyncio.Event) -> AsyncIterator[tuple[Peer, str]]:
     peer = Peer(described, may_answer)  # type: ignore[abstract]
 
-    def add(server: grpc.aio.Server) -> list[str]:
-        kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(peer, server)
-        return []
-
-    server = await start_server(add, host="127.0.0.1", port=0, guard=worker_guard("prefill-0"))
+    server = await serve_blocks(peer, "prefill-0")
     yield peer, f"127.0.0.1:{server.port}"
     await server.grpc_server.stop(None)
 
@@ -60,43 +55,30 @@ def asking(address: str, worker_id: str = "prefill-0") -> pb.ProbePeerRequest:
     return pb.ProbePeerRequest(address=address, worker_id=worker_id)
 
 
-async def test_reach_of_a_worker_with_the_same_blocks_is_reached_with_its_time() -> None:
+async def test_reach_of_a_worker_with_the_same_blocks_succeeds_and_is_timed() -> None:
     async with serving(PEER, at_once()) as (_, address):
         tried = await PeerProbe(CONNECT, bound_s=60).reach(asking(address), OURS)
-
     assert tried.reached
     assert 0 < tried.round_trip_s < 60
 
 
-@pytest.mark.parametrize(("described", "worker_id"), [(PEER, "prefill-1"), (STRANGER, "prefill-0")])
-async def test_reach_of_anything_else_is_not_reached_and_takes_the_whole_bound(
-    described: DescribePagesResponse, worker_id: str
-) -> None:
+@pytest.mark.parametrize("there", ["another worker", "other blocks", "nothing"])
+async def test_reach_of_anything_else_fails_alike_and_takes_the_whole_time_limit(there: str) -> None:
     loop = asyncio.get_running_loop()
-    async with serving(described, at_once()) as (_, address):
+    async with serving(STRANGER if there == "other blocks" else PEER, at_once()) as (_, address):
+        if there == "nothing":
+            address = f"127.0.0.1:{free_port('127.0.0.1')}"
+        request = asking(address, "prefill-1" if there == "another worker" else "prefill-0")
         started_s = loop.time()
-        tried = await PeerProbe(CONNECT, bound_s=BOUND_S).reach(asking(address, worker_id), OURS)
-
-    assert tried == pb.ProbePeerResponse(reached=False)
-    assert loop.time() - started_s >= 0.9 * BOUND_S
-
-
-async def test_reach_where_nobody_listens_answers_like_where_another_one_does() -> None:
-    loop = asyncio.get_running_loop()
-    started_s = loop.time()
-    address = f"127.0.0.1:{free_port('127.0.0.1')}"
-
-    tried = await PeerProbe(CONNECT, bound_s=BOUND_S).reach(asking(address), OURS)
-
+        tried = await PeerProbe(CONNECT, bound_s=BOUND_S).reach(request, OURS)
     assert tried == pb.ProbePeerResponse(reached=False)
     assert loop.time() - started_s >= 0.9 * BOUND_S
 
 
 @pytest.mark.parametrize("address", ["", "here", "unix:/run/a.sock", "http://a:80", "a:1/b", "[::1]", "a b:80"])
-async def test_reach_of_what_is_no_address_is_refused_by_field(address: str) -> None:
+async def test_reach_of_a_malformed_address_is_refused_by_field(address: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         await PeerProbe(CONNECT).reach(asking(address), OURS)
-
     assert caught.value.field == "address"
 
 

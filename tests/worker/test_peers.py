@@ -39,7 +39,7 @@ async def pull(peers: PeerChannels, *addresses: str) -> None:
             pass
 
 
-async def test_worker_that_pulls_from_ever_new_peers_keeps_a_few_channels_those_used_last() -> None:
+async def test_worker_that_pulls_from_many_peers_keeps_the_last_used_channels() -> None:
     network = Network()
     peers = PeerChannels(network.connect, max_idle=3)
     await pull(peers, *"abcab", *(f"new-{number}" for number in range(100)), "a")
@@ -61,7 +61,7 @@ async def test_channel_in_use_is_not_closed_however_many_others_come() -> None:
     assert network.open_addresses() == ["busy"]
 
 
-async def test_call_that_is_cancelled_or_outlives_the_worker_leaves_no_channel() -> None:
+async def test_cancelled_call_and_call_at_the_end_of_the_worker_leave_no_channel() -> None:
     network = Network()
     peers = PeerChannels(network.connect, max_idle=0)
     using = asyncio.Event()

@@ -56,87 +56,70 @@ async def pull(
         return response
 
 
-def cold_filler(number: int) -> Any:
-    """A prompt of 16 blocks that nobody sends twice."""
-    return make_request([number + 1] * (16 * BLOCK_SIZE), max_tokens=1, ignore_eos=True)
+@asynccontextmanager
+async def taking(**options: Any) -> AsyncIterator[tuple[Pool, RunningWorker, RunningWorker]]:
+    """Yield a `warm_pool`, the worker that has the prefix, and one that takes it in."""
+    async with warm_pool(**options) as pool:
+        yield pool, pool.workers["prefill-0"], pool.workers["prefill-1"]
 
 
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
 async def test_prefix_that_was_taken_in_is_found_by_the_next_request(transport: str) -> None:
-    async with warm_pool(transports=(transport,)) as pool:
-        source, taker = pool.workers["prefill-0"], pool.workers["prefill-1"]
+    async with taking(transports=(transport,)) as (pool, source, taker):
         took = await pull(taker, where(source), await hot(source))
         answer = await pool.pair("prefill-1", "decode-0").generate(prompt(1))
-
         assert (took.num_pulled_blocks, took.num_present_blocks, took.num_left_blocks) == (PREFIX_BLOCKS + 1, 0, 0)
         assert answer.num_cached == (PREFIX_BLOCKS + 1) * BLOCK_SIZE
-        await pool.until_empty()
 
 
 async def test_blocks_that_are_here_are_not_pulled_again() -> None:
-    async with warm_pool() as pool:
-        source, taker = pool.workers["prefill-0"], pool.workers["prefill-1"]
+    async with taking() as (pool, source, taker):
         await pool.pair("prefill-1", "decode-0").generate(make_request(PREFIX, max_tokens=1))
         took = await pull(taker, where(source), await hot(source))
-
         assert (took.num_pulled_blocks, took.num_present_blocks, took.num_left_blocks) == (1, PREFIX_BLOCKS, 0)
-        await pool.until_empty()
 
 
 async def test_reused_prefix_stays_warm_where_it_is_taken_in() -> None:
-    async with warm_pool() as pool:
-        source, taker = pool.workers["prefill-0"], pool.workers["prefill-1"]
+    async with taking() as (pool, source, taker):
         await pool.pair("prefill-0", "decode-0").generate(prompt(2, max_tokens=1))
         await pull(taker, where(source), await hot(source))
         await until_empty(taker)
         load = await taker.runtime.engine.call(lambda core: core.load())
-
         assert load.num_blocks - load.num_cold_blocks == PREFIX_BLOCKS
 
 
-async def test_nothing_is_displaced_that_is_worth_more() -> None:
-    small = {"num_blocks": 20}
-    async with warm_pool(prefill_1=small) as pool:
-        source, taker = pool.workers["prefill-0"], pool.workers["prefill-1"]
+async def test_more_valuable_blocks_are_not_displaced() -> None:
+    async with taking(prefill_1={"num_blocks": 20}) as (pool, source, taker):
         pair = pool.pair("prefill-1", "decode-0")
         for _ in range(2):  # the second time makes its prompt warm
-            await pair.generate(cold_filler(0))
+            await pair.generate(make_request([1] * (16 * BLOCK_SIZE), max_tokens=1, ignore_eos=True))
         kept = await hot(taker)
         took = await pull(taker, where(source), await hot(source))
         warm_before = kept[0].block_hashes[: 16 * kept[0].num_reused_blocks]
-
         assert took.num_pulled_blocks < PREFIX_BLOCKS + 1
         assert took.num_left_blocks == PREFIX_BLOCKS + 1 - took.num_pulled_blocks
         assert any(chain.block_hashes.startswith(warm_before) for chain in await hot(taker))
-        await pool.until_empty()
 
 
 async def test_bytes_bound_what_is_taken_in_at_whole_blocks() -> None:
-    async with warm_pool() as pool:
-        source, taker = pool.workers["prefill-0"], pool.workers["prefill-1"]
+    async with taking() as (_pool, source, taker):
         block_bytes = source.runtime.executor.kv.shape.block_bytes
         took = await pull(taker, where(source), await hot(source), max_bytes=3 * block_bytes + 1)
-
         assert (took.num_pulled_blocks, took.num_left_blocks) == (3, PREFIX_BLOCKS - 2)
 
 
 async def test_long_chain_comes_in_pieces_and_serving_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with warm_pool() as pool:
-        source, taker = pool.workers["prefill-0"], pool.workers["prefill-1"]
+    async with taking() as (_pool, source, taker):
         monkeypatch.setattr("worker.prefix_intake.PIECE_BYTES", 2 * source.runtime.executor.kv.shape.block_bytes)
         took = await pull(taker, where(source), await hot(source))
-
         assert took.num_pulled_blocks == PREFIX_BLOCKS + 1
-        await pool.until_empty()
 
 
 async def test_branches_are_taken_in_behind_their_trunk() -> None:
-    async with warm_pool() as pool:
-        source, taker = pool.workers["prefill-0"], pool.workers["prefill-1"]
+    async with taking() as (pool, source, taker):
         await pool.pair("prefill-0", "decode-0").generate(prompt(2, max_tokens=1))
         chains = await hot(source)
         took = await pull(taker, where(source), chains)
-
         assert [chain.trunk for chain in chains] == [0, 1]
         assert (took.num_pulled_blocks, took.num_left_blocks) == (PREFIX_BLOCKS + 2, 0)
         assert {block for chain in await hot(taker) for block in blocks(chain)} == {
@@ -144,14 +127,11 @@ async def test_branches_are_taken_in_behind_their_trunk() -> None:
         }
 
 
-async def test_source_of_an_earlier_life_is_told_as_stale() -> None:
-    async with warm_pool() as pool:
-        source, taker = pool.workers["prefill-0"], pool.workers["prefill-1"]
+async def test_pull_from_an_earlier_life_of_the_source_raises_stale_epoch() -> None:
+    async with taking() as (_pool, source, taker):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await pull(taker, where(source, epoch=source.runtime.epoch + 1), await hot(source))
-
         assert isinstance(from_rpc_error(caught.value), StaleEpoch)
-        await pool.until_empty()
 
 
 GOOD: dict[str, Any] = {"block_hashes": bytes(32), "values": [1.0, 0.5], "num_reused_blocks": 1}
@@ -170,14 +150,12 @@ BAD_CHAINS: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("field", BAD_CHAINS)
-async def test_list_that_is_none_is_refused_by_field_and_nothing_is_held(field: str) -> None:
+async def test_malformed_list_of_prefixes_is_refused_by_field_and_nothing_is_held(field: str) -> None:
     async with running_pool({"prefill-0": {}}) as pool:
         chains = [prefix_pb2.PrefixChain(**chain) for chain in BAD_CHAINS[field]]
         error = await refusal(pool, chains=chains)
-
         assert isinstance(error, InvalidRequest)
         assert error.field == field
-        await pool.until_empty()
 
 
 @pytest.mark.parametrize(
@@ -192,20 +170,17 @@ async def test_list_that_is_none_is_refused_by_field_and_nothing_is_held(field: 
         ("max_bytes", {"max_bytes": 0}),
     ],
 )
-async def test_pull_that_makes_no_sense_is_refused_by_field(field: str, changes: dict[str, Any]) -> None:
+async def test_pull_with_a_bad_value_is_refused_by_field(field: str, changes: dict[str, Any]) -> None:
     async with running_pool({"prefill-0": {}}) as pool:
         error = await refusal(pool, **changes)
-
         assert isinstance(error, InvalidRequest)
         assert error.field == field
 
 
-async def test_source_that_nobody_knows_is_told_and_nothing_is_held() -> None:
+async def test_pull_from_an_unknown_source_raises_worker_lost_and_nothing_is_held() -> None:
     async with running_pool({"prefill-0": {}}) as pool:
         error = await refusal(pool, address="127.0.0.1:1")
-
         assert isinstance(error, WorkerLost)
-        await pool.until_empty()
 
 
 async def refusal(

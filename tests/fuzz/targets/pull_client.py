@@ -26,7 +26,7 @@ from tests.fuzz.play import Step, play
 from tests.fuzz.services import BLOCK_SIZE
 from tests.fuzz.source import Source
 from tests.fuzz.target import Target, timing
-from tests.fuzz.targets.worker import ROOT, sequence
+from tests.fuzz.targets.worker import ROOT, decode_step, sequence
 from tests.fuzz.world import World
 
 _ADDRESS = "hostile:1"
@@ -184,7 +184,7 @@ def _handoff(world: World, source: Source) -> Step:
     )
     request = decode_pb2.DecodeRequest(sequence=_SPEC, epoch=world.decode.runtime.epoch, handoff=handoff)
     # The router bounds it: a worker cannot know how long the prefill may take.
-    return dataclasses.replace(_step("DecodeService/Decode", world, request, source), is_endless=True)
+    return dataclasses.replace(decode_step(world.decode, request.SerializeToString(), source), is_endless=True)
 
 
 def _where() -> sequence_pb2.KvSource:
@@ -193,7 +193,7 @@ def _where() -> sequence_pb2.KvSource:
 
 def _source(world: World, source: Source) -> Step:
     request = decode_pb2.DecodeRequest(sequence=_SPEC, epoch=world.decode.runtime.epoch, source=_where())
-    return _step("DecodeService/Decode", world, request, source)
+    return decode_step(world.decode, request.SerializeToString(), source)
 
 
 def _prefixes(world: World, source: Source) -> Step:

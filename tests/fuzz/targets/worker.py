@@ -157,8 +157,25 @@ def _decode_requests(world: World) -> list[Message]:
     return made
 
 
+def decode_step(worker: FuzzWorker, request: bytes, source: Source) -> Step:
+    """Return one decode call, which may be malformed, on a stream of its own."""
+    length, prefix = len(request), bytearray([0x08, 1, 0x12])  # call_id = 1; open, whose length follows
+    while length >= 0x80:
+        prefix.append(length & 0x7F | 0x80)
+        length >>= 7
+    return Step(
+        target=worker.endpoint.address,
+        method="/kvrelay.v1.DecodeService/DecodeMany",
+        messages=(bytes([*prefix, length]) + request,),
+        is_stream=True,
+        half_closes=False,
+        ends_with_call=True,
+        **timing(source),
+    )
+
+
 def _decode(world: World, source: Source) -> Step:
-    return _unary(world.decode, "DecodeService/Decode", _decode_requests(world), world, source)
+    return decode_step(world.decode, draw(source, _decode_requests(world), hints_of(world)), source)
 
 
 def _decode_many(world: World, source: Source) -> Step:

@@ -1,0 +1,78 @@
+"""The shell in which a service runs as a plain process.
+
+Its certificate comes on stdin (common/trust/pipe.py); one ready line goes to stdout, logs go to stderr. The first
+SIGTERM or SIGINT drains it, a second one ends it at once.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from common.process import RunningService, die_with_parent, ready_line, ready_of
+from common.signals import on_first_signal
+from common.trust.credentials import Credentials
+from common.trust.pipe import EnrolmentPipe
+
+_Service = TypeVar("_Service", bound=RunningService)
+
+
+def service_parser(module: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser with the options that every service has, but for its address."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
+    parser.add_argument("--config", type=Path, required=True, help="serving.yaml")
+    parser.add_argument(
+        "--die-with-parent", action="store_true", help="never outlive the process that started this one"
+    )
+    return parser
+
+
+def parse_service_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Return the parsed command line, once this process dies with its parent where that is asked for."""
+    args = parser.parse_args()
+    if args.die_with_parent:
+        die_with_parent()
+    return args
+
+
+def run_service(
+    start: Callable[[Credentials], Awaitable[_Service]],
+    *,
+    grace_s: Callable[[_Service], float],
+    hosts: Callable[[], Sequence[str]] = tuple,
+) -> None:
+    """Enrol, start a service, serve until a signal comes, and stop it within its grace.
+
+    `hosts`: addresses and names for the certificate of a router. Raises NotEnrolled, and what `start` raises.
+    """
+    try:
+        import uvloop
+    except ImportError:
+        run = asyncio.run
+    else:
+        run = uvloop.run
+    run(_serve(start, grace_s, hosts))
+
+
+async def _serve(
+    start: Callable[[Credentials], Awaitable[_Service]],
+    grace_s: Callable[[_Service], float],
+    hosts: Callable[[], Sequence[str]],
+) -> None:
+    stop = asyncio.Event()
+    on_first_signal(stop.set)
+    credentials = Credentials()
+    pipe = EnrolmentPipe(credentials, hosts)
+    await pipe.open()
+    renewing = asyncio.create_task(pipe.keep_renewed(), name="renew certificate")
+    service = await start(credentials)
+    sys.stdout.write(ready_line(ready_of(service)) + "\n")
+    sys.stdout.flush()
+    await stop.wait()
+    await service.stop(grace_s(service))
+    renewing.cancel()
+    with suppress(asyncio.CancelledError):
+        await renewing

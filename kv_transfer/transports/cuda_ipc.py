@@ -1,0 +1,127 @@
+"""Pages in the memory of one card that both workers use: the puller copies inside the card.
+
+There are no checksums: they would cost as much as the copy, on both sides. Instead, the nonce shows that the memory is
+the right one, nothing writes to the pages while they are pinned, and they are pinned until the acknowledgement, which
+the server refuses when it has unpinned them before.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from collections.abc import Sequence as Seq
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from common.errors import TransferError
+from common.ids import BlockId
+from engine.executor import DevicePeerPages, DeviceRegion, KvStore
+from kv_transfer.transports.transport import (
+    PeerLife,
+    PullTarget,
+    SealedReceiver,
+    Transport,
+    Unreachable,
+    is_same_host,
+    sealed,
+)
+from kvrelay.v1 import kv_transfer_pb2 as pb
+
+# A mapping serves the pulls that follow closely, and is gone before a successor of a dead peer allocates its own pages.
+_KEEP_MAPPED_S = 1.0
+
+
+class CudaIpc(Transport):
+    """See the module. Pulls from one peer share a mapping: making one takes milliseconds, and closing it waits."""
+
+    name = "cuda_ipc"
+    payload = "sealed"
+    reads_pages = False
+
+    def __init__(self, store: KvStore, chunk_bytes: int, *, keep_mapped_s: float = _KEEP_MAPPED_S) -> None:
+        super().__init__(store, chunk_bytes)
+        self._keep_mapped_s = keep_mapped_s
+        self._mappings: dict[PeerLife, _Mapping] = {}
+
+    def offer(self, opened: pb.OpenFetch) -> bool:
+        """See `Transport`."""
+        sharing = self._store.device_sharing
+        if sharing is not None:
+            opened.device_uuid = sharing.region.device_uuid
+        return sharing is not None
+
+    def reaches(self, opened: pb.OpenFetch) -> bool:
+        """See `Transport`."""
+        sharing = self._store.device_sharing
+        return sharing is not None and is_same_host(opened) and opened.device_uuid == sharing.region.device_uuid
+
+    def describe(self, opened: pb.FetchOpened) -> None:
+        """See `Transport`."""
+        sharing = self._store.device_sharing
+        assert sharing is not None, "`reaches` has looked"
+        region, memory = sharing.region, opened.device_memory
+        memory.handle, memory.offset_bytes, memory.size_bytes = region.handle, region.offset_bytes, region.size_bytes
+        memory.device_uuid, memory.nonce, memory.num_blocks = region.device_uuid, region.nonce, self._store.num_blocks
+
+    def seal(self, first_block: int, block_ids: Seq[BlockId]) -> list[pb.FetchBlocksResponse]:
+        """See `Transport`."""
+        return [sealed(first_block, block_ids)]
+
+    @asynccontextmanager
+    async def fetch(self, peer: PeerLife, opened: pb.FetchOpened, target: PullTarget) -> "AsyncIterator[_Copier]":
+        """See `Transport`."""
+        mapping = self._mappings.get(peer)
+        if mapping is None:
+            mapping = self._mappings[peer] = _Mapping(self._map(opened.device_memory))
+        mapping.num_users += 1
+        if mapping.expiry is not None:
+            mapping.expiry.cancel()
+        try:
+            try:
+                pages = await asyncio.shield(mapping.pages)
+            except TransferError as error:
+                raise Unreachable(str(error)) from error
+            yield _Copier(pages, target)
+        finally:
+            mapping.num_users -= 1
+            if mapping.num_users == 0:
+                mapping.expiry = asyncio.get_running_loop().call_later(self._keep_mapped_s, self._expire, peer)
+
+    def _map(self, memory: pb.DeviceMemory) -> "asyncio.Future[DevicePeerPages]":
+        sharing = self._store.device_sharing
+        if sharing is None:
+            raise Unreachable("our own pages are not in device memory")
+        region = DeviceRegion(
+            handle=memory.handle,
+            offset_bytes=memory.offset_bytes,
+            size_bytes=memory.size_bytes,
+            device_uuid=memory.device_uuid,
+            nonce=memory.nonce,
+        )
+        return asyncio.get_running_loop().run_in_executor(None, sharing.map_peer, region, memory.num_blocks)
+
+    def _expire(self, peer: PeerLife) -> None:
+        self._mappings.pop(peer).pages.add_done_callback(_close)
+
+
+@dataclass(slots=True)
+class _Mapping:
+    """A peer's device memory, mapped or being mapped."""
+
+    pages: "asyncio.Future[DevicePeerPages]"
+    num_users: int = 0
+    expiry: asyncio.TimerHandle | None = None
+    """Set while it has no users."""
+
+
+def _close(pages: "asyncio.Future[DevicePeerPages]") -> None:
+    if not pages.cancelled() and pages.exception() is None:
+        pages.get_loop().run_in_executor(None, pages.result().close)
+
+
+class _Copier(SealedReceiver):
+    def __init__(self, pages: DevicePeerPages, target: PullTarget) -> None:
+        super().__init__(target)
+        self._pages = pages
+
+    def copy(self, blocks: pb.SealedBlocks, pages: Seq[BlockId]) -> None:
+        """See `SealedReceiver`."""
+        self._pages.copy_blocks(blocks.block_ids, pages)

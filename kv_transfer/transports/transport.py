@@ -1,0 +1,135 @@
+"""The seam for ways of moving blocks: what a transport does at each step of one transfer.
+
+1. Puller `offer`: whether this transport can fill the puller's pages; adds to OpenFetch what the peer needs to judge.
+2. Server `reaches`: whether the server's pages can be reached from that puller.
+3. Server `describe`: adds to FetchOpened what the puller needs to reach them.
+4. Puller `fetch`: holds whatever the transfer needs, such as mapped memory, until its `async with` block is left.
+5. Server `seal`: messages for blocks that are final; puller `Receiver.take`: fills pages from such a message.
+
+A transport lives in a file of its own and is listed in `registry.py`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple, Protocol
+
+from common.errors import KvIncomplete, TransferError
+from common.ids import BlockId, Epoch, WorkerId
+from common.wire_names import TRANSPORT_NUMBERS
+from engine.executor import KvStore
+from engine.shared_memory import host_id
+from kvrelay.v1 import kv_transfer_pb2 as pb
+
+
+class PeerLife(NamedTuple):
+    """A peer, from one start or change of role to the next."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+
+
+class Unreachable(Exception):
+    """A peer's memory cannot be mapped; the message says why."""
+
+
+@dataclass(slots=True)
+class PullTarget:
+    """The puller's pages for one transfer. The event loop and one executor thread take turns."""
+
+    block_table: tuple[BlockId, ...]
+    missing: set[int]
+    """Indexes of the blocks that have not arrived."""
+
+    def pages_of(self, indexes: range) -> list[BlockId]:
+        """Return the pages for blocks that arrive. Raises KvIncomplete when one was not asked for, or came before."""
+        if not self.missing.issuperset(indexes):
+            raise KvIncomplete(f"blocks {indexes} were not asked for, or came twice")
+        return [self.block_table[i] for i in indexes]
+
+
+class Receiver(Protocol):
+    """The puller's end of one transfer."""
+
+    def take(self, message: pb.FetchBlocksResponse) -> None:
+        """Fill pages from a message of the transport's kind, and mark their blocks as arrived.
+
+        The bytes are in place when this returns. Any thread. Raises KvIncomplete.
+        """
+        ...
+
+
+class SealedReceiver(ABC):
+    """A `Receiver` of messages that name pages of the server."""
+
+    def __init__(self, target: PullTarget) -> None:
+        self._target = target
+
+    @abstractmethod
+    def copy(self, blocks: pb.SealedBlocks, pages: Seq[BlockId]) -> None:
+        """Copy the server's pages over our own. Any thread. Raises TransferError."""
+
+    def take(self, message: pb.FetchBlocksResponse) -> None:
+        """See `Receiver`."""
+        blocks = message.sealed
+        indexes = range(blocks.first_block, blocks.first_block + len(blocks.block_ids))
+        pages = self._target.pages_of(indexes)
+        try:
+            self.copy(blocks, pages)
+        except TransferError as error:
+            raise KvIncomplete(f"cannot copy the sealed blocks {indexes}: {error}") from error
+        self._target.missing.difference_update(indexes)
+
+
+class Transport(ABC):
+    """One way of moving blocks, on one worker, as server and as puller. Event loop only, unless a method says more."""
+
+    name: ClassVar[str]
+    """As in serving.yaml, in metrics and, in capitals, in worker_pb2.KvTransport."""
+    payload: ClassVar[Literal["chunk", "sealed"]]
+    """Kind of FetchBlocksResponse that carries blocks."""
+    reads_pages: ClassVar[bool] = True
+    """Whether `seal` copies pages: it then runs on an executor thread, for a few blocks at a time."""
+
+    def __init__(self, store: KvStore, chunk_bytes: int) -> None:
+        """`chunk_bytes`: largest piece of a block in one message."""
+        self._store = store
+        self._chunk_bytes = chunk_bytes
+
+    @property
+    def number(self) -> int:
+        """Value of worker_pb2.KvTransport."""
+        return TRANSPORT_NUMBERS[self.name]
+
+    def offer(self, opened: pb.OpenFetch) -> bool:
+        """Return whether this transport can fill our own pages; adds to `opened` what the peer needs to judge."""
+        return True
+
+    def reaches(self, opened: pb.OpenFetch) -> bool:
+        """Return whether the puller can reach our own pages."""
+        return True
+
+    def describe(self, opened: pb.FetchOpened) -> None:  # noqa: B027 - a stream of chunks needs nothing
+        """Add what the puller needs to reach our own pages."""
+
+    @abstractmethod
+    def seal(self, first_block: int, block_ids: Seq[BlockId]) -> list[pb.FetchBlocksResponse]:
+        """Return the messages for consecutive blocks of a sequence. Any thread."""
+
+    @abstractmethod
+    def fetch(
+        self, peer: PeerLife, opened: pb.FetchOpened, target: PullTarget
+    ) -> AbstractAsyncContextManager[Receiver]:
+        """Hold what one transfer needs. Entering it raises Unreachable when the peer's memory cannot be mapped."""
+
+
+def is_same_host(opened: pb.OpenFetch) -> bool:
+    """Return whether the puller runs on this host."""
+    return bool(opened.host_id) and opened.host_id == host_id()
+
+
+def sealed(first_block: int, block_ids: Seq[BlockId], checksums: Seq[int] = ()) -> pb.FetchBlocksResponse:
+    """Return the message that names pages of the server."""
+    blocks = pb.SealedBlocks(first_block=first_block, block_ids=block_ids, checksums=checksums)
+    return pb.FetchBlocksResponse(sealed=blocks)
