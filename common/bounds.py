@@ -12,7 +12,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from common.errors import InvalidRequest
-from common.sampling import MAX_LOGIT_BIAS, MAX_N, MAX_STOP_STRINGS, MAX_STOP_TOKENS
+from common.sampling import MAX_N, PARAMETERS
 
 MAX_PROMPT_TOKENS = 1 << 24
 """Far beyond every model: its own context length is checked next, and by `len` as well."""
@@ -26,11 +26,10 @@ MAX_PROMPTS = 128
 BOUNDS: Mapping[str, int] = {
     "kvrelay.v1.TokenIds.ids": MAX_PROMPT_TOKENS,
     "kvrelay.v1.ChatPrompt.messages": MAX_CHAT_MESSAGES,
-    "kvrelay.v1.SamplingParams.logit_bias": MAX_LOGIT_BIAS,
-    "kvrelay.v1.SamplingParams.stop": MAX_STOP_STRINGS,
-    "kvrelay.v1.SamplingParams.stop_token_ids": MAX_STOP_TOKENS,
     "kvrelay.v1.Resume.samples": MAX_N,
     "kvrelay.v1.StreamTokensRequest.num_received": MAX_N,
+} | {
+    f"kvrelay.v1.SamplingParams.{each.option}": each.max_entries for each in PARAMETERS if each.max_entries is not None
 }
 """Most entries of every repeated field and map that a client can send, by the field's full name."""
 

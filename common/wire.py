@@ -1,15 +1,24 @@
-"""Between protobuf messages and our records."""
+"""Conversions between protobuf messages and records."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from common.bounds import check_bounds
 from common.errors import InvalidRequest
-from common.sampling import SamplingParams
+from common.sampling import PARAMETERS, Kind, SamplingParams
 from common.tokens import TOKEN_BYTES, TokenArray, as_tokens, token_view, tokens_from_bytes
 from kvrelay.v1 import sampling_pb2
+
+_BY_OPTION = {parameter.option: parameter for parameter in PARAMETERS}
+_SCALARS: dict[Kind, Callable[[Any], Any]] = dict.fromkeys((Kind.FLOAT, Kind.INTEGER, Kind.FLAG), lambda value: value)
+_FROM_PROTO = _SCALARS | {
+    Kind.TEXTS: tuple,
+    Kind.TOKENS: frozenset,
+    Kind.BIASES: lambda biases: tuple(sorted(biases.items())),
+}
+_TO_PROTO = _SCALARS | {Kind.TEXTS: list, Kind.TOKENS: sorted, Kind.BIASES: dict}
 
 
 def sampling_from_proto(
@@ -20,60 +29,17 @@ def sampling_from_proto(
     Values are not checked: call `validate`.
     """
     check_bounds(message, field="sampling")
-    defaults = SamplingParams()
-
-    def value(name: Any, default: Any) -> Any:
-        return getattr(message, name) if message.HasField(name) else default
-
-    return SamplingParams(
-        temperature=value("temperature", defaults.temperature),
-        top_k=value("top_k", defaults.top_k),
-        top_p=value("top_p", defaults.top_p),
-        min_p=value("min_p", defaults.min_p),
-        repetition_penalty=value("repetition_penalty", defaults.repetition_penalty),
-        presence_penalty=value("presence_penalty", defaults.presence_penalty),
-        frequency_penalty=value("frequency_penalty", defaults.frequency_penalty),
-        logit_bias=tuple(sorted(message.logit_bias.items())),
-        seed=value("seed", default_seed),
-        n=value("n", defaults.n),
-        stop=tuple(message.stop),
-        stop_token_ids=frozenset(message.stop_token_ids),
-        max_tokens=value("max_tokens", default_max_tokens),
-        min_tokens=value("min_tokens", defaults.min_tokens),
-        ignore_eos=message.ignore_eos,
-        num_logprobs=message.logprobs if message.HasField("logprobs") else None,
-        num_prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-        include_special_tokens=message.include_special_tokens,
-        detokenize=value("detokenize", defaults.detokenize),
-    )
+    values: dict[str, Any] = {"max_tokens": default_max_tokens, "seed": default_seed}
+    for descriptor, value in message.ListFields():  # those that are set
+        parameter = _BY_OPTION[descriptor.name]
+        values[parameter.name] = _FROM_PROTO[parameter.kind](value)
+    return SamplingParams(**values)
 
 
 def sampling_to_proto(sampling: SamplingParams) -> sampling_pb2.SamplingParams:
     """Return the message with every field set."""
-    message = sampling_pb2.SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=dict(sampling.logit_bias),
-        seed=sampling.seed,
-        n=sampling.n,
-        stop=sampling.stop,
-        stop_token_ids=sorted(sampling.stop_token_ids),
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        ignore_eos=sampling.ignore_eos,
-        include_special_tokens=sampling.include_special_tokens,
-        detokenize=sampling.detokenize,
-    )
-    if sampling.num_logprobs is not None:
-        message.logprobs = sampling.num_logprobs
-    if sampling.num_prompt_logprobs is not None:
-        message.prompt_logprobs = sampling.num_prompt_logprobs
-    return message
+    values = ((each, getattr(sampling, each.name)) for each in PARAMETERS)
+    return sampling_pb2.SamplingParams(**{each.option: _TO_PROTO[each.kind](value) for each, value in values})
 
 
 def token_ids_from_proto(ids: Sequence[int], *, vocab_size: int, field: str) -> TokenArray:

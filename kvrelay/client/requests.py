@@ -1,56 +1,16 @@
-"""From what a user writes to request messages. Bad values raise here, before anything is sent."""
+"""Builds request messages from the arguments of the clients. Bad values raise here, before anything is sent."""
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypedDict
+from typing import Any
 
 from common.errors import InvalidRequest
+from common.sampling import PARAMETERS, SamplingOptions
 from kvrelay.client.records import Accepted, ChatMessage, ChatTurn, Prompt, SampleSoFar, ServiceTerms
 from kvrelay.v1 import inference_pb2, sampling_pb2
 
-
-class SamplingOptions(TypedDict, total=False):
-    """Sampling, as keyword arguments. An option left out takes the server's default, named in brackets."""
-
-    temperature: float
-    """0 is greedy. [1]"""
-    top_k: int
-    """Keep only the k most probable tokens; 0 keeps all. [0]"""
-    top_p: float
-    """Keep the smallest set of tokens whose probability reaches top_p. In (0, 1]. [1]"""
-    min_p: float
-    """Drop tokens less probable than min_p times the most probable one. In [0, 1]. [0]"""
-    repetition_penalty: float
-    """Divides (positive) or multiplies (negative) the logits of tokens seen in prompt or output. [1]"""
-    presence_penalty: float
-    """Subtracted once from the logits of tokens seen in the output. In [-2, 2]. [0]"""
-    frequency_penalty: float
-    """Subtracted per occurrence from the logits of tokens seen in the output. In [-2, 2]. [0]"""
-    logit_bias: Mapping[int, float]
-    """Added to the logits of single tokens. Values in [-100, 100]. [none]"""
-    seed: int
-    """Equal seeds give equal answers. [drawn by the router, reported in the result]"""
-    n: int
-    """Number of independent samples of the prompt. [1]"""
-    stop: str | Sequence[str]
-    """Strings that end a sample; their text is not returned. [none]"""
-    stop_token_ids: Sequence[int]
-    """Tokens that end a sample; their text is not returned. [none]"""
-    max_tokens: int
-    """Largest number of generated tokens per sample. [router.default_max_tokens]"""
-    min_tokens: int
-    """A sample does not end by a stop before this many tokens. [0]"""
-    ignore_eos: bool
-    """Go on after the model's end-of-sequence token. [False]"""
-    logprobs: int
-    """Report the log-probability of each generated token and of this many most probable ones. [off]"""
-    prompt_logprobs: int
-    """The same for every prompt token. [off]"""
-    include_special_tokens: bool
-    """Keep special tokens in the text. [False]"""
-    detokenize: bool
-    """Return text. Without it tokens come as `TokenRun`: no text, no stop strings, no log-probabilities. [True]"""
+_OPTIONS = tuple(each.option for each in PARAMETERS)
 
 
 def generate_request(
@@ -151,19 +111,12 @@ def _sampling_message(options: SamplingOptions) -> sampling_pb2.SamplingParams:
     message = sampling_pb2.SamplingParams()
     values: Mapping[str, Any] = options
     for name, value in values.items():
-        if name not in SamplingOptions.__annotations__:
-            raise TypeError(f"unknown sampling option {name!r}; known are {', '.join(SamplingOptions.__annotations__)}")
-        if value is None:
-            continue
+        if name not in _OPTIONS:
+            raise TypeError(f"unknown sampling option {name!r}; known are {', '.join(_OPTIONS)}")
+        if name == "stop" and isinstance(value, str):
+            value = [value]
         with _field(f"sampling.{name}"):
-            if name == "stop":
-                message.stop.extend([value] if isinstance(value, str) else value)
-            elif name == "stop_token_ids":
-                message.stop_token_ids.extend(value)
-            elif name == "logit_bias":
-                message.logit_bias.update(value)
-            else:
-                setattr(message, name, value)
+            message.MergeFrom(sampling_pb2.SamplingParams(**{name: value}))  # None leaves the field unset
     return message
 
 

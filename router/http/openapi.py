@@ -1,7 +1,4 @@
-"""The OpenAPI document of the door, made of what the door reads by: routes (routes.py), bodies (schema.py) and errors.
-
-Ranges of numbers are not in it: they are checked with the request, behind both doors, and refused with 400.
-"""
+"""The OpenAPI document of the HTTP API, derived from routes (routes.py), bodies (schema.py) and errors."""
 
 from typing import Any
 

@@ -1,31 +1,23 @@
-"""The JSON bodies of the endpoints: types are checked here, values where all doors check them (validation.py).
+"""The JSON bodies of the endpoints: types are checked here, values where both APIs check them (validation.py).
 
-What official clients send and what changes no answer is ignored. What would change the answer and is not supported is
-refused unless it says what we do anyway; so is what nobody knows, which may be a misspelt option.
+Options that official clients send and that change no answer are ignored. Unsupported options that would change the
+answer are refused, unless their value is the default; so are unknown ones, which may be misspelt.
 """
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, create_model
 
 from common.bounds import MAX_PROMPT_TOKENS
 from common.errors import InvalidRequest
-from common.sampling import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKENS
+from common.sampling import PARAMETERS, Kind, Parameter
 
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-_Stops = Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)]
-_StopTokens = Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)]
-_Biases = Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)]
 _Tokens = Annotated[list[int], Field(max_length=MAX_PROMPT_TOKENS)]
 ROLES: Mapping[str, str] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Of a message, with what each is to the model."""
-# Of fields that calls.py reads by hand: for the OpenAPI document.
+"""Roles of a message, each with the role that the model sees."""
+# calls.py reads these fields by hand: their schemas are for the OpenAPI document.
 _TEXT = {"type": "string"}
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _PROMPT = {
@@ -71,7 +63,7 @@ class _Strict(BaseModel):
         strict=True, frozen=True, allow_inf_nan=False, extra="allow", use_attribute_docstrings=True
     )
     special_tokens: ClassVar[bool | None] = None
-    """What `add_special_tokens` may say, where it has a meaning."""
+    """The one value of `add_special_tokens` that is allowed, where it has a meaning."""
 
 
 class StreamOptions(_Strict):
@@ -91,32 +83,63 @@ class Extension(_Strict):
     itl_s: float | None = None
 
 
-class GenerationBody(_Strict):
-    """What both generating endpoints take."""
+_JSON_TYPES: Mapping[Kind, Any] = {
+    Kind.FLOAT: float,
+    Kind.INTEGER: int,
+    Kind.FLAG: bool,
+    Kind.TEXTS: list[str],
+    Kind.TOKENS: list[int],
+    Kind.BIASES: dict[str, float],
+}
+_RENAMED = frozenset(("logprobs", "prompt_logprobs", "include_special_tokens", "detokenize"))
+"""OpenAI's API has other words for these, or none."""
+_LOWEST: Mapping[str, int] = {"top_k": -1, "seed": -(2**63)}
+"""Smallest values of options that accept more here: calls.py converts them."""
+
+SAMPLING_FIELDS: Mapping[str, Parameter] = {each.option: each for each in PARAMETERS if each.option not in _RENAMED}
+"""The sampling parameters that both generating endpoints take under their own names."""
+
+
+def _sampling_field(parameter: Parameter) -> Any:
+    """Return type and default of a body's field, as pydantic's `create_model` takes them."""
+    annotation = Annotated[_JSON_TYPES[parameter.kind], Field(max_length=parameter.max_entries)] | None
+    if parameter.kind is Kind.TEXTS:
+        annotation = Annotated[annotation, BeforeValidator(_as_list, json_schema_input_type=str | annotation)]
+    # Told in the document only: numbers are checked with the request.
+    told: dict[str, Any] = {}
+    if parameter.kind in (Kind.FLOAT, Kind.INTEGER):
+        told["exclusiveMinimum" if parameter.is_open else "minimum"] = _LOWEST.get(parameter.option, parameter.least)
+        told["maximum"] = parameter.most
+    return annotation, Field(default=None, description=parameter.meaning, json_schema_extra=told)
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+if TYPE_CHECKING:
+    _SamplingBody = _Strict
+else:
+    _SamplingBody = create_model(
+        "_SamplingBody", __base__=_Strict, **{name: _sampling_field(each) for name, each in SAMPLING_FIELDS.items()}
+    )
+
+
+class GenerationBody(_SamplingBody):
+    """The fields of both generating endpoints, beside those of `SAMPLING_FIELDS`."""
 
     model: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    n: int | None = None
-    stop: Annotated[_Stops | None, BeforeValidator(_as_list, json_schema_input_type=str | _Stops | None)] = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: _Biases | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Widespread extensions.
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    stop_token_ids: _StopTokens | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
     kvrelay: Extension | None = None
+
+    def sampling_options(self) -> dict[str, Any]:
+        """Return the fields of `SAMPLING_FIELDS` that are given."""
+        return {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
 
 
 class CompletionBody(GenerationBody):
