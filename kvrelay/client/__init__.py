@@ -23,7 +23,9 @@ from common.errors import (
     WorkerError,
     WorkerLost,
 )
+from common.sampling import SamplingOptions
 from kvrelay.client.async_client import AsyncClient, AsyncGenerationStream
+from kvrelay.client.base import DEFAULT_ADDRESS, GenerateOptions
 from kvrelay.client.decisions import Candidate, Decision, DecisionOutcome
 from kvrelay.client.records import (
     Accepted,
@@ -49,9 +51,8 @@ from kvrelay.client.records import (
     TransferStats,
     Usage,
 )
-from kvrelay.client.requests import SamplingOptions
 from kvrelay.client.status import ClusterStatus, RouterStatus, WorkerLoad, WorkerStatus, WorkerView
-from kvrelay.client.sync_client import DEFAULT_ADDRESS, Client, GenerationStream
+from kvrelay.client.sync_client import Client, GenerationStream
 from kvrelay.client.traffic import AsyncTrafficStream, RecordedRequest, TrafficStream
 
 __all__ = [
@@ -75,6 +76,7 @@ __all__ = [
     "EngineFault",
     "Event",
     "FinishReason",
+    "GenerateOptions",
     "Generation",
     "GenerationStream",
     "InvalidRequest",

@@ -1,6 +1,5 @@
 """Recordings of live traffic: what requests were like, without what they said."""
 
-import asyncio
 import struct
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from typing import Any, Self
 import grpc
 
 from common.errors import Cancelled
-from common.rpc import is_cancelled
+from kvrelay.client.base import unless_closed
 from kvrelay.client.convert import error_from_rpc
 from kvrelay.v1 import inference_pb2
 
@@ -34,11 +33,14 @@ class RecordedRequest:
 
 
 class _Feed:
-    """What the two streams have in common: the messages read so far."""
+    """State of a recording: its call, and how far it has been read."""
 
-    def __init__(self) -> None:
+    def __init__(self, call: Any, *, address: str) -> None:
+        """`call` yields messages and has cancel(); for a blocking one grpc has no public type."""
         self.num_dropped = 0
-        """Requests that were left out so far because they were read too slowly."""
+        """Requests that are missing so far, because the recording was read too slowly."""
+        self._call = call
+        self._address = address
         self._has_begun = False
         self._has_ended = False
 
@@ -50,17 +52,22 @@ class _Feed:
         self.num_dropped = message.num_dropped
         return _request(message.request) if message.HasField("request") else None
 
+    def _fail(self, error: grpc.RpcError) -> None:
+        """Raise the typed error, unless the recording was closed while it was being read."""
+        if not self._has_ended:
+            self._has_ended = True
+            raise error_from_rpc(error, address=self._address) from None
+
+    def _end(self) -> None:
+        self._has_ended = True
+        self._call.cancel()
+
 
 class TrafficStream(_Feed, Iterator[RecordedRequest]):
     """Requests in order of their ends. Entering its `with` block waits until the recording has begun; leaving ends it.
 
     Iterate in one thread; `close` from any.
     """
-
-    def __init__(self, call: Any, *, address: str) -> None:
-        super().__init__()
-        self._call = call  # of a type that grpc keeps private: an iterator with cancel()
-        self._address = address
 
     def __next__(self) -> RecordedRequest:
         """Return the next request. Raises StopIteration at the end and after `close`, KvrelayError on failure."""
@@ -71,17 +78,14 @@ class TrafficStream(_Feed, Iterator[RecordedRequest]):
 
     def close(self) -> None:
         """End the recording. Repeating it is harmless."""
-        self._has_ended = True
-        self._call.cancel()
+        self._end()
 
     def _read(self) -> RecordedRequest | None:
         try:
             return self._take(None if self._has_ended else next(self._call, None))
         except grpc.RpcError as error:
-            if self._has_ended:  # closed by another thread while this one was reading
-                return None
-            self._has_ended = True
-            raise error_from_rpc(error, address=self._address) from None
+            self._fail(error)
+            return None
 
     def __enter__(self) -> Self:
         if not self._has_begun:
@@ -97,14 +101,6 @@ class AsyncTrafficStream(_Feed, AsyncIterator[RecordedRequest]):
     ends it. Belongs to the event loop that made it.
     """
 
-    def __init__(
-        self, call: "grpc.aio.UnaryStreamCall[Any, inference_pb2.RecordTrafficResponse]", *, address: str
-    ) -> None:
-        super().__init__()
-        self._call = call
-        self._messages = aiter(call)
-        self._address = address
-
     async def __anext__(self) -> RecordedRequest:
         """Return the next request. Raises StopAsyncIteration at the end and after `aclose`, KvrelayError on failure."""
         while (request := await self._read()) is None:
@@ -114,23 +110,17 @@ class AsyncTrafficStream(_Feed, AsyncIterator[RecordedRequest]):
 
     async def aclose(self) -> None:
         """End the recording. Repeating it is harmless."""
-        self._has_ended = True
-        self._call.cancel()
+        self._end()
 
     async def _read(self) -> RecordedRequest | None:
-        if self._has_ended:
-            return None
         try:
-            return self._take(await anext(self._messages, None))
+            return self._take(None if self._has_ended else await unless_closed(anext(aiter(self._call), None)))
         except grpc.RpcError as error:
-            self._has_ended = True
-            raise error_from_rpc(error, address=self._address) from None
-        except asyncio.CancelledError:
-            if is_cancelled():
-                raise
-            # grpc reports a call that another task closed as if this task were cancelled
+            self._fail(error)
+            return None
+        except Cancelled:
             if not self._has_ended:
-                raise Cancelled("the client was closed during the call") from None
+                raise
             return None
 
     async def __aenter__(self) -> Self:
