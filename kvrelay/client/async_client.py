@@ -9,13 +9,7 @@ import grpc
 from common.errors import Cancelled
 from common.rpc import client_channel
 from kvrelay.client.base import DEFAULT_ADDRESS, BaseClient, BaseStream, GenerateOptions, unless_closed
-from kvrelay.client.convert import (
-    decisions_from_proto,
-    error_from_rpc,
-    models_from_proto,
-    status_from_proto,
-    tokenization_from_proto,
-)
+from kvrelay.client.convert import error_from_rpc, record
 from kvrelay.client.decisions import Decision
 from kvrelay.client.direct import DirectCall
 from kvrelay.client.failover import Attempts
@@ -144,24 +138,26 @@ class AsyncClient(BaseClient):
     async def tokenize(self, source: str | Sequence[ChatTurn], *, timeout_s: float | None = None) -> Tokenization:
         """Return the tokens that `generate` would make of text or of a conversation."""
         request = tokenize_request(source)
-        return tokenization_from_proto(await self._unary(lambda stub: stub.Tokenize, request, timeout_s))
+        return record(Tokenization, await self._unary(lambda stub: stub.Tokenize, request, timeout_s))
 
     async def models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
         """Return the served models."""
         request = inference_pb2.ListModelsRequest()
-        return models_from_proto(await self._unary(lambda stub: stub.ListModels, request, timeout_s))
+        response = await self._unary(lambda stub: stub.ListModels, request, timeout_s)
+        return tuple(record(ModelInfo, model) for model in response.models)
 
     async def status(self, *, timeout_s: float | None = None) -> ClusterStatus:
         """Return what the router and every worker hold right now."""
         request = inference_pb2.GetClusterStatusRequest()
-        return status_from_proto(await self._unary(lambda stub: stub.GetClusterStatus, request, timeout_s))
+        return record(ClusterStatus, await self._unary(lambda stub: stub.GetClusterStatus, request, timeout_s))
 
     async def explain(
         self, request_id: str | None = None, *, limit: int = 20, timeout_s: float | None = None
     ) -> tuple[Decision, ...]:
         """Return the decisions on a request, or the latest ones; newest first, at most `limit`."""
         request = inference_pb2.ExplainRequest(request_id=request_id or "", limit=limit)
-        return decisions_from_proto(await self._unary(lambda stub: stub.Explain, request, timeout_s))
+        response = await self._unary(lambda stub: stub.Explain, request, timeout_s)
+        return tuple(record(Decision, decision) for decision in response.decisions)
 
     def record(self, *, duration_s: float | None = None) -> AsyncTrafficStream:
         """Record the caller's requests as they come, like `Client.record`."""

@@ -9,13 +9,7 @@ import grpc
 
 from common.rpc import channel_options
 from kvrelay.client.base import DEFAULT_ADDRESS, BaseClient, BaseStream, GenerateOptions, Send
-from kvrelay.client.convert import (
-    decisions_from_proto,
-    error_from_rpc,
-    models_from_proto,
-    status_from_proto,
-    tokenization_from_proto,
-)
+from kvrelay.client.convert import error_from_rpc, record
 from kvrelay.client.decisions import Decision
 from kvrelay.client.failover import Attempts, RouterList
 from kvrelay.client.records import ChatTurn, Event, Generation, ModelInfo, Prompt, SampleSoFar, Tokenization
@@ -134,24 +128,26 @@ class Client(BaseClient):
 
     def tokenize(self, source: str | Sequence[ChatTurn], *, timeout_s: float | None = None) -> Tokenization:
         """Return the tokens that `generate` would make of text or of a conversation."""
-        return tokenization_from_proto(self._unary(lambda stub: stub.Tokenize, tokenize_request(source), timeout_s))
+        return record(Tokenization, self._unary(lambda stub: stub.Tokenize, tokenize_request(source), timeout_s))
 
     def models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
         """Return the served models."""
         request = inference_pb2.ListModelsRequest()
-        return models_from_proto(self._unary(lambda stub: stub.ListModels, request, timeout_s))
+        response = self._unary(lambda stub: stub.ListModels, request, timeout_s)
+        return tuple(record(ModelInfo, model) for model in response.models)
 
     def status(self, *, timeout_s: float | None = None) -> ClusterStatus:
         """Return what the router and every worker hold right now."""
         request = inference_pb2.GetClusterStatusRequest()
-        return status_from_proto(self._unary(lambda stub: stub.GetClusterStatus, request, timeout_s))
+        return record(ClusterStatus, self._unary(lambda stub: stub.GetClusterStatus, request, timeout_s))
 
     def explain(
         self, request_id: str | None = None, *, limit: int = 20, timeout_s: float | None = None
     ) -> tuple[Decision, ...]:
         """Return the decisions on a request, or the latest ones; newest first, at most `limit`."""
         request = inference_pb2.ExplainRequest(request_id=request_id or "", limit=limit)
-        return decisions_from_proto(self._unary(lambda stub: stub.Explain, request, timeout_s))
+        response = self._unary(lambda stub: stub.Explain, request, timeout_s)
+        return tuple(record(Decision, decision) for decision in response.decisions)
 
     def record(self, *, duration_s: float | None = None) -> TrafficStream:
         """Record the caller's requests as they come: arrival, lengths and shared beginnings, without content.

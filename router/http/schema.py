@@ -102,7 +102,8 @@ SAMPLING_FIELDS: Mapping[str, Parameter] = {each.option: each for each in PARAME
 
 def _sampling_field(parameter: Parameter) -> Any:
     """Return type and default of a body's field, as pydantic's `create_model` takes them."""
-    annotation = Annotated[_JSON_TYPES[parameter.kind], Field(max_length=parameter.max_entries)] | None
+    json_type: Any = _JSON_TYPES[parameter.kind]
+    annotation: Any = Annotated[json_type, Field(max_length=parameter.max_entries)] | None
     if parameter.kind is Kind.TEXTS:
         annotation = Annotated[annotation, BeforeValidator(_as_list, json_schema_input_type=str | annotation)]
     # Told in the document only: numbers are checked with the request.
