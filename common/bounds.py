@@ -1,7 +1,7 @@
-"""How many entries a client may put into each repeated field and map: one table, checked before anything looks at them.
+"""Most entries of each repeated field and map that a client can send: one table, checked before anything else.
 
 A message of `router.max_message_mib` holds millions of small entries. `len` of a field takes no time; sorting, copying
-or rendering what is in it does, on the event loop that serves everybody.
+or rendering its entries does, on the event loop that serves all requests.
 """
 
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ from common.errors import InvalidRequest
 from common.sampling import MAX_N, PARAMETERS
 
 MAX_PROMPT_TOKENS = 1 << 24
-"""Far beyond every model: its own context length is checked next, and by `len` as well."""
+"""Far beyond every model; its own context length is checked next, also by `len`."""
 MAX_CHAT_MESSAGES = 4096
-"""A template runs once for each: rendering so many takes 0.1 s."""
+"""A template runs once per message: rendering this many takes 0.1 s."""
 MAX_CONTENT_PARTS = 1024
-"""Per message of the HTTP API."""
+"""Most parts of a message of the HTTP API."""
 MAX_PROMPTS = 128
-"""Per call of the HTTP API; each is a request of its own and waits in the same line as all others."""
+"""Most prompts of a call of the HTTP API; each is a request of its own."""
 
 BOUNDS: Mapping[str, int] = {
     "kvrelay.v1.TokenIds.ids": MAX_PROMPT_TOKENS,
@@ -35,11 +35,11 @@ BOUNDS: Mapping[str, int] = {
 
 
 class _Field(NamedTuple):
-    """A field that holds many entries, or messages in which such fields are."""
+    """A field with many entries, or with messages that have such fields."""
 
     name: str
     most: int | None
-    """None: it is a single message."""
+    """None for a single message."""
     holds_more: bool
     """Whether its messages have such fields."""
 
@@ -47,7 +47,7 @@ class _Field(NamedTuple):
 def check_bounds(message: Message, *, field: str = "") -> None:
     """Raise InvalidRequest, naming the field, when a field of a client's message has too many entries.
 
-    `field` is what the message itself is called. Touches no entry of a field that is too long.
+    `field` is the name of the message itself. Reads no entry of a field that is too long.
     """
     for name, most, holds_more in _fields(message.DESCRIPTOR):
         path = f"{field}.{name}" if field else name
@@ -70,7 +70,7 @@ def check_length(num_entries: int, most: int, *, field: str) -> None:
 
 @cache
 def _fields(descriptor: Descriptor) -> tuple[_Field, ...]:
-    """Return the fields to look at. Raises KeyError for one that is not in the table."""
+    """Return the fields to check. Raises KeyError for one that is not in the table."""
     found = []
     for field in descriptor.fields:
         inner = field.message_type

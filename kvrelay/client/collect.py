@@ -124,7 +124,7 @@ class EventBuffer:
             raise EngineFault(_INCOMPLETE)
 
     def drop(self) -> None:
-        """Note a close or a failure: nothing more is handed out."""
+        """Note a close or a failure: `take` returns nothing more."""
         self.has_ended = True
         self._pending.clear()
 

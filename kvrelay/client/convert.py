@@ -1,4 +1,4 @@
-"""From messages to records: the only place of the client that reads protobuf."""
+"""Converts messages to records."""
 
 import dataclasses
 import struct
@@ -87,7 +87,7 @@ def _readers(cls: type) -> tuple[tuple[str, _Read], ...]:
 
 
 def _field_reader(name: str, hint: Any) -> _Read:
-    """Return what reads a field of that type from a message."""
+    """Return the reader of a field of that type."""
     if NoneType not in get_args(hint):
         convert = _converter(hint)
         return lambda message: convert(getattr(message, name))
@@ -103,7 +103,7 @@ def _field_reader(name: str, hint: Any) -> _Read:
 
 
 def _converter(hint: Any) -> _Read:
-    """Return what makes a value of that type of a message's value."""
+    """Return the conversion from a message's value to that type."""
     if dataclasses.is_dataclass(hint):
         return lambda message: record(hint, message)  # type: ignore[arg-type]  # a class, as hints are
     if hint in _ENUMS:

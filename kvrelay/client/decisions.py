@@ -1,4 +1,4 @@
-"""Why requests went where they went, as `Client.explain` returns it.
+"""The router's decisions, as `Client.explain` returns them.
 
 Field names are those of the wire messages (kvrelay/v1/inference.proto), which define each of them.
 """
@@ -20,19 +20,19 @@ class Candidate:
     source_worker_id: str | None
     """Worker to pull a prefix from first; None without a pull."""
     cost: float
-    """What the policy minimizes."""
+    """Quantity that the policy minimizes."""
     terms: Mapping[str, float]
     """The parts of the cost by name; seconds unless the name says otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionOutcome:
-    """What came of a decision; what is None is not known (yet)."""
+    """Outcome of a decision. Unknown values are None."""
 
     num_cached_tokens: int | None
     """Prompt tokens found in the cache, pulled ones included."""
     ttft_s: float | None
-    """From the choice to the first token."""
+    """Time from the choice to the first token."""
     mean_itl_s: float | None
     ended: str | None
     """None while the attempt runs; then "completed" or the name of an error class."""
@@ -51,9 +51,9 @@ class Decision:
     """Tokens that had to be in the KV cache."""
     plan: PlanChosen
     candidates: tuple[Candidate, ...]
-    """The best options, the chosen one first; empty when the policy tells none."""
+    """The best options, the chosen one first; empty when the policy reports none."""
     num_candidates: int
-    """How many options there were."""
+    """Number of options."""
     decision_s: float
-    """How long the decision took."""
+    """Duration of the decision."""
     outcome: DecisionOutcome

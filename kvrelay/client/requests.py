@@ -31,15 +31,15 @@ def generate_request(
         message.chat.CopyFrom(chat)
     else:
         with _field("token_ids"):
-            message.token_ids.SetInParent()  # an empty list is still a list of token ids; the server says what is wrong
-            message.token_ids.ids.extend(prompt)  # type: ignore[arg-type]  # _as_chat ruled the other kind out
+            message.token_ids.SetInParent()  # an empty list is still a list of token ids; the server refuses it
+            message.token_ids.ids.extend(prompt)  # type: ignore[arg-type]  # _as_chat has excluded the other kind
     return message
 
 
 def resumed_request(
     request: inference_pb2.GenerateRequest, samples: Sequence[SampleSoFar], accepted: Accepted
 ) -> inference_pb2.GenerateRequest:
-    """Return the request for what is missing of an answer that another router began; `request` stays as it is."""
+    """Return a copy of the request that asks for the rest of an answer that another router began."""
     resumed = inference_pb2.GenerateRequest()
     resumed.CopyFrom(request)
     resumed.sampling.seed = accepted.seed
@@ -72,7 +72,7 @@ def tokenize_request(source: str | Sequence[ChatTurn]) -> inference_pb2.Tokenize
 
 
 def credentials(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """Return the metadata that tells who is calling. Raises InvalidRequest for a key that cannot be sent."""
+    """Return the metadata that carries the API key. Raises InvalidRequest for a key that cannot be sent."""
     if api_key is None:
         return ()
     if not api_key or not api_key.isascii() or not api_key.isprintable() or " " in api_key:
@@ -97,7 +97,7 @@ def chat_message(messages: Sequence[ChatTurn]) -> inference_pb2.ChatPrompt:
 
 def _as_chat(prompt: Sequence[int] | Sequence[ChatTurn]) -> inference_pb2.ChatPrompt | None:
     if len(prompt) and isinstance(prompt[0], ChatMessage | Mapping):
-        return chat_message(prompt)  # type: ignore[arg-type]  # the first element tells which of the two it is
+        return chat_message(prompt)  # type: ignore[arg-type]  # the first element decides between the two
     return None
 
 
@@ -122,7 +122,7 @@ def _sampling_message(options: SamplingOptions) -> sampling_pb2.SamplingParams:
 
 @contextmanager
 def _field(name: str) -> Iterator[None]:
-    """Name the field when protobuf refuses a value: out of range, or text that is not valid Unicode."""
+    """Add the field's name to errors of protobuf: values out of range, or text that is not valid Unicode."""
     try:
         yield
     except ValueError as error:

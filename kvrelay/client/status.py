@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterStatus:
-    """What the router holds, and how requests ended since it started."""
+    """State of the router, and counts of its requests since its start."""
 
     policy: str
     num_queued: int
@@ -21,25 +21,25 @@ class RouterStatus:
     num_failed: int
     num_replans: int
     alarms: tuple[str, ...] = ()
-    """What is wrong with the routing itself, in words."""
+    """Descriptions of faults in the routing itself."""
     num_refused: int = 0
-    """Refused at the door."""
+    """Requests refused before admission."""
     num_moves: int = 0
-    """Answers that went on elsewhere because their worker was about to go."""
+    """Answers that moved because their worker was about to leave."""
     http_port: int = 0
-    """Of the OpenAI-compatible door, on the router's own host; 0: there is none."""
+    """Port of the HTTP API on the router's host; 0 without one."""
     is_encrypted: bool = False
-    """Whether its doors are TLS."""
+    """Whether the router's ports use TLS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
-    """What a worker is busy with."""
+    """Load of a worker."""
 
     num_running: int
     num_waiting: int
     num_free_blocks: int
-    """Pages neither referenced nor reserved; cached ones included."""
+    """Pages neither referenced nor reserved, cached ones included."""
     num_blocks: int
     num_pending_prefill_tokens: int
     num_context_tokens: int
@@ -52,7 +52,7 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """Everything that a worker holds, and its counters since it started."""
+    """State of a worker, and its counters since its start."""
 
     load: WorkerLoad
     num_used_blocks: int

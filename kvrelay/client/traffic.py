@@ -1,4 +1,4 @@
-"""Recordings of live traffic: what requests were like, without what they said."""
+"""Recordings of live traffic: lengths, times and shared beginnings of requests, without content."""
 
 import struct
 from collections.abc import AsyncIterator, Iterator
@@ -20,16 +20,16 @@ class RecordedRequest:
     """One request that has ended."""
 
     arrival_s: float
-    """Since the recording began."""
+    """Time since the recording began."""
     num_prompt_tokens: int
     num_output_tokens: float
-    """The mean over its samples."""
+    """Mean over its samples."""
     outcome: str
     """"completed", "cancelled", or the name of an error class."""
     block_size: int
     block_keys: tuple[int, ...]
-    """One for each block of the prompt, the partly filled last one included: in one recording equal keys mean prompts
-    that are equal up to the ends of these blocks. They mean nothing outside."""
+    """One key for each block of the prompt, a partly filled last one included. In one recording, equal keys mean that
+    the prompts are equal up to the ends of these blocks."""
 
 
 class _Feed:

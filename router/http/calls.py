@@ -1,4 +1,4 @@
-"""From a checked body to the requests that the front door takes, and how the answer is wanted."""
+"""Turns a checked body into requests for the front door and the form of their answer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,22 +12,22 @@ from kvrelay.v1 import sampling_pb2
 from router.http.schema import ROLES, SAMPLING_FIELDS, ChatBody, CompletionBody, GenerationBody, field_path
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""As in OpenAI's API; a chat without a limit takes the server's."""
+"""Default of OpenAI's API; a chat takes the server's."""
 _UINT32, _UINT64, _INT64, _INT32 = 1 << 32, 1 << 64, 1 << 63, 1 << 31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One HTTP call: requests, and how their answers are wanted."""
+    """One HTTP call: requests, and the form of their answers."""
 
     requests: tuple[pb.GenerateRequest, ...]
     num_samples: int
-    """Of each request."""
+    """Samples of each request."""
     is_streamed: bool
     wants_usage: bool
-    """A stream ends with the token counts."""
+    """Whether a stream ends with the token counts."""
     wants_running_usage: bool
-    """Every event of a stream tells them."""
+    """Whether every event of a stream has them."""
     wants_logprobs: bool
     wants_token_ids: bool
     wants_echo: bool
@@ -67,7 +67,7 @@ def chat_call(body: ChatBody) -> Call:
 
 
 def body_field(field: str, *, prompt_field: str) -> str:
-    """Return what a body calls a field of the request that was made of it."""
+    """Return the name in the body of a field of the request that was made from it."""
     if field in ("text", "token_ids", "prompt", "chat"):
         return prompt_field
     for ours, theirs in (("sampling.", ""), ("chat.", ""), ("objective.", "kvrelay."), ("token_ids[", "prompt[")):

@@ -1,4 +1,4 @@
-"""The endpoints that generate nothing: models, tokens, metrics, version, and what there is."""
+"""The endpoints that generate nothing: models, tokens, metrics, version and the OpenAPI document."""
 
 import asyncio
 import time
@@ -76,14 +76,14 @@ class Inquiries:
         exchange.finish_json({"prompt": text})
 
     async def metrics(self, exchange: Exchange) -> None:
-        """`GET /metrics`: only where everybody is one tenant, since labels name tenants. Raises HttpError."""
+        """`GET /metrics`: only without router.auth, since labels name tenants. Raises HttpError."""
         if self._door.parts.config.auth != "none":
             raise HttpError("with router.auth, metrics are on router.metrics_port alone", NOT_FOUND)
         text = await asyncio.to_thread(generate_latest, self._door.parts.metrics.registry)
         exchange.finish_body(text, CONTENT_TYPE_LATEST)
 
     async def live(self, exchange: Exchange) -> None:
-        """`GET /live`: the process answers, whether or not anybody behind it does."""
+        """`GET /live`: the process answers, with or without workers."""
         exchange.finish_json({"status": "ok"})
 
     async def version(self, exchange: Exchange) -> None:
@@ -95,7 +95,7 @@ class Inquiries:
         exchange.finish_json(self._document)
 
     def _served(self, name: str | None) -> ModelFacts:
-        """Return the served model. Raises UnknownModel, WorkerLost while no worker has told it."""
+        """Return the served model. Raises UnknownModel, or WorkerLost before a worker has reported it."""
         model = self._door.parts.fleet.model
         if model is None:
             raise WorkerLost("no decode worker is ready")

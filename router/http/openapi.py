@@ -77,7 +77,7 @@ def openapi_document() -> dict[str, Any]:
         paths.setdefault(endpoint.public_path, {})[endpoint.method.lower()] = _operation(endpoint)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "kvrelay", "version": installed_version(), "description": "OpenAI-compatible HTTP door."},
+        "info": {"title": "kvrelay", "version": installed_version(), "description": "OpenAI-compatible HTTP API."},
         "paths": paths,
         "components": {
             "schemas": {**_SCHEMAS, **_bodies()},
@@ -116,14 +116,14 @@ def _json(schema: str) -> dict[str, Any]:
 
 
 def _bodies() -> dict[str, Any]:
-    """Return the schemas of all bodies, with every option that is known."""
+    """Return the schemas of all bodies, with every known option."""
     models = [endpoint.body for endpoint in ENDPOINTS if endpoint.body is not None]
     _, found = models_json_schema(
         [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
     )
     schemas: dict[str, Any] = found["$defs"]
     for schema in schemas.values():
-        schema["additionalProperties"] = {"type": "null"}  # unknown options are refused, unless they say nothing
+        schema["additionalProperties"] = {"type": "null"}  # unknown options are refused unless they are null
     for model in models:
         properties = schemas[model.__name__]["properties"]
         properties.update({name: option for name, option in option_schemas(model).items() if name not in properties})

@@ -74,10 +74,10 @@ class StreamOptions(_Strict):
 
 
 class Extension(_Strict):
-    """`kvrelay`: what OpenAI's API has no words for."""
+    """`kvrelay`: options without a counterpart in OpenAI's API."""
 
     report: bool | None = None
-    """Tell plan, timings and transfer with the answer."""
+    """Report plan, timings and transfer with the answer."""
     timeout_s: float | None = None
     ttft_s: float | None = None
     itl_s: float | None = None
@@ -219,7 +219,7 @@ _ONLY_AS: Mapping[str, tuple[Any, ...]] = {
     "structured_outputs": (),
     "cache_salt": (),
 }
-"""Known options of this and other servers that are not supported, and the values that change nothing."""
+"""Unsupported options of this and other servers, each with the values that change nothing."""
 
 _Body = TypeVar("_Body", bound=_Strict)
 
@@ -241,7 +241,7 @@ def parse_body(kind: type[_Body], raw: bytes) -> _Body:
 
 
 def option_schemas(kind: type[BaseModel]) -> dict[str, dict[str, Any]]:
-    """Return the known options that are no fields of a body, with the JSON schema of the values that they may have."""
+    """Return the known options that are not fields of a body, with the JSON schema of their allowed values."""
     options: dict[str, dict[str, Any]] = {name: {"description": "Ignored."} for name in sorted(_HARMLESS)}
     options |= {name: {"enum": [*values, None]} for name, values in _ONLY_AS.items()}
     special_tokens = getattr(kind, "special_tokens", None)
@@ -251,7 +251,7 @@ def option_schemas(kind: type[BaseModel]) -> dict[str, dict[str, Any]]:
 
 
 def field_path(*parts: str | int) -> str:
-    """Return how an error names a place: `messages[0].content`."""
+    """Return the path of a value in a body as errors name it: `messages[0].content`."""
     path = ""
     for part in parts:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
@@ -269,7 +269,7 @@ def _check_extra(body: _Strict, *, prefix: str, special_tokens: bool | None) -> 
             allowed = None if prefix else _ONLY_AS.get(name)
         if allowed is None:
             raise InvalidRequest(f"{field} is unknown here", field=field)
-        # True equals 1 to Python.
+        # In Python True == 1.
         if not any(value == each and isinstance(value, bool) is isinstance(each, bool) for each in allowed):
             takes = "; only " + " or ".join(map(json.dumps, allowed)) if allowed else ""
             raise InvalidRequest(f"{field} is not supported{takes}", field=field)
