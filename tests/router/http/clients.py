@@ -1,6 +1,7 @@
-"""A cluster of scripted workers with the HTTP door, and OpenAI's own client in front of it."""
+"""A cluster of scripted workers with the HTTP API, and OpenAI's own client in front of it."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -9,9 +10,19 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from common.config import RouterConfig, ServingConfig
-from tests.router.fakes import TIMEOUT_S, FakeWorker, TestCluster, config_with, running_cluster
+from tests.router.fakes import (
+    DECODE,
+    PREFILL,
+    TIMEOUT_S,
+    FakeWorker,
+    TestCluster,
+    config_with,
+    prompt_of,
+    running_cluster,
+)
 
 API_KEY = "sk-not-needed"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,11 +53,19 @@ class HttpCluster:
         return round(float(found[0].rpartition(" ")[2])) if found else 0
 
 
+def pair() -> tuple[FakeWorker, FakeWorker]:
+    return FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+
+
+def body_of(**fields: Any) -> bytes:
+    return json.dumps({"prompt": prompt_of(10), "max_tokens": 6, **fields}).encode()
+
+
 @asynccontextmanager
 async def http_cluster(
     *workers: FakeWorker, config: RouterConfig | ServingConfig | None = None, api_key: str = API_KEY
 ) -> AsyncIterator[HttpCluster]:
-    """Start workers and a router with an HTTP door."""
+    """Start workers and a router with the HTTP API."""
     config = config_with(http_port=0) if config is None else config
     async with running_cluster(*workers, config=config) as cluster:
         base_url = f"http://127.0.0.1:{cluster.router.http_port}/v1"
@@ -68,6 +87,18 @@ async def fetch(
     status, *lines = top.decode().split("\r\n")
     found = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     return int(status.split()[1]), found, rest
+
+
+@asynccontextmanager
+async def sent(http: HttpCluster, raw: bytes) -> AsyncIterator[asyncio.StreamReader]:
+    """Send bytes on a connection of their own, which is broken when the block ends."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+    writer.write(raw)
+    await writer.drain()
+    try:
+        yield reader
+    finally:
+        writer.transport.abort()
 
 
 def head(method: str, path: str, content_length: int, **headers: str) -> bytes:

@@ -1,38 +1,13 @@
-"""Clients that leave, and a router that stops: nothing is left behind, and everybody is told."""
+"""Clients that leave, and a router that stops: nothing is left behind, and every client is told."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
 import openai
 import pytest
 
-from tests.router.fakes import DECODE, PREFILL, TIMEOUT_S, FakeWorker, answer, prompt_of
-from tests.router.http.clients import HttpCluster, extra, fetch, head, http_cluster
-
-COMPLETIONS = "/v1/completions"
-
-
-def pair() -> tuple[FakeWorker, FakeWorker]:
-    return FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
-
-
-def body_of(**fields: Any) -> bytes:
-    return json.dumps({"prompt": prompt_of(10), "max_tokens": 6, **fields}).encode()
-
-
-@asynccontextmanager
-async def sent(http: HttpCluster, raw: bytes) -> AsyncIterator[asyncio.StreamReader]:
-    """Send bytes on a connection of their own, which is broken when the block ends."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
-    writer.write(raw)
-    await writer.drain()
-    try:
-        yield reader
-    finally:
-        writer.transport.abort()
+from tests.router.fakes import TIMEOUT_S, answer, prompt_of
+from tests.router.http.clients import COMPLETIONS, body_of, extra, fetch, head, http_cluster, pair, sent
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -104,7 +79,7 @@ async def test_openai_stream_that_is_closed_in_the_middle_frees_everything() -> 
         assert (await http.cluster.until_idle()).num_cancelled == 1
 
 
-async def test_client_that_does_not_read_holds_up_nobody() -> None:
+async def test_client_that_does_not_read_delays_no_other() -> None:
     prefill, decode = pair()
     body = body_of(stream=True, max_tokens=100)
     async with http_cluster(prefill, decode) as http, sent(http, head("POST", COMPLETIONS, len(body)) + body):
@@ -146,7 +121,7 @@ async def test_stop_without_grace_ends_a_stream_with_an_error() -> None:
         await stopping
 
 
-async def test_stop_without_grace_refuses_who_still_waits() -> None:
+async def test_stop_without_grace_refuses_waiting_requests() -> None:
     prefill, decode = pair()
     decode.gates.close("reserve")
     async with http_cluster(prefill, decode) as http:

@@ -6,18 +6,14 @@ from typing import Any
 import openai
 import pytest
 
-from tests.router.fakes import DECODE, PREFILL, FakeWorker, answer, config_with, prompt_of, sent_prompt
-from tests.router.http.clients import API_KEY, extra, http_cluster
+from tests.router.fakes import DECODE, FakeWorker, answer, config_with, prompt_of, sent_prompt
+from tests.router.http.clients import API_KEY, extra, http_cluster, pair
 
 pytestmark = pytest.mark.filterwarnings("error")
 MESSAGES: Any = [
     {"role": "developer", "content": "be brief"},
     {"role": "user", "content": [{"type": "text", "text": "hi"}]},
 ]
-
-
-def pair() -> tuple[FakeWorker, FakeWorker]:
-    return FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
 
 
 async def test_completion_brings_every_token_and_the_usage() -> None:
