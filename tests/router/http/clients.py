@@ -1,8 +1,9 @@
 """A cluster of scripted workers with the HTTP API, and OpenAI's own client in front of it."""
 
 import asyncio
+import inspect
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,15 @@ class HttpCluster:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    async def complete(self, **options: Any) -> Any:
+        """Ask for six tokens after a prompt of ten; `options` may say otherwise."""
+        return await _create(self.client.completions.create, {"prompt": prompt_of(10), "max_tokens": 6} | options)
+
+    async def chat(self, **options: Any) -> Any:
+        """Ask for an answer to a short conversation; `options` may say otherwise."""
+        turns = [{"role": "user", "content": "hi"}]
+        return await _create(self.client.chat.completions.create, {"messages": turns} | options)
 
     async def until_responses(self, path: str, status: int, count: int = 1) -> None:
         """Wait until that many requests of a path ended with a status."""
@@ -108,6 +118,9 @@ def head(method: str, path: str, content_length: int, **headers: str) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-def extra(**fields: Any) -> dict[str, Any]:
-    """Return fields of the body that the client's signature does not name."""
-    return {"extra_body": fields}
+async def _create(create: Callable[..., Awaitable[Any]], options: dict[str, Any]) -> Any:
+    """Call OpenAI's client; options that it does not name go out as further fields of the body."""
+    known = inspect.signature(create).parameters.keys()
+    further = {name: value for name, value in options.items() if name not in known}
+    named = {name: value for name, value in options.items() if name in known}
+    return await create(**{"model": "fake"} | named, extra_body=further)

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from tests.router.fakes import TIMEOUT_S, answer, prompt_of
-from tests.router.http.clients import COMPLETIONS, body_of, extra, fetch, head, http_cluster, pair, sent
+from tests.router.http.clients import COMPLETIONS, body_of, fetch, head, http_cluster, pair, sent
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -70,9 +70,7 @@ async def test_openai_stream_that_is_closed_in_the_middle_frees_everything() -> 
     prefill, decode = pair()
     decode.gates.close("token 3")
     async with http_cluster(prefill, decode) as http:
-        stream = await http.client.chat.completions.create(
-            model="fake", messages=[{"role": "user", "content": "hi"}], max_tokens=6, stream=True
-        )
+        stream = await http.chat(max_tokens=6, stream=True)
         async for _chunk in stream:
             break
         await stream.close()
@@ -83,27 +81,23 @@ async def test_client_that_does_not_read_delays_no_other() -> None:
     prefill, decode = pair()
     body = body_of(stream=True, max_tokens=100)
     async with http_cluster(prefill, decode) as http, sent(http, head("POST", COMPLETIONS, len(body)) + body):
-        reply = await http.client.completions.create(
-            model="fake", prompt=prompt_of(12), max_tokens=6, **extra(return_token_ids=True)
-        )
-        assert (reply.choices[0].model_extra or {})["token_ids"] == answer(prompt_of(12), 6)
+        reply = await http.complete(prompt=prompt_of(12), return_token_ids=True)
+        assert reply.choices[0].token_ids == answer(prompt_of(12), 6)
 
 
 async def test_stop_lets_a_running_stream_end_and_refuses_new_calls() -> None:
     prefill, decode = pair()
     decode.gates.close("token 3")
     async with http_cluster(prefill, decode) as http:
-        stream = await http.client.completions.create(
-            model="fake", prompt=prompt_of(10), max_tokens=6, stream=True, **extra(return_token_ids=True)
-        )
-        ids = [*(await anext(stream)).choices[0].model_extra["token_ids"]]
+        stream = await http.complete(stream=True, return_token_ids=True)
+        ids = [*(await anext(stream)).choices[0].token_ids]
         stopping = asyncio.create_task(http.cluster.router.stop(TIMEOUT_S))
         async with asyncio.timeout(TIMEOUT_S):
             while (await fetch(http.port, "GET", "/health"))[0] != 503:
                 pass
         assert (await fetch(http.port, "POST", COMPLETIONS, body_of()))[0] == 503
         decode.gates.open("token 3")
-        ids += [token async for chunk in stream for token in chunk.choices[0].model_extra["token_ids"]]
+        ids += [token async for chunk in stream for token in chunk.choices[0].token_ids]
         assert ids == answer(prompt_of(10), 6)
         await stopping
 
@@ -112,7 +106,7 @@ async def test_stop_without_grace_ends_a_stream_with_an_error() -> None:
     prefill, decode = pair()
     decode.gates.close("token 3")
     async with http_cluster(prefill, decode) as http:
-        stream = await http.client.completions.create(model="fake", prompt=prompt_of(10), max_tokens=6, stream=True)
+        stream = await http.complete(stream=True)
         await anext(stream)
         stopping = asyncio.create_task(http.cluster.router.stop(0))
         with pytest.raises(openai.APIError, match="stopping"):

@@ -9,7 +9,7 @@ import pytest
 from common.errors import EngineFault, KvrelayError, error_classes
 from router.http.errors import error_body, kind_of
 from tests.router.fakes import config_with, prompt_of
-from tests.router.http.clients import CHAT, COMPLETIONS, extra, fetch, http_cluster, pair
+from tests.router.http.clients import CHAT, COMPLETIONS, fetch, http_cluster, pair
 from tests.router.test_tenants import KEYS, serving
 
 TURN: Any = {"messages": [{"role": "user", "content": "hi"}]}
@@ -94,24 +94,24 @@ async def test_bad_field_is_refused_by_its_name(path: str, fields: dict[str, Any
 )
 async def test_fields_that_change_no_answer_are_taken(fields: dict[str, Any]) -> None:
     async with http_cluster(*pair()) as http:
-        reply = await http.client.chat.completions.create(model="fake", max_tokens=1, **TURN, **extra(**fields))
+        reply = await http.chat(max_tokens=1, **fields)
         assert reply.choices[0].finish_reason == "length"
 
 
 async def test_prompt_that_is_too_long_is_a_bad_request_with_openais_code() -> None:
     async with http_cluster(*pair()) as http:
         with pytest.raises(openai.BadRequestError) as caught:
-            await http.client.completions.create(model="fake", prompt=prompt_of(200))
+            await http.complete(prompt=prompt_of(200), max_tokens=None)
         assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
         with pytest.raises(openai.BadRequestError) as caught:
-            await http.client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "a" * 200}])
+            await http.chat(messages=[{"role": "user", "content": "a" * 200}])
         assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
 
 
 async def test_unknown_model_is_not_found() -> None:
     async with http_cluster(*pair()) as http:
         with pytest.raises(openai.NotFoundError) as caught:
-            await http.client.completions.create(model="other", prompt="hi")
+            await http.complete(model="other")
         assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
         with pytest.raises(openai.NotFoundError):
             await http.client.models.retrieve("a/b")
@@ -119,7 +119,7 @@ async def test_unknown_model_is_not_found() -> None:
 
 async def test_unknown_key_is_unauthenticated_before_the_body_is_read() -> None:
     async with http_cluster(*pair(), config=serving(http_port=0), api_key=KEYS["a"]) as http:
-        assert (await http.client.completions.create(model="fake", prompt="hi", max_tokens=1)).choices
+        assert (await http.complete(max_tokens=1)).choices
         with pytest.raises(openai.AuthenticationError) as caught:
             await http.client.with_options(api_key="sk-wrong").completions.create(model="fake", prompt="hi")
         assert caught.value.code == "invalid_api_key"
@@ -132,12 +132,12 @@ async def test_unknown_key_is_unauthenticated_before_the_body_is_read() -> None:
         assert (await fetch(http.port, "GET", "/health"))[0] == 200
 
 
-async def test_full_line_is_a_rate_limit_with_the_time_to_come_back() -> None:
+async def test_full_queue_is_a_rate_limit_with_the_time_to_retry() -> None:
     prefill, decode = pair()
     decode.report.num_free_blocks, decode.report.num_running = 0, 1
     async with http_cluster(prefill, decode, config=config_with(http_port=0, max_queued=1)) as http:
         with pytest.raises(openai.RateLimitError) as caught:
-            await http.client.completions.create(model="fake", prompt=["hi", "ho"], max_tokens=1)
+            await http.complete(prompt=["hi", "ho"], max_tokens=1)
         headers = caught.value.response.headers
         assert (headers["retry-after"], headers["retry-after-ms"]) == ("1", "1000")
         assert caught.value.code == "rate_limit_exceeded"
@@ -149,9 +149,7 @@ async def test_deadline_of_the_extension_is_a_gateway_timeout() -> None:
     decode.gates.close("token 2")
     async with http_cluster(prefill, decode) as http:
         with pytest.raises(openai.InternalServerError) as caught:
-            await http.client.completions.create(
-                model="fake", prompt=prompt_of(10), max_tokens=6, **extra(kvrelay={"timeout_s": 0.3})
-            )
+            await http.complete(kvrelay={"timeout_s": 0.3})
         assert (caught.value.status_code, caught.value.code) == (504, "deadline_exceeded")
         status = await http.cluster.until_idle()
         assert (status.num_failed, status.num_cancelled) == (1, 0)
@@ -162,14 +160,14 @@ async def test_client_side_timeout_cancels_the_request() -> None:
     decode.gates.close("token 2")
     async with http_cluster(prefill, decode) as http:
         with pytest.raises(openai.APITimeoutError):
-            await http.client.completions.create(model="fake", prompt=prompt_of(10), max_tokens=6, timeout=0.2)
+            await http.complete(timeout=0.2)
         assert (await http.cluster.until_idle()).num_cancelled == 1
 
 
 async def test_no_worker_is_unavailable() -> None:
     async with http_cluster(config=config_with(http_port=0, queue_timeout_s=0.05)) as http:
         with pytest.raises(openai.InternalServerError) as caught:
-            await http.client.completions.create(model="fake", prompt="hi")
+            await http.complete()
         assert caught.value.status_code == 503
         assert (await http.client.models.list()).data == []
 
@@ -178,7 +176,7 @@ async def test_error_in_mid_stream_is_an_event_on_which_the_client_raises() -> N
     prefill, decode = pair()
     decode.faults["token 3"] = EngineFault("a step failed")
     async with http_cluster(prefill, decode, config=config_with(http_port=0, max_attempts=1)) as http:
-        stream = await http.client.completions.create(model="fake", prompt=prompt_of(10), max_tokens=6, stream=True)
+        stream = await http.complete(stream=True)
         with pytest.raises(openai.APIError, match="a step failed") as caught:
             async for _chunk in stream:
                 pass
@@ -191,7 +189,7 @@ async def test_error_before_the_first_token_of_a_stream_is_a_status() -> None:
     prefill.faults["prefill"] = EngineFault("a step failed")
     async with http_cluster(prefill, decode, config=config_with(http_port=0, max_attempts=1)) as http:
         with pytest.raises(openai.InternalServerError) as caught:
-            await http.client.completions.create(model="fake", prompt=prompt_of(10), stream=True)
+            await http.complete(stream=True)
         assert caught.value.status_code == 500
 
 
