@@ -26,7 +26,6 @@ from common.errors import (
 from common.sampling import SamplingOptions
 from kvrelay.client.async_client import AsyncClient, AsyncGenerationStream
 from kvrelay.client.base import DEFAULT_ADDRESS, GenerateOptions
-from kvrelay.client.decisions import Candidate, Decision, DecisionOutcome
 from kvrelay.client.records import (
     Accepted,
     ChatMessage,
@@ -51,7 +50,16 @@ from kvrelay.client.records import (
     TransferStats,
     Usage,
 )
-from kvrelay.client.status import ClusterStatus, RouterStatus, WorkerLoad, WorkerStatus, WorkerView
+from kvrelay.client.status import (
+    Candidate,
+    ClusterStatus,
+    Decision,
+    DecisionOutcome,
+    RouterStatus,
+    WorkerLoad,
+    WorkerStatus,
+    WorkerView,
+)
 from kvrelay.client.sync_client import Client, GenerationStream
 from kvrelay.client.traffic import AsyncTrafficStream, RecordedRequest, TrafficStream
 

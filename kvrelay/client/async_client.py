@@ -10,12 +10,11 @@ from common.errors import Cancelled
 from common.rpc import client_channel
 from kvrelay.client.base import DEFAULT_ADDRESS, BaseClient, BaseStream, GenerateOptions, unless_closed
 from kvrelay.client.convert import error_from_rpc, record
-from kvrelay.client.decisions import Decision
 from kvrelay.client.direct import DirectCall
 from kvrelay.client.failover import Attempts
 from kvrelay.client.records import ChatTurn, Event, Generation, ModelInfo, Prompt, SampleSoFar, Tokenization
 from kvrelay.client.requests import as_conversation, tokenize_request
-from kvrelay.client.status import ClusterStatus
+from kvrelay.client.status import ClusterStatus, Decision
 from kvrelay.client.tls import Tls, channel_credentials
 from kvrelay.client.traffic import AsyncTrafficStream
 from kvrelay.v1 import decode_pb2_grpc, inference_pb2, inference_pb2_grpc

@@ -10,11 +10,10 @@ import grpc
 from common.rpc import channel_options
 from kvrelay.client.base import DEFAULT_ADDRESS, BaseClient, BaseStream, GenerateOptions, Send
 from kvrelay.client.convert import error_from_rpc, record
-from kvrelay.client.decisions import Decision
 from kvrelay.client.failover import Attempts, RouterList
 from kvrelay.client.records import ChatTurn, Event, Generation, ModelInfo, Prompt, SampleSoFar, Tokenization
 from kvrelay.client.requests import as_conversation, tokenize_request
-from kvrelay.client.status import ClusterStatus
+from kvrelay.client.status import ClusterStatus, Decision
 from kvrelay.client.tls import Tls, channel_credentials
 from kvrelay.client.traffic import TrafficStream
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
