@@ -24,8 +24,9 @@ from common.errors import (
     WorkerLost,
 )
 from common.sampling import SamplingOptions
-from kvrelay.client.async_client import AsyncClient, AsyncGenerationStream
+from kvrelay.client.async_client import AsyncClient
 from kvrelay.client.base import DEFAULT_ADDRESS, GenerateOptions
+from kvrelay.client.collect import AsyncGenerationStream, GenerationStream
 from kvrelay.client.records import (
     Accepted,
     ChatMessage,
@@ -60,7 +61,7 @@ from kvrelay.client.status import (
     WorkerStatus,
     WorkerView,
 )
-from kvrelay.client.sync_client import Client, GenerationStream
+from kvrelay.client.sync_client import Client
 from kvrelay.client.traffic import AsyncTrafficStream, RecordedRequest, TrafficStream
 
 __all__ = [

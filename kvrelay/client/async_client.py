@@ -1,87 +1,26 @@
 """The asyncio client."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
-from common.errors import Cancelled
 from common.rpc import client_channel
-from kvrelay.client.base import DEFAULT_ADDRESS, BaseClient, BaseStream, GenerateOptions, unless_closed
+from kvrelay.client.base import DEFAULT_ADDRESS, BaseClient, GenerateOptions
+from kvrelay.client.collect import AsyncGenerationStream, EventBuffer
 from kvrelay.client.convert import error_from_rpc, record
 from kvrelay.client.direct import DirectCall
 from kvrelay.client.failover import Attempts
-from kvrelay.client.records import ChatTurn, Event, Generation, ModelInfo, Prompt, SampleSoFar, Tokenization
+from kvrelay.client.records import ChatTurn, Generation, ModelInfo, Prompt, SampleSoFar, Tokenization
 from kvrelay.client.requests import as_conversation, tokenize_request
 from kvrelay.client.status import ClusterStatus, Decision
+from kvrelay.client.streams import unless_closed
 from kvrelay.client.tls import Tls, channel_credentials
-from kvrelay.client.traffic import AsyncTrafficStream
+from kvrelay.client.traffic import AsyncTrafficStream, TrafficBuffer
 from kvrelay.v1 import decode_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 _T = TypeVar("_T")
-
-
-class AsyncGenerationStream(BaseStream, AsyncIterator[Event]):
-    """The events of one request, as they arrive. Belongs to the event loop that made it.
-
-    Closing it, leaving its `async with` block, cancelling the task that reads it or dropping the last reference (as
-    `break` does in `async for event in client.stream(…)`) cancels the request at once: the cluster stops computing it.
-    """
-
-    async def __anext__(self) -> Event:
-        """Return the next event. Raises StopAsyncIteration at the end and after `aclose`, KvrelayError on failure."""
-        while (event := self._events.take()) is None:
-            if self._events.has_ended:
-                raise StopAsyncIteration
-            try:
-                await self._read()
-            except BaseException:
-                self._cancel()
-                raise
-        return event
-
-    async def next_batch(self) -> tuple[Event, ...]:
-        """Return the next event and all others that have come with it; () at the end. Raises KvrelayError."""
-        first = await anext(self, None)
-        return () if first is None else (first, *self._events.take_all())
-
-    async def result(self) -> Generation:
-        """Read the rest and return the whole answer. Raises Cancelled when the stream was closed before its end."""
-        async for _ in self:
-            pass
-        return self._events.build()
-
-    async def aclose(self) -> None:
-        """Cancel the request unless it has ended. Repeating it is harmless."""
-        self._cancel()
-
-    async def _read(self) -> None:
-        try:
-            message = await unless_closed(anext(aiter(self._call), None))
-        except grpc.RpcError as error:
-            await asyncio.sleep(self._failed(error))
-            if not self._events.has_ended:  # else it was closed meanwhile
-                self._start()
-        except Cancelled:
-            if not self._events.has_ended:
-                raise
-        else:
-            self._receive(message)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._cancel()
-
-    def __del__(self) -> None:
-        # grpc's iterator and call hold each other: without this the request would run until the next cycle collection
-        if not self._events.has_ended and not self._call.done():
-            try:
-                self._cancel()
-            except RuntimeError:  # the loop is closed, and the channel with it
-                return
 
 
 class AsyncClient(BaseClient):
@@ -122,7 +61,7 @@ class AsyncClient(BaseClient):
             call = self._stub(address).Generate(request, timeout=time_left(), metadata=self._metadata)
             return DirectCall(call, self._worker, num_samples=num_samples, so_far=so_far) if request.direct else call
 
-        return AsyncGenerationStream(send, request, self._routers)
+        return AsyncGenerationStream(send, request, self._routers, EventBuffer())
 
     async def chat(self, messages: str | Sequence[ChatTurn], **options: Unpack[GenerateOptions]) -> Generation:
         """Return the assistant's complete answer to a conversation; a string is a single turn of the user."""
@@ -160,9 +99,12 @@ class AsyncClient(BaseClient):
 
     def record(self, *, duration_s: float | None = None) -> AsyncTrafficStream:
         """Record the caller's requests as they come, like `Client.record`."""
+
+        def send(address: str, request: inference_pb2.RecordTrafficRequest, _: Sequence[SampleSoFar]) -> Any:
+            return self._stub(address).RecordTraffic(request, metadata=self._metadata)
+
         request = inference_pb2.RecordTrafficRequest(duration_s=duration_s or 0.0)
-        address = self.address
-        return AsyncTrafficStream(self._stub(address).RecordTraffic(request, metadata=self._metadata), address=address)
+        return AsyncTrafficStream(send, request, self._same_router(), TrafficBuffer())
 
     async def aclose(self) -> None:
         """Close the channels; running calls are cancelled."""

@@ -1,6 +1,5 @@
 """Collects the events of a request into a complete answer."""
 
-from collections import deque
 from dataclasses import dataclass, field
 
 from common.errors import Cancelled, EngineFault
@@ -20,6 +19,7 @@ from kvrelay.client.records import (
     TokenRun,
 )
 from kvrelay.client.requests import resumed_request
+from kvrelay.client.streams import AsyncStream, BlockingStream, Buffer
 from kvrelay.v1 import inference_pb2
 
 _INCOMPLETE = "the server ended the stream before the answer was complete"
@@ -63,21 +63,19 @@ class _SampleBuilder:
         )
 
 
-class EventBuffer:
-    """Events of one request: those not yet taken, and what they come to. `drop` may come from any thread."""
+class EventBuffer(Buffer[Event]):
+    """Events of one request, and the answer that they make up."""
 
     def __init__(self) -> None:
-        self.has_ended = False
-        """No further message will be read: the stream ended, failed or was closed."""
-        self._pending: deque[Event] = deque()
+        super().__init__()
         self._accepted: Accepted | None = None
         self._plans: list[PlanChosen] = []
         self._prompt_logprobs: tuple[PositionLogprobs, ...] | None = None
         self._samples: dict[int, _SampleBuilder] = {}
         self._completed: Completed | None = None
 
-    def feed(self, message: inference_pb2.GenerateResponse) -> None:
-        """Take one message. Raises EngineFault when a token is missing, repeated or out of order."""
+    def feed(self, message: inference_pb2.GenerateResponse) -> bool:
+        """Take one message; returns whether tokens came. Raises EngineFault for missing or repeated ones."""
         for event in events_from_proto(message):
             match event:
                 case Token():
@@ -93,6 +91,7 @@ class EventBuffer:
                 case Completed():
                     self._completed = event
             self._pending.append(event)
+        return message.HasField("tokens")
 
     def so_far(self) -> tuple[SampleSoFar, ...]:
         """Return what has arrived of the samples, taken or not, up to the last sample with any token."""
@@ -107,26 +106,11 @@ class EventBuffer:
         samples, accepted = self.so_far(), self._accepted
         return resumed_request(request, samples, accepted) if samples and accepted is not None else request
 
-    def take(self) -> Event | None:
-        """Return the next event, None when a message must be read first."""
-        return self._pending.popleft() if self._pending else None
-
-    def take_all(self) -> tuple[Event, ...]:
-        """Return all events that were received and not yet taken."""
-        taken = tuple(self._pending)
-        self._pending.clear()
-        return taken
-
     def finish(self) -> None:
         """Note the regular end. Raises EngineFault when the last event is missing."""
-        self.has_ended = True
+        super().finish()
         if self._completed is None:
             raise EngineFault(_INCOMPLETE)
-
-    def drop(self) -> None:
-        """Note a close or a failure: `take` returns nothing more."""
-        self.has_ended = True
-        self._pending.clear()
 
     def build(self) -> Generation:
         """Return the answer. Raises Cancelled when the stream was closed before its end, EngineFault for gaps."""
@@ -145,3 +129,27 @@ class EventBuffer:
             transfer=completed.transfer,
             seed=completed.seed,
         )
+
+
+class GenerationStream(BlockingStream[Event]):
+    """The events of one request, as they arrive."""
+
+    _events: EventBuffer
+
+    def result(self) -> Generation:
+        """Read the rest and return the whole answer. Raises Cancelled when the stream was closed before its end."""
+        for _ in self:
+            pass
+        return self._events.build()
+
+
+class AsyncGenerationStream(AsyncStream[Event]):
+    """The events of one request, as they arrive."""
+
+    _events: EventBuffer
+
+    async def result(self) -> Generation:
+        """Read the rest and return the whole answer. Raises Cancelled when the stream was closed before its end."""
+        async for _ in self:
+            pass
+        return self._events.build()

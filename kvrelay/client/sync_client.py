@@ -1,83 +1,24 @@
 """The blocking client, on gRPC's own blocking channel: no event loop, safe to share between threads."""
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
 from common.rpc import channel_options
-from kvrelay.client.base import DEFAULT_ADDRESS, BaseClient, BaseStream, GenerateOptions, Send
+from kvrelay.client.base import DEFAULT_ADDRESS, BaseClient, GenerateOptions
+from kvrelay.client.collect import EventBuffer, GenerationStream
 from kvrelay.client.convert import error_from_rpc, record
-from kvrelay.client.failover import Attempts, RouterList
-from kvrelay.client.records import ChatTurn, Event, Generation, ModelInfo, Prompt, SampleSoFar, Tokenization
+from kvrelay.client.failover import Attempts
+from kvrelay.client.records import ChatTurn, Generation, ModelInfo, Prompt, SampleSoFar, Tokenization
 from kvrelay.client.requests import as_conversation, tokenize_request
 from kvrelay.client.status import ClusterStatus, Decision
 from kvrelay.client.tls import Tls, channel_credentials
-from kvrelay.client.traffic import TrafficStream
+from kvrelay.client.traffic import TrafficBuffer, TrafficStream
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
 
 _T = TypeVar("_T")
-
-
-class GenerationStream(BaseStream, Iterator[Event]):
-    """The events of one request, as they arrive. Iterate in one thread; `close` from any.
-
-    Closing it, leaving its `with` block or dropping the last reference (as `break` does in
-    `for event in client.stream(…)`) cancels the request at once: the cluster stops computing it.
-    """
-
-    def __init__(self, send: Send, request: inference_pb2.GenerateRequest, routers: RouterList) -> None:
-        self._closed = threading.Event()
-        super().__init__(send, request, routers)
-
-    def __next__(self) -> Event:
-        """Return the next event. Raises StopIteration at the end and after `close`, KvrelayError on failure."""
-        while (event := self._events.take()) is None:
-            if self._events.has_ended:
-                raise StopIteration
-            try:
-                self._read()
-            except BaseException:
-                self.close()
-                raise
-        return event
-
-    def result(self) -> Generation:
-        """Read the rest and return the whole answer. Raises Cancelled when the stream was closed before its end."""
-        for _ in self:
-            pass
-        return self._events.build()
-
-    def close(self) -> None:
-        """Cancel the request unless it has ended. Repeating it is harmless."""
-        self._closed.set()
-        self._cancel()
-
-    def _start(self) -> None:
-        super()._start()
-        if self._closed.is_set():  # by another thread, which may not have seen this call
-            self._call.cancel()
-
-    def _read(self) -> None:
-        try:
-            message = next(self._call, None)
-        except grpc.RpcError as error:
-            # Another thread may have closed the stream while this one was reading or waiting.
-            if not self._events.has_ended and not self._closed.wait(self._failed(error)):
-                self._start()
-        else:
-            self._receive(message)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class Client(BaseClient):
@@ -115,7 +56,7 @@ class Client(BaseClient):
         def send(address: str, request: inference_pb2.GenerateRequest, _: Sequence[SampleSoFar]) -> Any:
             return self._stub(address).Generate(request, timeout=time_left(), metadata=self._metadata)
 
-        return GenerationStream(send, request, self._routers)
+        return GenerationStream(send, request, self._routers, EventBuffer())
 
     def chat(self, messages: str | Sequence[ChatTurn], **options: Unpack[GenerateOptions]) -> Generation:
         """Return the assistant's complete answer to a conversation; a string is a single turn of the user."""
@@ -154,9 +95,12 @@ class Client(BaseClient):
         Requests that come after the call are recorded; with `duration_s` those that come within it, and the stream
         ends when the last of them has ended. The recording has no deadline.
         """
+
+        def send(address: str, request: inference_pb2.RecordTrafficRequest, _: Sequence[SampleSoFar]) -> Any:
+            return self._stub(address).RecordTraffic(request, metadata=self._metadata)
+
         request = inference_pb2.RecordTrafficRequest(duration_s=duration_s or 0.0)
-        address = self.address
-        return TrafficStream(self._stub(address).RecordTraffic(request, metadata=self._metadata), address=address)
+        return TrafficStream(send, request, self._same_router(), TrafficBuffer())
 
     def close(self) -> None:
         """Close the channels; running calls are cancelled."""

@@ -3,8 +3,7 @@
 from contextlib import suppress
 
 from common.errors import AccessDenied, EngineFault, UnknownModel
-from kvrelay.client import SamplingOptions
-from kvrelay.client.async_client import AsyncClient, AsyncGenerationStream
+from kvrelay.client import AsyncClient, AsyncGenerationStream, SamplingOptions
 from kvrelay.client.records import (
     Accepted,
     ChatMessage,
