@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from common.bounds import check_bounds
@@ -38,7 +38,7 @@ class RequestReader:
 
     def __init__(self, codec: Codec, *, default_max_tokens: int, unix_s: Callable[[], float] = time.time) -> None:
         """`unix_s` returns the time of day, which a chat template may write."""
-        self._codec = codec
+        self.codec = codec
         self._unix_s = unix_s
         self._default_max_tokens = default_max_tokens
 
@@ -71,7 +71,7 @@ class RequestReader:
     async def encode_text(self, text: str, model: ModelFacts | None, *, tenant: Tenant) -> TokenArray:
         """Tokenize plain text. Raises PromptTooLong for text that no context could hold."""
         _check_chars(len(text), model, field="text")
-        return await self._codec.encode(text, tenant=tenant)
+        return await self.codec.encode(text, tenant=tenant)
 
     async def encode_chat(
         self,
@@ -100,19 +100,7 @@ class RequestReader:
         _check_chars(num_chars, model, field="chat.messages")
         messages = [(message.role, message.content) for message in chat.messages]
         rendered_unix_s = int(self._unix_s()) if rendered_unix_s is None else rendered_unix_s
-        return await self._codec.encode_chat(messages, rendered_unix_s=rendered_unix_s, tenant=tenant, scope=scope)
-
-    def pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
-        """Return the text of each token by itself."""
-        return self._codec.decode_pieces(token_ids)
-
-    async def all_pieces(self, token_ids: Sequence[int], *, tenant: Tenant) -> tuple[str, ...]:
-        """Return the text of each token by itself, for long lists: off the event loop."""
-        return await self._codec.pieces(token_ids, tenant=tenant)
-
-    async def decode(self, token_ids: Sequence[int], *, tenant: Tenant) -> str:
-        """Return the text of consecutive tokens."""
-        return await self._codec.decode(token_ids, tenant=tenant)
+        return await self.codec.encode_chat(messages, rendered_unix_s=rendered_unix_s, tenant=tenant, scope=scope)
 
     def _render_time(self, message: inference_pb2.GenerateRequest) -> int:
         """Return the time, in seconds, as of which a request's chat is rendered, here and wherever it is resumed.

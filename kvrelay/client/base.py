@@ -1,4 +1,4 @@
-"""What the blocking and the asyncio client share: their arguments, and the requests that they send."""
+"""Arguments and requests that the blocking and the asyncio client share."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

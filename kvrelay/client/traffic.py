@@ -28,7 +28,7 @@ class RecordedRequest:
 
 
 class TrafficBuffer(Buffer[RecordedRequest]):
-    """What has arrived of a recording."""
+    """Requests of a recording that have arrived."""
 
     def __init__(self) -> None:
         super().__init__()

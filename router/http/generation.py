@@ -76,7 +76,7 @@ class Generation:
             tenant = door.identify(exchange.metadata)
             call = self._read(await exchange.body(timeout_s=BODY_TIMEOUT_S))
             deadline.set(call.timeout_s)
-            style = self._style(door.reader.pieces)
+            style = self._style(door.reader.codec.decode_pieces)
             kind = StreamedAnswer if call.is_streamed else GatheredAnswer
             answer: Answer = kind(call, style, exchange, answer_id=life.request_id)
             caller = Caller(tenant=tenant, life=life, time_left_s=deadline.left_s)
@@ -122,4 +122,4 @@ class Generation:
         """Return the prompt as text."""
         if request.HasField("text"):
             return request.text
-        return await self._door.reader.decode(job.prompt_token_ids, tenant=tenant)
+        return await self._door.reader.codec.decode(job.prompt_token_ids, tenant=tenant)

@@ -53,7 +53,7 @@ class Inquiries:
             else:
                 chat = pb.ChatPrompt(messages=read_messages(body.messages))
                 token_ids = (await reader.encode_chat(chat, model, tenant=tenant)).token_ids
-            pieces = await reader.all_pieces(token_ids, tenant=tenant) if body.return_token_strs else ()
+            pieces = await reader.codec.pieces(token_ids, tenant=tenant) if body.return_token_strs else ()
         answer: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": model.max_model_len,
@@ -72,7 +72,7 @@ class Inquiries:
         if ids and max(ids) >= model.vocab_size:
             raise InvalidRequest(f"token {max(ids)} is not in the vocabulary of {model.vocab_size}", field="tokens")
         with self._door.tokenizing(tenant):
-            text = await self._door.reader.decode(ids, tenant=tenant)
+            text = await self._door.reader.codec.decode(ids, tenant=tenant)
         exchange.finish_json({"prompt": text})
 
     async def metrics(self, exchange: Exchange) -> None:

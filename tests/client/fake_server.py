@@ -24,7 +24,7 @@ class Hold:
 Step = pb.GenerateResponse | KvrelayError | Hold
 
 
-def accepted(num_prompt_tokens: int = 5) -> Step:
+def accepted(num_prompt_tokens: int = 5) -> pb.GenerateResponse:
     event = pb.Accepted(
         request_id="req-1",
         num_prompt_tokens=num_prompt_tokens,
@@ -35,7 +35,7 @@ def accepted(num_prompt_tokens: int = 5) -> Step:
     return pb.GenerateResponse(accepted=event)
 
 
-def remote_plan(attempt: int = 1) -> Step:
+def remote_plan(attempt: int = 1) -> pb.GenerateResponse:
     return pb.GenerateResponse(
         plan=pb.PlanChosen(
             kind=pb.PLAN_KIND_REMOTE,
@@ -48,12 +48,12 @@ def remote_plan(attempt: int = 1) -> Step:
     )
 
 
-def local_plan() -> Step:
+def local_plan() -> pb.GenerateResponse:
     plan = pb.PlanChosen(kind=pb.PLAN_KIND_LOCAL, decode_worker_id="decode-1", reason="short suffix", attempt=1)
     return pb.GenerateResponse(plan=plan)
 
 
-def tokens(texts: Sequence[str], *, first_index: int = 0, sample_index: int = 0, last: str = "") -> Step:
+def tokens(texts: Sequence[str], *, first_index: int = 0, sample_index: int = 0, last: str = "") -> pb.GenerateResponse:
     """One message with a token for each text; `last` ("stop" or "length") ends the sample."""
     made = [
         sampling_pb2.SampleToken(
@@ -66,7 +66,7 @@ def tokens(texts: Sequence[str], *, first_index: int = 0, sample_index: int = 0,
     return pb.GenerateResponse(tokens=pb.TokenDelta(tokens=made))
 
 
-def completed(num_output_tokens: int = 2, num_attempts: int = 1) -> Step:
+def completed(num_output_tokens: int = 2, num_attempts: int = 1) -> pb.GenerateResponse:
     return pb.GenerateResponse(
         completed=pb.Completed(
             usage=pb.Usage(
@@ -125,7 +125,7 @@ def worker_view(worker_id: str, role: int, *, state: str = "ready") -> pb.Worker
 
 
 def remote_decision() -> pb.Decision:
-    """A decision between two plans, and everything that came of it."""
+    """A decision between two plans, with its outcome."""
     options = [
         ("prefill-0", "decode-1", 0.5, {"queue": 0.125, "prefill": 0.375}),
         ("", "decode-0", 2.0, {"queue": 2.0}),
@@ -167,7 +167,7 @@ def remote_decision() -> pb.Decision:
 
 
 def running_decision() -> pb.Decision:
-    """A decision by a policy that predicts and compares nothing, of which nothing is known yet."""
+    """A decision of a policy without predictions, still without an outcome."""
     plan = pb.PlanChosen(kind=pb.PLAN_KIND_LOCAL, decode_worker_id="decode-1", attempt=2)
     return pb.Decision(request_id="req-0", attempt=2, policy="random", num_tokens=8, plan=plan)
 
@@ -182,7 +182,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         self.explain_requests: list[pb.ExplainRequest] = []
         self.decisions = [remote_decision(), running_decision()]
         self.traffic: list[pb.RecordTrafficResponse] = []
-        """What is told after the beginning of a recording, which then ends unless it goes on."""
+        """Messages after the beginning of a recording, which then ends unless `goes_on_recording`."""
         self.goes_on_recording = False
         self.record_requests: list[pb.RecordTrafficRequest] = []
         self.tokenize_requests: list[pb.TokenizeRequest] = []

@@ -1,4 +1,4 @@
-"""The asyncio client in its event loop. What it shares with the blocking one is in test_client.py."""
+"""The asyncio client in its event loop. Tests of both clients are in test_client.py."""
 
 import asyncio
 

@@ -60,29 +60,24 @@ def test_record_has_exactly_the_fields_of_its_message(record: type, message: typ
     assert {field.name for field in dataclasses.fields(record)} == wire
 
 
-def test_runs_become_events_of_token_ids_that_an_answer_is_built_from() -> None:
+def runs(*made: sampling_pb2.TokenRun) -> pb.GenerateResponse:
+    return pb.GenerateResponse(tokens=pb.TokenDelta(runs=made))
+
+
+def test_runs_become_events_and_an_answer_without_text() -> None:
     buffer = EventBuffer()
-    for step in (accepted(), local_plan()):
-        assert isinstance(step, pb.GenerateResponse)
-        buffer.feed(step)
-    first = sampling_pb2.TokenRun(tokens=pack_tokens([7, 300_000]))
-    last = sampling_pb2.TokenRun(
-        first_token_index=2, tokens=pack_tokens([9]), finish_reason=sampling_pb2.FINISH_REASON_LENGTH
-    )
-    buffer.feed(pb.GenerateResponse(tokens=pb.TokenDelta(runs=[first])))
+    buffer.feed(accepted())
+    buffer.feed(local_plan())
+    buffer.feed(runs(sampling_pb2.TokenRun(tokens=pack_tokens([7, 300_000]))))
     with pytest.raises(EngineFault, match="token 3 arrived after 2"):
-        buffer.feed(
-            pb.GenerateResponse(tokens=pb.TokenDelta(runs=[sampling_pb2.TokenRun(first_token_index=3, tokens=b"1234")]))
-        )
-    buffer.feed(pb.GenerateResponse(tokens=pb.TokenDelta(runs=[last])))
-    last_step = completed()
-    assert isinstance(last_step, pb.GenerateResponse)
-    buffer.feed(last_step)
-    events = [buffer.take() for _ in range(4)]
-    assert events[2:] == [
+        buffer.feed(runs(sampling_pb2.TokenRun(first_token_index=3, tokens=b"1234")))
+    length = sampling_pb2.FINISH_REASON_LENGTH
+    buffer.feed(runs(sampling_pb2.TokenRun(first_token_index=2, tokens=pack_tokens([9]), finish_reason=length)))
+    buffer.feed(completed())
+    assert buffer.take_all()[2:4] == (
         TokenRun(sample_index=0, first_token_index=0, token_ids=(7, 300_000), finish_reason=None),
         TokenRun(sample_index=0, first_token_index=2, token_ids=(9,), finish_reason=FinishReason.LENGTH),
-    ]
+    )
     sample = buffer.build().samples[0]
     assert (sample.text, sample.token_ids, sample.finish_reason) == ("", (7, 300_000, 9), FinishReason.LENGTH)
 
@@ -118,4 +113,4 @@ def test_unknown_enum_value_raises_engine_fault() -> None:
 
 def test_unknown_event_is_skipped() -> None:
     assert list(events_from_proto(pb.GenerateResponse())) == []
-    assert len(list(events_from_proto(completed()))) == 1  # type: ignore[arg-type]
+    assert len(list(events_from_proto(completed()))) == 1

@@ -1,4 +1,4 @@
-"""Whatever comes in is answered with one clear refusal, and the router lives."""
+"""Malformed input of any kind gets one clear refusal, and the router lives on."""
 
 import asyncio
 import json
