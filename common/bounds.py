@@ -6,9 +6,9 @@ or rendering its entries does, on the event loop that serves all requests.
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
-from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from common.errors import InvalidRequest
@@ -34,31 +34,21 @@ BOUNDS: Mapping[str, int] = {
 """Most entries of every repeated field and map that a client can send, by the field's full name."""
 
 
-class _Field(NamedTuple):
-    """A field with many entries, or with messages that have such fields."""
-
-    name: str
-    most: int | None
-    """None for a single message."""
-    holds_more: bool
-    """Whether its messages have such fields."""
-
-
 def check_bounds(message: Message, *, field: str = "") -> None:
     """Raise InvalidRequest, naming the field, when a field of a client's message has too many entries.
 
     `field` is the name of the message itself. Reads no entry of a field that is too long.
     """
-    for name, most, holds_more in _fields(message.DESCRIPTOR):
-        path = f"{field}.{name}" if field else name
-        if most is None:
-            if message.HasField(name):
-                check_bounds(getattr(message, name), field=path)
+    for descriptor in _bounded_fields(message.DESCRIPTOR):
+        path = f"{field}.{descriptor.name}" if field else descriptor.name
+        value: Any = getattr(message, descriptor.name)
+        if not descriptor.is_repeated:
+            if message.HasField(descriptor.name):
+                check_bounds(value, field=path)
             continue
-        entries: Any = getattr(message, name)
-        check_length(len(entries), most, field=path)
-        if holds_more:
-            for position, entry in enumerate(entries):
+        check_length(len(value), BOUNDS[descriptor.full_name], field=path)
+        if _has_bounds(descriptor):
+            for position, entry in enumerate(value):
                 check_bounds(entry, field=f"{path}[{position}]")
 
 
@@ -69,15 +59,13 @@ def check_length(num_entries: int, most: int, *, field: str) -> None:
 
 
 @cache
-def _fields(descriptor: Descriptor) -> tuple[_Field, ...]:
-    """Return the fields to check. Raises KeyError for one that is not in the table."""
-    found = []
-    for field in descriptor.fields:
-        inner = field.message_type
-        is_map = inner is not None and inner.GetOptions().map_entry
-        holds_more = inner is not None and not is_map and bool(_fields(inner))
-        if field.is_repeated:
-            found.append(_Field(field.name, most=BOUNDS[field.full_name], holds_more=holds_more))
-        elif holds_more:
-            found.append(_Field(field.name, most=None, holds_more=True))
-    return tuple(found)
+def _bounded_fields(descriptor: Descriptor) -> tuple[FieldDescriptor, ...]:
+    """Return the fields with many entries, and those whose messages have such fields."""
+    return tuple(field for field in descriptor.fields if field.is_repeated or _has_bounds(field))
+
+
+@cache
+def _has_bounds(field: FieldDescriptor) -> bool:
+    """Whether the messages in a field have fields to check."""
+    inner = field.message_type
+    return inner is not None and not inner.GetOptions().map_entry and bool(_bounded_fields(inner))

@@ -8,7 +8,16 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, create_model
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+    create_model,
+)
 
 from common.bounds import MAX_PROMPT_TOKENS
 from common.errors import InvalidRequest
@@ -19,15 +28,9 @@ ROLES: Mapping[str, str] = {"system": "system", "developer": "system", "user": "
 """Roles of a message, each with the role that the model sees."""
 # calls.py reads these fields by hand: their schemas are for the OpenAPI document.
 _TEXT = {"type": "string"}
-_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_PROMPT = {
-    "anyOf": [
-        _TEXT,
-        {"type": "array", "items": _TEXT, "minItems": 1},
-        _TOKEN_IDS,
-        {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
-    ]
-}
+_TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+_Texts = Annotated[list[str], Field(min_length=1)]
+_Prompts = str | _Texts | _TokenIds | Annotated[list[_TokenIds], Field(min_length=1)]
 _MESSAGES = {
     "type": "array",
     "minItems": 1,
@@ -54,7 +57,7 @@ _MESSAGES = {
 }
 
 
-Prompt = Annotated[Any, WithJsonSchema(_PROMPT)]
+Prompt = Annotated[Any, WithJsonSchema(TypeAdapter(_Prompts).json_schema())]
 Messages = Annotated[Any, WithJsonSchema(_MESSAGES)]
 
 
