@@ -83,6 +83,15 @@ async def http_cluster(
             yield HttpCluster(cluster=cluster, client=client)
 
 
+@asynccontextmanager
+async def held_cluster(gate: str, config: RouterConfig | None = None) -> AsyncIterator[tuple[HttpCluster, FakeWorker]]:
+    """Start a cluster whose decode worker stops at a gate; yields that worker, too."""
+    prefill, decode = pair()
+    decode.gates.close(gate)
+    async with http_cluster(prefill, decode, config=config) as http:
+        yield http, decode
+
+
 async def fetch(
     port: int, method: str, path: str, body: bytes = b"", **headers: str
 ) -> tuple[int, dict[str, str], bytes]:

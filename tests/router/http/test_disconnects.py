@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from tests.router.fakes import TIMEOUT_S, answer, prompt_of
-from tests.router.http.clients import COMPLETIONS, body_of, fetch, head, http_cluster, pair, sent
+from tests.router.http.clients import COMPLETIONS, body_of, fetch, head, held_cluster, http_cluster, pair, sent
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -43,10 +43,8 @@ async def test_client_that_leaves_before_its_body_is_complete_frees_everything()
 
 
 async def test_client_that_leaves_a_call_of_several_prompts_cancels_all() -> None:
-    prefill, decode = pair()
-    decode.gates.close("token 1")
     body = body_of(prompt=[prompt_of(5), prompt_of(9)], n=2)
-    async with http_cluster(prefill, decode) as http:
+    async with held_cluster("token 1") as (http, decode):
         async with sent(http, head("POST", COMPLETIONS, len(body)) + body):
             async with asyncio.timeout(TIMEOUT_S):
                 while decode.calls["started"] < 2:
@@ -56,10 +54,8 @@ async def test_client_that_leaves_a_call_of_several_prompts_cancels_all() -> Non
 
 
 async def test_client_that_leaves_having_sent_more_requests_frees_everything() -> None:
-    prefill, decode = pair()
-    decode.gates.close("token 1")
     request = head("POST", COMPLETIONS, len(body_of()), connection="keep-alive") + body_of()
-    async with http_cluster(prefill, decode) as http:
+    async with held_cluster("token 1") as (http, decode):
         async with sent(http, request * 3):
             await decode.gates.reached("token 1")
         assert (await http.cluster.until_idle()).num_cancelled == 1
@@ -67,9 +63,7 @@ async def test_client_that_leaves_having_sent_more_requests_frees_everything() -
 
 
 async def test_openai_stream_that_is_closed_in_the_middle_frees_everything() -> None:
-    prefill, decode = pair()
-    decode.gates.close("token 3")
-    async with http_cluster(prefill, decode) as http:
+    async with held_cluster("token 3") as (http, _):
         stream = await http.chat(max_tokens=6, stream=True)
         async for _chunk in stream:
             break
@@ -86,9 +80,7 @@ async def test_client_that_does_not_read_delays_no_other() -> None:
 
 
 async def test_stop_lets_a_running_stream_end_and_refuses_new_calls() -> None:
-    prefill, decode = pair()
-    decode.gates.close("token 3")
-    async with http_cluster(prefill, decode) as http:
+    async with held_cluster("token 3") as (http, decode):
         stream = await http.complete(stream=True, return_token_ids=True)
         ids = [*(await anext(stream)).choices[0].token_ids]
         stopping = asyncio.create_task(http.cluster.router.stop(TIMEOUT_S))
@@ -103,9 +95,7 @@ async def test_stop_lets_a_running_stream_end_and_refuses_new_calls() -> None:
 
 
 async def test_stop_without_grace_ends_a_stream_with_an_error() -> None:
-    prefill, decode = pair()
-    decode.gates.close("token 3")
-    async with http_cluster(prefill, decode) as http:
+    async with held_cluster("token 3") as (http, _):
         stream = await http.complete(stream=True)
         await anext(stream)
         stopping = asyncio.create_task(http.cluster.router.stop(0))
@@ -116,9 +106,7 @@ async def test_stop_without_grace_ends_a_stream_with_an_error() -> None:
 
 
 async def test_stop_without_grace_refuses_waiting_requests() -> None:
-    prefill, decode = pair()
-    decode.gates.close("reserve")
-    async with http_cluster(prefill, decode) as http:
+    async with held_cluster("reserve") as (http, decode):
         waiting = asyncio.create_task(fetch(http.port, "POST", COMPLETIONS, body_of()))
         await decode.gates.reached("reserve")
         await http.cluster.router.stop(0)

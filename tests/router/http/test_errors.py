@@ -9,7 +9,7 @@ import pytest
 from common.errors import EngineFault, KvrelayError, error_classes
 from router.http.errors import error_body, kind_of
 from tests.router.fakes import config_with, prompt_of
-from tests.router.http.clients import CHAT, COMPLETIONS, fetch, http_cluster, pair
+from tests.router.http.clients import CHAT, COMPLETIONS, fetch, held_cluster, http_cluster, pair
 from tests.router.test_tenants import KEYS, serving
 
 TURN: Any = {"messages": [{"role": "user", "content": "hi"}]}
@@ -145,9 +145,7 @@ async def test_full_queue_is_a_rate_limit_with_the_time_to_retry() -> None:
 
 
 async def test_deadline_of_the_extension_is_a_gateway_timeout() -> None:
-    prefill, decode = pair()
-    decode.gates.close("token 2")
-    async with http_cluster(prefill, decode) as http:
+    async with held_cluster("token 2") as (http, _):
         with pytest.raises(openai.InternalServerError) as caught:
             await http.complete(kvrelay={"timeout_s": 0.3})
         assert (caught.value.status_code, caught.value.code) == (504, "deadline_exceeded")
@@ -156,9 +154,7 @@ async def test_deadline_of_the_extension_is_a_gateway_timeout() -> None:
 
 
 async def test_client_side_timeout_cancels_the_request() -> None:
-    prefill, decode = pair()
-    decode.gates.close("token 2")
-    async with http_cluster(prefill, decode) as http:
+    async with held_cluster("token 2") as (http, _):
         with pytest.raises(openai.APITimeoutError):
             await http.complete(timeout=0.2)
         assert (await http.cluster.until_idle()).num_cancelled == 1

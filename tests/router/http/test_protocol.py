@@ -8,7 +8,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.http.protocol import MAX_PIPELINED
 from tests.router.fakes import TIMEOUT_S
-from tests.router.http.clients import COMPLETIONS, body_of, head, http_cluster, pair, sent
+from tests.router.http.clients import COMPLETIONS, body_of, head, held_cluster, sent
 from tests.router.http.connection import GET, Connection, answer, silence
 
 
@@ -121,10 +121,8 @@ async def test_offer_of_another_protocol_with_a_body_is_refused_with_the_reason(
 
 
 async def test_client_that_leaves_after_a_second_request_frees_everything() -> None:
-    prefill, decode = pair()
-    decode.gates.close("token 1")
     request = head("POST", COMPLETIONS, len(body_of()), connection="keep-alive") + body_of()
-    async with http_cluster(prefill, decode) as http:
+    async with held_cluster("token 1") as (http, decode):
         reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
         writer.write(request)
         await decode.gates.reached("token 1")

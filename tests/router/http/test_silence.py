@@ -7,7 +7,7 @@ import pytest
 from common.config import ConfigError
 from router.http.connections import Connections
 from tests.router.fakes import DECODE, TIMEOUT_S, FakeWorker, config_with
-from tests.router.http.clients import COMPLETIONS, body_of, fetch, head, http_cluster, pair
+from tests.router.http.clients import COMPLETIONS, body_of, fetch, head, held_cluster, http_cluster
 from tests.router.http.connection import GET, Connection, silence
 
 MOST = 16
@@ -116,11 +116,9 @@ async def test_silent_connections_beyond_the_limit_shut_no_client_out() -> None:
 
 
 async def test_running_requests_leave_room_for_inquiries_and_are_never_dropped() -> None:
-    prefill, decode = pair()
-    decode.gates.close("token 1")
     config = config_with(http_port=0, max_http_connections=MOST)
     body = body_of()
-    async with http_cluster(prefill, decode, config=config) as http, asyncio.timeout(TIMEOUT_S):
+    async with held_cluster("token 1", config=config) as (http, decode), asyncio.timeout(TIMEOUT_S):
         running = [asyncio.create_task(fetch(http.port, "POST", COMPLETIONS, body)) for _ in range(MOST - 1)]
         while (await http.cluster.status()).router.num_request_tasks < MOST - 1:
             pass
