@@ -8,20 +8,20 @@ import grpc
 
 from common.rpc import channel_options
 from kvrelay.client.base import DEFAULT_ADDRESS, BaseClient, GenerateOptions
-from kvrelay.client.collect import EventBuffer, GenerationStream
+from kvrelay.client.collect import GenerationStream
 from kvrelay.client.convert import error_from_rpc, record
 from kvrelay.client.failover import Attempts
-from kvrelay.client.records import ChatTurn, Generation, ModelInfo, Prompt, SampleSoFar, Tokenization
-from kvrelay.client.requests import as_conversation, tokenize_request
+from kvrelay.client.records import ChatTurn, Generation, ModelInfo, Prompt, Tokenization
+from kvrelay.client.requests import tokenize_request
 from kvrelay.client.status import ClusterStatus, Decision
 from kvrelay.client.tls import Tls, channel_credentials
-from kvrelay.client.traffic import TrafficBuffer, TrafficStream
+from kvrelay.client.traffic import TrafficStream
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
 
 _T = TypeVar("_T")
 
 
-class Client(BaseClient):
+class Client(BaseClient[GenerationStream, TrafficStream, Generation]):
     """A blocking connection to a kvrelay cluster. Connects on first use; its channels are shared by all threads.
 
     `addresses` are those of the routers, as a list or with commas: while one cannot be reached the next one is called,
@@ -41,30 +41,14 @@ class Client(BaseClient):
         max_attempts: int | None = None,
         tls: Tls = None,
     ) -> None:
-        super().__init__(addresses, timeout_s=timeout_s, api_key=api_key, max_attempts=max_attempts)
+        streams = GenerationStream, TrafficStream
+        super().__init__(addresses, streams, timeout_s=timeout_s, api_key=api_key, max_attempts=max_attempts)
         self._channels = {address: _channel(address, channel_credentials(tls)) for address in self.addresses}
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
         """Return the complete answer to text, token ids or a conversation. Raises KvrelayError."""
         with self.stream(prompt, **options) as stream:
             return stream.result()
-
-    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerationStream:
-        """Send the request and return its events. Raises InvalidRequest for values that cannot be sent."""
-        request, time_left = self._request(prompt, options)
-
-        def send(address: str, request: inference_pb2.GenerateRequest, _: Sequence[SampleSoFar]) -> Any:
-            return self._stub(address).Generate(request, timeout=time_left(), metadata=self._metadata)
-
-        return GenerationStream(send, request, self._routers, EventBuffer())
-
-    def chat(self, messages: str | Sequence[ChatTurn], **options: Unpack[GenerateOptions]) -> Generation:
-        """Return the assistant's complete answer to a conversation; a string is a single turn of the user."""
-        return self.generate(as_conversation(messages), **options)
-
-    def stream_chat(self, messages: str | Sequence[ChatTurn], **options: Unpack[GenerateOptions]) -> GenerationStream:
-        """Return the events of the assistant's answer; a string is a single turn of the user."""
-        return self.stream(as_conversation(messages), **options)
 
     def tokenize(self, source: str | Sequence[ChatTurn], *, timeout_s: float | None = None) -> Tokenization:
         """Return the tokens that `generate` would make of text or of a conversation."""
@@ -88,19 +72,6 @@ class Client(BaseClient):
         request = inference_pb2.ExplainRequest(request_id=request_id or "", limit=limit)
         response = self._unary(lambda stub: stub.Explain, request, timeout_s)
         return tuple(record(Decision, decision) for decision in response.decisions)
-
-    def record(self, *, duration_s: float | None = None) -> TrafficStream:
-        """Record the caller's requests as they come: arrival, lengths and shared beginnings, without content.
-
-        Requests that come after the call are recorded; with `duration_s` those that come within it, and the stream
-        ends when the last of them has ended. The recording has no deadline.
-        """
-
-        def send(address: str, request: inference_pb2.RecordTrafficRequest, _: Sequence[SampleSoFar]) -> Any:
-            return self._stub(address).RecordTraffic(request, metadata=self._metadata)
-
-        request = inference_pb2.RecordTrafficRequest(duration_s=duration_s or 0.0)
-        return TrafficStream(send, request, self._same_router(), TrafficBuffer())
 
     def close(self) -> None:
         """Close the channels; running calls are cancelled."""
