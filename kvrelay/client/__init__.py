@@ -25,7 +25,7 @@ from common.errors import (
 )
 from common.sampling import SamplingOptions
 from kvrelay.client.async_client import AsyncClient
-from kvrelay.client.base import DEFAULT_ADDRESS, GenerateOptions
+from kvrelay.client.base import DEFAULT_ADDRESS
 from kvrelay.client.collect import AsyncGenerationStream, GenerationStream
 from kvrelay.client.records import (
     Accepted,
@@ -51,6 +51,7 @@ from kvrelay.client.records import (
     TransferStats,
     Usage,
 )
+from kvrelay.client.requests import GenerateOptions
 from kvrelay.client.status import (
     Candidate,
     ClusterStatus,

@@ -7,13 +7,13 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 
 from common.rpc import client_channel
-from kvrelay.client.base import DEFAULT_ADDRESS, BaseClient, GenerateOptions
+from kvrelay.client.base import DEFAULT_ADDRESS, BaseClient
 from kvrelay.client.collect import AsyncGenerationStream
 from kvrelay.client.convert import error_from_rpc, record
 from kvrelay.client.direct import DirectCall
 from kvrelay.client.failover import Attempts
 from kvrelay.client.records import ChatTurn, Generation, ModelInfo, Prompt, SampleSoFar, Tokenization
-from kvrelay.client.requests import tokenize_request
+from kvrelay.client.requests import GenerateOptions, tokenize_request
 from kvrelay.client.status import ClusterStatus, Decision
 from kvrelay.client.streams import unless_closed
 from kvrelay.client.tls import Tls, channel_credentials

@@ -4,11 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, Unpack
 
-from common.sampling import SamplingOptions
 from kvrelay.client.collect import EventBuffer
 from kvrelay.client.failover import RouterList, countdown
-from kvrelay.client.records import ChatTurn, Prompt, SampleSoFar, ServiceTerms
-from kvrelay.client.requests import as_conversation, credentials, generate_request
+from kvrelay.client.records import ChatTurn, Prompt, SampleSoFar
+from kvrelay.client.requests import GenerateOptions, as_conversation, credentials, generate_request
 from kvrelay.client.traffic import TrafficBuffer
 from kvrelay.v1 import inference_pb2
 
@@ -17,19 +16,6 @@ _Stream = TypeVar("_Stream")
 _Recording = TypeVar("_Recording")
 _Answer = TypeVar("_Answer")
 TimeLeft = Callable[[], float | None]
-
-
-class GenerateOptions(SamplingOptions, total=False):
-    """Keyword arguments of the generating calls: those of sampling, and four of the request."""
-
-    model: str
-    """Name of a served model; default: the only one."""
-    label: str
-    """Appears in the cluster's logs."""
-    timeout_s: float | None
-    """Deadline of the whole call; default: the client's."""
-    terms: ServiceTerms | None
-    """How soon the answer is needed."""
 
 
 class BaseClient(ABC, Generic[_Stream, _Recording, _Answer]):
@@ -67,7 +53,7 @@ class BaseClient(ABC, Generic[_Stream, _Recording, _Answer]):
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> _Stream:
         """Send the request and return its events. Raises InvalidRequest for values that cannot be sent."""
-        request, time_left = self._request(prompt, options)
+        request, time_left = generate_request(prompt, options), self._time_left(options.get("timeout_s"))
         request.direct = self._is_direct
 
         def send(address: str, request: inference_pb2.GenerateRequest, so_far: Sequence[SampleSoFar]) -> Any:
@@ -108,10 +94,3 @@ class BaseClient(ABC, Generic[_Stream, _Recording, _Answer]):
     def _time_left(self, timeout_s: float | None) -> TimeLeft:
         """Start the deadline of a call."""
         return countdown(self._timeout_s if timeout_s is None else timeout_s)
-
-    def _request(self, prompt: Prompt, options: GenerateOptions) -> tuple[inference_pb2.GenerateRequest, TimeLeft]:
-        """Return the message and its deadline. Raises InvalidRequest for values that cannot be sent, TypeError."""
-        sampling: Any = dict(options)
-        timeout_s, terms = sampling.pop("timeout_s", None), sampling.pop("terms", None)
-        model, label = sampling.pop("model", ""), sampling.pop("label", "")
-        return generate_request(prompt, sampling, model=model, label=label, terms=terms), self._time_left(timeout_s)

@@ -11,17 +11,30 @@ from kvrelay.client.records import Accepted, ChatMessage, ChatTurn, Prompt, Samp
 from kvrelay.v1 import inference_pb2, sampling_pb2
 
 _OPTIONS = tuple(each.option for each in PARAMETERS)
+_OTHER_OPTIONS = frozenset(("model", "label", "timeout_s", "terms"))
 
 
-def generate_request(
-    prompt: Prompt, sampling: SamplingOptions, *, model: str, label: str, terms: ServiceTerms | None = None
-) -> inference_pb2.GenerateRequest:
+class GenerateOptions(SamplingOptions, total=False):
+    """Keyword arguments of the generating calls: those of sampling, and four of the request."""
+
+    model: str
+    """Name of a served model; default: the only one."""
+    label: str
+    """Appears in the cluster's logs."""
+    timeout_s: float | None
+    """Deadline of the whole call; default: the client's."""
+    terms: ServiceTerms | None
+    """How soon the answer is needed."""
+
+
+def generate_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.GenerateRequest:
     """Return the message. Raises InvalidRequest for values that no message can carry, TypeError for wrong types."""
-    message = inference_pb2.GenerateRequest(sampling=_sampling_message(sampling))
+    message = inference_pb2.GenerateRequest(sampling=_sampling_message(options))
     with _field("model"):
-        message.model = model
+        message.model = options.get("model", "")
     with _field("label"):
-        message.label = label
+        message.label = options.get("label", "")
+    terms = options.get("terms")
     if terms is not None:
         _set_terms(message, terms)
     if isinstance(prompt, str):
@@ -107,16 +120,16 @@ def _from_mapping(turn: Mapping[str, str]) -> ChatMessage:
     return ChatMessage(role=turn["role"], content=turn["content"])
 
 
-def _sampling_message(options: SamplingOptions) -> sampling_pb2.SamplingParams:
+def _sampling_message(options: GenerateOptions) -> sampling_pb2.SamplingParams:
     message = sampling_pb2.SamplingParams()
-    values: Mapping[str, Any] = options
-    for name, value in values.items():
+    for name, value in options.items():
+        if name in _OTHER_OPTIONS:
+            continue
         if name not in _OPTIONS:
             raise TypeError(f"unknown sampling option {name!r}; known are {', '.join(_OPTIONS)}")
-        if name == "stop" and isinstance(value, str):
-            value = [value]
+        given: Any = [value] if name == "stop" and isinstance(value, str) else value
         with _field(f"sampling.{name}"):
-            message.MergeFrom(sampling_pb2.SamplingParams(**{name: value}))  # None leaves the field unset
+            message.MergeFrom(sampling_pb2.SamplingParams(**{name: given}))  # None leaves the field unset
     return message
 
 

@@ -7,12 +7,12 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 
 from common.rpc import channel_options
-from kvrelay.client.base import DEFAULT_ADDRESS, BaseClient, GenerateOptions
+from kvrelay.client.base import DEFAULT_ADDRESS, BaseClient
 from kvrelay.client.collect import GenerationStream
 from kvrelay.client.convert import error_from_rpc, record
 from kvrelay.client.failover import Attempts
 from kvrelay.client.records import ChatTurn, Generation, ModelInfo, Prompt, Tokenization
-from kvrelay.client.requests import tokenize_request
+from kvrelay.client.requests import GenerateOptions, tokenize_request
 from kvrelay.client.status import ClusterStatus, Decision
 from kvrelay.client.tls import Tls, channel_credentials
 from kvrelay.client.traffic import TrafficStream
