@@ -9,7 +9,9 @@ import jsonschema_rs
 import pytest
 
 from common.errors import InvalidRequest, error_classes
+from common.wire import sampling_from_proto
 from router.http import errors as http_errors
+from router.http.calls import completion_call
 from router.http.errors import ErrorKind, kind_of
 from router.http.openapi import openapi_document
 from router.http.routes import ENDPOINTS
@@ -77,6 +79,30 @@ def test_option_of_the_document_is_taken_with_its_values_and_no_other() -> None:
         if "enum" in schema:
             with pytest.raises(InvalidRequest):
                 parse_body(CompletionBody, json.dumps({"prompt": "a", name: "surely not"}).encode())
+
+
+def check(option: str, value: float) -> None:
+    """Take a body with that option through every check. Raises InvalidRequest."""
+    body = {"prompt": "a", "max_tokens": 2**31 - 1, option: value}
+    (request,) = completion_call(parse_body(CompletionBody, json.dumps(body).encode())).requests
+    sampling_from_proto(request.sampling, default_max_tokens=1, default_seed=1).validate(vocab_size=256)
+
+
+def test_documented_bounds_of_numbers_are_those_that_are_checked() -> None:
+    properties = schemas()["CompletionBody"]["properties"]
+    bounded = {name: schema for name, schema in properties.items() if "maximum" in schema}
+    assert {"temperature", "top_k", "top_p", "seed", "n"} < set(bounded)
+    for name, schema in bounded.items():
+        check(name, schema["maximum"])
+        refused = [schema["maximum"] + 1]
+        if "minimum" in schema:
+            check(name, schema["minimum"])
+            refused.append(schema["minimum"] - 1)
+        else:
+            refused.append(schema["exclusiveMinimum"])
+        for value in refused:
+            with pytest.raises(InvalidRequest, match=name):
+                check(name, value)
 
 
 def test_option_that_python_calls_equal_is_refused_like_any_other() -> None:
