@@ -6,7 +6,7 @@ from pydantic.json_schema import models_json_schema
 
 from common.version import installed_version
 from router.http.routes import ENDPOINTS, Endpoint
-from router.http.schema import option_schemas
+from router.http.schema import TEXT, const_schema, list_schema, object_schema, option_schemas
 
 _MEANINGS = {
     400: "not HTTP/1.1, not JSON, or a value is not allowed; `param` names the field",
@@ -23,50 +23,38 @@ _MEANINGS = {
 }
 
 
-def _object(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(properties)}
-
-
-def _list(items: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": items}
-
-
-def _one(value: str) -> dict[str, Any]:
-    return {"type": "string", "const": value}
-
-
-_TEXT, _COUNT = {"type": "string"}, {"type": "integer", "minimum": 0}
+_COUNT = {"type": "integer", "minimum": 0}
 _TEXT_OR_NULL: dict[str, Any] = {"type": ["string", "null"]}
 _NESTED: dict[str, Any] = {"type": ["object", "null"]}
-_USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
-_MODEL = _object(
-    id=_TEXT,
-    object=_one("model"),
+_USAGE = object_schema(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
+_MODEL = object_schema(
+    id=TEXT,
+    object=const_schema("model"),
     created=_COUNT,
-    owned_by=_TEXT,
+    owned_by=TEXT,
     max_model_len=_COUNT,
     vocab_size=_COUNT,
 )
 
 
 def _answer(kind: str, **choice: Any) -> dict[str, Any]:
-    whole_choice = _object(index=_COUNT, **choice, logprobs=_NESTED, finish_reason=_TEXT)
-    return _object(id=_TEXT, object=_one(kind), created=_COUNT, model=_TEXT, choices=_list(whole_choice), usage=_USAGE)
+    choices = list_schema(object_schema(index=_COUNT, **choice, logprobs=_NESTED, finish_reason=TEXT))
+    return object_schema(id=TEXT, object=const_schema(kind), created=_COUNT, model=TEXT, choices=choices, usage=_USAGE)
 
 
 _SCHEMAS: dict[str, dict[str, Any]] = {
-    "Error": _object(error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)),
-    "Completion": _answer("text_completion", text=_TEXT),
+    "Error": object_schema(error=object_schema(message=TEXT, type=TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)),
+    "Completion": _answer("text_completion", text=TEXT),
     "ChatCompletion": _answer(
-        "chat.completion", message=_object(role=_one("assistant"), content=_TEXT, refusal={"type": "null"})
+        "chat.completion", message=object_schema(role=const_schema("assistant"), content=TEXT, refusal={"type": "null"})
     ),
-    "Models": _object(object=_one("list"), data=_list(_MODEL)),
+    "Models": object_schema(object=const_schema("list"), data=list_schema(_MODEL)),
     "Model": _MODEL,
-    "Tokens": _object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_COUNT)),
-    "Text": _object(prompt=_TEXT),
-    "Status": _object(status=_one("ok")),
-    "Version": _object(version=_TEXT),
-    "Document": _object(openapi=_TEXT, info={"type": "object"}, paths={"type": "object"}),
+    "Tokens": object_schema(count=_COUNT, max_model_len=_COUNT, tokens=list_schema(_COUNT)),
+    "Text": object_schema(prompt=TEXT),
+    "Status": object_schema(status=const_schema("ok")),
+    "Version": object_schema(version=TEXT),
+    "Document": object_schema(openapi=TEXT, info={"type": "object"}, paths={"type": "object"}),
 }
 
 
@@ -105,9 +93,9 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
 def _response(endpoint: Endpoint, status: int) -> dict[str, Any]:
     if status != 200:
         return {"description": _MEANINGS[status], "content": _json("Error")}
-    content = _json(endpoint.answer) if endpoint.answer in _SCHEMAS else {endpoint.answer: {"schema": _TEXT}}
+    content = _json(endpoint.answer) if endpoint.answer in _SCHEMAS else {endpoint.answer: {"schema": TEXT}}
     if endpoint.can_stream:
-        content["text/event-stream"] = {"schema": _object(data=_TEXT)}  # of each event
+        content["text/event-stream"] = {"schema": object_schema(data=TEXT)}  # of each event
     return {"description": endpoint.summary, "content": content}
 
 

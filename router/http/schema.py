@@ -26,39 +26,32 @@ from common.sampling import PARAMETERS, Kind, Parameter
 _Tokens = Annotated[list[int], Field(max_length=MAX_PROMPT_TOKENS)]
 ROLES: Mapping[str, str] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles of a message, each with the role that the model sees."""
+TEXT = {"type": "string"}
+
+
+def object_schema(**properties: Any) -> dict[str, Any]:
+    """Return the JSON schema of an object with these members, all of them required."""
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def list_schema(items: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of a list."""
+    return {"type": "array", "items": items}
+
+
+def const_schema(value: str) -> dict[str, Any]:
+    """Return the JSON schema of one text."""
+    return {"type": "string", "const": value}
+
+
 # calls.py reads these fields by hand: their schemas are for the OpenAPI document.
-_TEXT = {"type": "string"}
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 _Texts = Annotated[list[str], Field(min_length=1)]
 _Prompts = str | _Texts | _TokenIds | Annotated[list[_TokenIds], Field(min_length=1)]
-_MESSAGES = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "type": "object",
-        "required": ["role", "content"],
-        "properties": {
-            "role": {"type": "string", "enum": list(ROLES)},
-            "content": {
-                "anyOf": [
-                    _TEXT,
-                    {
-                        "type": "array",
-                        "items": {
-                            "type": "object",
-                            "required": ["type", "text"],
-                            "properties": {"type": {"type": "string", "const": "text"}, "text": _TEXT},
-                        },
-                    },
-                ]
-            },
-        },
-    },
-}
-
-
+_PARTS = list_schema(object_schema(type=const_schema("text"), text=TEXT))
+_MESSAGE = object_schema(role=TEXT | {"enum": list(ROLES)}, content={"anyOf": [TEXT, _PARTS]})
 Prompt = Annotated[Any, WithJsonSchema(TypeAdapter(_Prompts).json_schema())]
-Messages = Annotated[Any, WithJsonSchema(_MESSAGES)]
+Messages = Annotated[Any, WithJsonSchema(list_schema(_MESSAGE) | {"minItems": 1})]
 
 
 class _Strict(BaseModel):
