@@ -8,7 +8,6 @@ options of the Python clients, and the tables in docs/client.md and docs/openai.
 A new parameter is one field here, its type in `SamplingOptions` and its field in proto/kvrelay/v1/sampling.proto.
 """
 
-import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -21,27 +20,12 @@ MAX_LOGPROBS = 20
 _INT32_MAX = 2**31 - 1
 
 
-class Kind(enum.Enum):
-    """Type of a parameter."""
-
-    FLOAT = enum.auto()
-    INTEGER = enum.auto()
-    FLAG = enum.auto()
-    TEXTS = enum.auto()
-    TOKENS = enum.auto()
-    BIASES = enum.auto()
-    """A number for each of some tokens."""
-
-
-_KINDS: Mapping[Any, Kind] = {
-    float: Kind.FLOAT,
-    int: Kind.INTEGER,
-    int | None: Kind.INTEGER,
-    bool: Kind.FLAG,
-    tuple[str, ...]: Kind.TEXTS,
-    frozenset[int]: Kind.TOKENS,
-    tuple[tuple[int, float], ...]: Kind.BIASES,
-}
+# Types of parameters.
+Texts = tuple[str, ...]
+Tokens = frozenset[int]
+"""A set: looked up for every token of every sample."""
+Biases = tuple[tuple[int, float], ...]
+"""A number for each of some tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +36,8 @@ class Parameter:
     """Field of `SamplingParams`."""
     option: str
     """Name on the wire, in both APIs and in errors."""
-    kind: Kind
+    type: Any
+    """Type of the value: float, int, bool, `Texts`, `Tokens` or `Biases`."""
     default: Any
     told_default: str | None = None
     """The default in words, where it is no value."""
@@ -73,27 +58,31 @@ class Parameter:
         values = f"{self.least} to {self.most}"
         if self.is_open:
             values = f"more than {self.least}, at most {self.most}"
-        if self.kind is Kind.TEXTS:
+        if self.type == Texts:
             values += " characters"
         return f"{entries}, each {values}" if entries else values
 
     def check(self, value: Any, *, vocab_size: int) -> None:
         """Raise InvalidRequest, naming the option, unless the value is allowed."""
-        if self.max_entries is not None and len(value) > self.max_entries:
-            raise self._refusal(f"has {len(value)} entries")
-        match self.kind:
-            case Kind.FLOAT | Kind.INTEGER if value is not None:
+        if self.type in (float, int):
+            if value is not None:
                 self._check_number(value)
-            case Kind.TEXTS:
-                for text in value:
-                    self._check_number(len(text), fault=f"has an entry of {len(text)} characters")
-            case Kind.TOKENS:
-                for token_id in value:
-                    self._check_token(token_id, vocab_size)
-            case Kind.BIASES:
-                for token_id, bias in value:
-                    self._check_token(token_id, vocab_size)
-                    self._check_number(bias)
+        elif self.max_entries is not None:
+            if len(value) > self.max_entries:
+                raise self._refusal(f"has {len(value)} entries")
+            for entry in value:
+                self._check_entry(entry, vocab_size)
+
+    def _check_entry(self, entry: Any, vocab_size: int) -> None:
+        if self.type == Texts:
+            self._check_number(len(entry), fault=f"has an entry of {len(entry)} characters")
+            return
+        token_id, bias = entry if self.type == Biases else (entry, None)
+        if not 0 <= token_id < vocab_size:
+            message = f"{self.option}: token {token_id} is not in the vocabulary of {vocab_size}"
+            raise InvalidRequest(message, field=f"sampling.{self.option}")
+        if bias is not None:
+            self._check_number(bias)
 
     def _check_number(self, value: float, *, fault: str | None = None) -> None:
         assert self.least is not None
@@ -101,11 +90,6 @@ class Parameter:
         is_enough = value > self.least if self.is_open else value >= self.least
         if not math.isfinite(value) or not is_enough or value > self.most:
             raise self._refusal(fault or f"is {value}")
-
-    def _check_token(self, token_id: int, vocab_size: int) -> None:
-        if not 0 <= token_id < vocab_size:
-            message = f"{self.option}: token {token_id} is not in the vocabulary of {vocab_size}"
-            raise InvalidRequest(message, field=f"sampling.{self.option}")
 
     def _refusal(self, fault: str) -> InvalidRequest:
         return InvalidRequest(f"{self.option} {fault}; allowed: {self.allowed}", field=f"sampling.{self.option}")
@@ -157,7 +141,6 @@ class SamplingParams:
     stop: tuple[str, ...] = _declare(
         "Strings that end a sample; their text is not returned.", default=(), least=1, most=256, max_entries=16
     )
-    # A set: looked up for every token of every sample.
     stop_token_ids: frozenset[int] = _declare(
         "Tokens that end a sample; their text is not returned.", default=frozenset(), max_entries=256
     )
@@ -206,7 +189,9 @@ class SamplingParams:
     def validate(self, *, vocab_size: int) -> None:
         """Raise InvalidRequest, naming the field, unless every value is allowed."""
         for parameter in PARAMETERS:
-            parameter.check(getattr(self, parameter.name), vocab_size=vocab_size)
+            value = getattr(self, parameter.name)
+            if value != parameter.default:  # nearly all values are defaults, which are allowed
+                parameter.check(value, vocab_size=vocab_size)
         if self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens is {self.min_tokens}; max_tokens is {self.max_tokens}", field="sampling.min_tokens"
@@ -221,7 +206,10 @@ class SamplingParams:
 
 PARAMETERS: Sequence[Parameter] = tuple(
     Parameter(
-        name=each.name, kind=_KINDS[each.type], default=each.default, **{"option": each.name, **dict(each.metadata)}
+        name=each.name,
+        type=int if each.type == int | None else each.type,
+        default=each.default,
+        **{"option": each.name, **each.metadata},
     )
     for each in fields(SamplingParams)
 )

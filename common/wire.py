@@ -1,24 +1,31 @@
 """Conversions between protobuf messages and records."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from common.bounds import check_bounds
 from common.errors import InvalidRequest
-from common.sampling import PARAMETERS, Kind, SamplingParams
+from common.sampling import PARAMETERS, Biases, SamplingParams, Texts, Tokens
 from common.tokens import TOKEN_BYTES, TokenArray, as_tokens, token_view, tokens_from_bytes
 from kvrelay.v1 import sampling_pb2
 
-_BY_OPTION = {parameter.option: parameter for parameter in PARAMETERS}
-_SCALARS: dict[Kind, Callable[[Any], Any]] = dict.fromkeys((Kind.FLOAT, Kind.INTEGER, Kind.FLAG), lambda value: value)
-_FROM_PROTO = _SCALARS | {
-    Kind.TEXTS: tuple,
-    Kind.TOKENS: frozenset,
-    Kind.BIASES: lambda biases: tuple(sorted(biases.items())),
-}
-_TO_PROTO = _SCALARS | {Kind.TEXTS: list, Kind.TOKENS: sorted, Kind.BIASES: dict}
+_Convert = Callable[[Any], Any]
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _sorted_items(biases: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
+    return tuple(sorted(biases.items()))
+
+
+_FROM_PROTO: Mapping[Any, _Convert] = {Texts: tuple, Tokens: frozenset, Biases: _sorted_items}
+_TO_PROTO: Mapping[Any, _Convert] = {Tokens: sorted, Biases: dict}
+_READERS = {each.option: (each.name, _FROM_PROTO.get(each.type, _same)) for each in PARAMETERS}
+_WRITERS = [(each.option, each.name, _TO_PROTO.get(each.type, _same)) for each in PARAMETERS]
 
 
 def sampling_from_proto(
@@ -31,15 +38,16 @@ def sampling_from_proto(
     check_bounds(message, field="sampling")
     values: dict[str, Any] = {"max_tokens": default_max_tokens, "seed": default_seed}
     for descriptor, value in message.ListFields():  # those that are set
-        parameter = _BY_OPTION[descriptor.name]
-        values[parameter.name] = _FROM_PROTO[parameter.kind](value)
+        name, convert = _READERS[descriptor.name]
+        values[name] = convert(value)
     return SamplingParams(**values)
 
 
 def sampling_to_proto(sampling: SamplingParams) -> sampling_pb2.SamplingParams:
     """Return the message with every field set."""
-    values = ((each, getattr(sampling, each.name)) for each in PARAMETERS)
-    return sampling_pb2.SamplingParams(**{each.option: _TO_PROTO[each.kind](value) for each, value in values})
+    return sampling_pb2.SamplingParams(
+        **{option: convert(getattr(sampling, name)) for option, name, convert in _WRITERS}
+    )
 
 
 def token_ids_from_proto(ids: Sequence[int], *, vocab_size: int, field: str) -> TokenArray:

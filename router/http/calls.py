@@ -6,7 +6,7 @@ from typing import Any
 
 from common.bounds import MAX_CHAT_MESSAGES, MAX_CONTENT_PARTS, MAX_PROMPT_TOKENS, MAX_PROMPTS, check_length
 from common.errors import InvalidRequest
-from common.sampling import MAX_LOGPROBS, Kind, Parameter
+from common.sampling import MAX_LOGPROBS, Biases, Parameter, Tokens
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sampling_pb2
 from router.http.schema import ROLES, SAMPLING_FIELDS, ChatBody, CompletionBody, GenerationBody, field_path
@@ -189,19 +189,17 @@ def _sampling(body: GenerationBody, options: Mapping[str, Any]) -> sampling_pb2.
 def _on_the_wire(parameter: Parameter, value: Any) -> Any:
     """Return the value of an option as its field holds it. Raises InvalidRequest."""
     name = parameter.option
-    match parameter.kind:
-        case Kind.INTEGER if name == "seed":
-            if not -_INT64 <= value < _UINT64:
-                raise InvalidRequest(f"seed is {str(value)[:40]}; allowed are 64 bits", field="seed")
-            return value % _UINT64
-        case Kind.INTEGER:
-            return 0 if name == "top_k" and value == -1 else _uint(value, name)  # both mean all
-        case Kind.TOKENS:
-            return [_uint(token_id, field_path(name, position)) for position, token_id in enumerate(value)]
-        case Kind.BIASES:
-            return _biases(value, name)
-        case _:
-            return value
+    if name == "seed":
+        if not -_INT64 <= value < _UINT64:
+            raise InvalidRequest(f"seed is {str(value)[:40]}; allowed are 64 bits", field="seed")
+        return value % _UINT64
+    if name == "top_k" and value == -1:  # all, like 0
+        return 0
+    if parameter.type is int:
+        return _uint(value, name)
+    if parameter.type == Tokens:
+        return [_uint(token_id, field_path(name, position)) for position, token_id in enumerate(value)]
+    return _biases(value, name) if parameter.type == Biases else value
 
 
 def _biases(biases: Mapping[str, float], field: str) -> dict[int, float]:

@@ -21,7 +21,7 @@ from pydantic import (
 
 from common.bounds import MAX_PROMPT_TOKENS
 from common.errors import InvalidRequest
-from common.sampling import PARAMETERS, Kind, Parameter
+from common.sampling import PARAMETERS, Biases, Parameter, Texts, Tokens
 
 _Tokens = Annotated[list[int], Field(max_length=MAX_PROMPT_TOKENS)]
 ROLES: Mapping[str, str] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -79,14 +79,8 @@ class Extension(_Strict):
     itl_s: float | None = None
 
 
-_JSON_TYPES: Mapping[Kind, Any] = {
-    Kind.FLOAT: float,
-    Kind.INTEGER: int,
-    Kind.FLAG: bool,
-    Kind.TEXTS: list[str],
-    Kind.TOKENS: list[int],
-    Kind.BIASES: dict[str, float],
-}
+_JSON_TYPES: Mapping[Any, Any] = {Texts: list[str], Tokens: list[int], Biases: dict[str, float]}
+"""Types in JSON, where they differ."""
 _RENAMED = frozenset(("logprobs", "prompt_logprobs", "include_special_tokens", "detokenize"))
 """OpenAI's API has other words for these, or none."""
 _LOWEST: Mapping[str, int] = {"top_k": -1, "seed": -(2**63)}
@@ -98,13 +92,13 @@ SAMPLING_FIELDS: Mapping[str, Parameter] = {each.option: each for each in PARAME
 
 def _sampling_field(parameter: Parameter) -> Any:
     """Return type and default of a body's field, as pydantic's `create_model` takes them."""
-    json_type: Any = _JSON_TYPES[parameter.kind]
+    json_type: Any = _JSON_TYPES.get(parameter.type, parameter.type)
     annotation: Any = Annotated[json_type, Field(max_length=parameter.max_entries)] | None
-    if parameter.kind is Kind.TEXTS:
+    if parameter.type == Texts:
         annotation = Annotated[annotation, BeforeValidator(_as_list, json_schema_input_type=str | annotation)]
     # Told in the document only: numbers are checked with the request.
     told: dict[str, Any] = {}
-    if parameter.kind in (Kind.FLOAT, Kind.INTEGER):
+    if parameter.type in (float, int):
         told["exclusiveMinimum" if parameter.is_open else "minimum"] = _LOWEST.get(parameter.option, parameter.least)
         told["maximum"] = parameter.most
     return annotation, Field(default=None, description=parameter.meaning, json_schema_extra=told)

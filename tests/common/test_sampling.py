@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
 from common.errors import InvalidRequest
-from common.sampling import PARAMETERS, Kind, Parameter, SamplingOptions, SamplingParams
+from common.sampling import PARAMETERS, Biases, Parameter, SamplingOptions, SamplingParams, Texts, Tokens
 from common.wire import sampling_from_proto, sampling_to_proto
 from kvrelay.v1 import sampling_pb2
 from router.http.schema import SAMPLING_FIELDS
@@ -18,20 +18,20 @@ from router.http.schema import SAMPLING_FIELDS
 DOCS = Path(__file__).parents[2] / "docs"
 FIELDS = {field.name: field for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields}
 WIRE_TYPES = {
-    Kind.FLOAT: (FieldDescriptor.TYPE_DOUBLE,),
-    Kind.INTEGER: (FieldDescriptor.TYPE_UINT32, FieldDescriptor.TYPE_UINT64),
-    Kind.FLAG: (FieldDescriptor.TYPE_BOOL,),
-    Kind.TEXTS: (FieldDescriptor.TYPE_STRING,),
-    Kind.TOKENS: (FieldDescriptor.TYPE_UINT32,),
-    Kind.BIASES: (FieldDescriptor.TYPE_MESSAGE,),
+    float: (FieldDescriptor.TYPE_DOUBLE,),
+    int: (FieldDescriptor.TYPE_UINT32, FieldDescriptor.TYPE_UINT64),
+    bool: (FieldDescriptor.TYPE_BOOL,),
+    Texts: (FieldDescriptor.TYPE_STRING,),
+    Tokens: (FieldDescriptor.TYPE_UINT32,),
+    Biases: (FieldDescriptor.TYPE_MESSAGE,),
 }
 OPTION_TYPES = {
-    Kind.FLOAT: float,
-    Kind.INTEGER: int,
-    Kind.FLAG: bool,
-    Kind.TEXTS: str | Sequence[str],
-    Kind.TOKENS: Sequence[int],
-    Kind.BIASES: Mapping[int, float],
+    float: float,
+    int: int,
+    bool: bool,
+    Texts: str | Sequence[str],
+    Tokens: Sequence[int],
+    Biases: Mapping[int, float],
 }
 
 
@@ -42,9 +42,9 @@ def test_every_parameter_has_its_wire_field_and_the_reverse() -> None:
 @pytest.mark.parametrize("parameter", PARAMETERS, ids=lambda parameter: parameter.option)
 def test_wire_field_carries_every_allowed_value(parameter: Parameter) -> None:
     field = FIELDS[parameter.option]
-    assert field.type in WIRE_TYPES[parameter.kind]
+    assert field.type in WIRE_TYPES[parameter.type]
     assert field.is_repeated is (parameter.max_entries is not None)
-    if parameter.kind is Kind.INTEGER:
+    if parameter.type is int:
         assert parameter.most is not None
         assert (parameter.most >= 2**32) is (field.type == FieldDescriptor.TYPE_UINT64)
     if not field.is_repeated and parameter.default:
@@ -52,7 +52,7 @@ def test_wire_field_carries_every_allowed_value(parameter: Parameter) -> None:
 
 
 def test_client_options_are_the_parameters_with_their_types() -> None:
-    assert get_type_hints(SamplingOptions) == {each.option: OPTION_TYPES[each.kind] for each in PARAMETERS}
+    assert get_type_hints(SamplingOptions) == {each.option: OPTION_TYPES[each.type] for each in PARAMETERS}
 
 
 def test_record_survives_the_wire() -> None:
@@ -65,7 +65,7 @@ def test_record_survives_the_wire() -> None:
     assert unset == SamplingParams(max_tokens=7, seed=8)
 
 
-@pytest.mark.parametrize("parameter", [each for each in PARAMETERS if each.kind in (Kind.FLOAT, Kind.INTEGER)])
+@pytest.mark.parametrize("parameter", [each for each in PARAMETERS if each.type in (float, int)])
 def test_numbers_outside_their_bounds_are_refused_by_name(parameter: Parameter) -> None:
     assert parameter.least is not None
     assert parameter.most is not None
@@ -79,6 +79,11 @@ def test_numbers_outside_their_bounds_are_refused_by_name(parameter: Parameter) 
         assert caught.value.field == f"sampling.{parameter.option}"
 
 
+def test_every_default_is_allowed() -> None:
+    for parameter in PARAMETERS:
+        parameter.check(parameter.default, vocab_size=8)
+
+
 def rows_of(parameters: Sequence[Parameter]) -> list[str]:
     """Return the rows of a table in the documentation."""
     return [f"| `{p.option}` | {p.meaning} | {p.allowed} | {default_of(p)} |" for p in parameters]
@@ -90,7 +95,7 @@ def default_of(parameter: Parameter) -> str:
         return parameter.told_default
     if parameter.max_entries is not None:
         return "none"
-    return f"`{default}`" if parameter.kind is Kind.FLAG else f"{default:g}"
+    return f"`{default}`" if parameter.type is bool else f"{default:g}"
 
 
 @pytest.mark.parametrize(
