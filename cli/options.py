@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvrelay.client.requests import SamplingOptions
+from kvrelay.client import SamplingOptions
 
 DEFAULT_CONFIG = Path("serving.yaml")
 _SAMPLING = "Sampling"

@@ -1,43 +1,180 @@
-"""How a request wants its tokens chosen: the validated record."""
+"""How tokens are chosen: every sampling parameter is declared here, once.
+
+The fields of `SamplingParams` are the declaration: name, type, default, bounds and meaning. `PARAMETERS` lists them for
+everything that is derived from it: the checks of a request, the wire format (common/wire.py), the entries that a
+message may hold (common/bounds.py), the fields of the HTTP API and its OpenAPI document (router/http/schema.py), the
+options of the Python clients, and the tables in docs/client.md and docs/openai.md.
+
+A new parameter is one field here, its type in `SamplingOptions` and its field in proto/kvrelay/v1/sampling.proto.
+"""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypedDict
 
 from common.errors import InvalidRequest
 
 MAX_N = 64
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 256
-MAX_STOP_TOKENS = 256
 MAX_LOGPROBS = 20
-MAX_LOGIT_BIAS = 1024
+_INT32_MAX = 2**31 - 1
+
+
+# Types of parameters.
+Texts = tuple[str, ...]
+Tokens = frozenset[int]
+"""A set: looked up for every token of every sample."""
+Biases = tuple[tuple[int, float], ...]
+"""A number for each of some tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """Declaration of one sampling parameter."""
+
+    name: str
+    """Field of `SamplingParams`."""
+    option: str
+    """Name on the wire, in both APIs and in errors."""
+    type: Any
+    """Type of the value: float, int, bool, `Texts`, `Tokens` or `Biases`."""
+    default: Any
+    told_default: str | None = None
+    """The default in words, where it is no value."""
+    meaning: str
+    least: float | None = None
+    """Smallest number, bias, or length of a string."""
+    most: float | None = None
+    is_open: bool = False
+    """`least` itself is not allowed."""
+    max_entries: int | None = None
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values in words; empty when every value is allowed."""
+        entries = "" if self.max_entries is None else f"at most {self.max_entries}"
+        if self.least is None or self.most is None:
+            return entries
+        values = f"{self.least} to {self.most}"
+        if self.is_open:
+            values = f"more than {self.least}, at most {self.most}"
+        if self.type == Texts:
+            values += " characters"
+        return f"{entries}, each {values}" if entries else values
+
+    def check(self, value: Any, *, vocab_size: int) -> None:
+        """Raise InvalidRequest, naming the option, unless the value is allowed."""
+        if self.type in (float, int):
+            if value is not None:
+                self._check_number(value)
+        elif self.max_entries is not None:
+            if len(value) > self.max_entries:
+                raise self._refusal(f"has {len(value)} entries")
+            for entry in value:
+                self._check_entry(entry, vocab_size)
+
+    def _check_entry(self, entry: Any, vocab_size: int) -> None:
+        if self.type == Texts:
+            self._check_number(len(entry), fault=f"has an entry of {len(entry)} characters")
+            return
+        token_id, bias = entry if self.type == Biases else (entry, None)
+        if not 0 <= token_id < vocab_size:
+            message = f"{self.option}: token {token_id} is not in the vocabulary of {vocab_size}"
+            raise InvalidRequest(message, field=f"sampling.{self.option}")
+        if bias is not None:
+            self._check_number(bias)
+
+    def _check_number(self, value: float, *, fault: str | None = None) -> None:
+        assert self.least is not None
+        assert self.most is not None
+        is_enough = value > self.least if self.is_open else value >= self.least
+        if not math.isfinite(value) or not is_enough or value > self.most:
+            raise self._refusal(fault or f"is {value}")
+
+    def _refusal(self, fault: str) -> InvalidRequest:
+        return InvalidRequest(f"{self.option} {fault}; allowed: {self.allowed}", field=f"sampling.{self.option}")
+
+
+def _declare(meaning: str, *, default: Any, **declared: Any) -> Any:
+    """Return a field of `SamplingParams`; `declared` are further fields of its `Parameter`."""
+    return field(default=default, metadata={"meaning": meaning, **declared})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling of one request. Immutable; `validate` has passed wherever an engine sees one."""
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int = 0
-    n: int = 1
-    stop: tuple[str, ...] = ()
-    stop_token_ids: frozenset[int] = frozenset()
-    """Looked up for every token of every sample."""
-    max_tokens: int = 256
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    num_logprobs: int | None = None
-    num_prompt_logprobs: int | None = None
-    include_special_tokens: bool = False
-    detokenize: bool = True
-    """Whether text is wanted; else tokens come as runs of ids, without log-probabilities."""
+    temperature: float = _declare(
+        "Divides the logits; 0 always takes the most probable token.", default=1.0, least=0, most=10
+    )
+    top_k: int = _declare("Keep only the k most probable tokens; 0 keeps all.", default=0, least=0, most=_INT32_MAX)
+    top_p: float = _declare(
+        "Keep the smallest set of tokens whose probability reaches it.", default=1.0, least=0, most=1, is_open=True
+    )
+    min_p: float = _declare(
+        "Drop tokens less probable than `min_p` times the most probable one.", default=0.0, least=0, most=1
+    )
+    repetition_penalty: float = _declare(
+        "Divides (positive) or multiplies (negative) the logits of tokens seen in prompt or output.",
+        default=1.0,
+        least=0,
+        most=10,
+        is_open=True,
+    )
+    presence_penalty: float = _declare(
+        "Subtracted once from the logits of tokens seen in the output.", default=0.0, least=-2, most=2
+    )
+    frequency_penalty: float = _declare(
+        "Subtracted per occurrence from the logits of tokens seen in the output.", default=0.0, least=-2, most=2
+    )
+    logit_bias: tuple[tuple[int, float], ...] = _declare(
+        "Added to the logits of single tokens.", default=(), least=-100, most=100, max_entries=1024
+    )
+    seed: int = _declare(
+        "Equal seeds give equal answers, on any worker.",
+        default=0,
+        told_default="drawn by the router, told in the answer",
+        least=0,
+        most=2**64 - 1,
+    )
+    n: int = _declare("Number of independent samples of the prompt; they share its KV.", default=1, least=1, most=MAX_N)
+    stop: tuple[str, ...] = _declare(
+        "Strings that end a sample; their text is not returned.", default=(), least=1, most=256, max_entries=16
+    )
+    stop_token_ids: frozenset[int] = _declare(
+        "Tokens that end a sample; their text is not returned.", default=frozenset(), max_entries=256
+    )
+    max_tokens: int = _declare(
+        "Largest number of generated tokens per sample; at most what the prompt leaves of `max_model_len` is used.",
+        default=256,
+        told_default="`router.default_max_tokens`",
+        least=1,
+        most=_INT32_MAX,
+    )
+    min_tokens: int = _declare(
+        "Smallest number of generated tokens before a stop can end a sample.", default=0, least=0, most=_INT32_MAX
+    )
+    ignore_eos: bool = _declare("Go on after the model's end-of-sequence token.", default=False)
+    num_logprobs: int | None = _declare(
+        "Report the log-probability of each generated token and of this many most probable ones.",
+        default=None,
+        option="logprobs",
+        told_default="off",
+        least=0,
+        most=MAX_LOGPROBS,
+    )
+    num_prompt_logprobs: int | None = _declare(
+        "The same for every prompt token; no cached prefix is used.",
+        default=None,
+        option="prompt_logprobs",
+        told_default="off",
+        least=0,
+        most=MAX_LOGPROBS,
+    )
+    include_special_tokens: bool = _declare("Keep special tokens in the text.", default=False)
+    detokenize: bool = _declare(
+        "Return text; without it tokens come as runs of ids, without stop strings and `logprobs`.", default=True
+    )
 
     @property
     def is_greedy(self) -> bool:
@@ -51,65 +188,55 @@ class SamplingParams:
 
     def validate(self, *, vocab_size: int) -> None:
         """Raise InvalidRequest, naming the field, unless every value is allowed."""
-        _in_range("temperature", self.temperature, 0.0, 10.0)
-        _in_range("top_k", self.top_k, 0, 2**31 - 1)
-        _in_range("min_p", self.min_p, 0.0, 1.0)
-        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _positive("top_p", self.top_p, 1.0)
-        _positive("repetition_penalty", self.repetition_penalty, 10.0)
-        _in_range("seed", self.seed, 0, 2**64 - 1)
-        _in_range("n", self.n, 1, MAX_N)
-        _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _in_range("min_tokens", self.min_tokens, 0, self.max_tokens)
-        for name, top in (("logprobs", self.num_logprobs), ("prompt_logprobs", self.num_prompt_logprobs)):
-            if top is not None:
-                _in_range(name, top, 0, MAX_LOGPROBS)
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise InvalidRequest(f"{len(self.stop)} stop strings; at most {MAX_STOP_STRINGS}", field="sampling.stop")
-        for stop in self.stop:
-            if not 0 < len(stop) <= MAX_STOP_CHARS:
-                raise InvalidRequest(
-                    f"a stop string has {len(stop)} characters; allowed are 1 to {MAX_STOP_CHARS}",
-                    field="sampling.stop",
-                )
-        if not self.detokenize:
-            self._validate_without_text()
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+        for parameter in PARAMETERS:
+            value = getattr(self, parameter.name)
+            if value != parameter.default:  # nearly all values are defaults, which are allowed
+                parameter.check(value, vocab_size=vocab_size)
+        if self.min_tokens > self.max_tokens:
             raise InvalidRequest(
-                f"{len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS}", field="sampling.logit_bias"
+                f"min_tokens is {self.min_tokens}; max_tokens is {self.max_tokens}", field="sampling.min_tokens"
             )
-        for token_id, bias in self.logit_bias:
-            _token("logit_bias", token_id, vocab_size)
-            _in_range("logit_bias", bias, -100.0, 100.0)
-        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
-            raise InvalidRequest(
-                f"{len(self.stop_token_ids)} tokens; at most {MAX_STOP_TOKENS}", field="sampling.stop_token_ids"
-            )
-        for token_id in self.stop_token_ids:
-            _token("stop_token_ids", token_id, vocab_size)
-
-    def _validate_without_text(self) -> None:
-        if self.stop:
+        if not self.detokenize and self.stop:
             raise InvalidRequest("stop strings are found in text: detokenize must be true", field="sampling.stop")
-        if self.num_logprobs is not None:
+        if not self.detokenize and self.num_logprobs is not None:
             raise InvalidRequest(
                 "runs of tokens carry no log-probabilities: detokenize must be true", field="sampling.logprobs"
             )
 
 
-def _in_range(name: str, value: float, low: float, high: float) -> None:
-    if not math.isfinite(value) or not low <= value <= high:
-        raise InvalidRequest(f"{name} is {value}; allowed are {low} to {high}", field=f"sampling.{name}")
+PARAMETERS: Sequence[Parameter] = tuple(
+    Parameter(
+        name=each.name,
+        type=int if each.type == int | None else each.type,
+        default=each.default,
+        **{"option": each.name, **each.metadata},
+    )
+    for each in fields(SamplingParams)
+)
 
 
-def _positive(name: str, value: float, high: float) -> None:
-    if not math.isfinite(value) or not 0 < value <= high:
-        raise InvalidRequest(f"{name} is {value}; allowed is more than 0 and at most {high}", field=f"sampling.{name}")
+class SamplingOptions(TypedDict, total=False):
+    """Sampling as the keyword arguments of the Python clients, which docs/client.md explains.
 
+    An option that is left out takes the server's default.
+    """
 
-def _token(name: str, token_id: int, vocab_size: int) -> None:
-    if not 0 <= token_id < vocab_size:
-        raise InvalidRequest(
-            f"{name}: token {token_id} is not in the vocabulary of {vocab_size}", field=f"sampling.{name}"
-        )
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    n: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    max_tokens: int
+    min_tokens: int
+    ignore_eos: bool
+    logprobs: int
+    prompt_logprobs: int
+    include_special_tokens: bool
+    detokenize: bool

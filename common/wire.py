@@ -1,21 +1,32 @@
-"""Converts between protobuf messages and our records."""
+"""Conversions between protobuf messages and records."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from common.bounds import check_bounds
 from common.errors import InvalidRequest
-from common.sampling import SamplingParams
+from common.sampling import PARAMETERS, Biases, SamplingParams, Texts, Tokens
 from common.tokens import TOKEN_BYTES, TokenArray, as_tokens, token_view, tokens_from_bytes
 from kvrelay.v1 import sampling_pb2
 
-_RENAMED = {"num_logprobs": "logprobs", "num_prompt_logprobs": "prompt_logprobs"}
-_WIRE_NAMES = {field.name: _RENAMED.get(field.name, field.name) for field in fields(SamplingParams)}
-_MAY_BE_UNSET = {field.name for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields if field.has_presence}
+_Convert = Callable[[Any], Any]
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _sorted_items(biases: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
+    return tuple(sorted(biases.items()))
+
+
+_FROM_PROTO: Mapping[Any, _Convert] = {Texts: tuple, Tokens: frozenset, Biases: _sorted_items}
+_TO_PROTO: Mapping[Any, _Convert] = {Tokens: sorted, Biases: dict}
+_READERS = {each.option: (each.name, _FROM_PROTO.get(each.type, _same)) for each in PARAMETERS}
+_WRITERS = [(each.option, each.name, _TO_PROTO.get(each.type, _same)) for each in PARAMETERS]
 
 
 def sampling_from_proto(
@@ -27,21 +38,17 @@ def sampling_from_proto(
     """
     check_bounds(message, field="sampling")
     values: dict[str, Any] = {"max_tokens": default_max_tokens, "seed": default_seed}
-    for name, wire_name in _WIRE_NAMES.items():
-        if wire_name not in _MAY_BE_UNSET or message.HasField(wire_name):  # type: ignore[arg-type]
-            values[name] = getattr(message, wire_name)
-    values["logit_bias"] = tuple(sorted(message.logit_bias.items()))
-    values["stop"] = tuple(message.stop)
-    values["stop_token_ids"] = frozenset(message.stop_token_ids)
+    for descriptor, value in message.ListFields():  # those that are set
+        name, convert = _READERS[descriptor.name]
+        values[name] = convert(value)
     return SamplingParams(**values)
 
 
 def sampling_to_proto(sampling: SamplingParams) -> sampling_pb2.SamplingParams:
     """Return the message with every field set."""
-    values = {wire_name: getattr(sampling, name) for name, wire_name in _WIRE_NAMES.items()}
-    values["logit_bias"] = dict(sampling.logit_bias)
-    values["stop_token_ids"] = sorted(sampling.stop_token_ids)
-    return sampling_pb2.SamplingParams(**values)
+    return sampling_pb2.SamplingParams(
+        **{option: convert(getattr(sampling, name)) for option, name, convert in _WRITERS}
+    )
 
 
 def check_number(value: float, field: str, *, highest: float) -> float:

@@ -1,8 +1,8 @@
-"""From a client's message to a job: every field is checked here, once, and nothing later looks at the message."""
+"""Turns a client's message into a job. Every field is checked here, once; later code never reads the message."""
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from common.bounds import check_bounds
@@ -22,25 +22,23 @@ CHAT_ROLES = ("system", "user", "assistant")
 MAX_CHARS_PER_TOKEN = 64
 """Text with more characters than this for each token of the context is refused before it is tokenized."""
 MAX_RENDER_AGE_S = 86_400
-"""How far the time that a resumed chat was rendered at may be from this router's: an answer and two clocks fit in."""
+"""Most seconds between the rendering of a resumed chat and now; covers an answer and two clocks."""
 DEFAULT_MAX_CHARS = 4 << 20
-"""The same bound while no worker has told the context length."""
-
-
+"""The same bound before a worker has reported the context length."""
 MAX_PROMPT_LOGPROBS_BYTES = 48 << 20
-"""Log-probabilities of a whole prompt go out in one message: 20 of them for 131,072 tokens take at most 35 MiB, and
-gRPC sends 64."""
+"""Bound on the log-probabilities of a prompt, which go out in one message: 20 for each of 131,072 tokens take at most
+35 MiB; gRPC sends up to 64 MiB."""
+# Largest sizes on the wire.
 _LOGPROB_BYTES = 13
 _POSITION_BYTES = 8
-"""On the wire, at most."""
 
 
 class RequestReader:
     """Reads and checks clients' messages."""
 
     def __init__(self, codec: Codec, *, default_max_tokens: int, unix_s: Callable[[], float] = time.time) -> None:
-        """`unix_s` tells the time of day, which a chat template may write."""
-        self._codec = codec
+        """`unix_s` returns the time of day, which a chat template may write."""
+        self.codec = codec
         self._unix_s = unix_s
         self._default_max_tokens = default_max_tokens
 
@@ -73,7 +71,7 @@ class RequestReader:
     async def encode_text(self, text: str, model: ModelFacts | None, *, tenant: Tenant) -> TokenArray:
         """Tokenize plain text. Raises PromptTooLong for text that no context could hold."""
         _check_chars(len(text), model, field="text")
-        return await self._codec.encode(text, tenant=tenant)
+        return await self.codec.encode(text, tenant=tenant)
 
     async def encode_chat(
         self,
@@ -84,7 +82,7 @@ class RequestReader:
         scope: bytes | None = None,
         rendered_unix_s: int | None = None,
     ) -> Encoded:
-        """Render, as of now or of a time, and tokenize a conversation, with what is remembered in a scope.
+        """Render a conversation as of `rendered_unix_s` (default: now) and tokenize it, with the cache of `scope`.
 
         Raises RequestError.
         """
@@ -102,22 +100,10 @@ class RequestReader:
         _check_chars(num_chars, model, field="chat.messages")
         messages = [(message.role, message.content) for message in chat.messages]
         rendered_unix_s = int(self._unix_s()) if rendered_unix_s is None else rendered_unix_s
-        return await self._codec.encode_chat(messages, rendered_unix_s=rendered_unix_s, tenant=tenant, scope=scope)
-
-    def pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
-        """Return the text of each token by itself."""
-        return self._codec.decode_pieces(token_ids)
-
-    async def all_pieces(self, token_ids: Sequence[int], *, tenant: Tenant) -> tuple[str, ...]:
-        """Return the text of each of very many tokens by itself."""
-        return await self._codec.pieces(token_ids, tenant=tenant)
-
-    async def decode(self, token_ids: Sequence[int], *, tenant: Tenant) -> str:
-        """Return the text of consecutive tokens."""
-        return await self._codec.decode(token_ids, tenant=tenant)
+        return await self.codec.encode_chat(messages, rendered_unix_s=rendered_unix_s, tenant=tenant, scope=scope)
 
     def _render_time(self, message: inference_pb2.GenerateRequest) -> int:
-        """Return the one time that a request's chat is rendered at, here and wherever it is resumed, in seconds.
+        """Return the time, in seconds, as of which a request's chat is rendered, here and wherever it is resumed.
 
         Raises InvalidRequest.
         """
@@ -125,9 +111,7 @@ class RequestReader:
         given_unix_s = resume.rendered_unix_s
         if not given_unix_s:
             if any(sample.tokens for sample in resume.samples):
-                raise InvalidRequest(
-                    "needed to go on with a chat: the time that Accepted told", field="resume.rendered_unix_s"
-                )
+                raise InvalidRequest("a chat is resumed with the time from Accepted", field="resume.rendered_unix_s")
             return now_unix_s
         if abs(given_unix_s - now_unix_s) > MAX_RENDER_AGE_S:
             raise InvalidRequest(
@@ -170,7 +154,7 @@ class RequestReader:
 
 
 def _begun(message: inference_pb2.GenerateRequest, sampling: SamplingParams, model: ModelFacts) -> tuple[Begun, ...]:
-    """Return how far another router came. Raises InvalidRequest; WorkerLost when it had another model."""
+    """Return the samples that another router began. Raises InvalidRequest, or WorkerLost if it had another model."""
     resume = message.resume
     if resume.fingerprint and resume.fingerprint != model.fingerprint:
         raise WorkerLost(f"the workers of the model that began this answer ({resume.fingerprint[:64]}) are gone")
@@ -182,14 +166,14 @@ def _begun(message: inference_pb2.GenerateRequest, sampling: SamplingParams, mod
         num_tokens = len(sample.tokens) // TOKEN_BYTES
         if num_tokens > sampling.max_tokens or (num_tokens == sampling.max_tokens and not sample.is_finished):
             raise InvalidRequest(
-                f"{num_tokens} tokens leave nothing of max_tokens, {sampling.max_tokens}", field=f"{field}.tokens"
+                f"{num_tokens} tokens leave none of the {sampling.max_tokens} of max_tokens", field=f"{field}.tokens"
             )
         tokens = unpack_tokens(sample.tokens, vocab_size=model.vocab_size, field=f"{field}.tokens")
         if sample.is_finished and not tokens:
-            raise InvalidRequest("no token, and yet an end", field=f"{field}.is_finished")
+            raise InvalidRequest("the sample has an end but no token", field=f"{field}.is_finished")
         samples.append(Begun(token_ids=tokens, is_finished=sample.is_finished))
     if any(sample.token_ids for sample in samples) and not message.sampling.HasField("seed"):
-        raise InvalidRequest("needed to go on: the one that Accepted told", field="sampling.seed")
+        raise InvalidRequest("an answer is resumed with the seed from Accepted", field="sampling.seed")
     return tuple(samples)
 
 
@@ -197,7 +181,7 @@ def _check_prompt(num_tokens: int, model: ModelFacts) -> None:
     if num_tokens + 1 > model.max_model_len:
         raise PromptTooLong(
             f"the prompt has {num_tokens} tokens; the model takes at most {model.max_model_len - 1},"
-            f" so that one can follow",
+            f" so that one token can follow",
             field="prompt",
         )
 
@@ -221,7 +205,7 @@ def _check_prompt_logprobs(num_prompt_tokens: int, sampling: SamplingParams) -> 
 
 
 def _check_pages(num_prompt_tokens: int, sampling: SamplingParams, model: ModelFacts) -> None:
-    """Refuse what would never fit: each sample alone to its end, and all samples together at their start."""
+    """Refuse a request that could never fit: each sample alone to its end, and all together at their start."""
     num_tokens = num_prompt_tokens + sampling.max_tokens
     num_blocks = max(-(-num_tokens // model.block_size), num_prompt_tokens // model.block_size + sampling.n)
     if num_blocks > model.max_decode_blocks:

@@ -23,8 +23,10 @@ from common.errors import (
     WorkerError,
     WorkerLost,
 )
-from kvrelay.client.async_client import AsyncClient, AsyncGenerationStream
-from kvrelay.client.decisions import Candidate, Decision, DecisionOutcome
+from common.sampling import SamplingOptions
+from kvrelay.client.async_client import AsyncClient
+from kvrelay.client.base import DEFAULT_ADDRESS
+from kvrelay.client.collect import AsyncGenerationStream, GenerationStream
 from kvrelay.client.records import (
     Accepted,
     ChatMessage,
@@ -49,9 +51,18 @@ from kvrelay.client.records import (
     TransferStats,
     Usage,
 )
-from kvrelay.client.requests import SamplingOptions
-from kvrelay.client.status import ClusterStatus, RouterStatus, WorkerLoad, WorkerStatus, WorkerView
-from kvrelay.client.sync_client import DEFAULT_ADDRESS, Client, GenerationStream
+from kvrelay.client.requests import GenerateOptions
+from kvrelay.client.status import (
+    Candidate,
+    ClusterStatus,
+    Decision,
+    DecisionOutcome,
+    RouterStatus,
+    WorkerLoad,
+    WorkerStatus,
+    WorkerView,
+)
+from kvrelay.client.sync_client import Client
 from kvrelay.client.traffic import AsyncTrafficStream, RecordedRequest, TrafficStream
 
 __all__ = [
@@ -75,6 +86,7 @@ __all__ = [
     "EngineFault",
     "Event",
     "FinishReason",
+    "GenerateOptions",
     "Generation",
     "GenerationStream",
     "InvalidRequest",

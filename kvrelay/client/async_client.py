@@ -1,149 +1,33 @@
 """The asyncio client."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Self, TypeAlias, TypeVar, Unpack
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
-from common.errors import Cancelled, KvrelayError
 from common.rpc import client_channel
-from kvrelay.client.collect import EventBuffer
-from kvrelay.client.convert import (
-    decisions_from_proto,
-    error_from_rpc,
-    models_from_proto,
-    status_from_proto,
-    tokenization_from_proto,
-)
-from kvrelay.client.decisions import Decision
+from kvrelay.client.base import DEFAULT_ADDRESS, BaseClient
+from kvrelay.client.collect import AsyncGenerationStream
+from kvrelay.client.convert import error_from_rpc, record
 from kvrelay.client.direct import DirectCall
-from kvrelay.client.failover import Attempts, RouterList, countdown
-from kvrelay.client.records import (
-    ChatTurn,
-    Event,
-    Generation,
-    ModelInfo,
-    Prompt,
-    SampleSoFar,
-    ServiceTerms,
-    Tokenization,
-)
-from kvrelay.client.requests import SamplingOptions, as_conversation, credentials, generate_request, tokenize_request
-from kvrelay.client.status import ClusterStatus
-from kvrelay.client.sync_client import DEFAULT_ADDRESS
+from kvrelay.client.failover import Attempts
+from kvrelay.client.records import ChatTurn, Generation, ModelInfo, Prompt, SampleSoFar, Tokenization
+from kvrelay.client.requests import GenerateOptions, tokenize_request
+from kvrelay.client.status import ClusterStatus, Decision
+from kvrelay.client.streams import unless_closed
 from kvrelay.client.tls import Tls, channel_credentials
 from kvrelay.client.traffic import AsyncTrafficStream
 from kvrelay.v1 import decode_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 _T = TypeVar("_T")
-Call: TypeAlias = "grpc.aio.UnaryStreamCall[Any, inference_pb2.GenerateResponse] | DirectCall"
-Send: TypeAlias = Callable[[str, inference_pb2.GenerateRequest, Sequence[SampleSoFar]], Call]
-"""Starts a call at a router; of a resumed request with what has arrived."""
 
 
-class AsyncGenerationStream(AsyncIterator[Event]):
-    """The events of one request, as they arrive. Belongs to the event loop that made it.
-
-    Closing it, leaving its `async with` block, cancelling the task that reads it or dropping the last reference (as
-    `break` does in `async for event in client.stream(…)`) cancels the request at once: the cluster stops computing it.
-    """
-
-    def __init__(self, send: "Send", request: inference_pb2.GenerateRequest, routers: RouterList) -> None:
-        self._send = send
-        self._request = request
-        self._attempts = Attempts(routers)
-        self._events = EventBuffer()
-        self._start()
-
-    def _start(self) -> None:
-        self._address = self._attempts.routers.current
-        self._call = self._send(self._address, self._events.resumed(self._request), self._events.so_far())
-        self._messages = aiter(self._call)
-
-    async def __anext__(self) -> Event:
-        """Return the next event. Raises StopAsyncIteration at the end and after `aclose`, KvrelayError on failure."""
-        while (event := self._events.take()) is None:
-            if self._events.has_ended:
-                raise StopAsyncIteration
-            try:
-                await self._read()
-            except BaseException:
-                self._cancel()
-                raise
-        return event
-
-    async def next_batch(self) -> tuple[Event, ...]:
-        """Return the next event and all others that have come with it; () at the end. Raises KvrelayError."""
-        first = await anext(self, None)
-        return () if first is None else (first, *self._events.take_all())
-
-    async def result(self) -> Generation:
-        """Read the rest and return the whole answer. Raises Cancelled when the stream was closed before its end."""
-        async for _ in self:
-            pass
-        return self._events.build()
-
-    async def aclose(self) -> None:
-        """Cancel the request unless it has ended. Repeating it is harmless."""
-        self._cancel()
-
-    async def _read(self) -> None:
-        try:
-            message = await anext(self._messages, None)
-        except grpc.RpcError as error:
-            await self._go_on(error_from_rpc(error, address=self._address))
-            return
-        except asyncio.CancelledError:
-            if _is_being_cancelled():
-                raise
-            # grpc reports a call that another task closed as if this task were cancelled
-            if not self._events.has_ended:
-                raise Cancelled("the client was closed during the call") from None
-            return
-        if message is None:
-            self._events.finish()
-            return
-        self._events.feed(message)
-        if message.HasField("tokens"):
-            self._attempts.succeeded()
-
-    async def _go_on(self, error: KvrelayError) -> None:
-        """Start again at another router. Raises the error when that cannot help."""
-        await asyncio.sleep(self._attempts.failed(error, address=self._address))
-        if not self._events.has_ended:  # else it was closed meanwhile
-            self._start()
-
-    def _cancel(self) -> None:
-        if not self._events.has_ended:
-            self._events.drop()
-            self._call.cancel()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._cancel()
-
-    def __del__(self) -> None:
-        # grpc's iterator and call hold each other: without this the request would run until the next cycle collection
-        if not self._events.has_ended and not self._call.done():
-            try:
-                self._cancel()
-            except RuntimeError:  # the loop is closed, and the channel with it
-                return
-
-
-class AsyncClient:
+class AsyncClient(BaseClient[AsyncGenerationStream, AsyncTrafficStream, Coroutine[Any, Any, Generation]]):
     """A connection to a kvrelay cluster. Connects on first use; from then on it belongs to that event loop.
 
-    `addresses` are those of the routers, as a list or with commas: while one cannot be reached the next one is called,
-    and an answer that had begun goes on there. `max_attempts` bounds the calls that may fail in a row; by default one
-    router is called once, several are called six times each within seconds. `timeout_s` is the deadline of every call
-    that does not name its own; None waits as long as the cluster does. A stream's deadline covers all of it. `api_key`
-    tells a cluster that asks for one who is calling. Raises InvalidRequest.
-    `tls` says how to connect (kvrelay/client/tls.py); None: as the environment says.
-    `direct` streams tokens straight from the decode workers, which must be reachable from here; nothing else changes.
+    Takes the arguments of `Client`. `direct` streams tokens straight from the decode workers, which must be reachable
+    from here; nothing else changes. Raises InvalidRequest.
     """
 
     def __init__(
@@ -156,126 +40,41 @@ class AsyncClient:
         max_attempts: int | None = None,
         tls: Tls = None,
     ) -> None:
+        streams = AsyncGenerationStream, AsyncTrafficStream
+        super().__init__(addresses, streams, timeout_s=timeout_s, api_key=api_key, max_attempts=max_attempts)
         self._tls = channel_credentials(tls)
-        self._routers = RouterList(addresses, max_attempts=max_attempts)
-        self._timeout_s = timeout_s
-        self._metadata = credentials(api_key)
         self._is_direct = direct
         self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
         """To routers and, in direct mode, workers: by address and by the name in the certificate, if not that."""
 
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """All routers that it knows."""
-        return self._routers.addresses
-
-    @property
-    def address(self) -> str:
-        """The router that calls go to."""
-        return self._routers.current
-
-    async def generate(
-        self,
-        prompt: Prompt,
-        *,
-        model: str = "",
-        label: str = "",
-        timeout_s: float | None = None,
-        terms: ServiceTerms | None = None,
-        **sampling: Unpack[SamplingOptions],
-    ) -> Generation:
-        """Return the complete answer to text, token ids or a conversation. Raises KvrelayError.
-
-        `model` "" takes the served one; `label` appears in the cluster's logs; `terms` tell how soon it is needed.
-        """
-        async with self.stream(
-            prompt, model=model, label=label, timeout_s=timeout_s, terms=terms, **sampling
-        ) as stream:
+    async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
+        """Return the complete answer to text, token ids or a conversation. Raises KvrelayError."""
+        async with self.stream(prompt, **options) as stream:
             return await stream.result()
-
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        model: str = "",
-        label: str = "",
-        timeout_s: float | None = None,
-        terms: ServiceTerms | None = None,
-        **sampling: Unpack[SamplingOptions],
-    ) -> AsyncGenerationStream:
-        """Send the request and return its events. Raises InvalidRequest for values that cannot be sent."""
-        request = generate_request(prompt, sampling, model=model, label=label, terms=terms)
-        request.direct = self._is_direct
-        time_left = countdown(self._deadline_s(timeout_s))
-        num_samples = request.sampling.n if request.sampling.HasField("n") else 1
-
-        def send(address: str, request: inference_pb2.GenerateRequest, so_far: Sequence[SampleSoFar]) -> "Call":
-            call = self._stub(address).Generate(request, timeout=time_left(), metadata=self._metadata)
-            return DirectCall(call, self._worker, num_samples=num_samples, so_far=so_far) if request.direct else call
-
-        return AsyncGenerationStream(send, request, self._routers)
-
-    async def chat(
-        self,
-        messages: str | Sequence[ChatTurn],
-        *,
-        model: str = "",
-        label: str = "",
-        timeout_s: float | None = None,
-        terms: ServiceTerms | None = None,
-        **sampling: Unpack[SamplingOptions],
-    ) -> Generation:
-        """Return the assistant's complete answer to a conversation; a string is a single turn of the user."""
-        return await self.generate(
-            as_conversation(messages), model=model, label=label, timeout_s=timeout_s, terms=terms, **sampling
-        )
-
-    def stream_chat(
-        self,
-        messages: str | Sequence[ChatTurn],
-        *,
-        model: str = "",
-        label: str = "",
-        timeout_s: float | None = None,
-        terms: ServiceTerms | None = None,
-        **sampling: Unpack[SamplingOptions],
-    ) -> AsyncGenerationStream:
-        """Return the events of the assistant's answer; a string is a single turn of the user."""
-        return self.stream(
-            as_conversation(messages), model=model, label=label, timeout_s=timeout_s, terms=terms, **sampling
-        )
 
     async def tokenize(self, source: str | Sequence[ChatTurn], *, timeout_s: float | None = None) -> Tokenization:
         """Return the tokens that `generate` would make of text or of a conversation."""
         request = tokenize_request(source)
-        return tokenization_from_proto(await self._unary(lambda stub: stub.Tokenize, request, timeout_s))
+        return record(Tokenization, await self._unary(lambda stub: stub.Tokenize, request, timeout_s))
 
     async def models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
         """Return the served models."""
         request = inference_pb2.ListModelsRequest()
-        return models_from_proto(await self._unary(lambda stub: stub.ListModels, request, timeout_s))
+        response = await self._unary(lambda stub: stub.ListModels, request, timeout_s)
+        return tuple(record(ModelInfo, model) for model in response.models)
 
     async def status(self, *, timeout_s: float | None = None) -> ClusterStatus:
         """Return what the router and every worker hold right now."""
         request = inference_pb2.GetClusterStatusRequest()
-        return status_from_proto(await self._unary(lambda stub: stub.GetClusterStatus, request, timeout_s))
+        return record(ClusterStatus, await self._unary(lambda stub: stub.GetClusterStatus, request, timeout_s))
 
     async def explain(
         self, request_id: str | None = None, *, limit: int = 20, timeout_s: float | None = None
     ) -> tuple[Decision, ...]:
-        """Return why a request went where it went, or the latest decisions; newest first, at most `limit`."""
+        """Return the decisions on a request, or the latest ones; newest first, at most `limit`."""
         request = inference_pb2.ExplainRequest(request_id=request_id or "", limit=limit)
-        return decisions_from_proto(await self._unary(lambda stub: stub.Explain, request, timeout_s))
-
-    def record(self, *, duration_s: float | None = None) -> AsyncTrafficStream:
-        """Record what the caller's requests are like while they come: when, how long, which begin alike; no content.
-
-        Those that come after the call are recorded; with `duration_s` those that come within it, and then the stream
-        ends when the last of them has ended. It has no deadline.
-        """
-        request = inference_pb2.RecordTrafficRequest(duration_s=duration_s or 0.0)
-        address = self.address
-        return AsyncTrafficStream(self._stub(address).RecordTraffic(request, metadata=self._metadata), address=address)
+        response = await self._unary(lambda stub: stub.Explain, request, timeout_s)
+        return tuple(record(Decision, decision) for decision in response.decisions)
 
     async def aclose(self) -> None:
         """Close the channels; running calls are cancelled."""
@@ -289,18 +88,21 @@ class AsyncClient:
         request: Any,
         timeout_s: float | None,
     ) -> _T:
-        attempts, time_left = Attempts(self._routers), countdown(self._deadline_s(timeout_s))
+        attempts, time_left = Attempts(self._routers), self._time_left(timeout_s)
         while True:
             address = self.address
             try:
-                return await method(self._stub(address))(request, timeout=time_left(), metadata=self._metadata)
+                call = method(self._stub(address))(request, timeout=time_left(), metadata=self._metadata)
+                return await unless_closed(call)
             except grpc.RpcError as error:
                 failure = error_from_rpc(error, address=address)
-            except asyncio.CancelledError:
-                if _is_being_cancelled():
-                    raise
-                raise Cancelled("the client was closed during the call") from None
             await asyncio.sleep(attempts.failed(failure, address=address))
+
+    def _reading(self, call: Any, request: inference_pb2.GenerateRequest, so_far: Sequence[SampleSoFar]) -> Any:
+        if not request.direct:
+            return call
+        num_samples = request.sampling.n if request.sampling.HasField("n") else 1
+        return DirectCall(call, self._worker, num_samples=num_samples, so_far=so_far)
 
     def _stub(self, address: str) -> "inference_pb2_grpc.InferenceServiceAsyncStub":
         return inference_pb2_grpc.InferenceServiceStub(self._channel(address))
@@ -315,16 +117,8 @@ class AsyncClient:
             self._channels[key] = client_channel(address, self._tls, server_name=server_name)
         return self._channels[key]
 
-    def _deadline_s(self, timeout_s: float | None) -> float | None:
-        return self._timeout_s if timeout_s is None else timeout_s
-
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
-
-
-def _is_being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

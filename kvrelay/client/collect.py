@@ -1,6 +1,5 @@
-"""From events to a complete answer."""
+"""Collects the events of a request into a complete answer."""
 
-from collections import deque
 from dataclasses import dataclass, field
 
 from common.errors import Cancelled, EngineFault
@@ -20,7 +19,10 @@ from kvrelay.client.records import (
     TokenRun,
 )
 from kvrelay.client.requests import resumed_request
+from kvrelay.client.streams import AsyncStream, BlockingStream, Buffer
 from kvrelay.v1 import inference_pb2
+
+_INCOMPLETE = "the server ended the stream before the answer was complete"
 
 
 @dataclass(slots=True)
@@ -61,55 +63,62 @@ class _SampleBuilder:
         )
 
 
-class GenerationBuilder:
-    """Folds the events of one request into a Generation. Not thread-safe."""
+class EventBuffer(Buffer[Event]):
+    """Events of one request, and the answer that they make up."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._accepted: Accepted | None = None
         self._plans: list[PlanChosen] = []
         self._prompt_logprobs: tuple[PositionLogprobs, ...] | None = None
         self._samples: dict[int, _SampleBuilder] = {}
         self._completed: Completed | None = None
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the last event was seen."""
-        return self._completed is not None
-
-    def add(self, event: Event) -> None:
-        """Take one event. Raises EngineFault when a token is missing, repeated or out of order."""
-        match event:
-            case Token():
-                self._samples.setdefault(event.sample_index, _SampleBuilder()).add(event)
-            case TokenRun():
-                self._samples.setdefault(event.sample_index, _SampleBuilder()).add_run(event)
-            case Accepted():
-                self._accepted = event
-            case PlanChosen():
-                self._plans.append(event)
-            case PromptLogprobs():
-                self._prompt_logprobs = event.positions
-            case Completed():
-                self._completed = event
-
-    @property
-    def accepted(self) -> Accepted | None:
-        """The first event; None before it."""
-        return self._accepted
+    def feed(self, message: inference_pb2.GenerateResponse) -> bool:
+        """Take one message; returns whether tokens came. Raises EngineFault for missing or repeated ones."""
+        for event in events_from_proto(message):
+            match event:
+                case Token():
+                    self._samples.setdefault(event.sample_index, _SampleBuilder()).add(event)
+                case TokenRun():
+                    self._samples.setdefault(event.sample_index, _SampleBuilder()).add_run(event)
+                case Accepted():
+                    self._accepted = event
+                case PlanChosen():
+                    self._plans.append(event)
+                case PromptLogprobs():
+                    self._prompt_logprobs = event.positions
+                case Completed():
+                    self._completed = event
+            self._pending.append(event)
+        return message.HasField("tokens")
 
     def so_far(self) -> tuple[SampleSoFar, ...]:
-        """Return what has arrived of the samples, up to the last one of which anything has."""
+        """Return what has arrived of the samples, taken or not, up to the last sample with any token."""
         samples = [self._samples.get(index, _SampleBuilder()) for index in range(max(self._samples, default=-1) + 1)]
         return tuple(
             SampleSoFar(token_ids=tuple(sample.token_ids), is_finished=sample.finish_reason is not None)
             for sample in samples
         )
 
+    def resumed(self, request: inference_pb2.GenerateRequest) -> inference_pb2.GenerateRequest:
+        """Return the request for what is still missing; the request itself before any token."""
+        samples, accepted = self.so_far(), self._accepted
+        return resumed_request(request, samples, accepted) if samples and accepted is not None else request
+
+    def finish(self) -> None:
+        """Note the regular end. Raises EngineFault when the last event is missing."""
+        super().finish()
+        if self._completed is None:
+            raise EngineFault(_INCOMPLETE)
+
     def build(self) -> Generation:
-        """Return the answer. Raises EngineFault when its events are not complete."""
+        """Return the answer. Raises Cancelled when the stream was closed before its end, EngineFault for gaps."""
         accepted, completed = self._accepted, self._completed
-        if accepted is None or completed is None or not self._plans or not self._samples:
-            raise EngineFault("the server ended the stream before the answer was complete")
+        if completed is None:
+            raise Cancelled("the stream was closed before the answer was complete")
+        if accepted is None or not self._plans or not self._samples:
+            raise EngineFault(_INCOMPLETE)
         return Generation(
             request_id=accepted.request_id,
             samples=tuple(self._samples[index].build(index) for index in sorted(self._samples)),
@@ -122,53 +131,25 @@ class GenerationBuilder:
         )
 
 
-class EventBuffer:
-    """What both kinds of stream share: events received and not yet taken, and whether the stream has ended."""
+class GenerationStream(BlockingStream[Event]):
+    """The events of one request, as they arrive."""
 
-    def __init__(self) -> None:
-        self._builder = GenerationBuilder()
-        self._pending: deque[Event] = deque()
-        self.has_ended = False
-        """No further message will be read: the stream ended, failed or was closed."""
+    _events: EventBuffer
 
-    def feed(self, message: inference_pb2.GenerateResponse) -> None:
-        """Take one message. Raises EngineFault."""
-        for event in events_from_proto(message):
-            self._builder.add(event)
-            self._pending.append(event)
+    def result(self) -> Generation:
+        """Read the rest and return the whole answer. Raises Cancelled when the stream was closed before its end."""
+        for _ in self:
+            pass
+        return self._events.build()
 
-    def so_far(self) -> tuple[SampleSoFar, ...]:
-        """Return what has been received of the samples, taken or not."""
-        return self._builder.so_far()
 
-    def resumed(self, request: inference_pb2.GenerateRequest) -> inference_pb2.GenerateRequest:
-        """Return the request for what is still missing; the request itself before any token."""
-        samples, accepted = self.so_far(), self._builder.accepted
-        return resumed_request(request, samples, accepted) if samples and accepted is not None else request
+class AsyncGenerationStream(AsyncStream[Event]):
+    """The events of one request, as they arrive."""
 
-    def take(self) -> Event | None:
-        """Return the next event, None when a message must be read first."""
-        return self._pending.popleft() if self._pending else None
+    _events: EventBuffer
 
-    def take_all(self) -> tuple[Event, ...]:
-        """Return all events that were received and not yet taken."""
-        taken = tuple(self._pending)
-        self._pending.clear()
-        return taken
-
-    def finish(self) -> None:
-        """Note the regular end. Raises EngineFault when the last event is missing."""
-        self.has_ended = True
-        if not self._builder.is_complete:
-            raise EngineFault("the server ended the stream before the answer was complete")
-
-    def drop(self) -> None:
-        """Note a close or a failure: nothing more is handed out."""
-        self.has_ended = True
-        self._pending.clear()
-
-    def build(self) -> Generation:
-        """Return the answer. Raises Cancelled when the stream was closed before its end."""
-        if not self._builder.is_complete:
-            raise Cancelled("the stream was closed before the answer was complete")
-        return self._builder.build()
+    async def result(self) -> Generation:
+        """Read the rest and return the whole answer. Raises Cancelled when the stream was closed before its end."""
+        async for _ in self:
+            pass
+        return self._events.build()

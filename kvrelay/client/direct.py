@@ -1,8 +1,8 @@
-"""Answers that come straight from the decode workers, put together so that a reader sees no difference.
+"""Answers whose tokens come straight from the decode workers; a reader sees no difference.
 
-The router's call still tells of plans and of the end, and brings the first tokens of a remote plan. Where the others
-are a DirectGrant says; a worker that is lost is followed by a grant for another one. Every token is taken once and in
-order, whoever brings it: what comes twice falls away, what comes early waits, and the end waits for the last token.
+The router's call still brings plans, the end, and the first tokens of a remote plan. A DirectGrant names the worker
+that has the other tokens; after the loss of a worker another grant follows. Every token is taken once and in order,
+from any stream: repeated tokens are dropped, early ones wait, and the end waits for the last token.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ Piece = sampling_pb2.SampleToken | sampling_pb2.TokenRun
 
 
 class InOrder:
-    """Makes one answer of the tokens of several streams."""
+    """Merges the tokens of several streams into one answer."""
 
     def __init__(self, num_samples: int, so_far: Sequence[SampleSoFar] = ()) -> None:
-        """`so_far` has arrived by another router; nothing before it is told again."""
+        """`so_far` has arrived through another router and is not repeated."""
         self._next = [0] * num_samples
         for index, sample in enumerate(so_far):
             self._next[index] = len(sample.token_ids)
@@ -36,7 +36,7 @@ class InOrder:
 
     @property
     def num_received(self) -> list[int]:
-        """Tokens of each sample so far."""
+        """Number of tokens of each sample so far."""
         return self._next
 
     @property
@@ -47,7 +47,7 @@ class InOrder:
     def take(
         self, tokens: decode_pb2.TokenBatch | inference_pb2.TokenDelta
     ) -> Iterator[inference_pb2.GenerateResponse]:
-        """Yield what follows. Raises EngineFault for a sample that was not asked for."""
+        """Yield the tokens that are next in order. Raises EngineFault for a sample that was not requested."""
         if not self._has_prompt_logprobs and tokens.prompt_logprobs:
             self._has_prompt_logprobs = True
             delta = inference_pb2.TokenDelta(prompt_logprobs=tokens.prompt_logprobs)
@@ -62,7 +62,7 @@ class InOrder:
             yield from self._release(piece.sample_index)
 
     def _release(self, sample_index: int) -> Iterator[inference_pb2.GenerateResponse]:
-        """Yield those of the early pieces that follow now."""
+        """Yield the early pieces that are next in order."""
         early = self._early[sample_index]
         while early and (first := min(early)) <= self._next[sample_index]:
             piece, position = early.pop(first), self._next[sample_index]
@@ -146,11 +146,11 @@ class DirectCall:
             self._inbox.put_nowait(None)
         except (grpc.aio.AioRpcError, EngineFault) as error:
             self._inbox.put_nowait(error)
-        except asyncio.CancelledError:  # of the call, when another task has closed the client; or of this one
+        except asyncio.CancelledError:  # of the call, by another task that closed the client, or of this task
             self._inbox.put_nowait(Cancelled("the client was closed during the call"))
 
     async def _last_token(self) -> None:
-        """Wait until everything has come; the worker keeps it that long. Raises EngineFault when it does not come."""
+        """Wait for the last token, which the worker keeps that long. Raises EngineFault when it does not come."""
         try:
             async with asyncio.timeout(_TAIL_TIMEOUT_S):
                 while not self._answer.is_complete:
@@ -160,7 +160,7 @@ class DirectCall:
             raise EngineFault("the last tokens could not be fetched from the decode worker") from None
 
     async def _read_worker(self, grant: inference_pb2.DirectGrant) -> None:
-        """Read tokens where they are. What fails here is tried again: the router decides when it is in vain."""
+        """Read tokens from a worker. Failures are retried: the router decides when the worker is lost."""
         pause_s = _FIRST_PAUSE_S
         while True:
             request = decode_pb2.StreamTokensRequest(
@@ -174,7 +174,7 @@ class DirectCall:
                 return
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.PERMISSION_DENIED:
-                    return  # over there: another grant follows, or the end
+                    return  # the worker has ended the answer: another grant follows, or the end
             except EngineFault as error:
                 self._inbox.put_nowait(error)
                 return

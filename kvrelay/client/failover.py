@@ -1,8 +1,8 @@
-"""Which router a call goes to, and which one is next when that one is gone.
+"""Chooses the router of a call, and the next one when it is gone.
 
-Only what cannot have been answered is sent again: a call whose router could not be reached, or whose connection broke
-(`Unreachable`). Reading calls change nothing. An answer that had begun goes on behind the tokens that have arrived
-(`GenerateRequest.resume`), so that each comes once, wherever it is computed.
+Only calls that fail with `Unreachable` are sent again: their router could not be reached, or the connection broke.
+Reading calls change nothing. An answer that had begun is resumed after the tokens that have arrived
+(`GenerateRequest.resume`), so that each token comes once, from any router.
 """
 
 import time
@@ -15,11 +15,11 @@ _LEAST_TIMEOUT_S = 0.001
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 _ROUNDS = 6
-"""By default, with several routers: how often each is tried."""
+"""Default number of attempts per router, when there are several."""
 
 
 def countdown(timeout_s: float | None) -> Callable[[], float | None]:
-    """Return what tells how much is left of a timeout that begins now; a little always is, for a call to fail by."""
+    """Start a timeout; returns a function for the seconds left, which are always positive, so that calls time out."""
     if timeout_s is None:
         return lambda: None
     deadline_s = time.monotonic() + timeout_s
@@ -27,16 +27,16 @@ def countdown(timeout_s: float | None) -> Callable[[], float | None]:
 
 
 class RouterList:
-    """The routers that a client knows, and the one that worked last. Any thread."""
+    """The known routers, and the one that worked last. Any thread."""
 
     def __init__(self, addresses: str | Sequence[str], *, max_attempts: int | None) -> None:
-        """Take addresses, or one string of them with commas. Raises InvalidRequest without any."""
+        """Take a list of addresses, or a string with commas. Raises InvalidRequest for an empty one."""
         listed = addresses.split(",") if isinstance(addresses, str) else addresses
         self.addresses = tuple(dict.fromkeys(address.strip() for address in listed if address.strip()))
         if not self.addresses:
-            raise InvalidRequest("no router is named", field="address")
+            raise InvalidRequest("no router address given", field="address")
         if max_attempts is not None and max_attempts < 1:
-            raise InvalidRequest(f"{max_attempts}; at least 1", field="max_attempts")
+            raise InvalidRequest(f"max_attempts is {max_attempts}; it must be at least 1", field="max_attempts")
         several = _ROUNDS * len(self.addresses) if len(self.addresses) > 1 else 1
         self.max_attempts = several if max_attempts is None else max_attempts
         self._current = self.addresses[0]
@@ -47,7 +47,7 @@ class RouterList:
         return self._current
 
     def leave(self, address: str) -> None:
-        """Go on to the next router, unless somebody else has left this one already."""
+        """Switch to the next router, unless another call has done so already."""
         if self._current == address:
             self._current = self.addresses[(self.addresses.index(address) + 1) % len(self.addresses)]
 
@@ -58,12 +58,12 @@ class Attempts:
 
     routers: RouterList
     _num_failed: int = 0
-    """In a row."""
+    """Consecutive failures."""
 
     def failed(self, error: KvrelayError, *, address: str) -> float:
-        """Note that an attempt failed; returns the seconds to wait before the next one.
+        """Note a failed attempt; returns the seconds to wait before the next one.
 
-        0 while some router has not been tried; then longer and longer. Raises the error when nothing else helps.
+        0 while some router has not been tried, then growing. Raises the error when another attempt cannot help.
         """
         if not isinstance(error, Unreachable):
             raise error
@@ -75,5 +75,5 @@ class Attempts:
         return 0.0 if has_untried else min(_FIRST_PAUSE_S * 2.0 ** (num_rounds - 1), _LONGEST_PAUSE_S)
 
     def succeeded(self) -> None:
-        """Note that tokens have come: whoever fails now is a new case."""
+        """Note that tokens have come: the count of failures starts anew."""
         self._num_failed = 0

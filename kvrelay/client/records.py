@@ -1,6 +1,6 @@
-"""What the clients return: frozen records, no protobuf.
+"""The records that the clients return: frozen, without protobuf.
 
-Durations are seconds, sizes are bytes. A value that does not exist is None, never 0 or "".
+Durations are in seconds, sizes in bytes. A value that does not exist is None, never 0 or "".
 """
 
 import enum
@@ -44,14 +44,14 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatTurn]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceTerms:
-    """How soon an answer is needed. What the cluster cannot keep it may refuse at once."""
+    """How soon an answer is needed. The cluster may refuse at once what it cannot meet."""
 
     priority: int = 0
-    """Larger ones of a tenant go first, up to what it may claim."""
+    """Requests of a tenant with a larger one go first, up to the tenant's maximum."""
     ttft_s: float | None = None
-    """To the first token; default: serving.yaml's `slo`."""
+    """Objective for the time to the first token; default: serving.yaml's `slo`."""
     itl_s: float | None = None
-    """Mean gap between tokens."""
+    """Objective for the mean gap between tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,16 +79,16 @@ class Accepted:
     """Minted by the router; the id in every process's logs."""
     num_prompt_tokens: int
     seed: int
-    """The one that is used: the request's, or one that the router drew."""
+    """Seed in use: the request's, or one that the router drew."""
     fingerprint: str
-    """Of the model that answers."""
+    """Fingerprint of the model that answers."""
     rendered_unix_s: int
-    """Seconds since 1970: the time that a chat template which writes the date was given; 0: no chat."""
+    """Seconds since 1970: time of day for a chat template that writes the date; 0 without a chat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSoFar:
-    """What has arrived of one sample."""
+    """The tokens of one sample that have arrived."""
 
     token_ids: tuple[int, ...]
     is_finished: bool
@@ -111,21 +111,21 @@ class PlanChosen:
     """Worker that leading blocks are pulled from; None without a pull."""
     num_source_blocks: int = 0
     predicted_ttft_s: float = 0.0
-    """From the choice to the first token; 0 when the policy predicts none."""
+    """Time from the choice to the first token; 0 when the policy predicts none."""
     predicted_itl_s: float = 0.0
     """Gap between tokens; 0 when the policy predicts none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLogprobs:
-    """Sent once, before the first token, when prompt_logprobs were asked for."""
+    """Comes once, before the first token, when `prompt_logprobs` is given."""
 
     positions: tuple[PositionLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """One generated token. Of each sample, every token comes once and in order."""
+    """One generated token. The tokens of a sample come once each, in order."""
 
     sample_index: int
     token_index: int
@@ -140,7 +140,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRun:
-    """Consecutive generated tokens of one sample, of a request with `detokenize=False`. Like `Token` once, in order."""
+    """Consecutive tokens of one sample of a request with `detokenize=False`: like `Token` once each, in order."""
 
     sample_index: int
     first_token_index: int
@@ -156,13 +156,13 @@ class Usage:
 
     num_prompt_tokens: int
     num_output_tokens: int
-    """Of all samples."""
+    """Tokens of all samples."""
     num_cached_tokens: int
-    """Prompt tokens whose KV the worker that prefilled found in its cache."""
+    """Prompt tokens whose KV was in the cache of the worker that prefilled."""
     num_decode_cached_tokens: int
     """Prompt tokens whose KV the decode worker already held, so that they were not transferred."""
     num_pulled_tokens: int = 0
-    """Of the cached tokens: those that were pulled from another worker for this request."""
+    """Cached tokens that were pulled from another worker for this request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +213,7 @@ class Completed:
 
 
 Event: TypeAlias = Accepted | PlanChosen | PromptLogprobs | Token | TokenRun | Completed
-"""What a stream yields, in this order: Accepted, PlanChosen, …, Token or TokenRun, …, Completed."""
+"""Events of a stream, in this order: Accepted, PlanChosen, …, Token or TokenRun, …, Completed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +224,7 @@ class Sample:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: tuple[PositionLogprobs, ...] | None
-    """One entry for each token, when they were asked for."""
+    """One entry for each token, when `logprobs` is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +234,7 @@ class Generation:
     request_id: str
     samples: tuple[Sample, ...]
     plans: tuple[PlanChosen, ...]
-    """One; more when a worker was lost on the way."""
+    """One plan; more when a worker was lost."""
     prompt_logprobs: tuple[PositionLogprobs, ...] | None
     usage: Usage
     timings: RequestTimings

@@ -1,67 +1,40 @@
-"""From what a user writes to request messages. Bad values raise here, before anything is sent."""
+"""Builds request messages from the arguments of the clients. Bad values raise here, before anything is sent."""
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypedDict
+from typing import Any
 
 from common.errors import InvalidRequest
+from common.sampling import PARAMETERS, SamplingOptions
 from kvrelay.client.records import Accepted, ChatMessage, ChatTurn, Prompt, SampleSoFar, ServiceTerms
 from kvrelay.v1 import inference_pb2, sampling_pb2
 
-
-class SamplingOptions(TypedDict, total=False):
-    """Sampling, as keyword arguments. An option left out takes the server's default, named in brackets."""
-
-    temperature: float
-    """0 is greedy. [1]"""
-    top_k: int
-    """Keep only the k most probable tokens; 0 keeps all. [0]"""
-    top_p: float
-    """Keep the smallest set of tokens whose probability reaches top_p. In (0, 1]. [1]"""
-    min_p: float
-    """Drop tokens less probable than min_p times the most probable one. In [0, 1]. [0]"""
-    repetition_penalty: float
-    """Divides (positive) or multiplies (negative) the logits of tokens seen in prompt or output. [1]"""
-    presence_penalty: float
-    """Subtracted once from the logits of tokens seen in the output. In [-2, 2]. [0]"""
-    frequency_penalty: float
-    """Subtracted per occurrence from the logits of tokens seen in the output. In [-2, 2]. [0]"""
-    logit_bias: Mapping[int, float]
-    """Added to the logits of single tokens. Values in [-100, 100]. [none]"""
-    seed: int
-    """Equal seeds give equal answers. [drawn by the router, reported in the result]"""
-    n: int
-    """Number of independent samples of the prompt. [1]"""
-    stop: str | Sequence[str]
-    """Strings that end a sample; their text is not returned. [none]"""
-    stop_token_ids: Sequence[int]
-    """Tokens that end a sample; their text is not returned. [none]"""
-    max_tokens: int
-    """Largest number of generated tokens per sample. [router.default_max_tokens]"""
-    min_tokens: int
-    """A sample does not end by a stop before this many tokens. [0]"""
-    ignore_eos: bool
-    """Go on after the model's end-of-sequence token. [False]"""
-    logprobs: int
-    """Report the log-probability of each generated token and of this many most probable ones. [off]"""
-    prompt_logprobs: int
-    """The same for every prompt token. [off]"""
-    include_special_tokens: bool
-    """Keep special tokens in the text. [False]"""
-    detokenize: bool
-    """Return text. Without it tokens come as `TokenRun`: no text, no stop strings, no log-probabilities. [True]"""
+_OPTIONS = tuple(each.option for each in PARAMETERS)
+_OTHER_OPTIONS = frozenset(("model", "label", "timeout_s", "terms"))
 
 
-def generate_request(
-    prompt: Prompt, sampling: SamplingOptions, *, model: str, label: str, terms: ServiceTerms | None = None
-) -> inference_pb2.GenerateRequest:
+class GenerateOptions(SamplingOptions, total=False):
+    """Keyword arguments of the generating calls: those of sampling, and four of the request."""
+
+    model: str
+    """Name of a served model; default: the only one."""
+    label: str
+    """Appears in the cluster's logs."""
+    timeout_s: float | None
+    """Deadline of the whole call; default: the client's."""
+    terms: ServiceTerms | None
+    """How soon the answer is needed."""
+
+
+def generate_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.GenerateRequest:
     """Return the message. Raises InvalidRequest for values that no message can carry, TypeError for wrong types."""
-    message = inference_pb2.GenerateRequest(sampling=_sampling_message(sampling))
+    message = inference_pb2.GenerateRequest(sampling=_sampling_message(options))
     with _field("model"):
-        message.model = model
+        message.model = options.get("model", "")
     with _field("label"):
-        message.label = label
+        message.label = options.get("label", "")
+    terms = options.get("terms")
     if terms is not None:
         _set_terms(message, terms)
     if isinstance(prompt, str):
@@ -71,15 +44,15 @@ def generate_request(
         message.chat.CopyFrom(chat)
     else:
         with _field("token_ids"):
-            message.token_ids.SetInParent()  # an empty list is still a list of token ids; the server says what is wrong
-            message.token_ids.ids.extend(prompt)  # type: ignore[arg-type]  # _as_chat ruled the other kind out
+            message.token_ids.SetInParent()  # an empty list is still a list of token ids; the server refuses it
+            message.token_ids.ids.extend(prompt)  # type: ignore[arg-type]  # _as_chat has excluded the other kind
     return message
 
 
 def resumed_request(
     request: inference_pb2.GenerateRequest, samples: Sequence[SampleSoFar], accepted: Accepted
 ) -> inference_pb2.GenerateRequest:
-    """Return the request for what is missing of an answer that another router began; `request` stays as it is."""
+    """Return a copy of the request that asks for the rest of an answer that another router began."""
     resumed = inference_pb2.GenerateRequest()
     resumed.CopyFrom(request)
     resumed.sampling.seed = accepted.seed
@@ -112,7 +85,7 @@ def tokenize_request(source: str | Sequence[ChatTurn]) -> inference_pb2.Tokenize
 
 
 def credentials(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """Return the metadata that tells who is calling. Raises InvalidRequest for a key that cannot be sent."""
+    """Return the metadata that carries the API key. Raises InvalidRequest for a key that cannot be sent."""
     if api_key is None:
         return ()
     if not api_key or not api_key.isascii() or not api_key.isprintable() or " " in api_key:
@@ -137,7 +110,7 @@ def chat_message(messages: Sequence[ChatTurn]) -> inference_pb2.ChatPrompt:
 
 def _as_chat(prompt: Sequence[int] | Sequence[ChatTurn]) -> inference_pb2.ChatPrompt | None:
     if len(prompt) and isinstance(prompt[0], ChatMessage | Mapping):
-        return chat_message(prompt)  # type: ignore[arg-type]  # the first element tells which of the two it is
+        return chat_message(prompt)  # type: ignore[arg-type]  # the first element decides between the two
     return None
 
 
@@ -147,29 +120,22 @@ def _from_mapping(turn: Mapping[str, str]) -> ChatMessage:
     return ChatMessage(role=turn["role"], content=turn["content"])
 
 
-def _sampling_message(options: SamplingOptions) -> sampling_pb2.SamplingParams:
+def _sampling_message(options: GenerateOptions) -> sampling_pb2.SamplingParams:
     message = sampling_pb2.SamplingParams()
-    values: Mapping[str, Any] = options
-    for name, value in values.items():
-        if name not in SamplingOptions.__annotations__:
-            raise TypeError(f"unknown sampling option {name!r}; known are {', '.join(SamplingOptions.__annotations__)}")
-        if value is None:
+    for name, value in options.items():
+        if name in _OTHER_OPTIONS:
             continue
+        if name not in _OPTIONS:
+            raise TypeError(f"unknown sampling option {name!r}; known are {', '.join(_OPTIONS)}")
+        given: Any = [value] if name == "stop" and isinstance(value, str) else value
         with _field(f"sampling.{name}"):
-            if name == "stop":
-                message.stop.extend([value] if isinstance(value, str) else value)
-            elif name == "stop_token_ids":
-                message.stop_token_ids.extend(value)
-            elif name == "logit_bias":
-                message.logit_bias.update(value)
-            else:
-                setattr(message, name, value)
+            message.MergeFrom(sampling_pb2.SamplingParams(**{name: given}))  # None leaves the field unset
     return message
 
 
 @contextmanager
 def _field(name: str) -> Iterator[None]:
-    """Name the field when protobuf refuses a value: out of range, or text that is not valid Unicode."""
+    """Add the field's name to errors of protobuf: values out of range, or text that is not valid Unicode."""
     try:
         yield
     except ValueError as error:

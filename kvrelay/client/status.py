@@ -1,14 +1,17 @@
-"""The state of a cluster, as `Client.status` returns it.
+"""The state of a cluster and the decisions of its router, as `Client.status` and `Client.explain` return them.
 
 Field names are those of the wire messages (kvrelay/v1/inference.proto, worker.proto), which define each of them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from kvrelay.client.records import PlanChosen, PlanKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterStatus:
-    """What the router holds, and how requests ended since it started."""
+    """State of the router, and counts of its requests since its start."""
 
     policy: str
     num_queued: int
@@ -21,25 +24,25 @@ class RouterStatus:
     num_failed: int
     num_replans: int
     alarms: tuple[str, ...] = ()
-    """What is wrong with the routing itself, in words."""
+    """Descriptions of faults in the routing itself."""
     num_refused: int = 0
-    """Refused at the door."""
+    """Requests refused before admission."""
     num_moves: int = 0
-    """Answers that went on elsewhere because their worker was about to go."""
+    """Answers that moved because their worker was about to leave."""
     http_port: int = 0
-    """Of the OpenAI-compatible door, on the router's own host; 0: there is none."""
+    """Port of the HTTP API on the router's host; 0 without one."""
     is_encrypted: bool = False
-    """Whether its doors are TLS."""
+    """Whether the router's ports use TLS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
-    """What a worker is busy with."""
+    """Load of a worker."""
 
     num_running: int
     num_waiting: int
     num_free_blocks: int
-    """Pages neither referenced nor reserved; cached ones included."""
+    """Pages neither referenced nor reserved, cached ones included."""
     num_blocks: int
     num_pending_prefill_tokens: int
     num_context_tokens: int
@@ -52,7 +55,7 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """Everything that a worker holds, and its counters since it started."""
+    """State of a worker, and its counters since its start."""
 
     load: WorkerLoad
     num_used_blocks: int
@@ -93,3 +96,53 @@ class ClusterStatus:
 
     router: RouterStatus
     workers: tuple[WorkerView, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One option that was compared."""
+
+    kind: PlanKind
+    prefill_worker_id: str | None
+    """None for a local plan."""
+    decode_worker_id: str
+    source_worker_id: str | None
+    """Worker to pull a prefix from first; None without a pull."""
+    cost: float
+    """Quantity that the policy minimizes."""
+    terms: Mapping[str, float]
+    """The parts of the cost by name; seconds unless the name says otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionOutcome:
+    """Outcome of a decision. Unknown values are None."""
+
+    num_cached_tokens: int | None
+    """Prompt tokens found in the cache, pulled ones included."""
+    ttft_s: float | None
+    """Time from the choice to the first token."""
+    mean_itl_s: float | None
+    ended: str | None
+    """None while the attempt runs; then "completed" or the name of an error class."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One decision of the router."""
+
+    request_id: str
+    attempt: int
+    age_s: float
+    """Seconds since it was made."""
+    policy: str
+    num_tokens: int
+    """Tokens that had to be in the KV cache."""
+    plan: PlanChosen
+    candidates: tuple[Candidate, ...]
+    """The best options, the chosen one first; empty when the policy reports none."""
+    num_candidates: int
+    """Number of options."""
+    decision_s: float
+    """Duration of the decision."""
+    outcome: DecisionOutcome

@@ -1,4 +1,4 @@
-"""How a client connects: plain, or by TLS to doors that a certificate authority vouches for."""
+"""Connection security of a client: none, or TLS to routers that a certificate authority vouches for."""
 
 import os
 import ssl
@@ -10,17 +10,17 @@ import grpc
 from common.errors import InvalidRequest
 
 CA_ENV = "KVRELAY_CA"
-"""Names a file with certificates, in PEM, that vouch for the doors; set: connections are TLS."""
+"""Names a PEM file with the certificate authorities of the routers; if set, connections use TLS."""
 TLS_ENV = "KVRELAY_TLS"
-"""1: connections are TLS, and the well-known authorities vouch for the doors."""
+"""If 1, connections use TLS with the well-known authorities."""
 
 Tls: TypeAlias = bool | str | Path | None
-"""False: no TLS. True: the well-known authorities vouch for a door. A path: the certificates in that file do, such as
-the cluster's own `ca.pem`. None: as the environment says (`KVRELAY_CA`, `KVRELAY_TLS`), else no TLS."""
+"""False: no TLS. True: TLS with the well-known authorities. A path: TLS with the authorities in that file, such as the
+cluster's own `ca.pem`. None: the environment decides (`KVRELAY_CA`, `KVRELAY_TLS`), else no TLS."""
 
 
 def channel_credentials(tls: Tls) -> grpc.ChannelCredentials | None:
-    """Return what gRPC connects with; None for no TLS. Raises InvalidRequest for a file that cannot be read."""
+    """Return gRPC's credentials; None for no TLS. Raises InvalidRequest for a file that cannot be read."""
     tls = resolve(tls)
     if tls is False:
         return None

@@ -1,16 +1,10 @@
-"""Recordings of live traffic: what requests were like, without what they said."""
+"""Recordings of live traffic: lengths, times and shared beginnings of requests, without content."""
 
-import asyncio
 import struct
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
-import grpc
-
-from common.errors import Cancelled
-from common.rpc import is_cancelled
-from kvrelay.client.convert import error_from_rpc
+from kvrelay.client.streams import AsyncStream, BlockingStream, Buffer
 from kvrelay.v1 import inference_pb2
 
 _KEY_BYTES = 8
@@ -21,125 +15,70 @@ class RecordedRequest:
     """One request that has ended."""
 
     arrival_s: float
-    """Since the recording began."""
+    """Time since the recording began."""
     num_prompt_tokens: int
     num_output_tokens: float
-    """The mean over its samples."""
+    """Mean over its samples."""
     outcome: str
     """"completed", "cancelled", or the name of an error class."""
     block_size: int
     block_keys: tuple[int, ...]
-    """One for each block of the prompt, the partly filled last one included: in one recording equal keys mean prompts
-    that are equal up to the ends of these blocks. They mean nothing outside."""
+    """One key for each block of the prompt, a partly filled last one included. In one recording, equal keys mean that
+    the prompts are equal up to the ends of these blocks."""
 
 
-class _Feed:
-    """What the two streams have in common: the messages read so far."""
+class TrafficBuffer(Buffer[RecordedRequest]):
+    """Requests of a recording that have arrived."""
 
     def __init__(self) -> None:
+        super().__init__()
+        self.has_begun = False
         self.num_dropped = 0
-        """Requests that were left out so far because they were read too slowly."""
-        self._has_begun = False
-        self._has_ended = False
 
-    def _take(self, message: inference_pb2.RecordTrafficResponse | None) -> RecordedRequest | None:
-        if message is None:
-            self._has_ended = True
-            return None
-        self._has_begun = True
+    def feed(self, message: inference_pb2.RecordTrafficResponse) -> bool:
+        """Take one message."""
+        self.has_begun = True
         self.num_dropped = message.num_dropped
-        return _request(message.request) if message.HasField("request") else None
+        if message.HasField("request"):
+            self._pending.append(_request(message.request))
+        return True
 
 
-class TrafficStream(_Feed, Iterator[RecordedRequest]):
+class TrafficStream(BlockingStream[RecordedRequest]):
     """Requests in order of their ends. Entering its `with` block waits until the recording has begun; leaving ends it.
 
     Iterate in one thread; `close` from any.
     """
 
-    def __init__(self, call: Any, *, address: str) -> None:
-        super().__init__()
-        self._call = call  # of a type that grpc keeps private: an iterator with cancel()
-        self._address = address
+    _events: TrafficBuffer
 
-    def __next__(self) -> RecordedRequest:
-        """Return the next request. Raises StopIteration at the end and after `close`, KvrelayError on failure."""
-        while (request := self._read()) is None:
-            if self._has_ended:
-                raise StopIteration
-        return request
-
-    def close(self) -> None:
-        """End the recording. Repeating it is harmless."""
-        self._has_ended = True
-        self._call.cancel()
-
-    def _read(self) -> RecordedRequest | None:
-        try:
-            return self._take(None if self._has_ended else next(self._call, None))
-        except grpc.RpcError as error:
-            if self._has_ended:  # closed by another thread while this one was reading
-                return None
-            self._has_ended = True
-            raise error_from_rpc(error, address=self._address) from None
+    @property
+    def num_dropped(self) -> int:
+        """Requests that are missing so far, because the recording was read too slowly."""
+        return self._events.num_dropped
 
     def __enter__(self) -> Self:
-        if not self._has_begun:
+        if not self._events.has_begun:
             self._read()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
-
-class AsyncTrafficStream(_Feed, AsyncIterator[RecordedRequest]):
+class AsyncTrafficStream(AsyncStream[RecordedRequest]):
     """Requests in order of their ends. Entering its `async with` block waits until the recording has begun, leaving it
     ends it. Belongs to the event loop that made it.
     """
 
-    def __init__(
-        self, call: "grpc.aio.UnaryStreamCall[Any, inference_pb2.RecordTrafficResponse]", *, address: str
-    ) -> None:
-        super().__init__()
-        self._call = call
-        self._messages = aiter(call)
-        self._address = address
+    _events: TrafficBuffer
 
-    async def __anext__(self) -> RecordedRequest:
-        """Return the next request. Raises StopAsyncIteration at the end and after `aclose`, KvrelayError on failure."""
-        while (request := await self._read()) is None:
-            if self._has_ended:
-                raise StopAsyncIteration
-        return request
-
-    async def aclose(self) -> None:
-        """End the recording. Repeating it is harmless."""
-        self._has_ended = True
-        self._call.cancel()
-
-    async def _read(self) -> RecordedRequest | None:
-        if self._has_ended:
-            return None
-        try:
-            return self._take(await anext(self._messages, None))
-        except grpc.RpcError as error:
-            self._has_ended = True
-            raise error_from_rpc(error, address=self._address) from None
-        except asyncio.CancelledError:
-            if is_cancelled():
-                raise
-            # grpc reports a call that another task closed as if this task were cancelled
-            if not self._has_ended:
-                raise Cancelled("the client was closed during the call") from None
-            return None
+    @property
+    def num_dropped(self) -> int:
+        """Requests that are missing so far, because the recording was read too slowly."""
+        return self._events.num_dropped
 
     async def __aenter__(self) -> Self:
-        if not self._has_begun:
+        if not self._events.has_begun:
             await self._read()
         return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
 
 
 def _request(message: inference_pb2.RecordedRequest) -> RecordedRequest:

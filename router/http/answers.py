@@ -1,12 +1,13 @@
-"""The answer of one call, as it comes: written event by event, or gathered and written at its end.
+"""The answer to one call: written event by event, or collected and written at its end.
 
-The events of a stream are strings put together, most of them rendered once: nothing is made of a token but its text
-in JSON. What has gathered in an outbox goes out as one write, with one event for each choice in it.
+Events are concatenated strings, most of which are rendered once: per token only its text becomes JSON. Tokens that
+have collected in an outbox go out in one write, with one event for each choice.
 """
 
 import json
 import time
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 from common.ids import RequestId
 from kvrelay.v1 import inference_pb2, sampling_pb2
@@ -22,51 +23,60 @@ _quote = json.JSONEncoder().encode
 _DONE = "data: [DONE]\n\n"
 
 
-class Answer(Protocol):
-    """Takes what comes of a call's requests. One task for each request; `finish` after all of them."""
-
-    facts: dict[int, RequestFacts]
-    """Of each request, by its position in the call."""
-
-    def open(self, position: int, job: Job, echo: str | None) -> None:
-        """Begin a request; `echo` is the prompt's text where the caller wants to see it again."""
-
-    async def take(self, position: int, delta: inference_pb2.TokenDelta) -> None:
-        """Take new tokens."""
-
-    def finish(self) -> None:
-        """Every request is complete."""
-
-
-class StreamedAnswer:
-    """Server-sent events."""
+class Answer(ABC):
+    """Takes the tokens of a call's requests. One task for each request; `finish` after all of them."""
 
     def __init__(self, call: Call, style: Style, exchange: Exchange, *, answer_id: RequestId) -> None:
         self.facts: dict[int, RequestFacts] = {}
+        """Facts about each request, by its position in the call."""
         self._call = call
         self._style = style
         self._exchange = exchange
         self._prompts = Prompts()
         self._id = style.id_prefix + answer_id
+        self._model = ""
+
+    def open(self, position: int, job: Job, echo: str | None) -> None:
+        """Begin a request; `echo` is the prompt's text where the caller wants to see it again."""
+        self._model = job.model.name
+        self._prompts.open(position, Prompt(token_ids=job.prompt_token_ids, echo=echo))
+
+    @abstractmethod
+    async def take(self, position: int, delta: inference_pb2.TokenDelta) -> None:
+        """Take new tokens of a request."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """End the answer: every request is complete."""
+
+    def _report(self) -> dict[str, Any]:
+        return {"kvrelay": report_of(self.facts.values())} if self._call.wants_report else {}
+
+
+class StreamedAnswer(Answer):
+    """Server-sent events."""
+
+    def __init__(self, call: Call, style: Style, exchange: Exchange, *, answer_id: RequestId) -> None:
+        super().__init__(call, style, exchange, answer_id=answer_id)
         self._created = int(time.time())
         self._head = ""
         self._is_plain = not (call.wants_logprobs or call.wants_token_ids or call.wants_running_usage)
-        """Nothing but text is told of a token."""
+        """An event tells nothing but text of a token."""
         self._usage = ',"usage":null' if call.wants_usage else ""
         self._text_end = f'{style.text_close},"logprobs":null,"finish_reason":null}}]{self._usage}}}\n\n'
         self._text_begins: dict[int, str] = {}
-        """By choice, once its first piece is out."""
+        """Beginning of an event by choice, once the choice's first piece is out."""
+        # For running counts.
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
-        """Counted for who wants running counts."""
 
     def open(self, position: int, job: Job, echo: str | None) -> None:
         """Begin a request."""
-        self._prompts.open(position, Prompt(token_ids=job.prompt_token_ids, echo=echo))
+        super().open(position, job, echo)
         self._num_prompt_tokens += len(job.prompt_token_ids)
         self._head = (
             f'data: {{"id":{_quote(self._id)},"object":"{self._style.chunk_name}","created":{self._created},'
-            f'"model":{_quote(job.model.name)},"choices":['
+            f'"model":{_quote(self._model)},"choices":['
         )
 
     async def take(self, position: int, delta: inference_pb2.TokenDelta) -> None:
@@ -87,12 +97,9 @@ class StreamedAnswer:
         await self._exchange.write("".join(events).encode())
 
     def finish(self) -> None:
-        """Write the counts that were asked for, and the end."""
-        last: dict[str, Any] = {}
-        if self._call.wants_usage or self._call.wants_running_usage:
-            last["usage"] = usage_of(self.facts.values())
-        if self._call.wants_report:
-            last["kvrelay"] = report_of(self.facts.values())
+        """Write the requested counts and the end."""
+        wants_usage = self._call.wants_usage or self._call.wants_running_usage
+        last = ({"usage": usage_of(self.facts.values())} if wants_usage else {}) | self._report()
         extra = f"{self._head}],{_quote(last)[1:]}\n\n" if last else ""
         self._exchange.finish((extra + _DONE).encode())
 
@@ -127,24 +134,13 @@ class StreamedAnswer:
         return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
-class GatheredAnswer:
+class GatheredAnswer(Answer):
     """One JSON document."""
 
     def __init__(self, call: Call, style: Style, exchange: Exchange, *, answer_id: RequestId) -> None:
-        self.facts: dict[int, RequestFacts] = {}
-        self._call = call
-        self._style = style
-        self._exchange = exchange
-        self._id = style.id_prefix + answer_id
-        self._prompts = Prompts()
-        self._model = ""
+        super().__init__(call, style, exchange, answer_id=answer_id)
         self._tokens: dict[tuple[int, int], list[sampling_pb2.SampleToken]] = {}
-        """By request and choice."""
-
-    def open(self, position: int, job: Job, echo: str | None) -> None:
-        """Begin a request."""
-        self._model = job.model.name
-        self._prompts.open(position, Prompt(token_ids=job.prompt_token_ids, echo=echo))
+        """Tokens by request and choice."""
 
     async def take(self, position: int, delta: inference_pb2.TokenDelta) -> None:
         """Keep the tokens."""
@@ -168,9 +164,7 @@ class GatheredAnswer:
             answer["choices"].append(self._choice(Piece(index=index, tokens=tokens, prompt=prompt)))
             if prompt is not None and self._call.wants_token_ids and not self._style.prompt_ids_with_choice:
                 answer["prompt_token_ids"] = prompt.token_ids.tolist()
-        if self._call.wants_report:
-            answer["kvrelay"] = report_of(self.facts.values())
-        self._exchange.finish_json(answer)
+        self._exchange.finish_json(answer | self._report())
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         choice: dict[str, Any] = {

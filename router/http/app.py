@@ -1,10 +1,10 @@
-"""The door as an ASGI application: routes, and what is the same for every endpoint.
+"""The ASGI application of the HTTP API: routes, and the rules that all endpoints share.
 
 1. The handler runs beside `Exchange.listen`; whichever ends first ends the other. So a client that leaves cancels its
-   request at once, in whatever state it is.
-2. A handler only says how the response ends. The response ends when everything that the request held is free.
+   request at once, in any state.
+2. A handler only states how the response ends. The response ends once everything that the request held is free.
 3. An exception becomes one terminal answer: a status with a JSON body, or an event in a stream that has begun.
-4. While the router stops, new calls are refused, and what is left after the grace is told so.
+4. While the router stops, new calls are refused; calls that outlast the grace end with the same error.
 5. Requests never take all connections (connections.py): inquiries, health among them, are always answered.
 """
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[Exchange], Coroutine[Any, Any, None]]
 
 _LAST_WORDS_TIMEOUT_S = 1.0
-"""For what a client that reads nothing is told at the end."""
+"""Limit on sending the last error to a client that does not read."""
 _FULL_RETRY_S = 1.0
 _MIB = 1 << 20
 
@@ -109,14 +109,14 @@ class HttpApp:
         return Router(routes, default=endpoint("unknown", {}), redirect_slashes=False)
 
     async def _health(self, exchange: Exchange) -> None:
-        """`GET /health`: whether a request that came now would be served. Raises KvrelayError."""
+        """`GET /health`: whether a new request would be served now. Raises KvrelayError."""
         error = _stopping() if self._is_stopping else self._door.obstacle
         if error is not None:
             raise error
         exchange.finish_json({"status": "ok"})
 
     async def serve(self, exchange: Exchange, handler: Handler) -> int:
-        """Answer one request; returns the status, as told or as it would have been."""
+        """Answer one request; returns its status, 499 when the client has left."""
         async with self._census.owned(handler(exchange), exchange.listen()) as (handling, listening):
             self._running[exchange] = handling
             try:
@@ -137,15 +137,15 @@ class HttpApp:
         return exchange.status
 
     def _failure(self, exchange: Exchange, handling: "asyncio.Task[None]") -> KvrelayError | None:
-        """Return what to tell of how a handler ended, or None for a good end; logs what is not ours."""
+        """Return the error to report for a handler's end, None for success; logs unexpected exceptions."""
         if handling.cancelled():
-            return _stopping() if self._is_stopping else EngineFault("what the request waited for was cancelled")
+            return _stopping() if self._is_stopping else EngineFault("the work behind the request was cancelled")
         failure = handling.exception()
         assert failure is None or isinstance(failure, Exception)
         return None if failure is None else to_report(failure, exchange.scope["path"])
 
     def choose(self, handlers: Mapping[str, Handler], exchange: Exchange) -> Handler:
-        """Return what answers a request of a path with these handlers by method."""
+        """Return the handler of a request to a path with these handlers by method, or one that refuses it."""
         method = "GET" if exchange.method == "HEAD" else exchange.method
         if not handlers:
             error = HttpError(f"there is nothing at {exchange.scope['path'][:80]}", NOT_FOUND)
@@ -161,7 +161,7 @@ class HttpApp:
 
 
 class _Endpoint:
-    """One path; a class, since Starlette would take a function for another kind of endpoint."""
+    """One path. A class, because Starlette passes a function a request instead of the raw ASGI arguments."""
 
     def __init__(self, app: HttpApp, path: str, handlers: Mapping[str, Handler], *, max_body_bytes: int) -> None:
         self._app = app

@@ -1,33 +1,33 @@
-"""From a checked body to the requests that the front door takes, and how the answer is wanted."""
+"""Turns a checked body into requests for the front door and the form of their answer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from common.bounds import MAX_CHAT_MESSAGES, MAX_CONTENT_PARTS, MAX_PROMPT_TOKENS, MAX_PROMPTS, check_length
 from common.errors import InvalidRequest
-from common.sampling import MAX_LOGPROBS
+from common.sampling import MAX_LOGPROBS, Biases, Parameter, Tokens
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sampling_pb2
-from router.http.schema import ROLES, ChatBody, CompletionBody, GenerationBody, field_path
+from router.http.schema import ROLES, SAMPLING_FIELDS, ChatBody, CompletionBody, GenerationBody, field_path
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""As in OpenAI's API; a chat without a limit takes the server's."""
+"""Default of OpenAI's API; a chat takes the server's."""
 _UINT32, _UINT64, _INT64, _INT32 = 1 << 32, 1 << 64, 1 << 63, 1 << 31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One HTTP call: requests, and how their answers are wanted."""
+    """One HTTP call: requests, and the form of their answers."""
 
     requests: tuple[pb.GenerateRequest, ...]
     num_samples: int
-    """Of each request."""
+    """Samples of each request."""
     is_streamed: bool
     wants_usage: bool
-    """A stream ends with the token counts."""
+    """Whether a stream ends with the token counts."""
     wants_running_usage: bool
-    """Every event of a stream tells them."""
+    """Whether every event of a stream has them."""
     wants_logprobs: bool
     wants_token_ids: bool
     wants_echo: bool
@@ -37,7 +37,7 @@ class Call:
 
 def completion_call(body: CompletionBody) -> Call:
     """Return the call. Raises InvalidRequest that names the field."""
-    sampling = _sampling(body, max_tokens=body.max_tokens, default_max_tokens=DEFAULT_COMPLETION_TOKENS)
+    sampling = _sampling(body, {"max_tokens": DEFAULT_COMPLETION_TOKENS} | body.sampling_options())
     if body.logprobs is not None:
         sampling.logprobs = _uint(body.logprobs, "logprobs")
         if body.echo:
@@ -53,10 +53,11 @@ def completion_call(body: CompletionBody) -> Call:
 
 def chat_call(body: ChatBody) -> Call:
     """Return the call. Raises InvalidRequest that names the field."""
-    limits = [limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None]
-    if len(set(limits)) > 1:
+    options = body.sampling_options()
+    limit = body.max_completion_tokens
+    if limit is not None and options.setdefault("max_tokens", limit) != limit:
         raise InvalidRequest("max_tokens and max_completion_tokens differ", field="max_completion_tokens")
-    sampling = _sampling(body, max_tokens=limits[0] if limits else None, default_max_tokens=None)
+    sampling = _sampling(body, options)
     if body.logprobs:
         sampling.logprobs = _uint(body.top_logprobs or 0, "top_logprobs", at_most=MAX_LOGPROBS)
     elif body.top_logprobs:
@@ -66,7 +67,7 @@ def chat_call(body: ChatBody) -> Call:
 
 
 def body_field(field: str, *, prompt_field: str) -> str:
-    """Return what a body calls a field of the request that was made of it."""
+    """Return the name in the body of a field of the request that was made from it."""
     if field in ("text", "token_ids", "prompt", "chat"):
         return prompt_field
     for ours, theirs in (("sampling.", ""), ("chat.", ""), ("objective.", "kvrelay."), ("token_ids[", "prompt[")):
@@ -167,7 +168,7 @@ def _call(
         raise InvalidRequest(f"{timeout_s} is no positive number of seconds", field="kvrelay.timeout_s")
     return Call(
         requests=requests,
-        num_samples=body.n or 1,
+        num_samples=requests[0].sampling.n or 1,
         is_streamed=bool(body.stream),
         wants_usage=options is not None and bool(options.include_usage),
         wants_running_usage=options is not None and bool(options.continuous_usage_stats),
@@ -179,50 +180,35 @@ def _call(
     )
 
 
-def _sampling(
-    body: GenerationBody, *, max_tokens: int | None, default_max_tokens: int | None
-) -> sampling_pb2.SamplingParams:
-    """Return the message; what is left out stays unset. Ranges narrower than the wire's are checked later."""
-    message = sampling_pb2.SamplingParams(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        logit_bias=_logit_bias(body.logit_bias or {}),
-        stop=body.stop or (),
-        stop_token_ids=_stop_token_ids(body.stop_token_ids or ()),
-        ignore_eos=bool(body.ignore_eos),
-        include_special_tokens=body.skip_special_tokens is False,
-    )
-    max_tokens = default_max_tokens if max_tokens is None else max_tokens
-    if max_tokens is not None:
-        message.max_tokens = _uint(max_tokens, "max_tokens")
-    if body.n is not None:
-        message.n = _uint(body.n, "n")
-    if body.min_tokens is not None:
-        message.min_tokens = _uint(body.min_tokens, "min_tokens")
-    if body.top_k is not None:
-        message.top_k = 0 if body.top_k == -1 else _uint(body.top_k, "top_k")  # both mean all
-    if body.seed is not None:
-        if not -_INT64 <= body.seed < _UINT64:
-            raise InvalidRequest(f"seed is {str(body.seed)[:40]}; allowed are 64 bits", field="seed")
-        message.seed = body.seed % _UINT64
-    return message
+def _sampling(body: GenerationBody, options: Mapping[str, Any]) -> sampling_pb2.SamplingParams:
+    """Return the message; options that are left out stay unset. Ranges narrower than the wire's are checked later."""
+    values = {name: _on_the_wire(SAMPLING_FIELDS[name], value) for name, value in options.items()}
+    return sampling_pb2.SamplingParams(include_special_tokens=body.skip_special_tokens is False, **values)
 
 
-def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
+def _on_the_wire(parameter: Parameter, value: Any) -> Any:
+    """Return the value of an option as its field holds it. Raises InvalidRequest."""
+    name = parameter.option
+    if name == "seed":
+        if not -_INT64 <= value < _UINT64:
+            raise InvalidRequest(f"seed is {str(value)[:40]}; allowed are 64 bits", field="seed")
+        return value % _UINT64
+    if name == "top_k" and value == -1:  # all, like 0
+        return 0
+    if parameter.type is int:
+        return _uint(value, name)
+    if parameter.type == Tokens:
+        return [_uint(token_id, field_path(name, position)) for position, token_id in enumerate(value)]
+    return _biases(value, name) if parameter.type == Biases else value
+
+
+def _biases(biases: Mapping[str, float], field: str) -> dict[int, float]:
     found: dict[int, float] = {}
     for name, bias in biases.items():
         if not (name.isascii() and name.isdecimal() and len(name) <= 10):
-            raise InvalidRequest(f"logit_bias: {name[:40]!r} is no token id", field="logit_bias")
-        found[_uint(int(name), "logit_bias")] = bias
+            raise InvalidRequest(f"{field}: {name[:40]!r} is no token id", field=field)
+        found[_uint(int(name), field)] = bias
     return found
-
-
-def _stop_token_ids(ids: Sequence[int]) -> list[int]:
-    return [_uint(token_id, field_path("stop_token_ids", position)) for position, token_id in enumerate(ids)]
 
 
 def _uint(value: Any, field: str, *, at_most: int = _UINT32 - 1) -> int:

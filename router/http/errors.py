@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients know them: a status, a JSON body, and when to come back.
+"""Errors in the form of OpenAI's API: a status, a JSON body, and the time to retry.
 
 {"error": {"message": …, "type": …, "param": <field or null>, "code": <string or null>}}
 """
@@ -14,12 +14,12 @@ from common.errors import KvrelayError
 Headers = list[tuple[bytes, bytes]]
 
 CLIENT_CLOSED_REQUEST = 499
-"""Nobody sees it but logs and metrics: the client has left."""
+"""Status in logs and metrics of a request whose client has left."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorKind:
-    """How a class of errors is told."""
+    """HTTP form of a class of errors."""
 
     status: int
     type: str
@@ -27,7 +27,7 @@ class ErrorKind:
 
 
 class HttpError(KvrelayError):
-    """A fault of the HTTP request itself, which gRPC does not know."""
+    """A fault of the HTTP request itself, without a counterpart in gRPC."""
 
     def __init__(self, message: str, kind: ErrorKind, *, field: str = "", retry_after_s: float | None = None) -> None:
         super().__init__(message, field=field, retry_after_s=retry_after_s)
@@ -44,7 +44,7 @@ FULL = ErrorKind(503, "server_error", "too_many_requests_running")
 STOPPING = ErrorKind(503, "server_error", "stopping")
 
 _LAST = (REQUEST_TIMEOUT, TOO_LARGE, FULL)
-"""The connection ends with them: what else comes on it would be the rest of a body, or takes room."""
+"""These end the connection: it would bring only the rest of a body, or takes a place that others need."""
 
 _BAD_REQUEST = ErrorKind(400, "invalid_request_error")
 _UNAVAILABLE = ErrorKind(503, "server_error", "unavailable")
@@ -59,7 +59,7 @@ _KINDS: dict[type[KvrelayError], ErrorKind] = {
     errors.ClientGone: ErrorKind(CLIENT_CLOSED_REQUEST, "server_error", "client_gone"),
     errors.Overloaded: ErrorKind(429, "rate_limit_error", "rate_limit_exceeded"),
     errors.DeadlineExceeded: ErrorKind(504, "server_error", "deadline_exceeded"),
-    errors.Cancelled: _UNAVAILABLE,  # by a worker: who cancels himself reads no answer
+    errors.Cancelled: _UNAVAILABLE,  # by a worker: a client that cancels reads no answer
     errors.Unreachable: _UNAVAILABLE,
     errors.TransferError: _UNAVAILABLE,
     errors.KvIncomplete: _UNAVAILABLE,
@@ -73,7 +73,7 @@ _KINDS: dict[type[KvrelayError], ErrorKind] = {
 
 
 def kind_of(error: KvrelayError) -> ErrorKind:
-    """Return how to tell an error."""
+    """Return the HTTP form of an error."""
     return error.kind if isinstance(error, HttpError) else _KINDS[type(error)]
 
 
@@ -93,7 +93,7 @@ def error_headers(error: KvrelayError) -> Headers:
     """Return the headers that go with an error."""
     headers: Headers = []
     if error.retry_after_s is not None:
-        # The official client reads the exact one first; the other one is whole seconds.
+        # OpenAI's client prefers the milliseconds; the standard header holds whole seconds.
         headers.append((b"retry-after-ms", b"%d" % max(1, math.ceil(error.retry_after_s * 1000))))
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
     if kind_of(error) in _LAST:

@@ -1,8 +1,8 @@
 """One HTTP request and its response, over raw ASGI.
 
-`listen` hears what the client says: the body, and that it leaves. It runs beside the handler, so that a client that
-goes away is noticed in every state of its request. The handler sends the parts of a stream as they come, and leaves
-the end of the response to `finish`: once the server has seen a complete response, it calls the client gone as well.
+`listen` receives the body and the disconnect. It runs beside the handler, so that a client that leaves is noticed in
+every state of its request. The handler sends the parts of a stream as they come, and states the end of the response
+by `finish`: after a complete response the server reports a disconnect as well.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _EVENTS: Headers = [
     (b"x-accel-buffering", b"no"),  # a proxy must not gather tokens
 ]
 _MAX_DROPPED = 8
-"""Times the largest body that are read before its refusal, so that clients that send all of it first get to see it."""
+"""Multiple of the largest body that is read before its refusal: many clients read answers only after sending all."""
 
 
 class Exchange:
@@ -39,21 +39,19 @@ class Exchange:
         self.method: str = scope["method"]
         self.headers: list[tuple[bytes, bytes]] = scope["headers"]
         self.request_id: RequestId | None = None
-        """Told in a header, once there is one."""
+        """Sent in a header once it is set."""
         self.status = 0
-        """Of the response; 0 as long as it has not begun."""
+        """Status of the response; 0 before it begins."""
         self.is_gone = False
-        """The client has left."""
+        """Whether the client has left."""
 
     @property
     def metadata(self) -> list[tuple[str, str | bytes]]:
-        """Return the headers as the doorkeeper reads them."""
+        """The headers that the doorkeeper reads."""
         return [(name.decode("latin-1"), value) for name, value in self.headers if name == b"authorization"]
 
-    # What the client says.
-
     async def listen(self) -> None:
-        """Take the body; return when the client leaves."""
+        """Receive the body; returns when the client leaves."""
         chunks: list[bytes] = []
         num_bytes = 0
         while True:
@@ -69,13 +67,13 @@ class Exchange:
                 if is_over and not self._body.done():
                     self._body.set_result(b"".join(chunks))
                 continue
-            chunks.clear()  # what is too large is read all the same: the client reads no answer before it has sent it
+            chunks.clear()  # the rest is read all the same: the client reads no answer before it has sent it
             if (is_over or num_bytes > _MAX_DROPPED * self._max_body_bytes) and not self._body.done():
                 self._body.set_exception(self._too_large())
-                self._body.exception()  # seen, whether or not somebody still wants it
+                self._body.exception()  # mark as retrieved: the handler may have ended
 
     async def body(self, *, timeout_s: float) -> bytes:
-        """Return the whole body. Raises HttpError for one that is too large or does not come."""
+        """Return the whole body. Raises HttpError when it is too large or does not come in time."""
         declared = next((value for name, value in self.headers if name == b"content-length"), b"0")
         if int(declared) > _MAX_DROPPED * self._max_body_bytes:
             raise self._too_large()
@@ -88,8 +86,6 @@ class Exchange:
     def _too_large(self) -> HttpError:
         return HttpError(f"the body is larger than {self._max_body_bytes} bytes", TOO_LARGE)
 
-    # What the client is told.
-
     async def write(self, events: bytes) -> None:
         """Send a part of a stream of events; the first one begins the response. Waits for a slow reader."""
         if not self.status:
@@ -97,19 +93,19 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     def finish(self, last: bytes) -> None:
-        """Say how a stream of events ends."""
+        """Set the last events of a stream."""
         self._last = last
 
     def finish_json(self, value: Any) -> None:
-        """Say what the whole response is."""
+        """Set the whole response."""
         self._document = (json.dumps(value).encode(), JSON)
 
     def finish_body(self, body: bytes, content_type: str) -> None:
-        """Say what the whole response is."""
+        """Set the whole response."""
         self._document = (body, [(b"content-type", content_type.encode())])
 
     async def close(self) -> None:
-        """Send what was said, and end the response."""
+        """Send what was set, and end the response."""
         if self._document is not None:
             await self.respond(200, *self._document)
             return
@@ -122,7 +118,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def fail(self, error: KvrelayError) -> None:
-        """Tell of an error: by the status, or in mid-stream by an event on which clients raise, without `[DONE]`."""
+        """Report an error: as the status, or in mid-stream as an event on which clients raise, without `[DONE]`."""
         if not self.status:
             await self.respond(kind_of(error).status, error_body(error), [*JSON, *error_headers(error)])
             return

@@ -1,7 +1,7 @@
 """`/v1/completions` and `/v1/chat/completions`: from a body to an answer.
 
-Every prompt of a call is a request of its own, accounted and in line with everybody's; the call fails as soon as one of
-them does, and the others are cancelled.
+Every prompt of a call is a request of its own, with its own accounting and place in the queue. When one of them fails,
+the call fails at once and the others are cancelled.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from router.record import Job
 from router.tenants import Tenant
 
 BODY_TIMEOUT_S = 60.0
-"""Longest wait for the rest of a body that has begun."""
+"""Longest wait for a body."""
 
 
 def read_completion(raw: bytes) -> Call:
@@ -36,7 +36,7 @@ def read_chat(raw: bytes) -> Call:
 
 
 class _Deadline:
-    """When a call must be over; known once its body has been read."""
+    """Deadline of a call, known once its body has been read."""
 
     def __init__(self) -> None:
         self._at_s: float | None = None
@@ -68,7 +68,7 @@ class Generation:
         self._census = TaskCensus()
 
     async def __call__(self, exchange: Exchange) -> None:
-        """Answer a call, but for the end of the response. Raises KvrelayError."""
+        """Answer a call up to the end of the response, which the application sends. Raises KvrelayError."""
         door, deadline = self._door, _Deadline()
         life = door.new_life()
         exchange.request_id = life.request_id
@@ -76,7 +76,7 @@ class Generation:
             tenant = door.identify(exchange.metadata)
             call = self._read(await exchange.body(timeout_s=BODY_TIMEOUT_S))
             deadline.set(call.timeout_s)
-            style = self._style(door.reader.pieces)
+            style = self._style(door.reader.codec.decode_pieces)
             kind = StreamedAnswer if call.is_streamed else GatheredAnswer
             answer: Answer = kind(call, style, exchange, answer_id=life.request_id)
             caller = Caller(tenant=tenant, life=life, time_left_s=deadline.left_s)
@@ -90,7 +90,7 @@ class Generation:
             answer.finish()
 
     async def _serve_another(self, call: Call, position: int, first: Caller, answer: Answer) -> None:
-        """Serve a further request of a call, which is counted by itself."""
+        """Serve a further request of a call under its own account."""
         caller = replace(first, life=self._door.new_life())
         with self._door.account(caller.life, time_left_s=caller.time_left_s):
             await self._serve(call, position, caller, answer)
@@ -122,4 +122,4 @@ class Generation:
         """Return the prompt as text."""
         if request.HasField("text"):
             return request.text
-        return await self._door.reader.decode(job.prompt_token_ids, tenant=tenant)
+        return await self._door.reader.codec.decode(job.prompt_token_ids, tenant=tenant)

@@ -1,4 +1,4 @@
-"""The endpoints that generate nothing: models, tokens, metrics, version, and what there is."""
+"""The endpoints that generate nothing: models, tokens, metrics, version and the OpenAPI document."""
 
 import asyncio
 import time
@@ -53,7 +53,7 @@ class Inquiries:
             else:
                 chat = pb.ChatPrompt(messages=read_messages(body.messages))
                 token_ids = (await reader.encode_chat(chat, model, tenant=tenant)).token_ids
-            pieces = await reader.all_pieces(token_ids, tenant=tenant) if body.return_token_strs else ()
+            pieces = await reader.codec.pieces(token_ids, tenant=tenant) if body.return_token_strs else ()
         answer: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": model.max_model_len,
@@ -72,18 +72,18 @@ class Inquiries:
         if ids and max(ids) >= model.vocab_size:
             raise InvalidRequest(f"token {max(ids)} is not in the vocabulary of {model.vocab_size}", field="tokens")
         with self._door.tokenizing(tenant):
-            text = await self._door.reader.decode(ids, tenant=tenant)
+            text = await self._door.reader.codec.decode(ids, tenant=tenant)
         exchange.finish_json({"prompt": text})
 
     async def metrics(self, exchange: Exchange) -> None:
-        """`GET /metrics`: only where everybody is one tenant, since labels name tenants. Raises HttpError."""
+        """`GET /metrics`: only without router.auth, since labels name tenants. Raises HttpError."""
         if self._door.parts.config.auth != "none":
             raise HttpError("with router.auth, metrics are on router.metrics_port alone", NOT_FOUND)
         text = await asyncio.to_thread(generate_latest, self._door.parts.metrics.registry)
         exchange.finish_body(text, CONTENT_TYPE_LATEST)
 
     async def live(self, exchange: Exchange) -> None:
-        """`GET /live`: the process answers, whether or not anybody behind it does."""
+        """`GET /live`: the process answers, with or without workers."""
         exchange.finish_json({"status": "ok"})
 
     async def version(self, exchange: Exchange) -> None:
@@ -95,7 +95,7 @@ class Inquiries:
         exchange.finish_json(self._document)
 
     def _served(self, name: str | None) -> ModelFacts:
-        """Return the served model. Raises UnknownModel, WorkerLost while no worker has told it."""
+        """Return the served model. Raises UnknownModel, or WorkerLost before a worker has reported it."""
         model = self._door.parts.fleet.model
         if model is None:
             raise WorkerLost("no decode worker is ready")

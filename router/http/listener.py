@@ -1,6 +1,6 @@
-"""Accepts the door's connections one by one, and only while there is room for them: the rest wait in the kernel.
+"""Accepts connections one by one, and only while there is room for them; the others wait in the kernel.
 
-A server that accepts whatever comes, and looks afterwards, uses up the process's open files in one turn of its loop.
+A server that accepts every connection first can use up the process's open files in one turn of its event loop.
 """
 
 import asyncio
@@ -15,10 +15,10 @@ from router.http.protocol import DoorProtocol
 logger = logging.getLogger(__name__)
 
 _HANDSHAKE_S = 10.0
-"""For a client to agree on TLS."""
+"""Limit of a TLS handshake."""
 _ACCEPTS_PER_TURN = 64
 _PAUSE_S = 1.0
-"""After the system refused another open file."""
+"""Wait after the system has refused another open file."""
 
 
 class Listener:
@@ -31,7 +31,7 @@ class Listener:
         make_protocol: Callable[[], DoorProtocol],
         tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
-        """Start accepting; connections are TLS where there is a context, which is asked for with each."""
+        """Start accepting; with `tls`, which returns the context for each new connection, connections use TLS."""
         self._tls = tls
         self._socket = listening
         self._connections = connections
@@ -45,7 +45,7 @@ class Listener:
         self._resume()
 
     def close(self) -> None:
-        """Accept nothing more; connections that were made stay."""
+        """Accept no more connections; existing ones stay."""
         self._connections.on_room = lambda: None
         self._stop()
         self._socket.close()
@@ -66,7 +66,7 @@ class Listener:
             self._loop.remove_reader(self._socket)
 
     def _accept(self) -> None:
-        """Accept those that wait, of which there is at least one: only for it another connection may be dropped."""
+        """Accept waiting connections. At least one waits, so that dropping another one for it is justified."""
         if not self._connections.has_room():
             self._stop()  # until a connection is gone
             return
@@ -95,7 +95,7 @@ class Listener:
         handshake.add_done_callback(lambda _: self._end(handshake, protocol))
 
     async def _connect(self, accepted: socket.socket, protocol: DoorProtocol) -> None:
-        """Make a connection of an accepted socket."""
+        """Set up the connection of an accepted socket."""
         timeout_s = None if self._tls is None else _HANDSHAKE_S
         await self._loop.connect_accepted_socket(
             lambda: protocol, accepted, ssl=self._tls and self._tls(), ssl_handshake_timeout=timeout_s
@@ -103,7 +103,7 @@ class Listener:
 
     def _end(self, handshake: "asyncio.Task[None]", protocol: DoorProtocol) -> None:
         self._handshakes.discard(handshake)
-        if protocol.transport is None:  # it was never made
+        if protocol.transport is None:  # the connection was never made
             self._connections.discard(protocol)
         if not handshake.cancelled() and (error := handshake.exception()) is not None:
             logger.debug("connection failed: %s", error)

@@ -1,7 +1,4 @@
-"""The OpenAPI document of the door, made of what the door reads by: routes (routes.py), bodies (schema.py) and errors.
-
-Ranges of numbers are not in it: they are checked with the request, behind both doors, and refused with 400.
-"""
+"""The OpenAPI document of the HTTP API, derived from routes (routes.py), bodies (schema.py) and errors."""
 
 from typing import Any
 
@@ -9,7 +6,7 @@ from pydantic.json_schema import models_json_schema
 
 from common.version import installed_version
 from router.http.routes import ENDPOINTS, Endpoint
-from router.http.schema import option_schemas
+from router.http.schema import TEXT, const_schema, list_schema, object_schema, option_schemas
 
 _MEANINGS = {
     400: "not HTTP/1.1, not JSON, or a value is not allowed; `param` names the field",
@@ -26,50 +23,38 @@ _MEANINGS = {
 }
 
 
-def _object(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(properties)}
-
-
-def _list(items: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": items}
-
-
-def _one(value: str) -> dict[str, Any]:
-    return {"type": "string", "const": value}
-
-
-_TEXT, _COUNT = {"type": "string"}, {"type": "integer", "minimum": 0}
+_COUNT = {"type": "integer", "minimum": 0}
 _TEXT_OR_NULL: dict[str, Any] = {"type": ["string", "null"]}
 _NESTED: dict[str, Any] = {"type": ["object", "null"]}
-_USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
-_MODEL = _object(
-    id=_TEXT,
-    object=_one("model"),
+_USAGE = object_schema(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
+_MODEL = object_schema(
+    id=TEXT,
+    object=const_schema("model"),
     created=_COUNT,
-    owned_by=_TEXT,
+    owned_by=TEXT,
     max_model_len=_COUNT,
     vocab_size=_COUNT,
 )
 
 
 def _answer(kind: str, **choice: Any) -> dict[str, Any]:
-    whole_choice = _object(index=_COUNT, **choice, logprobs=_NESTED, finish_reason=_TEXT)
-    return _object(id=_TEXT, object=_one(kind), created=_COUNT, model=_TEXT, choices=_list(whole_choice), usage=_USAGE)
+    choices = list_schema(object_schema(index=_COUNT, **choice, logprobs=_NESTED, finish_reason=TEXT))
+    return object_schema(id=TEXT, object=const_schema(kind), created=_COUNT, model=TEXT, choices=choices, usage=_USAGE)
 
 
 _SCHEMAS: dict[str, dict[str, Any]] = {
-    "Error": _object(error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)),
-    "Completion": _answer("text_completion", text=_TEXT),
+    "Error": object_schema(error=object_schema(message=TEXT, type=TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)),
+    "Completion": _answer("text_completion", text=TEXT),
     "ChatCompletion": _answer(
-        "chat.completion", message=_object(role=_one("assistant"), content=_TEXT, refusal={"type": "null"})
+        "chat.completion", message=object_schema(role=const_schema("assistant"), content=TEXT, refusal={"type": "null"})
     ),
-    "Models": _object(object=_one("list"), data=_list(_MODEL)),
+    "Models": object_schema(object=const_schema("list"), data=list_schema(_MODEL)),
     "Model": _MODEL,
-    "Tokens": _object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_COUNT)),
-    "Text": _object(prompt=_TEXT),
-    "Status": _object(status=_one("ok")),
-    "Version": _object(version=_TEXT),
-    "Document": _object(openapi=_TEXT, info={"type": "object"}, paths={"type": "object"}),
+    "Tokens": object_schema(count=_COUNT, max_model_len=_COUNT, tokens=list_schema(_COUNT)),
+    "Text": object_schema(prompt=TEXT),
+    "Status": object_schema(status=const_schema("ok")),
+    "Version": object_schema(version=TEXT),
+    "Document": object_schema(openapi=TEXT, info={"type": "object"}, paths={"type": "object"}),
 }
 
 
@@ -80,7 +65,7 @@ def openapi_document() -> dict[str, Any]:
         paths.setdefault(endpoint.public_path, {})[endpoint.method.lower()] = _operation(endpoint)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "kvrelay", "version": installed_version(), "description": "OpenAI-compatible HTTP door."},
+        "info": {"title": "kvrelay", "version": installed_version(), "description": "OpenAI-compatible HTTP API."},
         "paths": paths,
         "components": {
             "schemas": {**_SCHEMAS, **_bodies()},
@@ -108,9 +93,9 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
 def _response(endpoint: Endpoint, status: int) -> dict[str, Any]:
     if status != 200:
         return {"description": _MEANINGS[status], "content": _json("Error")}
-    content = _json(endpoint.answer) if endpoint.answer in _SCHEMAS else {endpoint.answer: {"schema": _TEXT}}
+    content = _json(endpoint.answer) if endpoint.answer in _SCHEMAS else {endpoint.answer: {"schema": TEXT}}
     if endpoint.can_stream:
-        content["text/event-stream"] = {"schema": _object(data=_TEXT)}  # of each event
+        content["text/event-stream"] = {"schema": object_schema(data=TEXT)}  # of each event
     return {"description": endpoint.summary, "content": content}
 
 
@@ -119,14 +104,14 @@ def _json(schema: str) -> dict[str, Any]:
 
 
 def _bodies() -> dict[str, Any]:
-    """Return the schemas of all bodies, with every option that is known."""
+    """Return the schemas of all bodies, with every known option."""
     models = [endpoint.body for endpoint in ENDPOINTS if endpoint.body is not None]
     _, found = models_json_schema(
         [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
     )
     schemas: dict[str, Any] = found["$defs"]
     for schema in schemas.values():
-        schema["additionalProperties"] = {"type": "null"}  # unknown options are refused, unless they say nothing
+        schema["additionalProperties"] = {"type": "null"}  # unknown options are refused unless they are null
     for model in models:
         properties = schemas[model.__name__]["properties"]
         properties.update({name: option for name, option in option_schemas(model).items() if name not in properties})

@@ -1,4 +1,4 @@
-"""What came of an answer, cut by choices: consecutive tokens of one sample."""
+"""Pieces of an answer: consecutive tokens of one choice."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,11 +15,11 @@ FINISH_REASONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What a choice continues."""
+    """Prompt that a choice continues."""
 
     token_ids: TokenArray
     echo: str | None
-    """Its text, where the caller wants to see it again."""
+    """Text of the prompt, where the caller wants to see it again."""
     logprobs: Sequence[sampling_pb2.PositionLogprobs] = ()
 
 
@@ -28,14 +28,14 @@ class Piece:
     """Consecutive tokens of one choice."""
 
     index: int
-    """Of the choice."""
+    """Index of the choice."""
     tokens: Sequence[sampling_pb2.SampleToken]
     prompt: Prompt | None
-    """With the first piece of its choice."""
+    """Set on the first piece of its choice."""
 
     @property
     def text(self) -> str:
-        """Text that became certain with these tokens, behind the echo."""
+        """Text that became certain with these tokens, after the echo."""
         text = "".join([token.text for token in self.tokens])
         return text if self.prompt is None or self.prompt.echo is None else self.prompt.echo + text
 
@@ -51,7 +51,7 @@ class Piece:
 
 
 class Prompts:
-    """What the choices of a call continue, each told with the first piece of a choice."""
+    """Prompts of a call; each goes out with the first piece of every choice that continues it."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, Prompt] = {}
@@ -67,7 +67,7 @@ class Prompts:
             self._prompts[position] = replace(self._prompts[position], logprobs=delta.prompt_logprobs)
 
     def tell(self, position: int, index: int) -> Prompt | None:
-        """Return the prompt for a choice's first piece, afterwards None."""
+        """Return the prompt for a choice's first piece, None afterwards."""
         if index in self._told:
             return None
         self._told.add(index)

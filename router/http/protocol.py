@@ -1,14 +1,14 @@
-"""One connection: uvicorn's HTTP protocol, with bounds on what a client can have it keep, whoever it is.
+"""One connection: uvicorn's HTTP protocol, with bounds on the memory and time that any client can take.
 
-- httptools collects the head of a request for as long as it comes: here it has a bound.
-- Requests that come before earlier ones are answered wait in line (pipelining, which no client of ours uses). uvicorn
-  takes as many as come. Here at most `MAX_PIPELINED` wait; what comes behind them is not read, and the connection ends
-  with their last answer, so that the client sends the rest again.
-- uvicorn tells the last request of a connection that its client has left, and hears nothing of it while others wait.
-  Here the request that runs is told; those behind it have not begun.
-- A client that is silent, or sends a head byte by byte, holds its connection for as long as `Patience` says: only a
-  request that came whole ends the wait, not any byte. The body's time is measured where it is read (exchange.py).
-- What is no HTTP is answered in the form of all errors, and never in the middle of an earlier request's answer.
+- httptools collects the head of a request without a limit: here it has one.
+- Requests that arrive before earlier ones are answered (pipelining) wait. uvicorn takes any number of them. Here at
+  most `MAX_PIPELINED` wait; the following ones are not read, and the connection ends with the last answer, so that the
+  client sends the rest again.
+- uvicorn tells the last request of a connection that its client has left, and notices nothing while others wait. Here
+  the running request is told; those behind it have not begun.
+- A client that is silent, or sends a head byte by byte, holds its connection for the times of `Patience`: only a
+  complete request ends the wait, not any byte. The time of a body is limited where it is read (exchange.py).
+- Malformed HTTP is answered in the form of all errors, and never in the middle of an earlier request's answer.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ _UPGRADE = HttpError(
 
 
 class _StopParsing(Exception):
-    """What comes next is not read."""
+    """Ends the parsing of a connection."""
 
 
 def _is_answered(last: RequestResponseCycle) -> bool:
-    """Whether an answer to what could not be read would break into an earlier one, or be a second one."""
+    """Whether an error now would break into the answer of the last request, or be a second answer to it."""
     if last.more_body:
         return last.response_started
     return not last.response_complete
@@ -50,15 +50,15 @@ class DoorProtocol(HttpToolsProtocol):
     """One connection. Event loop only."""
 
     handshake: "asyncio.Task[None] | None" = None
-    """What makes the connection, for `drop` before it is made."""
+    """Task that makes the connection; `drop` cancels it."""
     _num_head_bytes: int | None = None
-    """Of a request whose head has begun and not ended."""
+    """Bytes of the head that has begun and not ended; None outside a head."""
     _running: RequestResponseCycle | None = None
-    """The request that was begun last; those that wait behind it are in `pipeline`."""
+    """The request that runs or ran last; those that wait behind it are in `pipeline`."""
     _error = _BROKEN
-    """What a client is told whose bytes the parser does not take."""
+    """Answer to bytes that the parser refuses."""
     _is_deaf = False
-    """Whatever else comes is dropped: the connection ends with the last answer."""
+    """Whether further bytes are dropped: the connection ends with the last answer."""
 
     def __init__(
         self, config: uvicorn.Config, state: ServerState, *, connections: Connections, patience: Patience
@@ -77,10 +77,10 @@ class DoorProtocol(HttpToolsProtocol):
         if self.transport is not None:
             self.transport.abort()
         elif self.handshake is not None:
-            self.loop.call_soon(self.handshake.cancel)  # behind its first step, which takes over the socket
+            self.loop.call_soon(self.handshake.cancel)  # after its first step, which takes over the socket
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came."""
+        """Parse received bytes."""
         if self._is_deaf:
             return
         if self._num_head_bytes is not None:
@@ -92,7 +92,7 @@ class DoorProtocol(HttpToolsProtocol):
         while rest:
             try:
                 self.parser.feed_data(rest)
-            except httptools.HttpParserUpgrade as upgrade:  # an offer, which is not taken up
+            except httptools.HttpParserUpgrade as upgrade:  # an offer, which is ignored
                 rest = rest[upgrade.args[0] :]
                 continue
             except httptools.HttpParserError:
@@ -117,18 +117,18 @@ class DoorProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         super().on_headers_complete()
         if self.pipeline:
-            self.flow.resume_reading()  # or nobody would notice that the client leaves
+            self.flow.resume_reading()  # else the client's departure would go unnoticed
 
     def on_message_complete(self) -> None:
         """End a request."""
         super().on_message_complete()
-        self.cycle.more_body = False  # also of one that was answered before it ended
+        self.cycle.more_body = False  # also for a request that was answered before its end
         if self.cycle.response_complete:
             self._expect_within(self._patience.idle_s)
         self._note_turn()
 
     def on_response_complete(self) -> None:
-        """Begin the next request that waits, or wait for the next one."""
+        """Begin the next waiting request, or wait for one."""
         super().on_response_complete()
         is_amid_request = self._num_head_bytes is not None or self.cycle.more_body
         if self.timeout_keep_alive_task is not None and is_amid_request:  # uvicorn has just begun the wait
@@ -150,7 +150,7 @@ class DoorProtocol(HttpToolsProtocol):
 
     @property
     def _is_working(self) -> bool:
-        """Whether a request that came whole is not answered."""
+        """Whether a complete request is not yet answered."""
         running = self._running
         return running is not None and not running.more_body and not running.response_complete
 
@@ -166,10 +166,10 @@ class DoorProtocol(HttpToolsProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(timeout_s, self.timeout_keep_alive_handler)
 
     def _stop_reading(self, error: HttpError) -> None:
-        """Hear no more: end the connection behind the last request that came whole, or at once with an error."""
+        """Read no more: end the connection after the last complete request, or at once with an error."""
         self._is_deaf = True
         last, running = self.cycle, self._running
-        if running is not None and self.pipeline and last.more_body:  # what broke is the body of one that waits
+        if running is not None and self.pipeline and last.more_body:  # the broken body is that of a waiting request
             self.pipeline.popleft()
             last = self.pipeline[0][0] if self.pipeline else running
         if running is None or not _is_answered(last):

@@ -1,4 +1,4 @@
-"""What the router tells of a request to who asks for it: `"kvrelay": {"report": true}`.
+"""How a request was served, for callers that ask by `"kvrelay": {"report": true}`.
 
 Field names are those of the gRPC messages (proto/kvrelay/v1/inference.proto), which define each of them.
 """
@@ -17,7 +17,7 @@ _PLAN_KINDS = {pb.PLAN_KIND_REMOTE: "remote", pb.PLAN_KIND_LOCAL: "local"}
 
 @dataclass(slots=True, eq=False)
 class RequestFacts:
-    """What was told of one request besides its tokens."""
+    """Events of one request other than tokens."""
 
     request_id: str
     plans: list[pb.PlanChosen] = field(default_factory=list)
@@ -25,7 +25,7 @@ class RequestFacts:
 
 
 def usage_of(requests: Iterable[RequestFacts]) -> dict[str, Any]:
-    """Return the token counts of all requests together, as OpenAI names them."""
+    """Return the token counts of all requests together, under OpenAI's names."""
     usages = [facts.completed.usage for facts in requests]
     prompt = sum(usage.num_prompt_tokens for usage in usages)
     output = sum(usage.num_output_tokens for usage in usages)
@@ -38,7 +38,7 @@ def usage_of(requests: Iterable[RequestFacts]) -> dict[str, Any]:
 
 
 def report_of(requests: Iterable[RequestFacts]) -> dict[str, Any]:
-    """Return the report: one entry for each prompt of the call."""
+    """Return the report, with an entry for each prompt of the call."""
     return {"requests": [_report(facts) for facts in requests]}
 
 

@@ -1,35 +1,39 @@
-"""What the door answers: every route, what it takes, and with which statuses it may end. No handler is named here.
+"""The endpoints of the HTTP API: each one's route, body, answer and statuses. Handlers are named in app.py.
 
-The application (app.py) serves exactly these, and the OpenAPI document (openapi.py) tells of exactly these.
+The application (app.py) serves exactly these, and the OpenAPI document (openapi.py) describes exactly these.
 """
 
 from dataclasses import dataclass
 
 from pydantic import BaseModel
 
-from router.http.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router.http.schema import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 
 _EVERYWHERE = (400, 405, 431)
-"""Bytes that are no HTTP, another method, a head without an end."""
+"""Statuses of malformed HTTP, of another method, and of a head without an end."""
 _IDENTIFIED = (401,)
-_BODY = (408, 413, 503)
-_GENERATION = (404, 429, 500, 504)
+_WITH_BODY = (401, 408, 413, 503)
+_GENERATION = (*_WITH_BODY, 404, 429, 500, 504)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Endpoint:
     """One path and its method."""
 
     name: str
     method: str
     path: str
-    """As Starlette writes it."""
+    """Path as Starlette writes it."""
     summary: str
-    body: type[BaseModel] | None = None
     answer: str
-    """Schema of the answer (openapi.py), or the content type of one that is no JSON."""
-    can_stream: bool = False
+    """Schema of the answer (openapi.py), or the content type of one that is not JSON."""
     errors: tuple[int, ...] = ()
+    body: type[BaseModel] | None = None
+
+    @property
+    def can_stream(self) -> bool:
+        """Whether the answer may be a stream of events."""
+        return self.body is not None and issubclass(self.body, GenerationBody)
 
     @property
     def statuses(self) -> tuple[int, ...]:
@@ -42,78 +46,24 @@ class Endpoint:
         return self.path.replace(":path}", "}")
 
 
+def _get(name: str, path: str, summary: str, answer: str, *errors: int) -> Endpoint:
+    return Endpoint(name, "GET", path, summary, answer, errors)
+
+
+def _post(name: str, path: str, summary: str, answer: str, body: type[BaseModel], *errors: int) -> Endpoint:
+    return Endpoint(name, "POST", path, summary, answer, errors, body)
+
+
 ENDPOINTS: tuple[Endpoint, ...] = (
-    Endpoint(
-        name="completions",
-        method="POST",
-        path="/v1/completions",
-        summary="Continue one or more texts",
-        body=CompletionBody,
-        answer="Completion",
-        can_stream=True,
-        errors=(*_IDENTIFIED, *_BODY, *_GENERATION),
-    ),
-    Endpoint(
-        name="chat",
-        method="POST",
-        path="/v1/chat/completions",
-        summary="Answer a conversation",
-        body=ChatBody,
-        answer="ChatCompletion",
-        can_stream=True,
-        errors=(*_IDENTIFIED, *_BODY, *_GENERATION),
-    ),
-    Endpoint(
-        name="models",
-        method="GET",
-        path="/v1/models",
-        summary="The served models",
-        answer="Models",
-        errors=_IDENTIFIED,
-    ),
-    Endpoint(
-        name="model",
-        method="GET",
-        path="/v1/models/{name:path}",
-        summary="One served model",
-        answer="Model",
-        errors=(*_IDENTIFIED, 404, 503),
-    ),
-    Endpoint(
-        name="tokenize",
-        method="POST",
-        path="/tokenize",
-        summary="Text or a conversation to tokens",
-        body=TokenizeBody,
-        answer="Tokens",
-        errors=(*_IDENTIFIED, *_BODY, 404),
-    ),
-    Endpoint(
-        name="detokenize",
-        method="POST",
-        path="/detokenize",
-        summary="Tokens to text",
-        body=DetokenizeBody,
-        answer="Text",
-        errors=(*_IDENTIFIED, *_BODY, 404),
-    ),
-    Endpoint(
-        name="health",
-        method="GET",
-        path="/health",
-        summary="Whether a request that came now would be served",
-        answer="Status",
-        errors=(503,),
-    ),
-    Endpoint(name="live", method="GET", path="/live", summary="Whether the router's process answers", answer="Status"),
-    Endpoint(
-        name="metrics",
-        method="GET",
-        path="/metrics",
-        summary="The router's Prometheus metrics, without router.auth",
-        answer="text/plain",
-        errors=(404,),
-    ),
-    Endpoint(name="version", method="GET", path="/version", summary="The version of kvrelay", answer="Version"),
-    Endpoint(name="openapi", method="GET", path="/openapi.json", summary="This document", answer="Document"),
+    _post("completions", "/v1/completions", "Continue one or more texts", "Completion", CompletionBody, *_GENERATION),
+    _post("chat", "/v1/chat/completions", "Answer a conversation", "ChatCompletion", ChatBody, *_GENERATION),
+    _get("models", "/v1/models", "The served models", "Models", *_IDENTIFIED),
+    _get("model", "/v1/models/{name:path}", "One served model", "Model", *_IDENTIFIED, 404, 503),
+    _post("tokenize", "/tokenize", "Text or a conversation to tokens", "Tokens", TokenizeBody, *_WITH_BODY, 404),
+    _post("detokenize", "/detokenize", "Tokens to text", "Text", DetokenizeBody, *_WITH_BODY, 404),
+    _get("health", "/health", "Whether a request that came now would be served", "Status", 503),
+    _get("live", "/live", "Whether the router's process answers", "Status"),
+    _get("metrics", "/metrics", "The router's Prometheus metrics, without router.auth", "text/plain", 404),
+    _get("version", "/version", "The version of kvrelay", "Version"),
+    _get("openapi", "/openapi.json", "This document", "Document"),
 )

@@ -1,69 +1,57 @@
-"""The JSON bodies of the endpoints: types are checked here, values where all doors check them (validation.py).
+"""The JSON bodies of the endpoints: types are checked here, values where both APIs check them (validation.py).
 
-What official clients send and what changes no answer is ignored. What would change the answer and is not supported is
-refused unless it says what we do anyway; so is what nobody knows, which may be a misspelt option.
+Options that official clients send and that change no answer are ignored. Unsupported options that would change the
+answer are refused, unless their value is the default; so are unknown ones, which may be misspelt.
 """
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+    create_model,
+)
 
 from common.bounds import MAX_PROMPT_TOKENS
 from common.errors import InvalidRequest
-from common.sampling import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKENS
+from common.sampling import PARAMETERS, Biases, Parameter, Texts, Tokens
 
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-_Stops = Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)]
-_StopTokens = Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)]
-_Biases = Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)]
 _Tokens = Annotated[list[int], Field(max_length=MAX_PROMPT_TOKENS)]
 ROLES: Mapping[str, str] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Of a message, with what each is to the model."""
-# Of fields that calls.py reads by hand: for the OpenAPI document.
-_TEXT = {"type": "string"}
-_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_PROMPT = {
-    "anyOf": [
-        _TEXT,
-        {"type": "array", "items": _TEXT, "minItems": 1},
-        _TOKEN_IDS,
-        {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
-    ]
-}
-_MESSAGES = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "type": "object",
-        "required": ["role", "content"],
-        "properties": {
-            "role": {"type": "string", "enum": list(ROLES)},
-            "content": {
-                "anyOf": [
-                    _TEXT,
-                    {
-                        "type": "array",
-                        "items": {
-                            "type": "object",
-                            "required": ["type", "text"],
-                            "properties": {"type": {"type": "string", "const": "text"}, "text": _TEXT},
-                        },
-                    },
-                ]
-            },
-        },
-    },
-}
+"""Roles of a message, each with the role that the model sees."""
+TEXT = {"type": "string"}
 
 
-Prompt = Annotated[Any, WithJsonSchema(_PROMPT)]
-Messages = Annotated[Any, WithJsonSchema(_MESSAGES)]
+def object_schema(**properties: Any) -> dict[str, Any]:
+    """Return the JSON schema of an object with these members, all of them required."""
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def list_schema(items: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of a list."""
+    return {"type": "array", "items": items}
+
+
+def const_schema(value: str) -> dict[str, Any]:
+    """Return the JSON schema of one text."""
+    return {"type": "string", "const": value}
+
+
+# calls.py reads these fields by hand: their schemas are for the OpenAPI document.
+_TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+_Texts = Annotated[list[str], Field(min_length=1)]
+_Prompts = str | _Texts | _TokenIds | Annotated[list[_TokenIds], Field(min_length=1)]
+_PARTS = list_schema(object_schema(type=const_schema("text"), text=TEXT))
+_MESSAGE = object_schema(role=TEXT | {"enum": list(ROLES)}, content={"anyOf": [TEXT, _PARTS]})
+Prompt = Annotated[Any, WithJsonSchema(TypeAdapter(_Prompts).json_schema())]
+Messages = Annotated[Any, WithJsonSchema(list_schema(_MESSAGE) | {"minItems": 1})]
 
 
 class _Strict(BaseModel):
@@ -71,7 +59,7 @@ class _Strict(BaseModel):
         strict=True, frozen=True, allow_inf_nan=False, extra="allow", use_attribute_docstrings=True
     )
     special_tokens: ClassVar[bool | None] = None
-    """What `add_special_tokens` may say, where it has a meaning."""
+    """The one value of `add_special_tokens` that is allowed, where it has a meaning."""
 
 
 class StreamOptions(_Strict):
@@ -82,41 +70,67 @@ class StreamOptions(_Strict):
 
 
 class Extension(_Strict):
-    """`kvrelay`: what OpenAI's API has no words for."""
+    """`kvrelay`: options without a counterpart in OpenAI's API."""
 
     report: bool | None = None
-    """Tell plan, timings and transfer with the answer."""
+    """Report plan, timings and transfer with the answer."""
     timeout_s: float | None = None
     ttft_s: float | None = None
     itl_s: float | None = None
 
 
-class GenerationBody(_Strict):
-    """What both generating endpoints take."""
+_JSON_TYPES: Mapping[Any, Any] = {Texts: list[str], Tokens: list[int], Biases: dict[str, float]}
+"""Types in JSON, where they differ."""
+_RENAMED = frozenset(("logprobs", "prompt_logprobs", "include_special_tokens", "detokenize"))
+"""OpenAI's API has other words for these, or none."""
+_LOWEST: Mapping[str, int] = {"top_k": -1, "seed": -(2**63)}
+"""Smallest values of options that accept more here: calls.py converts them."""
+
+SAMPLING_FIELDS: Mapping[str, Parameter] = {each.option: each for each in PARAMETERS if each.option not in _RENAMED}
+"""The sampling parameters that both generating endpoints take under their own names."""
+
+
+def _sampling_field(parameter: Parameter) -> Any:
+    """Return type and default of a body's field, as pydantic's `create_model` takes them."""
+    json_type: Any = _JSON_TYPES.get(parameter.type, parameter.type)
+    annotation: Any = Annotated[json_type, Field(max_length=parameter.max_entries)] | None
+    if parameter.type == Texts:
+        annotation = Annotated[annotation, BeforeValidator(_as_list, json_schema_input_type=str | annotation)]
+    # Told in the document only: numbers are checked with the request.
+    told: dict[str, Any] = {}
+    if parameter.type in (float, int):
+        told["exclusiveMinimum" if parameter.is_open else "minimum"] = _LOWEST.get(parameter.option, parameter.least)
+        told["maximum"] = parameter.most
+    return annotation, Field(default=None, description=parameter.meaning, json_schema_extra=told)
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+if TYPE_CHECKING:
+    _SamplingBody = _Strict
+else:
+    _SamplingBody = create_model(
+        "_SamplingBody", __base__=_Strict, **{name: _sampling_field(each) for name, each in SAMPLING_FIELDS.items()}
+    )
+
+
+class GenerationBody(_SamplingBody):
+    """The fields of both generating endpoints, beside those of `SAMPLING_FIELDS`."""
 
     model: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    n: int | None = None
-    stop: Annotated[_Stops | None, BeforeValidator(_as_list, json_schema_input_type=str | _Stops | None)] = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: _Biases | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Widespread extensions.
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    stop_token_ids: _StopTokens | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
     kvrelay: Extension | None = None
+
+    def sampling_options(self) -> dict[str, Any]:
+        """Return the fields of `SAMPLING_FIELDS` that are given."""
+        return {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
 
 
 class CompletionBody(GenerationBody):
@@ -195,7 +209,7 @@ _ONLY_AS: Mapping[str, tuple[Any, ...]] = {
     "structured_outputs": (),
     "cache_salt": (),
 }
-"""Known options of this and other servers that are not supported, and the values that change nothing."""
+"""Unsupported options of this and other servers, each with the values that change nothing."""
 
 _Body = TypeVar("_Body", bound=_Strict)
 
@@ -217,7 +231,7 @@ def parse_body(kind: type[_Body], raw: bytes) -> _Body:
 
 
 def option_schemas(kind: type[BaseModel]) -> dict[str, dict[str, Any]]:
-    """Return the known options that are no fields of a body, with the JSON schema of the values that they may have."""
+    """Return the known options that are not fields of a body, with the JSON schema of their allowed values."""
     options: dict[str, dict[str, Any]] = {name: {"description": "Ignored."} for name in sorted(_HARMLESS)}
     options |= {name: {"enum": [*values, None]} for name, values in _ONLY_AS.items()}
     special_tokens = getattr(kind, "special_tokens", None)
@@ -227,7 +241,7 @@ def option_schemas(kind: type[BaseModel]) -> dict[str, dict[str, Any]]:
 
 
 def field_path(*parts: str | int) -> str:
-    """Return how an error names a place: `messages[0].content`."""
+    """Return the path of a value in a body as errors name it: `messages[0].content`."""
     path = ""
     for part in parts:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
@@ -245,7 +259,7 @@ def _check_extra(body: _Strict, *, prefix: str, special_tokens: bool | None) -> 
             allowed = None if prefix else _ONLY_AS.get(name)
         if allowed is None:
             raise InvalidRequest(f"{field} is unknown here", field=field)
-        # True equals 1 to Python.
+        # In Python True == 1.
         if not any(value == each and isinstance(value, bool) is isinstance(each, bool) for each in allowed):
             takes = "; only " + " or ".join(map(json.dumps, allowed)) if allowed else ""
             raise InvalidRequest(f"{field} is not supported{takes}", field=field)

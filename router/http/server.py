@@ -1,4 +1,4 @@
-"""Serves the door's application with uvicorn, on the running event loop. Signals stay with whoever owns the process."""
+"""Serves the HTTP application with uvicorn on the running event loop. Signal handling stays with the process."""
 
 import asyncio
 import logging
@@ -20,20 +20,20 @@ from router.http.protocol import DoorProtocol
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 1
-"""For connections whose clients do not read their last answer."""
+"""Limit on connections whose clients do not read their last answer."""
 _BACKLOG = 2048
 _DATE_S = 1.0
 _LINUX_OPTIONS = {
     "TCP_KEEPIDLE": 20,
     "TCP_KEEPINTVL": 10,
     "TCP_KEEPCNT": 3,
-    # What was sent is not acknowledged, or the client's window stays closed, for this long (milliseconds).
+    # Milliseconds that sent data may stay unacknowledged, or the client's window closed.
     "TCP_USER_TIMEOUT": 120_000,
 }
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals alone, and waits to be stopped without looking ten times a second."""
+    """A uvicorn server that leaves signals alone and waits for `stop` instead of polling ten times a second."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -72,7 +72,7 @@ class HttpServer:
         self._serving = asyncio.create_task(server.serve(sockets=[]), name="http")
 
     async def stop(self, grace_s: float) -> None:
-        """Report 503, let running requests end for `grace_s` seconds, cancel the rest, close."""
+        """Refuse new calls with 503, wait up to `grace_s` seconds for running ones, cancel the rest, close."""
         await self._app.stop(grace_s)
         self._listener.close()
         self._server.stop()
@@ -80,7 +80,7 @@ class HttpServer:
 
 
 def uvicorn_config(app: HttpApp, patience: Patience) -> uvicorn.Config:
-    """Return how uvicorn serves a connection to `app`."""
+    """Return uvicorn's configuration for `app`."""
     return uvicorn.Config(
         app.asgi,
         http=DoorProtocol,
@@ -100,11 +100,11 @@ def uvicorn_config(app: HttpApp, patience: Patience) -> uvicorn.Config:
 async def start_http_server(
     door: FrontDoor, certificates: DoorCertificates | None, *, host: str, port: int
 ) -> HttpServer:
-    """Start serving, by TLS where there are certificates; port 0 picks a free one.
+    """Start serving, with TLS if there are certificates; port 0 picks a free one.
 
-    Raises OSError when the port is taken, ConfigError for too large limits.
+    Raises OSError when the port is taken, ConfigError for limits that are too large.
 
-    uvicorn serves the connections that `Listener` makes; it listens nowhere itself.
+    `Listener` accepts the connections that uvicorn serves.
     """
     patience = Patience()
     connections = Connections(most=_most_connections(door.parts.config.max_http_connections))
@@ -123,13 +123,13 @@ async def start_http_server(
 
 
 def _most_connections(wanted: int | None) -> int:
-    """Return how many connections the door may hold, as configured or as many as fit. Raises ConfigError."""
+    """Return the limit on open connections: the configured one, or as many as fit. Raises ConfigError."""
     open_files = claim_open_files()
     most = connections_per_listener(open_files)
     if wanted is not None and wanted > most:
         raise ConfigError(
-            f"router.max_http_connections: {wanted} do not fit: this process may open {open_files} files, of which each"
-            f" door gets {most}; raise the limit (`ulimit -n`, LimitNOFILE=) or lower the key"
+            f"router.max_http_connections: {wanted} do not fit: this process may open {open_files} files, of which the"
+            f" HTTP API gets {most}; raise the limit (`ulimit -n`, LimitNOFILE=) or lower the key"
         )
     chosen = most if wanted is None else wanted
     logger.info("http connections", extra={"max": chosen, "max_open_files": open_files})
@@ -137,7 +137,7 @@ def _most_connections(wanted: int | None) -> int:
 
 
 def _notice_dead_clients(listener: socket.socket) -> None:
-    """Have the kernel break connections whose client has vanished or does not read; they inherit the options."""
+    """Let the kernel break connections whose client has vanished or does not read; they inherit these options."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _LINUX_OPTIONS.items():
         if hasattr(socket, name):
@@ -145,7 +145,7 @@ def _notice_dead_clients(listener: socket.socket) -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens. Raises OSError that names the address."""
+    """Return a listening socket. Raises OSError that names the address."""
     try:
         info = socket.getaddrinfo(host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, _, _, address = info[0]

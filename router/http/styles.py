@@ -1,43 +1,49 @@
-"""How the two generating endpoints write an answer: the parts that surround the text, and log-probabilities."""
+"""Formats of the two generating endpoints: the JSON around the text, and log-probabilities."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from kvrelay.v1 import sampling_pb2
 from router.http.pieces import Piece
 
 LEAST_LOGPROB = -9999.0
-"""Told in place of minus infinity, which JSON does not have."""
+"""Stands for minus infinity, which JSON does not have."""
 
 TokenTexts = Callable[[Sequence[int]], Sequence[str]]
-"""The text of each token by itself."""
+"""Returns the text of each token by itself."""
 
 
-class Style(Protocol):
-    """Of one call: it may remember where in a choice it is."""
+class Style(ABC):
+    """Format of one call's answer. May remember the position in each choice."""
 
     id_prefix: str
     object_name: str
-    """Of a whole answer."""
+    """Name of a whole answer."""
     chunk_name: str
-    """Of an event of a stream."""
+    """Name of an event of a stream."""
     text_open: str
     """JSON of an event's choice, from its index to its text …"""
     text_close: str
     """… and behind it."""
     opening: str
-    """JSON of a choice, behind its index, in an event before its first text; empty: there is none."""
+    """JSON of a choice, behind its index, in an event before its first text; empty for no such event."""
     prompt_ids_with_choice: bool
-    """Whether the prompt's ids are told by each choice, not by the answer."""
+    """Whether each choice, rather than the answer, holds the prompt's ids."""
 
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+
+    @abstractmethod
     def logprobs(self, piece: Piece) -> dict[str, Any]:
         """Return the log-probabilities of a piece; pieces come in order."""
 
+    @abstractmethod
     def choice(self, text: str) -> dict[str, Any]:
         """Return the members of a complete choice that hold its text."""
 
 
-class CompletionStyle:
+class CompletionStyle(Style):
     """`/v1/completions`."""
 
     id_prefix = "cmpl-"
@@ -48,11 +54,11 @@ class CompletionStyle:
     prompt_ids_with_choice = True
 
     def __init__(self, texts: TokenTexts) -> None:
-        self._texts = texts
+        super().__init__(texts)
         self._lengths: dict[int, int] = {}
 
     def logprobs(self, piece: Piece) -> dict[str, Any]:
-        """Return parallel lists; what was echoed comes first."""
+        """Return parallel lists; the echoed prompt comes first."""
         offset = self._lengths.get(piece.index, 0)
         tokens: list[str] = []
         chosen: list[float | None] = []
@@ -86,7 +92,7 @@ class CompletionStyle:
         return {text: _value(entry) for text, entry in zip(texts, entries, strict=True)}
 
 
-class ChatStyle:
+class ChatStyle(Style):
     """`/v1/chat/completions`."""
 
     id_prefix = "chatcmpl-"
@@ -96,9 +102,6 @@ class ChatStyle:
     text_close = "}"
     opening = ',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
     prompt_ids_with_choice = False
-
-    def __init__(self, texts: TokenTexts) -> None:
-        self._texts = texts
 
     def logprobs(self, piece: Piece) -> dict[str, Any]:
         """Return an entry for each token."""
@@ -117,7 +120,7 @@ class ChatStyle:
 
     def _entry(self, entry: sampling_pb2.TokenLogprob) -> dict[str, Any]:
         (text,) = self._texts([entry.token_id])
-        is_whole = "\N{REPLACEMENT CHARACTER}" not in text  # part of a character has no text, and we no bytes of it
+        is_whole = "\N{REPLACEMENT CHARACTER}" not in text  # the bytes of a partial character are not known
         return {"token": text, "logprob": _value(entry), "bytes": list(text.encode()) if is_whole else None}
 
 
@@ -126,5 +129,5 @@ def _value(entry: sampling_pb2.TokenLogprob) -> float:
 
 
 def _padded(positions: Sequence[sampling_pb2.PositionLogprobs], length: int) -> Sequence[sampling_pb2.PositionLogprobs]:
-    """Return one entry a token: nothing is told of a prompt of one token, which nothing precedes."""
+    """Return one entry per token; a prompt of one token has no log-probabilities, since nothing precedes it."""
     return positions or [sampling_pb2.PositionLogprobs()] * length

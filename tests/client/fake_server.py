@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 import grpc
 
 from common.errors import KvrelayError, to_status
-from kvrelay.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2, worker_pb2
+from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.v1 import inference_pb2_grpc, sampling_pb2, worker_pb2
 
 LIMIT_S = 60.0
 
@@ -20,24 +21,24 @@ class Hold:
     """A step of a script: say nothing until the client goes away."""
 
 
-Step = inference_pb2.GenerateResponse | KvrelayError | Hold
+Step = pb.GenerateResponse | KvrelayError | Hold
 
 
-def accepted(num_prompt_tokens: int = 5) -> Step:
-    event = inference_pb2.Accepted(
+def accepted(num_prompt_tokens: int = 5) -> pb.GenerateResponse:
+    event = pb.Accepted(
         request_id="req-1",
         num_prompt_tokens=num_prompt_tokens,
         seed=7,
         fingerprint="f00d",
         rendered_unix_s=1_800_000_000,
     )
-    return inference_pb2.GenerateResponse(accepted=event)
+    return pb.GenerateResponse(accepted=event)
 
 
-def remote_plan(attempt: int = 1) -> Step:
-    return inference_pb2.GenerateResponse(
-        plan=inference_pb2.PlanChosen(
-            kind=inference_pb2.PLAN_KIND_REMOTE,
+def remote_plan(attempt: int = 1) -> pb.GenerateResponse:
+    return pb.GenerateResponse(
+        plan=pb.PlanChosen(
+            kind=pb.PLAN_KIND_REMOTE,
             prefill_worker_id="prefill-0",
             decode_worker_id="decode-0",
             predicted_cached_tokens=3,
@@ -47,14 +48,12 @@ def remote_plan(attempt: int = 1) -> Step:
     )
 
 
-def local_plan() -> Step:
-    plan = inference_pb2.PlanChosen(
-        kind=inference_pb2.PLAN_KIND_LOCAL, decode_worker_id="decode-1", reason="short suffix", attempt=1
-    )
-    return inference_pb2.GenerateResponse(plan=plan)
+def local_plan() -> pb.GenerateResponse:
+    plan = pb.PlanChosen(kind=pb.PLAN_KIND_LOCAL, decode_worker_id="decode-1", reason="short suffix", attempt=1)
+    return pb.GenerateResponse(plan=plan)
 
 
-def tokens(texts: Sequence[str], *, first_index: int = 0, sample_index: int = 0, last: str = "") -> Step:
+def tokens(texts: Sequence[str], *, first_index: int = 0, sample_index: int = 0, last: str = "") -> pb.GenerateResponse:
     """One message with a token for each text; `last` ("stop" or "length") ends the sample."""
     made = [
         sampling_pb2.SampleToken(
@@ -64,19 +63,19 @@ def tokens(texts: Sequence[str], *, first_index: int = 0, sample_index: int = 0,
     ]
     if last:
         made[-1].finish_reason = sampling_pb2.FinishReason.Value(f"FINISH_REASON_{last.upper()}")
-    return inference_pb2.GenerateResponse(tokens=inference_pb2.TokenDelta(tokens=made))
+    return pb.GenerateResponse(tokens=pb.TokenDelta(tokens=made))
 
 
-def completed(num_output_tokens: int = 2, num_attempts: int = 1) -> Step:
-    return inference_pb2.GenerateResponse(
-        completed=inference_pb2.Completed(
-            usage=inference_pb2.Usage(
+def completed(num_output_tokens: int = 2, num_attempts: int = 1) -> pb.GenerateResponse:
+    return pb.GenerateResponse(
+        completed=pb.Completed(
+            usage=pb.Usage(
                 num_prompt_tokens=5,
                 num_output_tokens=num_output_tokens,
                 num_cached_tokens=3,
                 num_decode_cached_tokens=2,
             ),
-            timings=inference_pb2.RequestTimings(
+            timings=pb.RequestTimings(
                 queue_s=0.001,
                 prefill_s=0.25,
                 transfer_s=0.004,
@@ -103,8 +102,8 @@ def hello_world() -> list[Step]:
     return [accepted(), remote_plan(), tokens(["Hello"]), tokens([" world"], first_index=1, last="stop"), completed()]
 
 
-def worker_view(worker_id: str, role: int, *, state: str = "ready") -> inference_pb2.WorkerView:
-    view = inference_pb2.WorkerView(worker_id=worker_id, address="127.0.0.1:7001", state=state, role=role)  # type: ignore[arg-type]
+def worker_view(worker_id: str, role: int, *, state: str = "ready") -> pb.WorkerView:
+    view = pb.WorkerView(worker_id=worker_id, address="127.0.0.1:7001", state=state, role=role)  # type: ignore[arg-type]
     if state == "ready":
         load = worker_pb2.LoadReport(num_running=1, num_waiting=2, num_free_blocks=60, num_blocks=64)
         view.status.CopyFrom(
@@ -125,20 +124,20 @@ def worker_view(worker_id: str, role: int, *, state: str = "ready") -> inference
     return view
 
 
-def remote_decision() -> inference_pb2.Decision:
-    """A decision between two plans, and everything that came of it."""
+def remote_decision() -> pb.Decision:
+    """A decision between two plans, with its outcome."""
     options = [
         ("prefill-0", "decode-1", 0.5, {"queue": 0.125, "prefill": 0.375}),
         ("", "decode-0", 2.0, {"queue": 2.0}),
     ]
-    remote, local = inference_pb2.PLAN_KIND_REMOTE, inference_pb2.PLAN_KIND_LOCAL
-    return inference_pb2.Decision(
+    remote, local = pb.PLAN_KIND_REMOTE, pb.PLAN_KIND_LOCAL
+    return pb.Decision(
         request_id="req-1",
         attempt=1,
         age_s=90.0,
         policy="predictive",
         num_tokens=1000,
-        plan=inference_pb2.PlanChosen(
+        plan=pb.PlanChosen(
             kind=remote,
             prefill_worker_id="prefill-0",
             decode_worker_id="decode-1",
@@ -151,7 +150,7 @@ def remote_decision() -> inference_pb2.Decision:
             predicted_itl_s=0.02,
         ),
         candidates=[
-            inference_pb2.Candidate(
+            pb.Candidate(
                 kind=remote if prefill else local,
                 prefill_worker_id=prefill,
                 decode_worker_id=decode,
@@ -163,14 +162,14 @@ def remote_decision() -> inference_pb2.Decision:
         ],
         num_candidates=6,
         decision_s=0.0004,
-        outcome=inference_pb2.DecisionOutcome(num_cached_tokens=608, ttft_s=0.625, mean_itl_s=0.03, ended="completed"),
+        outcome=pb.DecisionOutcome(num_cached_tokens=608, ttft_s=0.625, mean_itl_s=0.03, ended="completed"),
     )
 
 
-def running_decision() -> inference_pb2.Decision:
-    """A decision by a policy that predicts and compares nothing, of which nothing is known yet."""
-    plan = inference_pb2.PlanChosen(kind=inference_pb2.PLAN_KIND_LOCAL, decode_worker_id="decode-1", attempt=2)
-    return inference_pb2.Decision(request_id="req-0", attempt=2, policy="random", num_tokens=8, plan=plan)
+def running_decision() -> pb.Decision:
+    """A decision of a policy without predictions, still without an outcome."""
+    plan = pb.PlanChosen(kind=pb.PLAN_KIND_LOCAL, decode_worker_id="decode-1", attempt=2)
+    return pb.Decision(request_id="req-0", attempt=2, policy="random", num_tokens=8, plan=plan)
 
 
 class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
@@ -179,22 +178,20 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(self) -> None:
         self.script: list[Step] = hello_world()
         self.unary_error: KvrelayError | None = None
-        self.generate_requests: list[inference_pb2.GenerateRequest] = []
-        self.explain_requests: list[inference_pb2.ExplainRequest] = []
+        self.generate_requests: list[pb.GenerateRequest] = []
+        self.explain_requests: list[pb.ExplainRequest] = []
         self.decisions = [remote_decision(), running_decision()]
-        self.traffic: list[inference_pb2.RecordTrafficResponse] = []
-        """What is told after the beginning of a recording, which then ends unless it goes on."""
+        self.traffic: list[pb.RecordTrafficResponse] = []
+        """Messages after the beginning of a recording, which then ends unless `goes_on_recording`."""
         self.goes_on_recording = False
-        self.record_requests: list[inference_pb2.RecordTrafficRequest] = []
-        self.tokenize_requests: list[inference_pb2.TokenizeRequest] = []
+        self.record_requests: list[pb.RecordTrafficRequest] = []
+        self.tokenize_requests: list[pb.TokenizeRequest] = []
         self.time_remaining_s: float | None = None
         self.authorization: str | None = None
         self.client_left = threading.Event()
         """Set when a call ended before its script did."""
 
-    def Generate(
-        self, request: inference_pb2.GenerateRequest, context: Any
-    ) -> Iterator[inference_pb2.GenerateResponse]:
+    def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
         self.generate_requests.append(request)
         self.time_remaining_s = context.time_remaining()
         self.authorization = dict(context.invocation_metadata()).get("authorization")
@@ -216,27 +213,25 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
                 case KvrelayError():
                     played.append(step)
                     _abort(context, step)
-                case inference_pb2.GenerateResponse():
+                case pb.GenerateResponse():
                     played.append(step)
                     yield step
 
-    def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
+    def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         self.tokenize_requests.append(request)
         self._maybe_abort(context)
         words = request.text.split() if request.WhichOneof("input") == "text" else ["a", "b"]
-        return inference_pb2.TokenizeResponse(token_ids=range(1, len(words) + 1), pieces=words)
+        return pb.TokenizeResponse(token_ids=range(1, len(words) + 1), pieces=words)
 
-    def ListModels(self, request: inference_pb2.ListModelsRequest, context: Any) -> inference_pb2.ListModelsResponse:
+    def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
         self._maybe_abort(context)
-        model = inference_pb2.ModelInfo(name="tiny", max_model_len=2048, vocab_size=512, fingerprint="f00d")
-        return inference_pb2.ListModelsResponse(models=[model])
+        model = pb.ModelInfo(name="tiny", max_model_len=2048, vocab_size=512, fingerprint="f00d")
+        return pb.ListModelsResponse(models=[model])
 
-    def GetClusterStatus(
-        self, request: inference_pb2.GetClusterStatusRequest, context: Any
-    ) -> inference_pb2.GetClusterStatusResponse:
+    def GetClusterStatus(self, request: pb.GetClusterStatusRequest, context: Any) -> pb.GetClusterStatusResponse:
         self._maybe_abort(context)
-        return inference_pb2.GetClusterStatusResponse(
-            router=inference_pb2.RouterStatus(
+        return pb.GetClusterStatusResponse(
+            router=pb.RouterStatus(
                 policy="predictive",
                 num_active=2,
                 num_completed=11,
@@ -250,19 +245,17 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
             ],
         )
 
-    def Explain(self, request: inference_pb2.ExplainRequest, context: Any) -> inference_pb2.ExplainResponse:
+    def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:
         self.explain_requests.append(request)
         self._maybe_abort(context)
-        return inference_pb2.ExplainResponse(decisions=self.decisions)
+        return pb.ExplainResponse(decisions=self.decisions)
 
-    def RecordTraffic(
-        self, request: inference_pb2.RecordTrafficRequest, context: Any
-    ) -> Iterator[inference_pb2.RecordTrafficResponse]:
+    def RecordTraffic(self, request: pb.RecordTrafficRequest, context: Any) -> Iterator[pb.RecordTrafficResponse]:
         self.record_requests.append(request)
         self._maybe_abort(context)
         call_is_over = threading.Event()
         context.add_callback(call_is_over.set)
-        yield inference_pb2.RecordTrafficResponse()
+        yield pb.RecordTrafficResponse()
         yield from self.traffic
         if self.goes_on_recording:
             call_is_over.wait(LIMIT_S)

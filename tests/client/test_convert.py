@@ -6,7 +6,6 @@ from common.errors import EngineFault
 from common.wire import pack_tokens
 from kvrelay.client.collect import EventBuffer
 from kvrelay.client.convert import events_from_proto
-from kvrelay.client.decisions import Candidate, Decision, DecisionOutcome
 from kvrelay.client.records import (
     Accepted,
     Completed,
@@ -20,30 +19,40 @@ from kvrelay.client.records import (
     TransferStats,
     Usage,
 )
-from kvrelay.client.status import ClusterStatus, RouterStatus, WorkerLoad, WorkerStatus, WorkerView
-from kvrelay.v1 import inference_pb2, sampling_pb2, worker_pb2
+from kvrelay.client.status import (
+    Candidate,
+    ClusterStatus,
+    Decision,
+    DecisionOutcome,
+    RouterStatus,
+    WorkerLoad,
+    WorkerStatus,
+    WorkerView,
+)
+from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.v1 import sampling_pb2, worker_pb2
 from tests.client.fake_server import accepted, completed, local_plan
 
 
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (Accepted, inference_pb2.Accepted),
-        (PlanChosen, inference_pb2.PlanChosen),
+        (Accepted, pb.Accepted),
+        (PlanChosen, pb.PlanChosen),
         (Token, sampling_pb2.SampleToken),
-        (Usage, inference_pb2.Usage),
-        (RequestTimings, inference_pb2.RequestTimings),
+        (Usage, pb.Usage),
+        (RequestTimings, pb.RequestTimings),
         (TransferStats, worker_pb2.TransferStats),
-        (Completed, inference_pb2.Completed),
-        (ModelInfo, inference_pb2.ModelInfo),
-        (Candidate, inference_pb2.Candidate),
-        (Decision, inference_pb2.Decision),
-        (DecisionOutcome, inference_pb2.DecisionOutcome),
-        (RouterStatus, inference_pb2.RouterStatus),
+        (Completed, pb.Completed),
+        (ModelInfo, pb.ModelInfo),
+        (Candidate, pb.Candidate),
+        (Decision, pb.Decision),
+        (DecisionOutcome, pb.DecisionOutcome),
+        (RouterStatus, pb.RouterStatus),
         (WorkerLoad, worker_pb2.LoadReport),
         (WorkerStatus, worker_pb2.WorkerStatus),
-        (WorkerView, inference_pb2.WorkerView),
-        (ClusterStatus, inference_pb2.GetClusterStatusResponse),
+        (WorkerView, pb.WorkerView),
+        (ClusterStatus, pb.GetClusterStatusResponse),
     ],
 )
 def test_record_has_exactly_the_fields_of_its_message(record: type, message: type) -> None:
@@ -51,31 +60,24 @@ def test_record_has_exactly_the_fields_of_its_message(record: type, message: typ
     assert {field.name for field in dataclasses.fields(record)} == wire
 
 
-def test_runs_become_events_of_token_ids_that_an_answer_is_built_from() -> None:
+def runs(*made: sampling_pb2.TokenRun) -> pb.GenerateResponse:
+    return pb.GenerateResponse(tokens=pb.TokenDelta(runs=made))
+
+
+def test_runs_become_events_and_an_answer_without_text() -> None:
     buffer = EventBuffer()
-    for step in (accepted(), local_plan()):
-        assert isinstance(step, inference_pb2.GenerateResponse)
-        buffer.feed(step)
-    first = sampling_pb2.TokenRun(tokens=pack_tokens([7, 300_000]))
-    last = sampling_pb2.TokenRun(
-        first_token_index=2, tokens=pack_tokens([9]), finish_reason=sampling_pb2.FINISH_REASON_LENGTH
-    )
-    buffer.feed(inference_pb2.GenerateResponse(tokens=inference_pb2.TokenDelta(runs=[first])))
+    buffer.feed(accepted())
+    buffer.feed(local_plan())
+    buffer.feed(runs(sampling_pb2.TokenRun(tokens=pack_tokens([7, 300_000]))))
     with pytest.raises(EngineFault, match="token 3 arrived after 2"):
-        buffer.feed(
-            inference_pb2.GenerateResponse(
-                tokens=inference_pb2.TokenDelta(runs=[sampling_pb2.TokenRun(first_token_index=3, tokens=b"1234")])
-            )
-        )
-    buffer.feed(inference_pb2.GenerateResponse(tokens=inference_pb2.TokenDelta(runs=[last])))
-    last_step = completed()
-    assert isinstance(last_step, inference_pb2.GenerateResponse)
-    buffer.feed(last_step)
-    events = [buffer.take() for _ in range(4)]
-    assert events[2:] == [
+        buffer.feed(runs(sampling_pb2.TokenRun(first_token_index=3, tokens=b"1234")))
+    length = sampling_pb2.FINISH_REASON_LENGTH
+    buffer.feed(runs(sampling_pb2.TokenRun(first_token_index=2, tokens=pack_tokens([9]), finish_reason=length)))
+    buffer.feed(completed())
+    assert buffer.take_all()[2:4] == (
         TokenRun(sample_index=0, first_token_index=0, token_ids=(7, 300_000), finish_reason=None),
         TokenRun(sample_index=0, first_token_index=2, token_ids=(9,), finish_reason=FinishReason.LENGTH),
-    ]
+    )
     sample = buffer.build().samples[0]
     assert (sample.text, sample.token_ids, sample.finish_reason) == ("", (7, 300_000, 9), FinishReason.LENGTH)
 
@@ -86,8 +88,8 @@ def test_prompt_logprobs_come_before_the_first_token() -> None:
         top=[sampling_pb2.TokenLogprob(token_id=4, logprob=-0.25)],
     )
     token = sampling_pb2.SampleToken(token_id=9, text="x", logprobs=position)
-    delta = inference_pb2.TokenDelta(tokens=[token], prompt_logprobs=[position])
-    first, second = events_from_proto(inference_pb2.GenerateResponse(tokens=delta))
+    delta = pb.TokenDelta(tokens=[token], prompt_logprobs=[position])
+    first, second = events_from_proto(pb.GenerateResponse(tokens=delta))
     assert isinstance(first, PromptLogprobs)
     assert (first.positions[0].chosen.token_id, first.positions[0].chosen.logprob) == (3, -0.5)
     assert isinstance(second, Token)
@@ -96,7 +98,7 @@ def test_prompt_logprobs_come_before_the_first_token() -> None:
 
 
 def test_values_that_do_not_exist_are_none() -> None:
-    message = inference_pb2.GenerateResponse()
+    message = pb.GenerateResponse()
     message.completed.SetInParent()
     (event,) = events_from_proto(message)
     assert isinstance(event, Completed)
@@ -104,11 +106,11 @@ def test_values_that_do_not_exist_are_none() -> None:
 
 
 def test_unknown_enum_value_raises_engine_fault() -> None:
-    message = inference_pb2.GenerateResponse(plan=inference_pb2.PlanChosen(kind=77))  # type: ignore[arg-type]
+    message = pb.GenerateResponse(plan=pb.PlanChosen(kind=77))  # type: ignore[arg-type]
     with pytest.raises(EngineFault, match="plan kind 77"):
         list(events_from_proto(message))
 
 
 def test_unknown_event_is_skipped() -> None:
-    assert list(events_from_proto(inference_pb2.GenerateResponse())) == []
-    assert len(list(events_from_proto(completed()))) == 1  # type: ignore[arg-type]
+    assert list(events_from_proto(pb.GenerateResponse())) == []
+    assert len(list(events_from_proto(completed()))) == 1

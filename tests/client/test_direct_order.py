@@ -1,4 +1,4 @@
-"""One answer of the tokens of several streams."""
+"""Tokens of several streams become one answer."""
 
 import pytest
 from hypothesis import example, given
@@ -38,7 +38,7 @@ def piece(sample: int, first: int, length: int, *, as_run: bool) -> decode_pb2.T
         st.tuples(st.integers(0, 1), st.integers(0, LENGTH - 1), st.integers(1, LENGTH), st.booleans()), max_size=20
     )
 )
-def test_whatever_comes_is_taken_once_and_in_order(pieces: list[tuple[int, int, int, bool]]) -> None:
+def test_tokens_are_taken_once_and_in_order(pieces: list[tuple[int, int, int, bool]]) -> None:
     answer = InOrder(2)
     got: list[list[int]] = [[], []]
     known: list[set[int]] = [set(), set()]
@@ -59,6 +59,6 @@ def test_whatever_comes_is_taken_once_and_in_order(pieces: list[tuple[int, int, 
     assert answer.is_complete == all(len(ids) == LENGTH for ids in got)
 
 
-def test_a_token_of_a_sample_that_nobody_asked_for_is_a_fault() -> None:
+def test_token_of_a_sample_beyond_the_requested_ones_is_a_fault() -> None:
     with pytest.raises(EngineFault, match="sample 1"):
         list(InOrder(1).take(piece(1, 0, 1, as_run=False)))

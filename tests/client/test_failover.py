@@ -1,4 +1,4 @@
-"""Several routers: whoever is unreachable is left for the next, and an answer goes on where it was."""
+"""Several routers: an unreachable one is left for the next, which resumes the answer."""
 
 import asyncio
 import struct
@@ -12,6 +12,7 @@ from common.errors import InvalidRequest, KvrelayError, Overloaded, Unreachable,
 from kvrelay.client import AsyncClient, Client, Event, Generation, Token
 from kvrelay.client.failover import Attempts, RouterList
 from kvrelay.v1 import inference_pb2
+from tests.client.conftest import Connect
 from tests.client.fake_server import FakeInference, Step, accepted, completed, hello_world, remote_plan, serving, tokens
 
 NOBODY = "127.0.0.1:1"
@@ -19,25 +20,13 @@ GONE = Unreachable("gone")
 Ask = Callable[..., tuple[list[Event], Generation]]
 
 
-def ask_blocking(addresses: str | Sequence[str], **options: Any) -> tuple[list[Event], Generation]:
-    with Client(addresses, timeout_s=60) as client, client.stream("Hi", **options) as stream:
-        events = list(stream)
-        return events, stream.result()
+@pytest.fixture
+def ask(connect: Connect) -> Ask:
+    def ask(addresses: str | Sequence[str], **options: Any) -> tuple[list[Event], Generation]:
+        with connect(addresses, timeout_s=60) as client, client.stream("Hi", **options) as stream:
+            return list(stream), stream.result()
 
-
-def ask_async(addresses: str | Sequence[str], **options: Any) -> tuple[list[Event], Generation]:
-    async def ask() -> tuple[list[Event], Generation]:
-        async with AsyncClient(addresses, timeout_s=60) as client, client.stream("Hi", **options) as stream:
-            events = [event async for event in stream]
-            return events, await stream.result()
-
-    return asyncio.run(ask())
-
-
-@pytest.fixture(params=[ask_blocking, ask_async], ids=["blocking", "async"])
-def ask(request: pytest.FixtureRequest) -> Ask:
-    chosen: Ask = request.param
-    return chosen
+    return ask
 
 
 @contextmanager
@@ -53,15 +42,13 @@ def known(request: inference_pb2.GenerateRequest) -> list[tuple[list[int], bool]
     return [(list(struct.unpack(f"<{len(one.tokens) // 4}I", one.tokens)), one.is_finished) for one in samples]
 
 
-def test_first_router_is_unreachable_then_the_second_answers(ask: Ask) -> None:
-    fake = FakeInference()
-    with serving(fake) as address:
-        assert ask([NOBODY, address])[1].text == "Hello world"
-        assert ask(f"{NOBODY}, {address}")[1].text == "Hello world"
+def test_first_router_is_unreachable_then_the_second_answers(ask: Ask, fake: FakeInference, address: str) -> None:
+    assert ask([NOBODY, address])[1].text == "Hello world"
+    assert ask(f"{NOBODY}, {address}")[1].text == "Hello world"
     assert not fake.generate_requests[0].HasField("resume")
 
 
-def test_connection_breaks_midstream_then_the_answer_goes_on_behind_its_tokens(ask: Ask) -> None:
+def test_connection_that_breaks_midstream_resumes_after_the_received_tokens(ask: Ask) -> None:
     first: list[Step] = [accepted(), remote_plan(), tokens(["a", "b"]), tokens(["c"], first_index=2), GONE]
     second: list[Step] = [accepted(), remote_plan(), tokens(["d"], first_index=3, last="stop"), completed(4)]
     with two(first, second) as (addresses, _, other):
@@ -76,7 +63,7 @@ def test_connection_breaks_midstream_then_the_answer_goes_on_behind_its_tokens(a
     assert request.sampling.temperature == 0.7
 
 
-def test_samples_that_ended_are_told_as_ended_and_those_without_tokens_as_empty(ask: Ask) -> None:
+def test_resumed_request_tells_ended_and_empty_samples(ask: Ask) -> None:
     first: list[Step] = [
         *(accepted(), remote_plan()),
         *(tokens(["x"], sample_index=2), tokens(["a", "b"], last="stop"), GONE),
@@ -91,57 +78,52 @@ def test_samples_that_ended_are_told_as_ended_and_those_without_tokens_as_empty(
     assert known(other.generate_requests[0]) == [([100, 101], True), ([], False), ([100], False)]
 
 
-def test_answer_that_lacked_only_its_end_gets_it_from_the_next_router(ask: Ask) -> None:
+def test_answer_without_its_end_gets_it_from_the_next_router(ask: Ask) -> None:
     first: list[Step] = [accepted(), remote_plan(), tokens(["a"], last="stop"), GONE]
     with two(first, [accepted(), completed(1)]) as (addresses, _, _other):
         assert ask(addresses)[1].text == "a"
 
 
 @pytest.mark.parametrize("error", [Overloaded("full"), WorkerLost("no worker"), InvalidRequest("bad")])
-def test_error_of_a_router_that_answers_is_not_tried_elsewhere(ask: Ask, error: KvrelayError) -> None:
+def test_error_of_a_router_that_answers_is_not_retried(ask: Ask, error: KvrelayError) -> None:
     with two([accepted(), error], hello_world()) as (addresses, _, other):
         with pytest.raises(type(error)):
             ask(addresses)
         assert not other.generate_requests
 
 
-def test_single_address_is_tried_once(ask: Ask) -> None:
-    fake = FakeInference()
+def test_single_address_is_tried_once(ask: Ask, fake: FakeInference, address: str) -> None:
     fake.script = [accepted(), GONE]
-    with serving(fake) as address:
-        with pytest.raises(Unreachable):
-            ask(address)
-        assert len(fake.generate_requests) == 1
+    with pytest.raises(Unreachable):
+        ask(address)
+    assert len(fake.generate_requests) == 1
 
 
-def test_client_stays_with_the_router_that_works() -> None:
-    with two([accepted(), GONE], hello_world()) as (addresses, one, other), Client(addresses) as client:
+def test_client_stays_with_the_router_that_works(connect: Connect) -> None:
+    with two([accepted(), GONE], hello_world()) as (addresses, one, other), connect(addresses) as client:
         for _ in range(3):
             client.generate("Hi")
         assert client.address == addresses[1]
         assert (len(one.generate_requests), len(other.generate_requests)) == (1, 3)
 
 
-async def test_reading_calls_go_to_the_next_router_too() -> None:
-    fake = FakeInference()
-    with serving(fake) as address:
-        async with AsyncClient([NOBODY, address]) as client:
-            assert (await client.models())[0].name == "tiny"
-        async with AsyncClient([NOBODY, address]) as client:
-            assert (await client.status()).router.num_completed == 11
-        with Client([NOBODY, address]) as blocking:
-            assert (await asyncio.to_thread(blocking.tokenize, "a b")).token_ids == (1, 2)
+def test_reading_calls_go_to_the_next_router_too(connect: Connect, address: str) -> None:
+    with connect([NOBODY, address]) as client:
+        assert client.models()[0].name == "tiny"
+    with connect([NOBODY, address]) as client:
+        assert client.status().router.num_completed == 11
+    with connect([NOBODY, address]) as client:
+        assert client.tokenize("a b").token_ids == (1, 2)
 
 
-def test_max_attempts_bounds_what_fails_in_a_row(ask: Ask) -> None:
-    fake = FakeInference()
+def test_max_attempts_bounds_consecutive_failures(connect: Connect, fake: FakeInference, address: str) -> None:
     fake.script = [accepted(), remote_plan(), GONE]
-    with serving(fake) as address, Client(address, max_attempts=3) as client, pytest.raises(Unreachable):
+    with connect(address, max_attempts=3) as client, pytest.raises(Unreachable):
         client.generate("Hi")
     assert len(fake.generate_requests) == 3
 
 
-def test_attempts_try_everybody_at_once_and_then_wait_longer_and_longer() -> None:
+def test_attempts_try_every_router_at_once_and_then_wait_ever_longer() -> None:
     attempts = Attempts(RouterList(["a", "b"], max_attempts=7))
     waits = []
     for _ in range(6):
@@ -164,19 +146,17 @@ def test_max_attempts_below_one_is_refused() -> None:
         AsyncClient("a:1", max_attempts=0)
 
 
-async def test_stream_closed_while_it_waits_for_the_next_attempt_starts_none() -> None:
-    fake = FakeInference()
+async def test_stream_closed_between_two_attempts_starts_none(fake: FakeInference, address: str) -> None:
     fake.script = [accepted(), GONE]
-    with serving(fake) as address:
-        async with AsyncClient(address, max_attempts=1000) as client:
-            stream = client.stream("Hi")
-            reading = asyncio.create_task(_drain(stream))
-            await asyncio.wait((reading,), timeout=0.2)  # somewhere in between: it is closed at any moment
-            await stream.aclose()
-            await reading
-            seen = len(fake.generate_requests)
-            await client.models()
-            assert len(fake.generate_requests) == seen
+    async with AsyncClient(address, max_attempts=1000) as client:
+        stream = client.stream("Hi")
+        reading = asyncio.create_task(_drain(stream))
+        await asyncio.wait((reading,), timeout=0.2)  # somewhere in between: closing may come at any moment
+        await stream.aclose()
+        await reading
+        seen = len(fake.generate_requests)
+        await client.models()
+        assert len(fake.generate_requests) == seen
 
 
 async def _drain(stream: AsyncIterator[Event]) -> None:

@@ -1,11 +1,17 @@
-"""What a client says of TLS: from its argument, from the environment, and when both ends do not fit."""
+"""TLS of a client: its argument, the environment, and the advice in errors when both ends do not match."""
 
 from pathlib import Path
 
 import pytest
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, Unreachable
+from common.rpc_server import start_server
+from common.trust.access import Audience
+from common.trust.authority import Authority, AuthoritySettings
+from common.trust.credentials import Credentials
+from common.trust.guard import Guard
 from common.trust.identity import Role
+from kvrelay.client import AsyncClient
 from kvrelay.client.convert import _tls_hint
 from kvrelay.client.tls import CA_ENV, TLS_ENV, channel_credentials, resolve
 from tests.trust import credentials_of
@@ -62,6 +68,34 @@ def test_file_with_certificates_makes_a_connection_tls(tmp_path: Path) -> None:
         ("Connection refused", ""),
     ],
 )
-def test_failed_handshake_says_what_to_do(message: str, hint: str) -> None:
+def test_failed_handshake_comes_with_advice(message: str, hint: str) -> None:
     assert hint in _tls_hint(message)
     assert bool(_tls_hint(message)) is bool(hint)
+
+
+@pytest.mark.parametrize(
+    ("is_encrypted", "trusts", "advice"),
+    [
+        (True, "no certificate", "if it uses TLS, name the certificates that vouch for it"),
+        (True, "another cluster", "the given certificates do not vouch for it"),
+        (True, "this cluster", "add this one to tls.names"),
+        (False, "another cluster", "it does not use TLS"),
+    ],
+)
+async def test_client_that_cannot_connect_hears_what_to_change(
+    is_encrypted: bool, trusts: str, advice: str, tmp_path: Path
+) -> None:
+    """The router is at 127.0.0.1 and its certificate for another address."""
+    cluster = Authority.new(AuthoritySettings(cluster="door", is_encrypted=is_encrypted))
+    other = Authority.new(AuthoritySettings(cluster="door", is_encrypted=True))
+    ca = tmp_path / "ca.pem"
+    ca.write_bytes((cluster if trusts == "this cluster" else other).ca_pem)
+    guard = Guard(Credentials.of(cluster, Role.ROUTER, "router-0", ["192.0.2.1"]), Audience.CLIENTS)
+    server = await start_server(lambda _server: [], host="127.0.0.1", port=0, guard=guard)
+    try:
+        tls = False if trusts == "no certificate" else ca
+        async with AsyncClient(f"127.0.0.1:{server.port}", tls=tls, timeout_s=10) as client:
+            with pytest.raises(Unreachable, match=advice):
+                await client.models()
+    finally:
+        await server.stop(0)

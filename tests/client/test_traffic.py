@@ -1,15 +1,14 @@
 import asyncio
 import threading
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from common.errors import Overloaded, Unreachable
 from kvrelay.client import AsyncClient, Client, RecordedRequest
 from kvrelay.v1 import inference_pb2
-from tests.client.fake_server import FakeInference, serving
-
-LIMIT_S = 60.0
+from tests.client.conftest import Connect
+from tests.client.fake_server import LIMIT_S, FakeInference
 
 
 def told(num_prompt_tokens: int, *, num_dropped: int = 0) -> inference_pb2.RecordTrafficResponse:
@@ -24,20 +23,9 @@ def told(num_prompt_tokens: int, *, num_dropped: int = 0) -> inference_pb2.Recor
     return inference_pb2.RecordTrafficResponse(request=request, num_dropped=num_dropped)
 
 
-@pytest.fixture
-def fake() -> FakeInference:
-    return FakeInference()
-
-
-@pytest.fixture
-def address(fake: FakeInference) -> Iterator[str]:
-    with serving(fake) as bound:
-        yield bound
-
-
-def test_recording_yields_every_request_and_counts_what_is_missing(fake: FakeInference, address: str) -> None:
+def test_recording_yields_every_request_and_counts_missing_ones(fake: FakeInference, client: Any) -> None:
     fake.traffic = [told(20), told(30, num_dropped=4), inference_pb2.RecordTrafficResponse(num_dropped=5)]
-    with Client(address) as client, client.record(duration_s=2.0) as stream:
+    with client.record(duration_s=2.0) as stream:
         first, second = stream
         assert stream.num_dropped == 5
     assert first == RecordedRequest(
@@ -52,25 +40,15 @@ def test_recording_yields_every_request_and_counts_what_is_missing(fake: FakeInf
     assert [request.duration_s for request in fake.record_requests] == [2.0]
 
 
-async def test_async_recording_yields_the_same(fake: FakeInference, address: str) -> None:
-    fake.traffic = [told(20), told(30, num_dropped=4)]
-    async with AsyncClient(address) as client, client.record() as stream:
-        assert [request.num_prompt_tokens async for request in stream] == [20, 30]
-        assert stream.num_dropped == 4
-
-
-def test_refused_recording_raises_when_it_should_begin(fake: FakeInference, address: str) -> None:
+def test_refused_recording_raises_when_it_should_begin(fake: FakeInference, client: Any) -> None:
     fake.unary_error = Overloaded("4 recordings of this tenant run already")
-    with Client(address) as client, pytest.raises(Overloaded), client.record():
+    with pytest.raises(Overloaded), client.record():
         pass
 
 
-async def test_refused_async_recording_raises_when_it_should_begin(fake: FakeInference, address: str) -> None:
-    fake.unary_error = Overloaded("4 recordings of this tenant run already")
-    async with AsyncClient(address) as client:
-        with pytest.raises(Overloaded):
-            async with client.record():
-                pass
+def test_recording_of_an_unreachable_cluster_raises_unreachable(connect: Connect) -> None:
+    with connect("127.0.0.1:1") as client, pytest.raises(Unreachable), client.record():
+        pass
 
 
 def test_recording_that_another_thread_closes_ends(fake: FakeInference, address: str) -> None:
@@ -89,8 +67,3 @@ async def test_async_recording_that_another_task_closes_ends(fake: FakeInference
         await asyncio.sleep(0)
         await stream.aclose()
         assert await asyncio.wait_for(reading, LIMIT_S) is None
-
-
-def test_recording_of_a_cluster_that_is_not_there_says_so() -> None:
-    with Client("127.0.0.1:1") as client, pytest.raises(Unreachable), client.record():
-        pass

@@ -3,7 +3,7 @@
 from contextlib import suppress
 
 from common.errors import AccessDenied, EngineFault, UnknownModel
-from kvrelay.client.async_client import AsyncClient, AsyncGenerationStream
+from kvrelay.client import AsyncClient, AsyncGenerationStream, SamplingOptions
 from kvrelay.client.records import (
     Accepted,
     ChatMessage,
@@ -14,7 +14,6 @@ from kvrelay.client.records import (
     Token,
     TokenRun,
 )
-from kvrelay.client.requests import SamplingOptions
 from kvrelay.client.status import WorkerView
 from measure.load.records import PoolSample, ServerReport, WorkerSample
 from measure.load.targets.interface import ChunkSink, PreparedCall, TargetAnswer, TargetInfo, TargetRequest, TargetSpec

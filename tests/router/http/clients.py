@@ -1,7 +1,9 @@
-"""A cluster of scripted workers with the HTTP door, and OpenAI's own client in front of it."""
+"""A cluster of scripted workers with the HTTP API, and OpenAI's own client in front of it."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import inspect
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +11,19 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from common.config import RouterConfig, ServingConfig
-from tests.router.fakes import TIMEOUT_S, FakeWorker, TestCluster, config_with, running_cluster
+from tests.router.fakes import (
+    DECODE,
+    PREFILL,
+    TIMEOUT_S,
+    FakeWorker,
+    TestCluster,
+    config_with,
+    prompt_of,
+    running_cluster,
+)
 
 API_KEY = "sk-not-needed"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,6 +41,15 @@ class HttpCluster:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    async def complete(self, **options: Any) -> Any:
+        """Ask for six tokens after a prompt of ten; `options` may say otherwise."""
+        return await _create(self.client.completions.create, {"prompt": prompt_of(10), "max_tokens": 6} | options)
+
+    async def chat(self, **options: Any) -> Any:
+        """Ask for an answer to a short conversation; `options` may say otherwise."""
+        turns = [{"role": "user", "content": "hi"}]
+        return await _create(self.client.chat.completions.create, {"messages": turns} | options)
+
     async def until_responses(self, path: str, status: int, count: int = 1) -> None:
         """Wait until that many requests of a path ended with a status."""
         async with asyncio.timeout(TIMEOUT_S):
@@ -42,16 +63,33 @@ class HttpCluster:
         return round(float(found[0].rpartition(" ")[2])) if found else 0
 
 
+def pair() -> tuple[FakeWorker, FakeWorker]:
+    return FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
+
+
+def body_of(**fields: Any) -> bytes:
+    return json.dumps({"prompt": prompt_of(10), "max_tokens": 6, **fields}).encode()
+
+
 @asynccontextmanager
 async def http_cluster(
     *workers: FakeWorker, config: RouterConfig | ServingConfig | None = None, api_key: str = API_KEY
 ) -> AsyncIterator[HttpCluster]:
-    """Start workers and a router with an HTTP door."""
+    """Start workers and a router with the HTTP API."""
     config = config_with(http_port=0) if config is None else config
     async with running_cluster(*workers, config=config) as cluster:
         base_url = f"http://127.0.0.1:{cluster.router.http_port}/v1"
         async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=TIMEOUT_S) as client:
             yield HttpCluster(cluster=cluster, client=client)
+
+
+@asynccontextmanager
+async def held_cluster(gate: str, config: RouterConfig | None = None) -> AsyncIterator[tuple[HttpCluster, FakeWorker]]:
+    """Start a cluster whose decode worker stops at a gate; yields that worker, too."""
+    prefill, decode = pair()
+    decode.gates.close(gate)
+    async with http_cluster(prefill, decode, config=config) as http:
+        yield http, decode
 
 
 async def fetch(
@@ -70,6 +108,18 @@ async def fetch(
     return int(status.split()[1]), found, rest
 
 
+@asynccontextmanager
+async def sent(http: HttpCluster, raw: bytes) -> AsyncIterator[asyncio.StreamReader]:
+    """Send bytes on a connection of their own, which is broken when the block ends."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+    writer.write(raw)
+    await writer.drain()
+    try:
+        yield reader
+    finally:
+        writer.transport.abort()
+
+
 def head(method: str, path: str, content_length: int, **headers: str) -> bytes:
     """Return the head of a request."""
     told = {"host": "test", "connection": "close", "content-length": str(content_length), **headers}
@@ -77,6 +127,9 @@ def head(method: str, path: str, content_length: int, **headers: str) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-def extra(**fields: Any) -> dict[str, Any]:
-    """Return fields of the body that the client's signature does not name."""
-    return {"extra_body": fields}
+async def _create(create: Callable[..., Awaitable[Any]], options: dict[str, Any]) -> Any:
+    """Call OpenAI's client; options that it does not name go out as further fields of the body."""
+    known = inspect.signature(create).parameters.keys()
+    further = {name: value for name, value in options.items() if name not in known}
+    named = {name: value for name, value in options.items() if name in known}
+    return await create(**{"model": "fake"} | named, extra_body=further)

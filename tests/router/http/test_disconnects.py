@@ -1,38 +1,13 @@
-"""Clients that leave, and a router that stops: nothing is left behind, and everybody is told."""
+"""Clients that leave, and a router that stops: nothing is left behind, and every client is told."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
 import openai
 import pytest
 
-from tests.router.fakes import DECODE, PREFILL, TIMEOUT_S, FakeWorker, answer, prompt_of
-from tests.router.http.clients import HttpCluster, extra, fetch, head, http_cluster
-
-COMPLETIONS = "/v1/completions"
-
-
-def pair() -> tuple[FakeWorker, FakeWorker]:
-    return FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
-
-
-def body_of(**fields: Any) -> bytes:
-    return json.dumps({"prompt": prompt_of(10), "max_tokens": 6, **fields}).encode()
-
-
-@asynccontextmanager
-async def sent(http: HttpCluster, raw: bytes) -> AsyncIterator[asyncio.StreamReader]:
-    """Send bytes on a connection of their own, which is broken when the block ends."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
-    writer.write(raw)
-    await writer.drain()
-    try:
-        yield reader
-    finally:
-        writer.transport.abort()
+from tests.router.fakes import TIMEOUT_S, answer, prompt_of
+from tests.router.http.clients import COMPLETIONS, body_of, fetch, head, held_cluster, http_cluster, pair, sent
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -68,10 +43,8 @@ async def test_client_that_leaves_before_its_body_is_complete_frees_everything()
 
 
 async def test_client_that_leaves_a_call_of_several_prompts_cancels_all() -> None:
-    prefill, decode = pair()
-    decode.gates.close("token 1")
     body = body_of(prompt=[prompt_of(5), prompt_of(9)], n=2)
-    async with http_cluster(prefill, decode) as http:
+    async with held_cluster("token 1") as (http, decode):
         async with sent(http, head("POST", COMPLETIONS, len(body)) + body):
             async with asyncio.timeout(TIMEOUT_S):
                 while decode.calls["started"] < 2:
@@ -81,10 +54,8 @@ async def test_client_that_leaves_a_call_of_several_prompts_cancels_all() -> Non
 
 
 async def test_client_that_leaves_having_sent_more_requests_frees_everything() -> None:
-    prefill, decode = pair()
-    decode.gates.close("token 1")
     request = head("POST", COMPLETIONS, len(body_of()), connection="keep-alive") + body_of()
-    async with http_cluster(prefill, decode) as http:
+    async with held_cluster("token 1") as (http, decode):
         async with sent(http, request * 3):
             await decode.gates.reached("token 1")
         assert (await http.cluster.until_idle()).num_cancelled == 1
@@ -92,52 +63,40 @@ async def test_client_that_leaves_having_sent_more_requests_frees_everything() -
 
 
 async def test_openai_stream_that_is_closed_in_the_middle_frees_everything() -> None:
-    prefill, decode = pair()
-    decode.gates.close("token 3")
-    async with http_cluster(prefill, decode) as http:
-        stream = await http.client.chat.completions.create(
-            model="fake", messages=[{"role": "user", "content": "hi"}], max_tokens=6, stream=True
-        )
+    async with held_cluster("token 3") as (http, _):
+        stream = await http.chat(max_tokens=6, stream=True)
         async for _chunk in stream:
             break
         await stream.close()
         assert (await http.cluster.until_idle()).num_cancelled == 1
 
 
-async def test_client_that_does_not_read_holds_up_nobody() -> None:
+async def test_client_that_does_not_read_delays_no_other() -> None:
     prefill, decode = pair()
     body = body_of(stream=True, max_tokens=100)
     async with http_cluster(prefill, decode) as http, sent(http, head("POST", COMPLETIONS, len(body)) + body):
-        reply = await http.client.completions.create(
-            model="fake", prompt=prompt_of(12), max_tokens=6, **extra(return_token_ids=True)
-        )
-        assert (reply.choices[0].model_extra or {})["token_ids"] == answer(prompt_of(12), 6)
+        reply = await http.complete(prompt=prompt_of(12), return_token_ids=True)
+        assert reply.choices[0].token_ids == answer(prompt_of(12), 6)
 
 
 async def test_stop_lets_a_running_stream_end_and_refuses_new_calls() -> None:
-    prefill, decode = pair()
-    decode.gates.close("token 3")
-    async with http_cluster(prefill, decode) as http:
-        stream = await http.client.completions.create(
-            model="fake", prompt=prompt_of(10), max_tokens=6, stream=True, **extra(return_token_ids=True)
-        )
-        ids = [*(await anext(stream)).choices[0].model_extra["token_ids"]]
+    async with held_cluster("token 3") as (http, decode):
+        stream = await http.complete(stream=True, return_token_ids=True)
+        ids = [*(await anext(stream)).choices[0].token_ids]
         stopping = asyncio.create_task(http.cluster.router.stop(TIMEOUT_S))
         async with asyncio.timeout(TIMEOUT_S):
             while (await fetch(http.port, "GET", "/health"))[0] != 503:
                 pass
         assert (await fetch(http.port, "POST", COMPLETIONS, body_of()))[0] == 503
         decode.gates.open("token 3")
-        ids += [token async for chunk in stream for token in chunk.choices[0].model_extra["token_ids"]]
+        ids += [token async for chunk in stream for token in chunk.choices[0].token_ids]
         assert ids == answer(prompt_of(10), 6)
         await stopping
 
 
 async def test_stop_without_grace_ends_a_stream_with_an_error() -> None:
-    prefill, decode = pair()
-    decode.gates.close("token 3")
-    async with http_cluster(prefill, decode) as http:
-        stream = await http.client.completions.create(model="fake", prompt=prompt_of(10), max_tokens=6, stream=True)
+    async with held_cluster("token 3") as (http, _):
+        stream = await http.complete(stream=True)
         await anext(stream)
         stopping = asyncio.create_task(http.cluster.router.stop(0))
         with pytest.raises(openai.APIError, match="stopping"):
@@ -146,10 +105,8 @@ async def test_stop_without_grace_ends_a_stream_with_an_error() -> None:
         await stopping
 
 
-async def test_stop_without_grace_refuses_who_still_waits() -> None:
-    prefill, decode = pair()
-    decode.gates.close("reserve")
-    async with http_cluster(prefill, decode) as http:
+async def test_stop_without_grace_refuses_waiting_requests() -> None:
+    async with held_cluster("reserve") as (http, decode):
         waiting = asyncio.create_task(fetch(http.port, "POST", COMPLETIONS, body_of()))
         await decode.gates.reached("reserve")
         await http.cluster.router.stop(0)

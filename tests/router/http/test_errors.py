@@ -8,16 +8,12 @@ import pytest
 
 from common.errors import EngineFault, KvrelayError, error_classes
 from router.http.errors import error_body, kind_of
-from tests.router.fakes import DECODE, PREFILL, FakeWorker, config_with, prompt_of
-from tests.router.http.clients import extra, fetch, http_cluster
+from tests.router.fakes import config_with, prompt_of
+from tests.router.http.clients import CHAT, COMPLETIONS, fetch, held_cluster, http_cluster, pair
 from tests.router.test_tenants import KEYS, serving
 
-CHAT: Any = {"messages": [{"role": "user", "content": "hi"}]}
+TURN: Any = {"messages": [{"role": "user", "content": "hi"}]}
 TEXT: Any = {"prompt": "hi"}
-
-
-def pair() -> tuple[FakeWorker, FakeWorker]:
-    return FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
 
 
 def test_every_error_class_has_a_kind() -> None:
@@ -27,73 +23,60 @@ def test_every_error_class_has_a_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"),
+    ("path", "fields", "param"),
     [
-        ({**TEXT, "temperature": 11}, "temperature"),
-        ({**TEXT, "top_p": 0}, "top_p"),
-        ({**TEXT, "max_tokens": 0}, "max_tokens"),
-        ({**TEXT, "max_tokens": 2**40}, "max_tokens"),
-        ({**TEXT, "max_tokens": "many"}, "max_tokens"),
-        ({**TEXT, "n": 65}, "n"),
-        ({**TEXT, "n": 0}, "n"),
-        ({**TEXT, "seed": 2**64}, "seed"),
-        ({**TEXT, "stop": [""]}, "stop"),
-        ({**TEXT, "stop": [1]}, "stop[0]"),
-        ({**TEXT, "logprobs": 21}, "logprobs"),
-        ({**TEXT, "logit_bias": {"x": 1}}, "logit_bias"),
-        ({**TEXT, "logit_bias": {"300": 1}}, "logit_bias"),
-        ({**TEXT, "stop_token_ids": [-1]}, "stop_token_ids[0]"),
-        ({**TEXT, "stop": ["x"] * 17}, "stop"),
-        ({**TEXT, "stop_token_ids": [1] * 257}, "stop_token_ids"),
-        ({**TEXT, "logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
-        ({**TEXT, "best_of": 2}, "best_of"),
-        ({**TEXT, "suffix": "!"}, "suffix"),
-        ({**TEXT, "stream_options": {"include_usage": True}}, "stream_options"),
-        ({**TEXT, "stream": True, "stream_options": {"other": True}}, "stream_options.other"),
-        ({**TEXT, "temperatur": 1}, "temperatur"),
-        ({**TEXT, "priority": 2**31}, "priority"),
-        ({**TEXT, "kvrelay": {"timeout_s": 0}}, "kvrelay.timeout_s"),
-        ({**TEXT, "kvrelay": {"ttft_s": -1}}, "kvrelay.ttft_s"),
-        ({**TEXT, "kvrelay": {"reports": True}}, "kvrelay.reports"),
-        ({**TEXT, "cache_salt": "mine"}, "cache_salt"),
-        ({}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": [1, "a"]}, "prompt[1]"),
-        ({"prompt": ["a", 1]}, "prompt[1]"),
-        ({"prompt": [[1], [True]]}, "prompt[1][0]"),
-        ({"prompt": [1, 256]}, "prompt"),
-        ({"prompt": ["a"] * 129}, "prompt"),
+        (COMPLETIONS, {**TEXT, "temperature": 11}, "temperature"),
+        (COMPLETIONS, {**TEXT, "top_p": 0}, "top_p"),
+        (COMPLETIONS, {**TEXT, "max_tokens": 0}, "max_tokens"),
+        (COMPLETIONS, {**TEXT, "max_tokens": 2**40}, "max_tokens"),
+        (COMPLETIONS, {**TEXT, "max_tokens": "many"}, "max_tokens"),
+        (COMPLETIONS, {**TEXT, "n": 65}, "n"),
+        (COMPLETIONS, {**TEXT, "n": 0}, "n"),
+        (COMPLETIONS, {**TEXT, "seed": 2**64}, "seed"),
+        (COMPLETIONS, {**TEXT, "stop": [""]}, "stop"),
+        (COMPLETIONS, {**TEXT, "stop": [1]}, "stop[0]"),
+        (COMPLETIONS, {**TEXT, "logprobs": 21}, "logprobs"),
+        (COMPLETIONS, {**TEXT, "logit_bias": {"x": 1}}, "logit_bias"),
+        (COMPLETIONS, {**TEXT, "logit_bias": {"300": 1}}, "logit_bias"),
+        (COMPLETIONS, {**TEXT, "stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        (COMPLETIONS, {**TEXT, "stop": ["x"] * 17}, "stop"),
+        (COMPLETIONS, {**TEXT, "stop_token_ids": [1] * 257}, "stop_token_ids"),
+        (COMPLETIONS, {**TEXT, "logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
+        (COMPLETIONS, {**TEXT, "best_of": 2}, "best_of"),
+        (COMPLETIONS, {**TEXT, "suffix": "!"}, "suffix"),
+        (COMPLETIONS, {**TEXT, "stream_options": {"include_usage": True}}, "stream_options"),
+        (COMPLETIONS, {**TEXT, "stream": True, "stream_options": {"other": True}}, "stream_options.other"),
+        (COMPLETIONS, {**TEXT, "temperatur": 1}, "temperatur"),
+        (COMPLETIONS, {**TEXT, "priority": 2**31}, "priority"),
+        (COMPLETIONS, {**TEXT, "kvrelay": {"timeout_s": 0}}, "kvrelay.timeout_s"),
+        (COMPLETIONS, {**TEXT, "kvrelay": {"ttft_s": -1}}, "kvrelay.ttft_s"),
+        (COMPLETIONS, {**TEXT, "kvrelay": {"reports": True}}, "kvrelay.reports"),
+        (COMPLETIONS, {**TEXT, "cache_salt": "mine"}, "cache_salt"),
+        (COMPLETIONS, {}, "prompt"),
+        (COMPLETIONS, {"prompt": []}, "prompt"),
+        (COMPLETIONS, {"prompt": ""}, "prompt"),
+        (COMPLETIONS, {"prompt": [1, "a"]}, "prompt[1]"),
+        (COMPLETIONS, {"prompt": ["a", 1]}, "prompt[1]"),
+        (COMPLETIONS, {"prompt": [[1], [True]]}, "prompt[1][0]"),
+        (COMPLETIONS, {"prompt": [1, 256]}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a"] * 129}, "prompt"),
+        (CHAT, {}, "messages"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": ["hi"]}, "messages[0]"),
+        (CHAT, {"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+        (CHAT, {"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        (CHAT, {**TURN, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
+        (CHAT, {**TURN, "top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {**TURN, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {**TURN, "tools": [{"type": "function"}]}, "tools"),
+        (CHAT, {**TURN, "tool_choice": "required"}, "tool_choice"),
+        (CHAT, {**TURN, "response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {**TURN, "modalities": ["audio"]}, "modalities"),
     ],
 )
-async def test_completion_with_a_bad_field_is_refused_by_its_name(fields: dict[str, Any], param: str) -> None:
-    await _is_refused("/v1/completions", fields, param)
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({}, "messages"),
-        ({"messages": []}, "messages"),
-        ({"messages": ["hi"]}, "messages[0]"),
-        ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
-        ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
-        ({**CHAT, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
-        ({**CHAT, "top_logprobs": 2}, "top_logprobs"),
-        ({**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({**CHAT, "tools": [{"type": "function"}]}, "tools"),
-        ({**CHAT, "tool_choice": "required"}, "tool_choice"),
-        ({**CHAT, "response_format": {"type": "json_object"}}, "response_format"),
-        ({**CHAT, "modalities": ["audio"]}, "modalities"),
-    ],
-)
-async def test_chat_with_a_bad_field_is_refused_by_its_name(fields: dict[str, Any], param: str) -> None:
-    await _is_refused("/v1/chat/completions", fields, param)
-
-
-async def _is_refused(path: str, fields: dict[str, Any], param: str) -> None:
+async def test_bad_field_is_refused_by_its_name(path: str, fields: dict[str, Any], param: str) -> None:
     async with http_cluster(*pair()) as http:
         status, _headers, body = await fetch(http.port, "POST", path, json.dumps(fields).encode())
         error = json.loads(body)["error"]
@@ -111,24 +94,24 @@ async def _is_refused(path: str, fields: dict[str, Any], param: str) -> None:
 )
 async def test_fields_that_change_no_answer_are_taken(fields: dict[str, Any]) -> None:
     async with http_cluster(*pair()) as http:
-        reply = await http.client.chat.completions.create(model="fake", max_tokens=1, **CHAT, **extra(**fields))
+        reply = await http.chat(max_tokens=1, **fields)
         assert reply.choices[0].finish_reason == "length"
 
 
 async def test_prompt_that_is_too_long_is_a_bad_request_with_openais_code() -> None:
     async with http_cluster(*pair()) as http:
         with pytest.raises(openai.BadRequestError) as caught:
-            await http.client.completions.create(model="fake", prompt=prompt_of(200))
+            await http.complete(prompt=prompt_of(200), max_tokens=None)
         assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
         with pytest.raises(openai.BadRequestError) as caught:
-            await http.client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "a" * 200}])
+            await http.chat(messages=[{"role": "user", "content": "a" * 200}])
         assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
 
 
 async def test_unknown_model_is_not_found() -> None:
     async with http_cluster(*pair()) as http:
         with pytest.raises(openai.NotFoundError) as caught:
-            await http.client.completions.create(model="other", prompt="hi")
+            await http.complete(model="other")
         assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
         with pytest.raises(openai.NotFoundError):
             await http.client.models.retrieve("a/b")
@@ -136,7 +119,7 @@ async def test_unknown_model_is_not_found() -> None:
 
 async def test_unknown_key_is_unauthenticated_before_the_body_is_read() -> None:
     async with http_cluster(*pair(), config=serving(http_port=0), api_key=KEYS["a"]) as http:
-        assert (await http.client.completions.create(model="fake", prompt="hi", max_tokens=1)).choices
+        assert (await http.complete(max_tokens=1)).choices
         with pytest.raises(openai.AuthenticationError) as caught:
             await http.client.with_options(api_key="sk-wrong").completions.create(model="fake", prompt="hi")
         assert caught.value.code == "invalid_api_key"
@@ -149,12 +132,12 @@ async def test_unknown_key_is_unauthenticated_before_the_body_is_read() -> None:
         assert (await fetch(http.port, "GET", "/health"))[0] == 200
 
 
-async def test_full_line_is_a_rate_limit_with_the_time_to_come_back() -> None:
+async def test_full_queue_is_a_rate_limit_with_the_time_to_retry() -> None:
     prefill, decode = pair()
     decode.report.num_free_blocks, decode.report.num_running = 0, 1
     async with http_cluster(prefill, decode, config=config_with(http_port=0, max_queued=1)) as http:
         with pytest.raises(openai.RateLimitError) as caught:
-            await http.client.completions.create(model="fake", prompt=["hi", "ho"], max_tokens=1)
+            await http.complete(prompt=["hi", "ho"], max_tokens=1)
         headers = caught.value.response.headers
         assert (headers["retry-after"], headers["retry-after-ms"]) == ("1", "1000")
         assert caught.value.code == "rate_limit_exceeded"
@@ -162,31 +145,25 @@ async def test_full_line_is_a_rate_limit_with_the_time_to_come_back() -> None:
 
 
 async def test_deadline_of_the_extension_is_a_gateway_timeout() -> None:
-    prefill, decode = pair()
-    decode.gates.close("token 2")
-    async with http_cluster(prefill, decode) as http:
+    async with held_cluster("token 2") as (http, _):
         with pytest.raises(openai.InternalServerError) as caught:
-            await http.client.completions.create(
-                model="fake", prompt=prompt_of(10), max_tokens=6, **extra(kvrelay={"timeout_s": 0.3})
-            )
+            await http.complete(kvrelay={"timeout_s": 0.3})
         assert (caught.value.status_code, caught.value.code) == (504, "deadline_exceeded")
         status = await http.cluster.until_idle()
         assert (status.num_failed, status.num_cancelled) == (1, 0)
 
 
 async def test_client_side_timeout_cancels_the_request() -> None:
-    prefill, decode = pair()
-    decode.gates.close("token 2")
-    async with http_cluster(prefill, decode) as http:
+    async with held_cluster("token 2") as (http, _):
         with pytest.raises(openai.APITimeoutError):
-            await http.client.completions.create(model="fake", prompt=prompt_of(10), max_tokens=6, timeout=0.2)
+            await http.complete(timeout=0.2)
         assert (await http.cluster.until_idle()).num_cancelled == 1
 
 
 async def test_no_worker_is_unavailable() -> None:
     async with http_cluster(config=config_with(http_port=0, queue_timeout_s=0.05)) as http:
         with pytest.raises(openai.InternalServerError) as caught:
-            await http.client.completions.create(model="fake", prompt="hi")
+            await http.complete()
         assert caught.value.status_code == 503
         assert (await http.client.models.list()).data == []
 
@@ -195,7 +172,7 @@ async def test_error_in_mid_stream_is_an_event_on_which_the_client_raises() -> N
     prefill, decode = pair()
     decode.faults["token 3"] = EngineFault("a step failed")
     async with http_cluster(prefill, decode, config=config_with(http_port=0, max_attempts=1)) as http:
-        stream = await http.client.completions.create(model="fake", prompt=prompt_of(10), max_tokens=6, stream=True)
+        stream = await http.complete(stream=True)
         with pytest.raises(openai.APIError, match="a step failed") as caught:
             async for _chunk in stream:
                 pass
@@ -208,7 +185,7 @@ async def test_error_before_the_first_token_of_a_stream_is_a_status() -> None:
     prefill.faults["prefill"] = EngineFault("a step failed")
     async with http_cluster(prefill, decode, config=config_with(http_port=0, max_attempts=1)) as http:
         with pytest.raises(openai.InternalServerError) as caught:
-            await http.client.completions.create(model="fake", prompt=prompt_of(10), stream=True)
+            await http.complete(stream=True)
         assert caught.value.status_code == 500
 
 

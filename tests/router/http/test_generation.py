@@ -1,13 +1,14 @@
-"""Answers that meet no failure, as OpenAI's own client reads them."""
+"""Answers without failures, as OpenAI's own client reads them."""
 
 import asyncio
+import json
 from typing import Any
 
 import openai
 import pytest
 
-from tests.router.fakes import DECODE, PREFILL, FakeWorker, answer, config_with, prompt_of, sent_prompt
-from tests.router.http.clients import API_KEY, extra, http_cluster
+from tests.router.fakes import DECODE, FakeWorker, answer, config_with, prompt_of, sent_prompt
+from tests.router.http.clients import API_KEY, COMPLETIONS, fetch, http_cluster, pair
 
 pytestmark = pytest.mark.filterwarnings("error")
 MESSAGES: Any = [
@@ -16,87 +17,56 @@ MESSAGES: Any = [
 ]
 
 
-def pair() -> tuple[FakeWorker, FakeWorker]:
-    return FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
-
-
 async def test_completion_brings_every_token_and_the_usage() -> None:
     prefill, decode = pair()
     prefill.num_cached_tokens = 4
     async with http_cluster(prefill, decode) as http:
-        reply = await http.client.completions.create(
-            model="fake", prompt=prompt_of(10), max_tokens=6, **extra(return_token_ids=True)
-        )
+        reply = await http.complete(return_token_ids=True)
         (choice,) = reply.choices
         assert choice.model_extra == {"token_ids": answer(prompt_of(10), 6), "prompt_token_ids": prompt_of(10)}
-        assert (choice.index, choice.finish_reason, reply.object, reply.model) == (
-            0,
-            "length",
-            "text_completion",
-            "fake",
-        )
-        assert reply.usage is not None
+        assert (choice.index, choice.finish_reason) == (0, "length")
+        assert (reply.object, reply.model) == ("text_completion", "fake")
         assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (10, 6, 16)
-        assert reply.usage.prompt_tokens_details is not None
         assert reply.usage.prompt_tokens_details.cached_tokens == 4
         assert (await http.cluster.until_idle()).num_completed == 1
 
 
 async def test_completion_stream_brings_every_token_then_the_usage() -> None:
     async with http_cluster(*pair()) as http:
-        stream = await http.client.completions.create(
-            model="fake",
-            prompt=prompt_of(10),
-            max_tokens=6,
-            stream=True,
-            stream_options={"include_usage": True},
-            **extra(return_token_ids=True),
-        )
+        stream = await http.complete(stream=True, stream_options={"include_usage": True}, return_token_ids=True)
         chunks = [chunk async for chunk in stream]
         *parts, last = chunks
-        ids = [token for part in parts for token in (part.choices[0].model_extra or {})["token_ids"]]
-        assert ids == answer(prompt_of(10), 6)
-        assert (parts[0].choices[0].model_extra or {})["prompt_token_ids"] == prompt_of(10)
+        assert [token for part in parts for token in part.choices[0].token_ids] == answer(prompt_of(10), 6)
+        assert parts[0].choices[0].prompt_token_ids == prompt_of(10)
         assert [part.choices[0].finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
         assert last.choices == []
-        assert last.usage is not None
         assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (10, 6)
         assert len({chunk.id for chunk in chunks}) == 1
         await http.cluster.until_idle()
 
 
 async def test_running_usage_grows_by_the_tokens_of_each_event() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
     async with http_cluster(*pair()) as http:
-        stream = await http.client.completions.create(
-            model="fake",
-            prompt=prompt_of(10),
-            max_tokens=6,
-            stream=True,
-            **extra(return_token_ids=True, stream_options={"include_usage": True, "continuous_usage_stats": True}),
-        )
         num_tokens = 0
-        async for chunk in stream:
-            num_tokens += sum(len((choice.model_extra or {})["token_ids"]) for choice in chunk.choices)
-            assert chunk.usage is not None
+        async for chunk in await http.complete(stream=True, stream_options=options, return_token_ids=True):
+            num_tokens += sum(len(choice.token_ids) for choice in chunk.choices)
             assert (chunk.usage.prompt_tokens, chunk.usage.completion_tokens) == (10, num_tokens)
             assert chunk.usage.total_tokens == 10 + num_tokens
         assert num_tokens == 6
 
 
-async def test_chat_is_tokenized_as_the_grpc_door_does_it() -> None:
+async def test_chat_is_tokenized_as_over_grpc() -> None:
     decode = FakeWorker("d0", DECODE)
     async with http_cluster(decode) as http:
-        reply = await http.client.chat.completions.create(model="fake", messages=MESSAGES, max_completion_tokens=2)
+        reply = await http.chat(messages=MESSAGES, max_completion_tokens=2)
         assert bytes(sent_prompt(decode.requests[0].sequence)) == b"system: be brief\nuser: hi\nassistant:"
         assert (reply.choices[0].message.role, reply.choices[0].finish_reason) == ("assistant", "length")
 
 
 async def test_chat_stream_begins_each_choice_with_its_role() -> None:
     async with http_cluster(*pair()) as http:
-        stream = await http.client.chat.completions.create(
-            model="fake", messages=MESSAGES, n=2, max_tokens=3, stream=True
-        )
-        chunks = [chunk async for chunk in stream]
+        chunks = [chunk async for chunk in await http.chat(n=2, max_tokens=3, stream=True)]
         for index in (0, 1):
             mine = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
             assert [choice.delta.role for choice in mine] == ["assistant"] + [None] * (len(mine) - 1)
@@ -104,83 +74,72 @@ async def test_chat_stream_begins_each_choice_with_its_role() -> None:
         assert all(chunk.usage is None for chunk in chunks)
 
 
-async def test_stream_tells_running_counts_and_a_chats_prompt_ids_beside_its_choices() -> None:
+async def test_chat_stream_has_running_counts_and_prompt_ids_beside_its_choices() -> None:
+    options = {"continuous_usage_stats": True}
     async with http_cluster(*pair()) as http:
-        options: Any = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
-        stream = await http.client.chat.completions.create(
-            model="fake", messages=MESSAGES, max_tokens=5, **options, **extra(return_token_ids=True)
+        stream = await http.chat(
+            messages=MESSAGES, max_tokens=5, stream=True, stream_options=options, return_token_ids=True
         )
-        chunks = [chunk async for chunk in stream if chunk.choices and (chunk.choices[0].model_extra or {})]
-        counts = [len((chunk.choices[0].model_extra or {})["token_ids"]) for chunk in chunks]
+        chunks = [chunk async for chunk in stream if chunk.choices and chunk.choices[0].model_extra]
+        counts = [len(chunk.choices[0].token_ids) for chunk in chunks]
         usages = [chunk.usage for chunk in chunks if chunk.usage is not None]
         assert [usage.completion_tokens for usage in usages] == [sum(counts[: i + 1]) for i in range(len(counts))]
         assert sum(counts) == 5
-        assert bytes((chunks[0].model_extra or {})["prompt_token_ids"]).startswith(b"system: be brief")
-        assert {usage.prompt_tokens for usage in usages} == {len((chunks[0].model_extra or {})["prompt_token_ids"])}
+        assert bytes(chunks[0].prompt_token_ids).startswith(b"system: be brief")
+        assert {usage.prompt_tokens for usage in usages} == {len(chunks[0].prompt_token_ids)}
 
 
 async def test_options_reach_the_worker_under_their_own_names() -> None:
     decode = FakeWorker("d0", DECODE)
-    asked: dict[str, Any] = {
+    unchanged: dict[str, Any] = {
         "temperature": 0.5,
         "top_p": 0.75,
+        "min_p": 0.125,
+        "repetition_penalty": 1.25,
         "presence_penalty": 0.25,
         "frequency_penalty": -0.5,
-        "seed": -1,
-        "stop": "x",
         "n": 2,
+        "stop_token_ids": [9],
         "max_tokens": 7,
-        "logit_bias": {"65": -3},
+        "min_tokens": 3,
+        "ignore_eos": True,
     }
-    others = {"top_k": -1, "min_p": 0.125, "repetition_penalty": 1.25, "min_tokens": 3, "ignore_eos": True}
+    changed = {"top_k": -1, "seed": -1, "stop": "x", "logit_bias": {"65": -3}, "skip_special_tokens": False}
     async with http_cluster(decode) as http:
-        await http.client.completions.create(
-            model="fake", prompt="hi", **asked, **extra(**others, stop_token_ids=[9], skip_special_tokens=False)
-        )
+        await http.complete(prompt="hi", **unchanged, **changed)
     sent = decode.requests[0].sequence.sampling
-    assert (sent.temperature, sent.top_p, sent.presence_penalty, sent.frequency_penalty) == (0.5, 0.75, 0.25, -0.5)
-    assert (sent.seed, list(sent.stop), sent.n, sent.max_tokens) == (2**64 - 1, ["x"], 2, 7)
-    assert (dict(sent.logit_bias), sent.top_k, sent.min_p, sent.repetition_penalty) == ({65: -3}, 0, 0.125, 1.25)
-    assert (sent.min_tokens, sent.ignore_eos, list(sent.stop_token_ids)) == (3, True, [9])
+    assert {name: getattr(sent, name) for name in unchanged} == unchanged
+    assert (sent.top_k, sent.seed, list(sent.stop), dict(sent.logit_bias)) == (0, 2**64 - 1, ["x"], {65: -3})
     assert sent.include_special_tokens
 
 
-@pytest.mark.parametrize("path", ["completions", "chat"])
-async def test_length_without_a_limit_is_openais_or_the_servers(path: str) -> None:
+@pytest.mark.parametrize(("path", "num_tokens"), [("completions", 16), ("chat", 20)])
+async def test_length_without_a_limit_is_openais_or_the_servers(path: str, num_tokens: int) -> None:
     async with http_cluster(*pair(), config=config_with(http_port=0, default_max_tokens=20)) as http:
-        if path == "chat":
-            usage = (await http.client.chat.completions.create(model="fake", messages=MESSAGES)).usage
-        else:
-            usage = (await http.client.completions.create(model="fake", prompt="hi")).usage
-        assert usage is not None
-        assert usage.completion_tokens == (20 if path == "chat" else 16)
+        reply = await (http.chat() if path == "chat" else http.complete(max_tokens=None))
+        assert reply.usage.completion_tokens == num_tokens
 
 
 async def test_completion_of_several_prompts_numbers_choices_by_prompt_and_sample() -> None:
     prompts = [prompt_of(5), prompt_of(9)]
     async with http_cluster(*pair()) as http:
-        reply = await http.client.completions.create(
-            model="fake", prompt=prompts, n=2, max_tokens=4, **extra(return_token_ids=True, kvrelay={"report": True})
-        )
-        found = {choice.index: (choice.model_extra or {})["token_ids"] for choice in reply.choices}
-        assert found == {
+        reply = await http.complete(prompt=prompts, n=2, max_tokens=4, return_token_ids=True, kvrelay={"report": True})
+        assert {choice.index: choice.token_ids for choice in reply.choices} == {
             2 * position + sample: answer(prompt, 4, sample)
             for position, prompt in enumerate(prompts)
             for sample in (0, 1)
         }
-        assert reply.usage is not None
         assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (14, 16)
-        assert len((reply.model_extra or {})["kvrelay"]["requests"]) == 2
+        assert len(reply.kvrelay["requests"]) == 2
         assert (await http.cluster.until_idle()).num_completed == 2
 
 
-async def test_report_tells_plan_timings_and_transfer() -> None:
+async def test_report_has_plan_timings_and_transfer() -> None:
+    body = json.dumps({"prompt": "hi", "max_tokens": 2, "seed": 7, "kvrelay": {"report": True}}).encode()
     async with http_cluster(*pair()) as http:
-        raw = await http.client.completions.with_raw_response.create(
-            model="fake", prompt="hi", max_tokens=2, seed=7, **extra(kvrelay={"report": True})
-        )
-        (told,) = (raw.parse().model_extra or {})["kvrelay"]["requests"]
-        assert told["request_id"] == raw.headers["x-request-id"]
+        _status, headers, raw = await fetch(http.port, "POST", COMPLETIONS, body)
+        (told,) = json.loads(raw)["kvrelay"]["requests"]
+        assert told["request_id"] == headers["x-request-id"]
         assert (told["plans"][0]["kind"], told["plans"][0]["decode_worker_id"]) == ("remote", "d0")
         assert (told["timings"]["prefill_s"], told["transfer"]["kv_bytes"], told["seed"]) == (0.25, 100, 7)
 

@@ -1,4 +1,4 @@
-"""Whatever comes in is answered with one clear refusal, and the router lives."""
+"""Malformed input of any kind gets one clear refusal, and the router lives on."""
 
 import asyncio
 import json
@@ -8,15 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from router.http.protocol import MAX_HEAD_BYTES
-from tests.router.fakes import DECODE, PREFILL, TIMEOUT_S, FakeWorker, config_with, prompt_of
-from tests.router.http.clients import fetch, http_cluster
-
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-
-
-def pair() -> tuple[FakeWorker, FakeWorker]:
-    return FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
-
+from tests.router.fakes import TIMEOUT_S, config_with, prompt_of
+from tests.router.http.clients import CHAT, COMPLETIONS, fetch, http_cluster, pair
 
 BODIES = {
     "nothing": b"",

@@ -1,4 +1,4 @@
-"""The OpenAPI document tells of every route, field, option and status of the door, and of nothing else."""
+"""The OpenAPI document and docs/openai.md name every route, field, option and error of the HTTP API."""
 
 import json
 import re
@@ -8,18 +8,31 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, error_classes
+from common.wire import sampling_from_proto
 from router.http import errors as http_errors
-from router.http.errors import ErrorKind
+from router.http.calls import completion_call
+from router.http.errors import ErrorKind, kind_of
 from router.http.openapi import openapi_document
 from router.http.routes import ENDPOINTS
-from router.http.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
+from router.http.schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Extension,
+    StreamOptions,
+    TokenizeBody,
+    parse_body,
+)
 from tests.router.fakes import DECODE, FakeWorker
 from tests.router.http.clients import fetch, http_cluster
 from tests.router.test_tenants import serving
 
-_DOC = Path(__file__).parents[3] / "docs" / "openai.md"
+GUIDE = (Path(__file__).parents[3] / "docs" / "openai.md").read_text(encoding="utf-8")
+NAMED = set(re.findall(r"[a-z_]+", GUIDE))
 BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+UNTYPED = {"prompt", "messages"}
+"""Lists of several forms: router/http/calls.py bounds them by `check_length`."""
 
 
 def schemas() -> dict[str, Any]:
@@ -68,6 +81,30 @@ def test_option_of_the_document_is_taken_with_its_values_and_no_other() -> None:
                 parse_body(CompletionBody, json.dumps({"prompt": "a", name: "surely not"}).encode())
 
 
+def check(option: str, value: float) -> None:
+    """Take a body with that option through every check. Raises InvalidRequest."""
+    body = {"prompt": "a", "max_tokens": 2**31 - 1, option: value}
+    (request,) = completion_call(parse_body(CompletionBody, json.dumps(body).encode())).requests
+    sampling_from_proto(request.sampling, default_max_tokens=1, default_seed=1).validate(vocab_size=256)
+
+
+def test_documented_bounds_of_numbers_are_those_that_are_checked() -> None:
+    properties = schemas()["CompletionBody"]["properties"]
+    bounded = {name: schema for name, schema in properties.items() if "maximum" in schema}
+    assert {"temperature", "top_k", "top_p", "seed", "n"} < set(bounded)
+    for name, schema in bounded.items():
+        check(name, schema["maximum"])
+        refused = [schema["maximum"] + 1]
+        if "minimum" in schema:
+            check(name, schema["minimum"])
+            refused.append(schema["minimum"] - 1)
+        else:
+            refused.append(schema["exclusiveMinimum"])
+        for value in refused:
+            with pytest.raises(InvalidRequest, match=name):
+                check(name, value)
+
+
 def test_option_that_python_calls_equal_is_refused_like_any_other() -> None:
     for body in (b'{"prompt": "a", "best_of": true}', b'{"prompt": "a", "use_beam_search": 0}'):
         with pytest.raises(InvalidRequest):
@@ -82,20 +119,36 @@ def test_schemas_are_json_schemas_and_resolve() -> None:
     assert used <= set(schemas())
 
 
-def test_documents_name_every_status_of_an_error() -> None:
+@pytest.mark.parametrize("body", BODIES)
+def test_every_list_and_object_of_a_body_has_a_bound(body: type[Any]) -> None:
+    properties = body.model_json_schema()["properties"]
+    for name in properties.keys() - UNTYPED:
+        for form in properties[name].get("anyOf", [properties[name]]):
+            if form.get("type") == "array":
+                assert "maxItems" in form, name
+            elif form.get("type") == "object":
+                assert "maxProperties" in form, name
+
+
+def test_documents_name_every_status_and_code_of_an_error() -> None:
     kinds = [each for each in vars(http_errors).values() if isinstance(each, ErrorKind)]
-    kinds += http_errors._KINDS.values()  # noqa: SLF001
-    # 499 is told to nobody; 403 belongs to direct streams, which this door has not.
+    kinds += [kind_of(cls("")) for cls in error_classes() if cls.__module__ == "common.errors"]
+    # 499 and client_gone reach no client; 403 and access_denied belong to direct streams, which only gRPC has.
     statuses = {kind.status for kind in kinds} - {499, 403}
-    told = {int(status) for each in ENDPOINTS for status in each.statuses}
-    assert statuses | {200} == told
-    rows = set(re.findall(r"^\| (\d{3}(?:, \d{3})*) \|", _DOC.read_text(encoding="utf-8"), re.MULTILINE))
+    assert statuses | {200} == {int(status) for each in ENDPOINTS for status in each.statuses}
+    rows = set(re.findall(r"^\| (\d{3}(?:, \d{3})*) \|", GUIDE, re.MULTILINE))
     assert statuses == {int(status) for row in rows for status in row.split(", ")}
+    assert {kind.code for kind in kinds if kind.code} - {"client_gone", "access_denied"} <= NAMED
 
 
 def test_guide_names_every_endpoint() -> None:
-    guide = _DOC.read_text(encoding="utf-8").replace("{id}", "{name}")
+    guide = GUIDE.replace("{id}", "{name}")
     assert [each.name for each in ENDPOINTS if f"`{each.method} {each.public_path}`" not in guide] == []
+
+
+@pytest.mark.parametrize("kind", [*BODIES, StreamOptions, Extension])
+def test_guide_names_every_field(kind: type[Any]) -> None:
+    assert set() < set(kind.model_fields) <= NAMED
 
 
 async def test_only_these_routes_answer_without_a_key() -> None:

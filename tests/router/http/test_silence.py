@@ -1,136 +1,66 @@
 """Clients that are silent or slow hold a connection for a bounded time, and never the last one."""
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-import uvicorn
-from uvicorn.server import ServerState
 
 from common.config import ConfigError
-from router.http.connections import Connections, Patience
-from router.http.protocol import DoorProtocol
-from tests.router.fakes import DECODE, PREFILL, TIMEOUT_S, FakeWorker, config_with
-from tests.router.http.clients import fetch, head, http_cluster
-from tests.router.http.test_disconnects import COMPLETIONS, body_of
-from tests.router.http.test_protocol import GET, FakeTransport, answer, silence
+from router.http.connections import Connections
+from tests.router.fakes import DECODE, TIMEOUT_S, FakeWorker, config_with
+from tests.router.http.clients import COMPLETIONS, body_of, fetch, head, held_cluster, http_cluster
+from tests.router.http.connection import GET, Connection, silence
 
-PATIENCE = Patience(head_s=20, idle_s=75)
 MOST = 16
 
 
-class Timers:
-    """A loop whose timers the test runs."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self._timers: list[tuple[float, Callable[..., None], asyncio.Handle]] = []
-
-    def call_later(self, delay_s: float, call: Callable[..., None], *args: Any) -> asyncio.Handle:
-        handle = asyncio.Handle(call, args, asyncio.get_running_loop())
-        self._timers.append((self.now_s + delay_s, call, handle))
-        return handle
-
-    def advance(self, seconds: float) -> None:
-        self.now_s += seconds
-        due = [timer for timer in self._timers if timer[0] <= self.now_s]
-        self._timers = [timer for timer in self._timers if timer not in due]
-        for _at_s, call, handle in due:
-            if not handle.cancelled():
-                call()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(asyncio.get_running_loop(), name)
-
-
-class Client:
-    """A connection, and the time on it."""
-
-    def __init__(self, app: Any = answer) -> None:
-        config = uvicorn.Config(
-            app, ws="none", lifespan="off", interface="asgi3", log_config=None, timeout_keep_alive=PATIENCE.idle_s
-        )
-        self.connections = Connections(most=MOST)
-        self.protocol = DoorProtocol(config, ServerState(), connections=self.connections, patience=PATIENCE)
-        self.timers = Timers()
-        self.protocol.loop = self.timers  # type: ignore[assignment]
-        self.transport = FakeTransport()
-        self.connections.add(self.protocol)
-        self.protocol.connection_made(self.transport)
-
-    async def send(self, data: bytes) -> None:
-        self.protocol.data_received(data)
-        for task in list(self.protocol.tasks):
-            await asyncio.wait([task], timeout=0)
-            await asyncio.sleep(0)
-
-    def is_closed_after(self, seconds: float) -> bool:
-        self.timers.advance(seconds)
-        return self.transport.is_closed
-
-    async def leave(self) -> None:
-        self.protocol.connection_lost(None)
-        while self.protocol.tasks:
-            await asyncio.wait(self.protocol.tasks)
-            await asyncio.sleep(0)
-        assert self.connections.num_open == 0
-
-
 async def test_connection_that_says_nothing_is_closed() -> None:
-    client = Client()
-    assert not client.is_closed_after(19)
-    assert client.is_closed_after(1)
-    await client.leave()
+    async with Connection() as client:
+        assert not client.is_closed_after(19)
+        assert client.is_closed_after(1)
 
 
-async def test_head_that_comes_byte_by_byte_is_not_waited_for_any_longer() -> None:
-    client = Client()
-    for byte in b"GET / HTTP/1.1\r\nh":
-        await client.send(bytes([byte]))
-        client.timers.advance(1)
-    await client.send(b"o")
-    assert not client.transport.is_closed
-    assert client.is_closed_after(20 - len(b"GET / HTTP/1.1\r\nh"))
-    await client.leave()
+async def test_head_that_comes_byte_by_byte_gets_no_more_time() -> None:
+    async with Connection() as client:
+        for byte in b"GET / HTTP/1.1\r\nh":
+            await client.send(bytes([byte]))
+            client.timers.advance(1)
+        await client.send(b"o")
+        assert not client.is_closed
+        assert client.is_closed_after(20 - len(b"GET / HTTP/1.1\r\nh"))
 
 
-async def test_connection_between_requests_is_kept_for_as_long_as_clients_keep_it() -> None:
-    client = Client()
-    for _ in range(3):
-        await client.send(GET)
-        assert not client.is_closed_after(74)
-    await client.send(b"\r\n")  # no request
-    assert client.is_closed_after(1)
-    await client.leave()
+async def test_connection_between_requests_is_kept_for_the_idle_time() -> None:
+    async with Connection() as client:
+        for _ in range(3):
+            await client.send(GET)
+            assert not client.is_closed_after(74)
+        await client.send(b"\r\n")  # no request
+        assert client.is_closed_after(1)
 
 
 async def test_second_head_that_does_not_end_is_closed_like_the_first() -> None:
-    client = Client()
-    await client.send(GET)
-    client.timers.advance(60)
-    await client.send(GET[:5])
-    assert not client.is_closed_after(19)
-    await client.send(GET[5:6])
-    assert client.is_closed_after(1)
-    await client.leave()
+    async with Connection() as client:
+        await client.send(GET)
+        client.timers.advance(60)
+        await client.send(GET[:5])
+        assert not client.is_closed_after(19)
+        await client.send(GET[5:6])
+        assert client.is_closed_after(1)
 
 
-async def test_body_that_nobody_waits_for_does_not_hold_the_connection() -> None:
-    client = Client()
-    await client.send(b"POST / HTTP/1.1\r\ncontent-length: 100\r\n\r\n")
-    assert b"200 OK" in client.transport.written
-    client.timers.advance(19)
-    await client.send(b"x")
-    assert client.is_closed_after(1)
-    await client.leave()
+async def test_body_of_an_answered_request_does_not_hold_the_connection() -> None:
+    async with Connection() as client:
+        await client.send(b"POST / HTTP/1.1\r\ncontent-length: 100\r\n\r\n")
+        assert b"200 OK" in client.written
+        client.timers.advance(19)
+        await client.send(b"x")
+        assert client.is_closed_after(1)
 
 
-async def test_request_that_is_being_served_has_no_time_limit_of_the_connection() -> None:
-    client = Client(silence)
-    await client.send(GET)
-    assert not client.is_closed_after(10_000)
-    await client.leave()
+async def test_running_request_has_no_time_limit_of_the_connection() -> None:
+    async with Connection(silence) as client:
+        await client.send(GET)
+        assert not client.is_closed_after(10_000)
 
 
 class Mute:
@@ -143,7 +73,7 @@ class Mute:
         self.num_drops += 1
 
 
-def test_full_door_drops_who_has_waited_longest_and_no_request() -> None:
+def test_full_table_drops_the_longest_waiting_connection_and_no_request() -> None:
     connections = Connections(most=3)
     first, second, third = [Mute() for _ in range(3)]
     for each in (first, second, third):
@@ -161,7 +91,7 @@ def test_full_door_drops_who_has_waited_longest_and_no_request() -> None:
     assert (first.num_drops, third.num_drops) == (0, 1)
 
 
-def test_full_door_of_running_requests_hears_when_one_of_them_could_go() -> None:
+def test_full_table_of_running_requests_reports_one_that_may_go() -> None:
     heard: list[int] = []
     connections = Connections(most=1, on_room=lambda: heard.append(1))
     only = Mute()
@@ -174,7 +104,7 @@ def test_full_door_of_running_requests_hears_when_one_of_them_could_go() -> None
     assert only.num_drops == 1
 
 
-async def test_silent_connections_beyond_the_limit_shut_nobody_out() -> None:
+async def test_silent_connections_beyond_the_limit_shut_no_client_out() -> None:
     config = config_with(http_port=0, max_http_connections=MOST)
     async with http_cluster(FakeWorker("d0", DECODE), config=config) as http:
         silent = [await asyncio.open_connection("127.0.0.1", http.port) for _ in range(3 * MOST)]
@@ -186,11 +116,9 @@ async def test_silent_connections_beyond_the_limit_shut_nobody_out() -> None:
 
 
 async def test_running_requests_leave_room_for_inquiries_and_are_never_dropped() -> None:
-    prefill, decode = FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
-    decode.gates.close("token 1")
     config = config_with(http_port=0, max_http_connections=MOST)
     body = body_of()
-    async with http_cluster(prefill, decode, config=config) as http, asyncio.timeout(TIMEOUT_S):
+    async with held_cluster("token 1", config=config) as (http, decode), asyncio.timeout(TIMEOUT_S):
         running = [asyncio.create_task(fetch(http.port, "POST", COMPLETIONS, body)) for _ in range(MOST - 1)]
         while (await http.cluster.status()).router.num_request_tasks < MOST - 1:
             pass
@@ -221,7 +149,7 @@ async def test_body_that_does_not_come_makes_room_before_a_request_that_runs() -
         await http.cluster.until_idle()
 
 
-async def test_more_connections_than_the_process_may_have_files_stop_the_start() -> None:
+async def test_more_connections_than_open_files_stop_the_start() -> None:
     with pytest.raises(ConfigError, match=r"router\.max_http_connections: 100000000 do not fit"):
         async with http_cluster(config=config_with(http_port=0, max_http_connections=100_000_000)):
             pass
