@@ -301,7 +301,7 @@ def test_bench_compare_writes_its_page_where_it_is_asked_to(run: Run, folder: Pa
 def test_bench_compare_of_one_run_is_refused(run: Run, folder: Path) -> None:
     result = run("bench", "compare", "alone")
     assert result.exit_code == 1
-    assert "compare takes two folders of results or more" in result.stderr
+    assert "compare takes two or more folders of results" in result.stderr
 
 
 def test_compared_runs_of_one_name_are_told_apart_by_folder_or_number() -> None:
