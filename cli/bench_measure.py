@@ -30,9 +30,8 @@ def measure(spec: "LoadSpec", folder: Path) -> "tuple[Run, bool]":
     Ctrl-C or SIGTERM ends the run; a second one abandons it. Raises LoadTestFailed, KvrelayError, StoreError.
     """
     from measure.load.live import LiveView
-    from measure.load.observers import Observers
     from measure.load.run import run_load
-    from measure.load.spec import LoadTestFailed
+    from measure.load.spec import LoadTestFailed, Observers
     from measure.load.store import RunWriter
 
     async def send() -> "tuple[Run, bool]":

@@ -18,10 +18,8 @@ from measure.load.wire import (
     Order,
     Pulse,
     Report,
-    record_from_wire,
-    session_to_wire,
-    target_to_wire,
-    terms_to_wire,
+    from_wire,
+    to_wire,
 )
 
 _READY_TIMEOUT_S = 60.0
@@ -125,7 +123,7 @@ class Crew:
         self._living.add(member)
         self._tasks.create_task(self._listen(member))
         setup = self._setup
-        member.process.order(Order.SETUP, target_to_wire(setup.target), setup.first_token, setup.num_tokens)
+        member.process.order(Order.SETUP, to_wire(setup.target), setup.first_token, setup.num_tokens)
 
     async def _listen(self, member: _Member) -> None:
         """Take what a process reports, to its end."""
@@ -146,7 +144,7 @@ class Crew:
         number, kind, values = member.process.number, Report(report[0]), report[1:]
         match kind:
             case Report.RECORD:
-                self.on_record(record_from_wire(values[0]))
+                self.on_record(from_wire(RequestRecord, values[0]))
                 return
             case Report.READY:
                 member.is_ready = True
@@ -170,7 +168,7 @@ class Crew:
         assert self._terms is not None
         member.has_begun = True
         self._evidence.pulses[member.process.number] = member.pulses
-        member.process.order(Order.BEGIN, terms_to_wire(self._terms))
+        member.process.order(Order.BEGIN, to_wire(self._terms))
         self._carry_out(self._dispatcher.add_process(member.process.number))
 
     def _carry_out(self, steps: Sequence[Step]) -> None:
@@ -178,9 +176,9 @@ class Crew:
         for step in steps:
             match step:
                 case Play(stream=None):
-                    members[step.process].process.order(Order.PLAY, session_to_wire(step.session))
+                    members[step.process].process.order(Order.PLAY, to_wire(step.session))
                 case Play():
-                    members[step.process].process.order(Order.PLAY_IN_PLACE, step.stream, session_to_wire(step.session))
+                    members[step.process].process.order(Order.PLAY_IN_PLACE, step.stream, to_wire(step.session))
                 case MovePlaces():
                     kind = Order.GRANT if step.num_places > 0 else Order.ASK_BACK
                     members[step.process].process.order(kind, step.stream, abs(step.num_places))

@@ -32,7 +32,7 @@ class Terms:
     duration_s: float
     """No session of a closed loop begins later."""
     timeout_s: float
-    slo: Slo | None
+    slo: Slo | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

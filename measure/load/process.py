@@ -21,20 +21,18 @@ from measure.load.alarm import Alarm, make_alarm
 from measure.load.player import Player, Terms, Tools
 from measure.load.pulse import LoopMeter, PulseTaker
 from measure.load.records import RequestRecord
-from measure.load.targets.interface import Target
-from measure.load.targets.select import make_target
+from measure.load.targets.interface import Target, TargetSpec, make_target
 from measure.load.wire import (
     Message,
     Order,
     Report,
     Unpacker,
+    from_wire,
     pack,
-    record_to_wire,
-    session_from_wire,
-    target_from_wire,
-    terms_from_wire,
+    to_wire,
 )
 from measure.workload.content import ContentWriter
+from measure.workload.sessions import Session
 
 FLUSH_S = 0.02
 """Reports are sent together: a pipe that is written to for each of them wakes the other side as often."""
@@ -62,7 +60,7 @@ class Outbox:
 
     def record(self, request: RequestRecord) -> None:
         """Report a request that has ended."""
-        self.put(Report.RECORD, record_to_wire(request))
+        self.put(Report.RECORD, to_wire(request))
 
     def session_over(self, stream: int | None) -> None:
         """Report that nothing more will come of a session."""
@@ -95,18 +93,18 @@ class Generator:
         kind, values = Order(order[0]), order[1:]
         match kind:
             case Order.SETUP:
-                self._target = make_target(target_from_wire(values[0]))
+                self._target = make_target(from_wire(TargetSpec, values[0]))
                 self._tokens = (values[1], values[2])
                 self._outbox.put(Report.READY, _run_before_others())
                 self._outbox.flush()
             case Order.BEGIN:
                 self._pulses.take()  # what it took to get ready does not count
-                self._player = self._make_player(terms_from_wire(values[0]))
+                self._player = self._make_player(from_wire(Terms, values[0]))
             case Order.PLAY:
-                self._player.play(session_from_wire(values[0]))
+                self._player.play(from_wire(Session, values[0]))
                 await asyncio.sleep(0)  # writing a prompt out takes its time; what is due comes between
             case Order.PLAY_IN_PLACE:
-                self._player.play_in_place(session_from_wire(values[1]), values[0])
+                self._player.play_in_place(from_wire(Session, values[1]), values[0])
                 await asyncio.sleep(0)
             case Order.GRANT:
                 self._player.grant(values[0], values[1])

@@ -8,7 +8,8 @@ Times are seconds since the run began, on the generator's clock, unless a name s
 """
 
 import enum
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -49,6 +50,23 @@ class ServerReport:
     num_attempts: int | None = None
     predicted_ttft_s: float | None = None
     predicted_cached_tokens: int | None = None
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> "ServerReport":
+        """Return what our own servers say of a request, as docs/openai.md has it."""
+        plan, transfer = told["plans"][-1], told["transfer"]
+        said = told["usage"] | told["timings"] | plan | told
+        same = {each.name: said[each.name] for each in fields(cls) if each.name in said}
+        return cls(
+            **same
+            | {
+                "transfer_bytes": transfer["kv_bytes"],
+                "transport": transfer["transport"],
+                "prefill_worker": plan["prefill_worker_id"] or None,
+                "decode_worker": plan["decode_worker_id"],
+                "predicted_ttft_s": plan["predicted_ttft_s"] or None,
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,13 +15,12 @@ from measure.load.dispatch import Dispatcher
 from measure.load.player import Terms
 from measure.load.records import Outcome, PoolSample, RequestRecord, Run, RunInfo
 from measure.load.selfcheck import Evidence, judge
-from measure.load.spec import LoadSpec, LoadTestFailed, NoObserver, Observer, RunStart
+from measure.load.spec import LoadSpec, LoadTestFailed, Observer, Observers, RunStart
 from measure.load.store import in_due_order
-from measure.load.targets.interface import Target, TargetInfo
+from measure.load.targets.interface import Target, TargetInfo, make_target
 from measure.load.targets.probing import USUAL_VOCAB
-from measure.load.targets.select import make_target
 
-_NO_OBSERVER = NoObserver()
+_NO_OBSERVER = Observers()
 _LEAD_S = 0.2
 """From telling the processes of the run's clock to its first moment."""
 _SPECIAL_TOKENS = 1000

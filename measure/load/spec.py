@@ -57,17 +57,26 @@ class Observer(Protocol):
         """Take the state of the pools."""
 
 
-class NoObserver:
-    """An observer that looks away."""
+class Observers:
+    """Forwards every call to each of several observers, in their order; to none of them by default."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
 
     def started(self, start: RunStart) -> None:
-        """Do nothing."""
+        """Tell that requests are about to be sent."""
+        for observer in self._observers:
+            observer.started(start)
 
     def record(self, request: RequestRecord) -> None:
-        """Do nothing."""
+        """Tell of a request that has ended."""
+        for observer in self._observers:
+            observer.record(request)
 
     def sample(self, sample: PoolSample) -> None:
-        """Do nothing."""
+        """Tell the state of the pools."""
+        for observer in self._observers:
+            observer.sample(sample)
 
 
 class LoadTestFailed(Exception):

@@ -2,17 +2,18 @@
 
 import enum
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import msgpack
+from pydantic import TypeAdapter
 
-from common.slo import Slo
 from measure.load.player import Terms
-from measure.load.records import Outcome, RequestRecord, ServerReport
-from measure.load.targets.interface import Feature, TargetSpec
-from measure.workload.sessions import Content, Segment, Session, Turn
+from measure.load.records import RequestRecord
+from measure.load.targets.interface import TargetSpec
+from measure.workload.sessions import Session
 
+_T = TypeVar("_T", Terms, Session, RequestRecord, TargetSpec)
 Message = list[Any]
 
 
@@ -86,70 +87,18 @@ def pack(kind: Order | Report, *values: Any) -> bytes:
     return packed
 
 
-def terms_to_wire(terms: Terms) -> dict[str, Any]:
-    """Return plain values."""
-    return asdict(terms) | {"content": str(terms.content)}
+def to_wire(value: Terms | Session | RequestRecord | TargetSpec) -> dict[str, Any]:
+    """Return plain values; what is None is left out."""
+    plain: dict[str, Any] = _ADAPTERS[type(value)].dump_python(value, exclude_none=True)
+    return plain
 
 
-def terms_from_wire(raw: dict[str, Any]) -> Terms:
-    """Invert `terms_to_wire`."""
-    slo = Slo(**raw["slo"]) if raw["slo"] is not None else None
-    return Terms(**raw | {"content": Content(raw["content"]), "slo": slo})
+def from_wire(kind: type[_T], raw: dict[str, Any]) -> _T:
+    """Invert `to_wire`."""
+    value: _T = _ADAPTERS[kind].validate_python(raw)
+    return value
 
 
-def session_to_wire(session: Session) -> Message:
-    """Return plain values."""
-    turns = [
-        [[[segment.content, segment.num_tokens] for segment in turn.segments], turn.num_output_tokens, turn.think_s]
-        for turn in session.turns
-    ]
-    return [session.index, session.kind, session.start_s, turns]
-
-
-def session_from_wire(raw: Message) -> Session:
-    """Invert `session_to_wire`."""
-    index, kind, start_s, turns = raw
-    return Session(
-        index=index,
-        kind=kind,
-        start_s=start_s,
-        turns=tuple(
-            Turn(segments=tuple(Segment(*segment) for segment in segments), num_output_tokens=length, think_s=think_s)
-            for segments, length, think_s in turns
-        ),
-    )
-
-
-_RECORD_FIELDS = tuple(field.name for field in fields(RequestRecord))
-_SERVER_FIELDS = tuple(field.name for field in fields(ServerReport))
-
-
-def record_to_wire(record: RequestRecord) -> dict[str, Any]:
-    """Return plain values; what the server does not say is left out."""
-    raw = {name: getattr(record, name) for name in _RECORD_FIELDS}
-    server = {name: value for name in _SERVER_FIELDS if (value := getattr(record.server, name)) is not None}
-    return raw | {"outcome": str(record.outcome), "server": server}
-
-
-def record_from_wire(raw: dict[str, Any]) -> RequestRecord:
-    """Invert `record_to_wire`."""
-    return RequestRecord(
-        **raw
-        | {
-            "chunk_s": tuple(raw["chunk_s"]),
-            "chunk_tokens": tuple(raw["chunk_tokens"]),
-            "outcome": Outcome(raw["outcome"]),
-            "server": ServerReport(**raw["server"]),
-        }
-    )
-
-
-def target_to_wire(target: TargetSpec) -> dict[str, Any]:
-    """Return plain values."""
-    return asdict(target)
-
-
-def target_from_wire(raw: dict[str, Any]) -> TargetSpec:
-    """Invert `target_to_wire`."""
-    features = raw["features"]
-    return TargetSpec(**raw | {"features": None if features is None else tuple(map(Feature, features))})
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {
+    kind: TypeAdapter(kind) for kind in (Terms, Session, RequestRecord, TargetSpec)
+}

@@ -6,7 +6,7 @@ tokens into an event, the total of `usage` makes up for it in the end (`sending.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from common.errors import EngineFault
@@ -15,6 +15,30 @@ from measure.load.targets.http_errors import error_in_stream
 from measure.load.targets.interface import TargetAnswer
 
 DONE = b"[DONE]"
+
+
+class SseReader:
+    """Cuts a stream of bytes into the data of server-sent events (WHATWG HTML, 9.2).
+
+    Lines end with LF or CRLF; other fields are skipped.
+
+    A line may be of any length: an event that repeats a long prompt's token ids has hundreds of kilobytes.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, received: bytes) -> Iterator[bytes]:
+        """Yield the data of each event that `received` completes; several `data` lines are joined by LF."""
+        *lines, self._rest = (self._rest + received).split(b"\n")
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                yield b"\n".join(self._data)
+                self._data.clear()
 
 
 class CompletionReader:
@@ -92,31 +116,7 @@ class CompletionReader:
         told = (self._report.get("requests") or [None])[0]
         if told is None:
             return ServerReport(request_id=self._id, num_cached_tokens=details.get("cached_tokens"))
-        return report_of(told)
-
-
-def report_of(told: Mapping[str, Any]) -> ServerReport:
-    """Return what our own front door says of a request (docs/openai.md)."""
-    plan, usage, timings, transfer = told["plans"][-1], told["usage"], told["timings"], told["transfer"]
-    return ServerReport(
-        request_id=told["request_id"],
-        queue_s=timings["queue_s"],
-        prefill_s=timings["prefill_s"],
-        transfer_s=timings["transfer_s"],
-        transfer_exposed_s=timings["transfer_exposed_s"],
-        ttft_s=timings["ttft_s"],
-        e2e_s=timings["e2e_s"],
-        num_cached_tokens=usage["num_cached_tokens"],
-        num_pulled_tokens=usage["num_pulled_tokens"],
-        num_decode_cached_tokens=usage["num_decode_cached_tokens"],
-        transfer_bytes=transfer["kv_bytes"],
-        transport=transfer["transport"],
-        prefill_worker=plan["prefill_worker_id"] or None,
-        decode_worker=plan["decode_worker_id"],
-        num_attempts=told["num_attempts"],
-        predicted_ttft_s=plan["predicted_ttft_s"] or None,
-        predicted_cached_tokens=plan["predicted_cached_tokens"],
-    )
+        return ServerReport.of(told)
 
 
 def _said(delta: Mapping[str, Any]) -> str:

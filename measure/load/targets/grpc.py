@@ -1,6 +1,7 @@
 """Our own gRPC API under load."""
 
 from contextlib import suppress
+from dataclasses import asdict
 
 from common.errors import AccessDenied, EngineFault, UnknownModel
 from kvrelay.client.async_client import AsyncClient, AsyncGenerationStream
@@ -147,31 +148,8 @@ class _Answer:
             token_ids=tuple(self._token_ids),
             num_prompt_tokens=accepted.num_prompt_tokens,
             num_output_tokens=completed.usage.num_output_tokens,
-            report=_server_report(accepted, plan, completed),
+            report=ServerReport.of({"request_id": accepted.request_id, "plans": [asdict(plan)], **asdict(completed)}),
         )
-
-
-def _server_report(accepted: Accepted, plan: PlanChosen, completed: Completed) -> ServerReport:
-    timings, usage, transfer = completed.timings, completed.usage, completed.transfer
-    return ServerReport(
-        request_id=accepted.request_id,
-        queue_s=timings.queue_s,
-        prefill_s=timings.prefill_s,
-        transfer_s=timings.transfer_s,
-        transfer_exposed_s=timings.transfer_exposed_s,
-        ttft_s=timings.ttft_s,
-        e2e_s=timings.e2e_s,
-        num_cached_tokens=usage.num_cached_tokens,
-        num_pulled_tokens=usage.num_pulled_tokens,
-        num_decode_cached_tokens=usage.num_decode_cached_tokens,
-        transfer_bytes=transfer.kv_bytes,
-        transport=transfer.transport,
-        prefill_worker=plan.prefill_worker_id,
-        decode_worker=plan.decode_worker_id,
-        num_attempts=completed.num_attempts,
-        predicted_ttft_s=plan.predicted_ttft_s or None,
-        predicted_cached_tokens=plan.predicted_cached_tokens,
-    )
 
 
 def _worker_sample(view: WorkerView) -> WorkerSample | None:

@@ -14,7 +14,7 @@ from common.errors import DeadlineExceeded, InvalidRequest, KvrelayError, Unknow
 from kvrelay.client.records import ChatMessage
 from kvrelay.client.tls import resolve
 from measure.load.records import PoolSample
-from measure.load.targets.completion import CompletionReader
+from measure.load.targets.completion import CompletionReader, SseReader
 from measure.load.targets.exposition import pool_sample
 from measure.load.targets.http_errors import error_of
 from measure.load.targets.interface import (
@@ -27,7 +27,6 @@ from measure.load.targets.interface import (
     TargetSpec,
 )
 from measure.load.targets.probing import find_features, find_small_vocab
-from measure.load.targets.sse import SseReader
 
 _SHORT_TIMEOUT_S = 10.0
 _KEEPALIVE_S = 2.0

@@ -15,24 +15,12 @@ from common.slo import Slo
 from measure.load.alarm import Alarm, KernelAlarm, LoopAlarm
 from measure.load.player import Terms
 from measure.load.pulse import BEAT_S, LoopMeter
-from measure.load.records import Outcome, ServerReport
+from measure.load.records import Outcome, RequestRecord, ServerReport
 from measure.load.sending import settled
 from measure.load.targets.interface import Feature, TargetSpec
-from measure.load.wire import (
-    Order,
-    Unpacker,
-    pack,
-    record_from_wire,
-    record_to_wire,
-    session_from_wire,
-    session_to_wire,
-    target_from_wire,
-    target_to_wire,
-    terms_from_wire,
-    terms_to_wire,
-)
+from measure.load.wire import Order, Unpacker, from_wire, pack, to_wire
 from measure.simulate.loop import VirtualClock, VirtualLoop
-from measure.workload.sessions import Content
+from measure.workload.sessions import Content, Session
 from tests.measure.load.records import record
 from tests.measure.load.virtual import VirtualAlarm, in_virtual_time
 from tests.measure.load.workloads import session
@@ -109,11 +97,11 @@ def test_settled_spreads_what_the_server_counted(
 
 @given(cuts=st.lists(st.integers(0, 400), max_size=8))
 def test_messages_are_the_same_wherever_the_pipe_cuts_them(cuts: list[int]) -> None:
-    stream = pack(Order.PLAY, session_to_wire(session(3, turns=2))) + pack(Order.STOP) + pack(Order.GRANT, 1, 4)
+    stream = pack(Order.PLAY, to_wire(session(3, turns=2))) + pack(Order.STOP) + pack(Order.GRANT, 1, 4)
     unpacker, edges = Unpacker(), [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
     found = [m for begin, end in itertools.pairwise(edges) for m in unpacker.feed(stream[begin:end])]
     assert [message[0] for message in found] == [Order.PLAY, Order.STOP, Order.GRANT]
-    assert session_from_wire(found[0][1]) == session(3, turns=2)
+    assert from_wire(Session, found[0][1]) == session(3, turns=2)
 
 
 def test_records_terms_and_targets_survive_the_pipe() -> None:
@@ -122,10 +110,10 @@ def test_records_terms_and_targets_survive_the_pipe() -> None:
         return message[1]  # type: ignore[no-any-return]
 
     ended = record(outcome=Outcome.REFUSED, server=ServerReport(queue_s=0.5, transport="shm"))
-    assert record_from_wire(through(record_to_wire(ended))) == ended
+    assert from_wire(RequestRecord, through(to_wire(ended))) == ended
     terms = Terms(
         content=Content.CHAT, seed=3, origin_s=1.5, duration_s=9.0, timeout_s=5.0, slo=Slo(ttft_s=1.0, itl_s=0.1)
     )
-    assert terms_from_wire(through(terms_to_wire(terms))) == terms
+    assert from_wire(Terms, through(to_wire(terms))) == terms
     target = TargetSpec(url="http://host/v1", model="m", features=(Feature.IGNORE_EOS,))
-    assert target_from_wire(through(target_to_wire(target))) == target
+    assert from_wire(TargetSpec, through(to_wire(target))) == target

@@ -10,8 +10,7 @@ import pytest
 from common.errors import EngineFault, Overloaded, Unreachable
 from kvrelay.client.records import ChatMessage
 from kvrelay.v1 import inference_pb2, sampling_pb2
-from measure.load.targets.interface import Target, TargetRequest, TargetSpec
-from measure.load.targets.select import make_target
+from measure.load.targets.interface import Target, TargetRequest, TargetSpec, make_target
 from tests.client.fake_server import (
     LIMIT_S,
     FakeInference,

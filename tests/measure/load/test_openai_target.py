@@ -19,11 +19,9 @@ from common.errors import (
     Unreachable,
 )
 from kvrelay.client.records import ChatMessage
-from measure.load.targets.completion import CompletionReader
-from measure.load.targets.interface import Feature, TargetAnswer, TargetRequest, TargetSpec
+from measure.load.targets.completion import CompletionReader, SseReader
+from measure.load.targets.interface import Feature, TargetAnswer, TargetRequest, TargetSpec, make_target
 from measure.load.targets.openai import OpenAiTarget
-from measure.load.targets.select import make_target
-from measure.load.targets.sse import SseReader
 from tests.measure.load.sse_server import ScriptedServer, serving
 
 ALL = (Feature.IGNORE_EOS, Feature.MIN_TOKENS, Feature.TOKEN_IDS)
