@@ -114,11 +114,9 @@ def _blame(report: GeneratorReport, evidence: Evidence) -> str:
 
 def _peak_share(pulses: Sequence[Pulse]) -> float:
     """Return the largest mean CPU share over a few consecutive pulses."""
-    shares = [pulse.cpu_share for pulse in pulses]
-    if not shares:
-        return 0.0
-    width = min(_WINDOW, len(shares))
-    return max(fmean(shares[start : start + width]) for start in range(len(shares) - width + 1))
+    shares = np.array([pulse.cpu_share for pulse in pulses])
+    width = min(_WINDOW, shares.size)
+    return float(np.convolve(shares, np.full(width, 1 / width), "valid").max()) if width else 0.0
 
 
 def _ms(seconds: float) -> str:

@@ -212,8 +212,13 @@ class Summary:
 
     @property
     def overall(self) -> KindSummary:
-        """What everybody got."""
+        """Figures of all requests."""
         return self.kinds[0]
+
+    @property
+    def distinct_kinds(self) -> tuple[KindSummary, ...]:
+        """Kinds to tell apart; with a single kind only "all", since both are the same."""
+        return self.kinds if len(self.kinds) > 2 else self.kinds[:1]
 
     def pool(self, role: str) -> WorkerSummary | None:
         """Return a pool by its role; None when the target has none, or does not tell."""

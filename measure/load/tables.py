@@ -8,7 +8,7 @@ from rich.text import Text
 
 from common.slo import Slo
 from measure.load.estimates import PERCENTILES, Distribution, Estimate, Percentile
-from measure.load.summary import KindSummary, Latencies, Summary, WorkerSummary
+from measure.load.summary import Latencies, Summary, WorkerSummary
 from measure.pages.wording import count, duration, number, percent, scaled
 
 Writer = Callable[[float], str]
@@ -57,6 +57,11 @@ def between(estimate: Estimate, write: Writer = duration) -> str:
 def quoted(percentile: Percentile) -> str:
     """Return a time, marked where too few requests lie beyond it."""
     return f"{'' if percentile.is_sufficient else UNSURE}{duration(percentile.value)}"
+
+
+def or_not_told(value: float | None, write: Writer) -> str:
+    """Return a value in words, or the mark for values that the target does not report."""
+    return NOT_TOLD if value is None else write(value)
 
 
 def plain_table(*columns: str, num_left: int = 1) -> Table:
@@ -110,14 +115,9 @@ def _headline(summary: Summary, required_share: float) -> Text:
     )
 
 
-def _own_kinds(summary: Summary) -> tuple[KindSummary, ...]:
-    """Return the kinds worth telling apart: with only one, everybody is it."""
-    return summary.kinds if len(summary.kinds) > 2 else summary.kinds[:1]
-
-
 def _shares(summary: Summary) -> RenderableType:
     table = plain_table("", "requests", "good", "late TTFT", "slow TPOT", "refused", "failed", "timed out", "cancelled")
-    for kind in _own_kinds(summary):
+    for kind in summary.distinct_kinds:
         table.add_row(
             kind.kind,
             f"{kind.num_requests:,}",
@@ -140,7 +140,7 @@ def _shares(summary: Summary) -> RenderableType:
 def _latency_table(summary: Summary) -> RenderableType | None:
     """Return the latencies; None where no request is complete."""
     table = plain_table("", "", *(f"p{100 * p:g}" for p in PERCENTILES), "p99 between", "mean", "max", num_left=2)
-    kinds = _own_kinds(summary)
+    kinds = summary.distinct_kinds
     for kind in kinds:
         for name, distribution in _measured(kind.latencies, _USERS):
             table.add_row(kind.kind if name == "TTFT" else "", name, *_cells(distribution))
@@ -169,7 +169,7 @@ def _cells(distribution: Distribution) -> Iterator[str]:
 def _footnote(summary: Summary) -> Text | None:
     """Return what the mark on percentiles means, and how many requests would do; None when none is marked."""
     needed: dict[str, int] = {}
-    for kind in _own_kinds(summary):
+    for kind in summary.distinct_kinds:
         for name, distribution in _measured(kind.latencies, (*_USERS, *_STAGES)):
             for percentile in distribution.percentiles:
                 if not percentile.is_sufficient:
@@ -222,12 +222,12 @@ def _pool_table(pools: Iterable[WorkerSummary]) -> RenderableType:
         table.add_row(
             pool.name,
             str(pool.num_workers),
-            _or_not_told(pool.busy, _whole_percent),
-            _or_not_told(pool.mean_running, number),
-            _or_not_told(pool.mean_waiting, number),
-            _or_not_told(pool.mean_kv, _whole_percent),
-            _or_not_told(pool.peak_kv, _whole_percent),
-            _or_not_told(pool.computed_tokens_per_s, scaled),
+            or_not_told(pool.busy, _whole_percent),
+            or_not_told(pool.mean_running, number),
+            or_not_told(pool.mean_waiting, number),
+            or_not_told(pool.mean_kv, _whole_percent),
+            or_not_told(pool.peak_kv, _whole_percent),
+            or_not_told(pool.computed_tokens_per_s, scaled),
             scaled(pool.output_tokens_per_s),
             scaled(pool.output_tokens_per_worker_s),
         )
@@ -252,10 +252,6 @@ def _generator(summary: Summary) -> Text:
         f" noticed late by {duration(generator.loop_lag_p99_s)} (p99)"
     )
     return Text(facts + ("" if generator.warnings else ": it kept up"), style="dim")
-
-
-def _or_not_told(value: float | None, write: Writer) -> str:
-    return NOT_TOLD if value is None else write(value)
 
 
 def _whole_percent(share: float) -> str:

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 
@@ -97,10 +96,10 @@ def _rate(
     values = [(at_s, value) for at_s, sample in samples if (value := counter(sample)) is not None]
     if len(values) < 2 or values[-1][0] <= values[0][0]:
         return None
-    counts = [value for _, value in values]
-    steps = pairwise(counts)
-    grown = sum(after - before if after >= before else after for before, after in steps)
-    return grown / (values[-1][0] - values[0][0])
+    counts = np.array([value for _, value in values], dtype=np.float64)
+    steps = np.diff(counts)
+    grown = np.where(steps >= 0, steps, counts[1:]).sum()
+    return float(grown / (values[-1][0] - values[0][0]))
 
 
 def _mean_sum(workers: Sequence[_Seen], count: Callable[[WorkerSample], int]) -> float | None:

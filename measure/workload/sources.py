@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from random import Random
-from typing import Protocol
 
 from measure.workload.arrivals import arrival_times
 from measure.workload.sessions import Segment, Session, Turn
@@ -61,27 +60,6 @@ class Sort(enum.IntEnum):
     OWN = 0
     PREFIX = 1
     BLOCK = 2
-
-
-class SessionSource(Protocol):
-    """What a stream draws its sessions from."""
-
-    @property
-    def name(self) -> str:
-        """Of the stream."""
-
-    @property
-    def concurrency(self) -> int | None:
-        """Sessions that run at any time in a closed loop; None: open loop."""
-
-    def request_rate(self, duration_s: float | None) -> float:
-        """Return the requests per second that arrive in an open loop, in the mean; None: until the rate is steady."""
-
-    def last_start_s(self, speed: float) -> float:
-        """Return when no session begins any more."""
-
-    def sessions(self, drawing: Drawing) -> Iterator[Session]:
-        """Yield the sessions in order of their beginnings."""
 
 
 class Synthetic:
@@ -202,3 +180,7 @@ class Replay:
             )
             turn = Turn(segments=segments, num_output_tokens=request.num_output_tokens)
             yield Session(index=drawing.index(number), kind=self.name, start_s=start_s, turns=(turn,))
+
+
+SessionSource = Synthetic | Replay
+"""Source of a stream's sessions."""

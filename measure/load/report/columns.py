@@ -1,16 +1,42 @@
 """A run as columns, which is what plots are made of. Times in seconds since the run began; NaN where there is none."""
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from common.slo import Slo
 from measure.load.records import RequestRecord, Run
 from measure.load.summary import Window
+from measure.pages.distributions import View
+from measure.pages.figures import Curve, Limit
+from measure.pages.thinning import rolling
+from measure.pages.wording import duration
 
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
+
+
+class Measure(enum.Enum):
+    """A latency whose distribution is drawn."""
+
+    TTFT = "Time to first token (TTFT)"
+    TPOT = "Time per output token (TPOT)"
+    ITL = "Inter-token latency (ITL)"
+    E2E = "End to end (E2E)"
+
+    @property
+    def view(self) -> View:
+        """View that shows the distribution first: the tail of single gaps."""
+        return View.TAIL if self is Measure.ITL else View.EVEN
+
+    def limits(self, slo: Slo) -> tuple[Limit, ...]:
+        """Return the objective as a line across the figure; nothing where there is none."""
+        if self is Measure.E2E:
+            return ()
+        return (objective(slo.ttft_s if self is Measure.TTFT else slo.itl_s),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,6 +78,14 @@ class Columns:
         """Return which requests are of a kind."""
         return np.asarray(self.kind == kind, dtype=np.bool_)
 
+    def measured(self, measure: Measure, kind: str | None = None) -> Floats:
+        """Return the values of a latency over the measured requests, of one kind or of all."""
+        rows = self.is_measured if kind is None else self.is_measured & self.of_kind(kind)
+        if measure is Measure.ITL:
+            return self.gaps.gap_s[rows[self.gaps.request]]
+        times = {Measure.TTFT: self.ttft_s, Measure.TPOT: self.tpot_s, Measure.E2E: self.e2e_s}
+        return known(times[measure][rows])
+
     def server(self, name: str) -> Floats:
         """Return a number of the server's report, NaN where it says nothing."""
         return _floats([getattr(request.server, name) for request in self.requests])
@@ -82,6 +116,20 @@ def columns_of(run: Run, window: Window) -> Columns:
 def known(values: Floats) -> Floats:
     """Return the values that there are."""
     return values[~np.isnan(values)]
+
+
+def objective(value_s: float) -> Limit:
+    """Return an objective as a line across a figure."""
+    return Limit(value=value_s, text=f"objective {duration(value_s)}")
+
+
+def rolling_curves(prefix: str, at_s: Floats, values: Floats, *, color: str) -> list[Curve]:
+    """Return the median and the 99th percentile over time, named after `prefix`."""
+    bins = rolling(at_s, values, percentiles=(50.0, 99.0))
+    return [
+        Curve(name=f"{prefix}p{p:g}", x=bins.at_s, y=bins.values[p], color=color, dash=dash)
+        for p, dash in ((50.0, "dot"), (99.0, "solid"))
+    ]
 
 
 def open_requests(columns: Columns, num_moments: int = 400) -> tuple[Floats, Floats]:

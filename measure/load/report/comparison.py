@@ -11,17 +11,16 @@ from measure.figures import ALL
 from measure.load.comparison import Comparison, Row, Unit, compare
 from measure.load.estimates import Estimate
 from measure.load.records import Run
-from measure.load.report.columns import Columns, Floats, columns_of, known, open_requests
-from measure.load.report.headline import NOT_TOLD
-from measure.load.report.phases import lengths_of
+from measure.load.report.columns import Columns, Measure, columns_of, open_requests, rolling_curves
+from measure.load.report.phases import phases_figure
 from measure.load.summary import Summary
-from measure.pages import axes, figures
+from measure.load.tables import NOT_TOLD
+from measure.pages import axes
 from measure.pages.axes import RUN_TIME, Axis, Scale
-from measure.pages.distributions import Sample, View, ecdf_figure
-from measure.pages.figures import Bars, Curve, Frame, Limit, bar_figure, line_figure
+from measure.pages.distributions import Sample, ecdf_figure
+from measure.pages.figures import Bars, Curve, Frame, bar_figure, line_figure
 from measure.pages.page import Absent, Page, Panel, Section, Table, Width, write_page
-from measure.pages.theme import DASHES, PHASE_COLORS, Phase, colors_of
-from measure.pages.thinning import rolling
+from measure.pages.theme import DASHES, Phase, colors_of
 from measure.pages.wording import duration, number, percent
 
 MAX_KINDS = 3
@@ -190,56 +189,30 @@ def _bars(arms: Sequence[_Arm], estimates: Sequence[Estimate], axis: Axis) -> An
 def _distributions(arms: Sequence[_Arm]) -> Iterator[Panel]:
     slos = {arm.summary.slo for arm in arms}
     slo = slos.pop() if len(slos) == 1 else None
-    for title, of, limit_s in (
-        ("Time to first token (TTFT)", _ttft, slo.ttft_s if slo else None),
-        ("Time per output token (TPOT)", _tpot, slo.itl_s if slo else None),
-        ("Inter-token latency (ITL)", _gaps, slo.itl_s if slo else None),
-        ("End to end (E2E)", _e2e, None),
-    ):
-        samples = list(_samples(arms, of))
-        limits = () if limit_s is None else (Limit(value=limit_s, text=f"objective {duration(limit_s)}"),)
+    for measure in Measure:
+        samples = list(_samples(arms, measure))
+        limits = () if slo is None else measure.limits(slo)
         frame = Frame(x=Axis(title="time", unit=axes.Unit.SECONDS, scale=Scale.LOG), x_limits=limits, height=380)
         yield Panel(
-            title=title,
+            title=measure.value,
             look_for="The curve further left is faster; curves that cross are better for most, worse for the unlucky.",
-            content=ecdf_figure(samples, frame, View.TAIL if of is _gaps else View.EVEN)
+            content=ecdf_figure(samples, frame, measure.view)
             if samples
             else Absent(why="no request was answered to its end"),
             width=Width.HALF,
         )
 
 
-def _samples(arms: Sequence[_Arm], of: Callable[[Columns, str | None], Floats]) -> Iterator[Sample]:
-    """Yield a sample per run and kind; runs differ by colour, kinds by dash. Empty ones are left out."""
+def _samples(arms: Sequence[_Arm], measure: Measure) -> Iterator[Sample]:
+    """Yield a sample per run and kind; runs differ by colour, kinds by dash. Empty samples are left out."""
     kinds = sorted({kind for arm in arms for kind in arm.columns.kinds})
     shown: list[str | None] = [*kinds] if 1 < len(kinds) <= MAX_KINDS else [None]
     for arm in arms:
         for kind, dash in zip(shown, DASHES, strict=False):
-            values = of(arm.columns, kind)
+            values = arm.columns.measured(measure, kind)
             if values.size:
                 name = arm.name if kind is None else f"{arm.name}, {kind}"
                 yield Sample(name=name, values=values, color=arm.color, dash=dash)
-
-
-def _measured(columns: Columns, kind: str | None) -> np.ndarray:
-    return columns.is_measured if kind is None else columns.is_measured & columns.of_kind(kind)
-
-
-def _ttft(columns: Columns, kind: str | None) -> Floats:
-    return known(columns.ttft_s[_measured(columns, kind)])
-
-
-def _tpot(columns: Columns, kind: str | None) -> Floats:
-    return known(columns.tpot_s[_measured(columns, kind)])
-
-
-def _e2e(columns: Columns, kind: str | None) -> Floats:
-    return known(columns.e2e_s[_measured(columns, kind)])
-
-
-def _gaps(columns: Columns, kind: str | None) -> Floats:
-    rows: np.ndarray = _measured(columns, kind)[columns.gaps.request]
-    return np.asarray(columns.gaps.gap_s[rows])
 
 
 def _over_time(arms: Sequence[_Arm]) -> Iterator[Panel]:
@@ -252,11 +225,7 @@ def _over_time(arms: Sequence[_Arm]) -> Iterator[Panel]:
             ("TTFT", columns.due_s[has], columns.ttft_s[has]),
             ("ITL", columns.gaps.end_s, columns.gaps.gap_s),
         ):
-            bins = rolling(at_s, values, percentiles=(50.0, 99.0))
-            curves[name] += [
-                Curve(name=f"{arm.name}, p{p:g}", x=bins.at_s, y=bins.values[p], color=arm.color, dash=dash)
-                for p, dash in ((50.0, "dot"), (99.0, "solid"))
-            ]
+            curves[name] += rolling_curves(f"{arm.name}, ", at_s, values, color=arm.color)
     for name, drawn in curves.items():
         yield Panel(
             title=f"{name} over time",
@@ -283,21 +252,10 @@ def _phases_panel(arms: Sequence[_Arm]) -> Panel:
     told = [arm for arm in arms if (arm.columns.is_measured & ~np.isnan(arm.columns.server("queue_s"))).any()]
     if not told:
         return Panel(title=title, content=Absent(why="no target tells stamps of its own"))
-    means = [[lengths_of(arm.columns.requests[row]) for row in np.flatnonzero(arm.columns.is_measured)] for arm in told]
-    series = [
-        Bars(
-            name=phase.value,
-            values=[float(np.mean([each[phase] for each in lengths])) for lengths in means],
-            color=PHASE_COLORS[phase],
-        )
-        for phase in Phase
-    ]
-    axis = Axis(title="mean time", unit=axes.Unit.SECONDS, starts_at_zero=True)
-    figure = figures.bar_figure([arm.name for arm in told], series, Frame(y=axis, height=340), mode="stack")
-    figure.update_layout(legend={"traceorder": "normal"})
+    groups = {arm.name: [arm.columns.requests[row] for row in np.flatnonzero(arm.columns.is_measured)] for arm in told}
     return Panel(
         title=title,
         look_for="What one run has more of is what it pays for; pink is the transfer that prefill did not hide.",
-        content=figure,
+        content=phases_figure(groups, tuple(Phase)),
         note="From sending to end, complete requests. Targets that tell no stamps of their own are not here.",
     )

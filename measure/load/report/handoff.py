@@ -4,12 +4,13 @@ from typing import Any
 
 import numpy as np
 
+from measure.figures import ALL, by_kind
 from measure.load.report.columns import Columns, Floats, Mask
-from measure.load.report.phases import lengths_of
+from measure.load.report.phases import phases_figure
 from measure.pages.axes import Axis, Scale, Unit
-from measure.pages.figures import Bars, Frame, bar_figure, compact, dots, new_figure, plain
+from measure.pages.figures import Frame, compact, dots, new_figure, plain
 from measure.pages.page import Absent, Panel, Width
-from measure.pages.theme import PHASE_COLORS, Phase, colors_of
+from measure.pages.theme import Phase, colors_of
 from measure.pages.thinning import scatter_indices
 from measure.pages.wording import count, duration, percent
 
@@ -30,15 +31,15 @@ def _ttft_panel(columns: Columns) -> Panel:
     if not rows.size:
         return Panel(title=title, content=Absent(why=_NO_STAMPS), width=Width.HALF)
     order = rows[np.argsort(columns.ttft_s[rows], kind="stable")]
-    groups = [
-        (name, order[round(low * order.size) : round(high * order.size)])
+    groups = {
+        name: [columns.requests[row] for row in order[round(low * order.size) : round(high * order.size)]]
         for name, low, high in _GROUPS
         if round(low * order.size) < round(high * order.size)
-    ]
+    }
     return Panel(
         title=title,
         look_for="What grows from left to right is what makes slow first tokens slow.",
-        content=_stack(columns, groups, _TTFT_PHASES),
+        content=phases_figure(groups, _TTFT_PHASES),
         width=Width.HALF,
         note=f"Means over {count(order.size, 'complete request')}, sorted by TTFT. The first token comes from the"
         " worker that computed the prompt, so that no transfer is in it.",
@@ -50,33 +51,16 @@ def _whole_panel(columns: Columns) -> Panel:
     has = columns.is_measured & ~np.isnan(columns.server("queue_s"))
     if not has.any():
         return Panel(title=title, content=Absent(why=_NO_STAMPS), width=Width.HALF)
-    groups = [(kind, np.flatnonzero(has & columns.of_kind(kind))) for kind in columns.kinds]
-    if len(groups) > 1:
-        groups.insert(0, ("all", np.flatnonzero(has)))
-    groups = [(name, members) for name, members in groups if members.size]
+    groups = by_kind([columns.requests[row] for row in np.flatnonzero(has)])
+    if len(columns.kinds) == 1:
+        del groups[ALL]
     return Panel(
         title=title,
         look_for="The pink part is what the handoff costs users: the transfer that prefill did not hide.",
-        content=_stack(columns, groups, tuple(Phase)),
+        content=phases_figure(groups, tuple(Phase)),
         width=Width.HALF,
         note="Means over complete requests, from sending to end.",
     )
-
-
-def _stack(columns: Columns, groups: list[tuple[str, np.ndarray]], phases: tuple[Phase, ...]) -> Any:
-    lengths = [[lengths_of(columns.requests[row]) for row in members] for _, members in groups]
-    series = [
-        Bars(
-            name=phase.value,
-            values=[float(np.mean([each[phase] for each in group])) for group in lengths],
-            color=PHASE_COLORS[phase],
-        )
-        for phase in phases
-    ]
-    frame = Frame(y=Axis(title="mean time", unit=Unit.SECONDS, starts_at_zero=True), height=340)
-    figure = bar_figure([name for name, _ in groups], series, frame, mode="stack")
-    figure.update_layout(legend={"traceorder": "normal"})
-    return figure
 
 
 def _transfer_panels(columns: Columns) -> tuple[Panel, ...]:

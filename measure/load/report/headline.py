@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable
 
-from measure.load.estimates import Distribution, Estimate, Percentile
+from measure.load.estimates import Distribution, Estimate
 from measure.load.summary import KindSummary, Summary
+from measure.load.tables import NOT_TOLD, quoted
 from measure.pages.page import Card, Panel, Table, Tone
 from measure.pages.wording import count, duration, number, percent, scaled
-
-NOT_TOLD = "–"
 
 
 def cards(summary: Summary) -> tuple[Card, ...]:
@@ -70,12 +69,12 @@ def kinds_panel(summary: Summary) -> Panel:
         "E2E p50 / p99",
         "cache hit",
     )
-    # with one kind, "all" says the same again
-    kinds = summary.kinds if len(summary.kinds) > 2 else summary.kinds[:1]
     return Panel(
         title="What each kind of session got",
         look_for="A kind whose p99 is far from its p50 pays for somebody else.",
-        content=Table(columns=columns, rows=tuple(_kind_row(kind) for kind in kinds), strong_rows=frozenset([0])),
+        content=Table(
+            columns=columns, rows=tuple(_kind_row(kind) for kind in summary.distinct_kinds), strong_rows=frozenset([0])
+        ),
         note=f"Counted: {summary.window.rule}. Latencies are of complete requests, from when they were due."
         " A percentile with ~ rests on fewer requests than it takes to quote it.",
     )
@@ -84,11 +83,6 @@ def kinds_panel(summary: Summary) -> Panel:
 def interval(estimate: Estimate) -> str:
     """Return an estimate's interval in words."""
     return f"95 %: {number(estimate.low)} to {number(estimate.high)}"
-
-
-def quoted(percentile: Percentile) -> str:
-    """Return a percentile of a time, marked where too few requests stand behind it."""
-    return ("" if percentile.is_sufficient else "~") + duration(percentile.value)
 
 
 def _percent_interval(estimate: Estimate) -> str:

@@ -8,58 +8,27 @@ from plotly.subplots import make_subplots
 
 from common.slo import Slo
 from measure.load.records import PoolSample
-from measure.load.report.columns import Columns, Floats, Mask, known, open_requests
+from measure.load.report.columns import Columns, Measure, known, objective, open_requests, rolling_curves
 from measure.load.summary import Window
 from measure.pages.axes import RUN_TIME, Axis, Scale, Unit
-from measure.pages.distributions import Sample, View, ecdf_figure
-from measure.pages.figures import Curve, Frame, Limit, compact, dots, line_figure, new_figure, plain
+from measure.pages.distributions import Sample, ecdf_figure
+from measure.pages.figures import Curve, Frame, add_curve, compact, dots, line_figure, new_figure, plain
 from measure.pages.page import Absent, Panel, Width
 from measure.pages.theme import BLUE, GREY, LIMIT, PURPLE, colors_of, translucent
-from measure.pages.thinning import rolling, scatter_indices
-from measure.pages.wording import duration
+from measure.pages.thinning import scatter_indices
 
 _NO_ANSWER = "no request was answered to its end"
+_LOOK_FOR = {
+    Measure.TTFT: "Read the share of users in time where a curve crosses the objective.",
+    Measure.TPOT: "A request's mean gap, to which the objective applies: how fast its answer reads.",
+    Measure.ITL: "Single gaps: a long tail to the right of the objective is an answer that stutters.",
+    Measure.E2E: "How long users waited for the whole answer; it depends on how long answers are.",
+}
 
 
 def distribution_panels(columns: Columns, slo: Slo) -> tuple[Panel, ...]:
-    """Return a panel per measure, of the counted requests that were answered to their ends."""
-    measured = columns.is_measured
-    gap_counted = measured[columns.gaps.request]
-    gap_kind = columns.kind[columns.gaps.request]
-    ttft_limit = (Limit(value=slo.ttft_s, text=f"objective {duration(slo.ttft_s)}"),)
-    itl_limit = (Limit(value=slo.itl_s, text=f"objective {duration(slo.itl_s)}"),)
-    longer = np.any(columns.num_prompt_tokens > slo.ttft_tokens)
-    return (
-        _distribution(
-            "Time to first token (TTFT)",
-            "Read the share of users in time where a curve crosses the objective.",
-            _by_kind(columns, columns.ttft_s, measured),
-            ttft_limit,
-            note=f"The objective grows with prompts above {slo.ttft_tokens:,} tokens." if longer else "",
-        ),
-        _distribution(
-            "Time per output token (TPOT)",
-            "A request's mean gap, to which the objective applies: how fast its answer reads.",
-            _by_kind(columns, columns.tpot_s, measured),
-            itl_limit,
-        ),
-        _distribution(
-            "Inter-token latency (ITL)",
-            "Single gaps: a long tail to the right of the objective is an answer that stutters.",
-            [
-                Sample(name=kind, values=columns.gaps.gap_s[gap_counted & (gap_kind == kind)], color=color)
-                for kind, color in colors_of(columns.kinds).items()
-            ],
-            itl_limit,
-            view=View.TAIL,
-        ),
-        _distribution(
-            "End to end (E2E)",
-            "How long users waited for the whole answer; it depends on how long answers are.",
-            _by_kind(columns, columns.e2e_s, measured),
-            (),
-        ),
-    )
+    """Return a panel per measure, over the counted requests that were answered to their ends."""
+    return tuple(_distribution(columns, measure, slo) for measure in Measure)
 
 
 def prompt_length_panel(columns: Columns, slo: Slo) -> Panel:
@@ -120,7 +89,7 @@ def _ttft_over_time(columns: Columns, slo: Slo, window: Window) -> Panel:
     frame = Frame(
         x=RUN_TIME,
         y=_log_time("TTFT"),
-        y_limits=(Limit(value=slo.ttft_s, text=f"objective {duration(slo.ttft_s)}"),),
+        y_limits=(objective(slo.ttft_s),),
         height=360,
     )
     figure = new_figure(frame)
@@ -138,7 +107,8 @@ def _ttft_over_time(columns: Columns, slo: Slo, window: Window) -> Panel:
             marker=dots(color, columns.ttft_s.size),
             hovertemplate=f"due {Unit.CLOCK.shows('x')}: {Unit.SECONDS.shows('y')}<extra>{plain(kind)}</extra>",
         )
-    _add_rolling(figure, columns.due_s[has], columns.ttft_s[has])
+    for curve in rolling_curves("", columns.due_s[has], columns.ttft_s[has], color=PURPLE):
+        add_curve(figure, curve, frame)
     _add_failures(figure, columns)
     figure.update_yaxes(frame.y.ticks(np.append(known(columns.ttft_s), slo.ttft_s)))
     _finish(figure, columns, window)
@@ -162,17 +132,13 @@ def _itl_over_time(columns: Columns, slo: Slo, window: Window) -> Panel:
     frame = Frame(
         x=RUN_TIME,
         y=_log_time("gap"),
-        y_limits=(Limit(value=slo.itl_s, text=f"objective {duration(slo.itl_s)}"),),
+        y_limits=(objective(slo.itl_s),),
         height=320,
     )
-    curves = []
+    curves: list[Curve] = []
     for kind, color in colors_of(columns.kinds).items():
         of_kind = columns.kind[gaps.request] == kind
-        bins = rolling(gaps.end_s[of_kind], gaps.gap_s[of_kind], percentiles=(50.0, 99.0))
-        curves += [
-            Curve(name=f"{kind}, p{p:g}", x=bins.at_s, y=bins.values[p], color=color, dash=dash)
-            for p, dash in ((50.0, "dot"), (99.0, "solid"))
-        ]
+        curves += rolling_curves(f"{kind}, ", gaps.end_s[of_kind], gaps.gap_s[of_kind], color=color)
     figure = line_figure(curves, frame)
     _finish(figure, columns, window)
     return Panel(
@@ -228,19 +194,6 @@ def _traffic_over_time(columns: Columns, window: Window, samples: Sequence[PoolS
     )
 
 
-def _add_rolling(figure: Any, at_s: Floats, values: Floats) -> None:
-    bins = rolling(at_s, values, percentiles=(50.0, 99.0))
-    for percentile, dash in ((50.0, "dot"), (99.0, "solid")):
-        figure.add_scatter(
-            x=compact(bins.at_s),
-            y=compact(bins.values[percentile]),
-            mode="lines",
-            name=f"p{percentile:g}",
-            line={"color": PURPLE, "dash": dash, "width": 2.2},
-            hovertemplate=f"p{percentile:g}: {Unit.SECONDS.shows('y')}<extra></extra>",
-        )
-
-
 def _add_failures(figure: Any, columns: Columns) -> None:
     """Mark requests without an answer along the lower edge: they have no latency."""
     height = 0.7 * float(known(columns.ttft_s).min(initial=1.0))
@@ -269,24 +222,19 @@ def _log_time(title: str) -> Axis:
     return Axis(title=title, unit=Unit.SECONDS, scale=Scale.LOG)
 
 
-def _by_kind(columns: Columns, values: Floats, mask: Mask) -> list[Sample]:
-    return [
-        Sample(name=kind, values=known(values[mask & columns.of_kind(kind)]), color=color)
+def _distribution(columns: Columns, measure: Measure, slo: Slo) -> Panel:
+    samples = [
+        Sample(name=kind, values=columns.measured(measure, kind), color=color)
         for kind, color in colors_of(columns.kinds).items()
     ]
-
-
-def _distribution(
-    title: str,
-    look_for: str,
-    samples: Sequence[Sample],
-    limits: tuple[Limit, ...],
-    *,
-    note: str = "",
-    view: View = View.EVEN,
-) -> Panel:
     if not any(len(sample.values) for sample in samples):
-        return Panel(title=title, content=Absent(why=_NO_ANSWER), width=Width.HALF)
-    frame = Frame(x=_log_time("time"), x_limits=limits, height=380)
-    content = ecdf_figure(samples, frame, view)
-    return Panel(title=title, look_for=look_for, content=content, note=note, width=Width.HALF)
+        return Panel(title=measure.value, content=Absent(why=_NO_ANSWER), width=Width.HALF)
+    frame = Frame(x=_log_time("time"), x_limits=measure.limits(slo), height=380)
+    is_longer = measure is Measure.TTFT and np.any(columns.num_prompt_tokens > slo.ttft_tokens)
+    return Panel(
+        title=measure.value,
+        look_for=_LOOK_FOR[measure],
+        content=ecdf_figure(samples, frame, measure.view),
+        note=f"The objective grows with prompts above {slo.ttft_tokens:,} tokens." if is_longer else "",
+        width=Width.HALF,
+    )

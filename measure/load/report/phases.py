@@ -5,11 +5,16 @@ sent; whatever of the time to the first token they do not cover (network, tokeni
 transfer prefill did not hide lies behind the first token, which comes from the prefill worker; decode is the rest.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from measure.load.records import RequestRecord
-from measure.pages.figures import plain
-from measure.pages.theme import Phase
+from measure.pages.axes import Axis, Unit
+from measure.pages.figures import Bars, Frame, bar_figure, plain
+from measure.pages.theme import PHASE_COLORS, Phase
 from measure.pages.wording import duration, scaled
 
 
@@ -84,3 +89,20 @@ def hover_text(request: RequestRecord) -> str:
         "" if request.is_complete else f"<b>{request.outcome}</b>: {plain(request.error[:160])}",
     ]
     return "<br>".join(line for line in lines if line)
+
+
+def phases_figure(groups: Mapping[str, Sequence[RequestRecord]], phases: Sequence[Phase]) -> Any:
+    """Return stacked bars of the mean time that each group of requests, none of them empty, spends in `phases`."""
+    lengths = [[lengths_of(request) for request in group] for group in groups.values()]
+    series = [
+        Bars(
+            name=phase.value,
+            values=[float(np.mean([each[phase] for each in group])) for group in lengths],
+            color=PHASE_COLORS[phase],
+        )
+        for phase in phases
+    ]
+    frame = Frame(y=Axis(title="mean time", unit=Unit.SECONDS, starts_at_zero=True), height=340)
+    figure = bar_figure(list(groups), series, frame, mode="stack")
+    figure.update_layout(legend={"traceorder": "normal"})
+    return figure

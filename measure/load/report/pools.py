@@ -9,8 +9,8 @@ from plotly.subplots import make_subplots
 
 from measure.load.records import PoolSample, WorkerSample
 from measure.load.report.columns import Floats
-from measure.load.report.headline import NOT_TOLD
 from measure.load.summary import Summary, WorkerSummary
+from measure.load.tables import or_not_told
 from measure.pages.axes import RUN_TIME, Axis, Unit
 from measure.pages.figures import Curve, Frame, compact, line_figure, new_figure, plain
 from measure.pages.page import Absent, Panel, Table
@@ -256,19 +256,16 @@ def _table_panel(summary: Summary) -> Panel:
 
 
 def _row(name: str, worker: WorkerSummary) -> tuple[str, ...]:
-    def told(value: float | None, write: Callable[[float], str] = number) -> str:
-        return NOT_TOLD if value is None else write(value)
-
     return (
         name,
         worker.role,
         f"{worker.num_prefilled:,}",
         f"{worker.num_decoded:,}",
-        told(worker.computed_tokens_per_s, scaled),
+        or_not_told(worker.computed_tokens_per_s, scaled),
         scaled(worker.output_tokens_per_s),
-        told(worker.busy, percent),
-        told(worker.mean_running),
-        told(worker.mean_waiting),
-        told(worker.mean_kv, percent),
-        told(worker.peak_kv, percent),
+        or_not_told(worker.busy, percent),
+        or_not_told(worker.mean_running, number),
+        or_not_told(worker.mean_waiting, number),
+        or_not_told(worker.mean_kv, percent),
+        or_not_told(worker.peak_kv, percent),
     )

@@ -9,16 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from measure.load.records import (
-    GeneratorReport,
-    Outcome,
-    PoolSample,
-    RequestRecord,
-    Run,
-    RunInfo,
-    ServerReport,
-    WorkerSample,
-)
+from measure.load.records import Outcome, PoolSample, RequestRecord, Run, RunInfo, ServerReport, WorkerSample
+from tests.measure.load.made_runs import make_generator, make_info
 
 NUM_BLOCKS = 4000
 BLOCK_SIZE = 16
@@ -168,18 +160,11 @@ def _worker(name: str, rows: np.ndarray, at_s: float) -> WorkerSample:
 
 def _info(shape: Shape, end_s: float) -> RunInfo:
     workers = {"prefill": shape.num_prefill, "decode": shape.num_decode}
-    return RunInfo(
+    return make_info(
         name=shape.name,
-        target="grpc 127.0.0.1:50051",
-        system="kvrelay 0.1.0",
-        model="SmolLM2-135M",
         workload={"name": "chats beside documents", "seed": shape.seed, "rate": shape.rate},
-        started_at="2026-01-02T03:04:05Z",
         duration_s=end_s,
         num_workers={} if shape.is_silent else {role: number for role, number in workers.items() if number},
-        generator=GeneratorReport(
-            num_processes=1, lag_p50_s=0.0003, lag_p99_s=0.002, lag_max_s=0.004, loop_lag_p99_s=0.001, cpu_share=0.3,
-            num_late=0, warnings=shape.warnings,
-        ),
+        generator=make_generator(*shape.warnings),
         labels={"arm": f"{shape.num_prefill}P{shape.num_decode}D" if shape.num_prefill else "aggregated"},
-    )  # fmt: skip
+    )

@@ -21,7 +21,7 @@ from measure.load.targets.interface import Feature, TargetSpec
 from measure.load.wire import Order, Unpacker, from_wire, pack, to_wire
 from measure.simulate.loop import VirtualClock, VirtualLoop
 from measure.workload.sessions import Content, Session
-from tests.measure.load.records import record
+from tests.measure.load.made_runs import make_request
 from tests.measure.load.virtual import VirtualAlarm, in_virtual_time
 from tests.measure.load.workloads import session
 
@@ -109,7 +109,7 @@ def test_records_terms_and_targets_survive_the_pipe() -> None:
         (message,) = Unpacker().feed(pack(Order.BEGIN, value))
         return message[1]  # type: ignore[no-any-return]
 
-    ended = record(outcome=Outcome.REFUSED, server=ServerReport(queue_s=0.5, transport="shm"))
+    ended = make_request(gaps_s=[0.01] * 3, outcome=Outcome.REFUSED, server=ServerReport(queue_s=0.5, transport="shm"))
     assert from_wire(RequestRecord, through(to_wire(ended))) == ended
     terms = Terms(
         content=Content.CHAT, seed=3, origin_s=1.5, duration_s=9.0, timeout_s=5.0, slo=Slo(ttft_s=1.0, itl_s=0.1)

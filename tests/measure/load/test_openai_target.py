@@ -2,7 +2,8 @@
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -19,9 +20,9 @@ from common.errors import (
     Unreachable,
 )
 from kvrelay.client.records import ChatMessage
+from measure.load.records import ServerReport
 from measure.load.targets.completion import CompletionReader, SseReader
-from measure.load.targets.interface import Feature, TargetAnswer, TargetRequest, TargetSpec, make_target
-from measure.load.targets.openai import OpenAiTarget
+from measure.load.targets.interface import Feature, Target, TargetAnswer, TargetRequest, TargetSpec, make_target
 from tests.measure.load.sse_server import ScriptedServer, serving
 
 ALL = (Feature.IGNORE_EOS, Feature.MIN_TOKENS, Feature.TOKEN_IDS)
@@ -34,17 +35,22 @@ def request(
     return TargetRequest(prompt=prompt, num_prompt_tokens=3, num_output_tokens=num_output_tokens, **values)
 
 
-async def ask(
-    server: ScriptedServer, asked: TargetRequest, spec: dict[str, Any] | None = None
-) -> tuple[TargetAnswer, int]:
-    """Return an answer, and the sum of what its pieces brought."""
+@asynccontextmanager
+async def target_of(server: ScriptedServer, **spec: Any) -> AsyncIterator[Target]:
+    """Serve, and yield a target that is not connected yet."""
     async with serving(server):
-        target = OpenAiTarget(TargetSpec(url=server.url, model="m", features=ALL, **(spec or {})))
-        counts: list[int] = []
+        target = make_target(TargetSpec(url=server.url, **spec))
         try:
-            return await target.prepare(asked)(counts.append), sum(counts)
+            yield target
         finally:
             await target.aclose()
+
+
+async def ask(server: ScriptedServer, asked: TargetRequest, **spec: Any) -> tuple[TargetAnswer, int]:
+    """Return an answer, and the number of tokens that its pieces brought."""
+    counts: list[int] = []
+    async with target_of(server, model="m", **{"features": ALL} | spec) as target:
+        return await target.prepare(asked)(counts.append), sum(counts)
 
 
 @pytest.mark.parametrize(
@@ -61,12 +67,8 @@ async def ask(
 async def test_describe_finds_what_the_server_takes_and_says_what_it_does_not(
     server: ScriptedServer, features: tuple[Feature, ...]
 ) -> None:
-    async with serving(server):
-        target = make_target(TargetSpec(url=server.url))
-        try:
-            info = await target.describe()
-        finally:
-            await target.aclose()
+    async with target_of(server) as target:
+        info = await target.describe()
     assert target.spec.features == features
     assert target.spec.model == info.model == "m"
     assert (info.system, info.max_model_len) == (f"{server.owned_by} 9.9", 512)
@@ -75,16 +77,13 @@ async def test_describe_finds_what_the_server_takes_and_says_what_it_does_not(
 
 @pytest.mark.parametrize(("has", "finds"), [(50_000, None), (32_000, None), (31_999, 16_000), (300, 250), (10, None)])
 async def test_describe_finds_token_ids_that_a_small_vocabulary_has(has: int, finds: int | None) -> None:
-    async with serving(ScriptedServer(vocab_size=has)) as server:
-        target = make_target(TargetSpec(url=server.url))
-        info = await target.describe()
-        await target.aclose()
-    assert info.vocab_size == finds
+    async with target_of(ScriptedServer(vocab_size=has)) as target:
+        assert (await target.describe()).vocab_size == finds
 
 
 async def test_token_prompt_asks_for_exactly_so_many_tokens_and_ids_only_where_they_are_needed() -> None:
     server = ScriptedServer()
-    answer, num_tokens = await ask(server, request(wants_token_ids=True), {"api_key": "secret"})
+    answer, num_tokens = await ask(server, request(wants_token_ids=True), api_key="secret")
     body = server.bodies[0]
     assert body["prompt"] == [1, 2, 3]
     assert (body["max_tokens"], body["min_tokens"], body["ignore_eos"], body["temperature"]) == (4, 4, True, 0)
@@ -123,42 +122,32 @@ def test_last_event_without_text_is_a_token_when_the_total_says_so() -> None:
 
 
 async def test_report_of_our_own_door_is_asked_for_and_read() -> None:
+    predicted = {"predicted_ttft_s": 0.5, "predicted_cached_tokens": 16}
+    timings = {"queue_s": 0.1, "prefill_s": 0.2, "transfer_s": 0.3, "transfer_exposed_s": 0.05, "ttft_s": 0.4}
+    timings["e2e_s"] = 0.9
     told = {
         "request_id": "req-9",
-        "plans": [
-            {
-                "kind": "remote",
-                "prefill_worker_id": "p0",
-                "decode_worker_id": "d0",
-                "predicted_ttft_s": 0.5,
-                "predicted_cached_tokens": 16,
-            }
-        ],
+        "plans": [{"prefill_worker_id": "p0", "decode_worker_id": "d0", **predicted}],
         "usage": {"num_cached_tokens": 16, "num_pulled_tokens": 0, "num_decode_cached_tokens": 8},
-        "timings": {
-            "queue_s": 0.1,
-            "prefill_s": 0.2,
-            "transfer_s": 0.3,
-            "transfer_exposed_s": 0.05,
-            "ttft_s": 0.4,
-            "e2e_s": 0.9,
-        },
+        "timings": timings,
         "transfer": {"kv_bytes": 1024, "transport": "shm"},
         "num_attempts": 1,
     }
     server = ScriptedServer(report={"requests": [told]})
-    async with serving(server):
-        target = OpenAiTarget(TargetSpec(url=server.url, model="m", features=(*ALL, Feature.REPORT)))
-        answer = await target.prepare(request(ttft_slo_s=1.5))(lambda _num: None)
-        await target.aclose()
+    answer, _ = await ask(server, request(ttft_slo_s=1.5), features=(*ALL, Feature.REPORT))
     assert server.bodies[0]["kvrelay"] == {"report": True, "timeout_s": 10.0, "ttft_s": 1.5}
-    report = answer.report
-    assert (report.request_id, report.prefill_worker, report.decode_worker) == ("req-9", "p0", "d0")
-    assert (report.queue_s, report.transfer_exposed_s, report.transfer_bytes, report.transport) == (
-        0.1,
-        0.05,
-        1024,
-        "shm",
+    assert answer.report == ServerReport(
+        request_id="req-9",
+        prefill_worker="p0",
+        decode_worker="d0",
+        num_attempts=1,
+        num_cached_tokens=16,
+        num_pulled_tokens=0,
+        num_decode_cached_tokens=8,
+        transfer_bytes=1024,
+        transport="shm",
+        **timings,
+        **predicted,  # type: ignore[arg-type]
     )
 
 
@@ -199,7 +188,7 @@ async def test_answer_that_breaks_off_is_an_error(server: ScriptedServer, expect
 async def test_nobody_listens_is_unreachable() -> None:
     async with serving(ScriptedServer()) as server:
         pass
-    target = OpenAiTarget(TargetSpec(url=server.url, model="m"))
+    target = make_target(TargetSpec(url=server.url, model="m"))
     with pytest.raises(Unreachable):
         await target.prepare(request())(lambda _num: None)
     with pytest.raises(Unreachable):
@@ -209,19 +198,15 @@ async def test_nobody_listens_is_unreachable() -> None:
 
 async def test_answer_that_takes_too_long_is_a_timeout_and_the_server_sees_the_client_leave() -> None:
     server = ScriptedServer(hold=asyncio.Event())
-    async with serving(server):
-        target = OpenAiTarget(TargetSpec(url=server.url, model="m"))
+    async with target_of(server, model="m") as target, asyncio.timeout(60):
         with pytest.raises(DeadlineExceeded):
             await target.prepare(request(timeout_s=0.05))(lambda _num: None)
-        async with asyncio.timeout(60):
-            await server.client_left.wait()
-        await target.aclose()
+        await server.client_left.wait()
 
 
 async def test_cancelled_call_leaves_the_server_at_once() -> None:
     server = ScriptedServer(hold=asyncio.Event())
-    async with serving(server), asyncio.timeout(60):
-        target = OpenAiTarget(TargetSpec(url=server.url, model="m"))
+    async with target_of(server, model="m") as target, asyncio.timeout(60):
         began = asyncio.Event()
         call = asyncio.ensure_future(target.prepare(request())(lambda _num: began.set()))
         await began.wait()
@@ -229,7 +214,6 @@ async def test_cancelled_call_leaves_the_server_at_once() -> None:
         with pytest.raises(asyncio.CancelledError):
             await call
         await server.client_left.wait()
-        await target.aclose()
 
 
 VLLM_METRICS = """
@@ -247,10 +231,8 @@ vllm:time_to_first_token_seconds_bucket{engine="0",le="0.001"} 0.0
 
 
 async def test_sample_reads_the_engines_of_vllm() -> None:
-    async with serving(ScriptedServer(metrics=VLLM_METRICS)) as server:
-        target = OpenAiTarget(TargetSpec(url=server.url))
+    async with target_of(ScriptedServer(metrics=VLLM_METRICS)) as target:
         sample = await target.sample(1.5)
-        await target.aclose()
     assert sample is not None and sample.at_s == 1.5
     first, second = sample.workers
     assert (first.worker_id, first.num_running, first.num_waiting) == ("engine-0", 3, 2)
@@ -261,17 +243,13 @@ async def test_sample_reads_the_engines_of_vllm() -> None:
 
 @pytest.mark.parametrize("metrics", [None, "# nothing that is known\nup 1\n"])
 async def test_sample_is_none_when_the_server_tells_nothing(metrics: str | None) -> None:
-    async with serving(ScriptedServer(metrics=metrics)) as server:
-        target = OpenAiTarget(TargetSpec(url=server.url))
+    async with target_of(ScriptedServer(metrics=metrics)) as target:
         assert await target.sample(0.0) is None
-        await target.aclose()
 
 
 async def test_sample_of_our_router_tells_its_line() -> None:
-    async with serving(ScriptedServer(metrics="kvrelay_requests_queued 4.0\n")) as server:
-        target = OpenAiTarget(TargetSpec(url=server.url))
+    async with target_of(ScriptedServer(metrics="kvrelay_requests_queued 4.0\n")) as target:
         sample = await target.sample(0.0)
-        await target.aclose()
     assert sample is not None and (sample.num_queued, sample.workers) == (4, ())
 
 

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from measure.load.report.page import report_page, write_report
 from measure.load.report.phases import lengths_of, spans_of
 from measure.pages.page import Absent, Page, Panel, Tone, render_page
 from measure.pages.theme import Phase
+from tests.measure.load.made_runs import make_request
 from tests.measure.load.synthetic import Shape, make_run
 from tests.measure.pages.test_page import HOSTILE, check
 
@@ -35,13 +37,9 @@ def left_out(page: Page) -> set[str]:
     return {title for title, panel in panels_of(page).items() if isinstance(panel.content, Absent)}
 
 
-def make_record(**changes: object) -> RequestRecord:
-    record = RequestRecord(
-        index=0, session=0, turn=0, kind="chat", due_s=1.0, sent_s=1.0, chunk_s=(2.0, 2.5, 3.0), chunk_tokens=(1, 1, 1),
-        end_s=3.0, outcome=Outcome.COMPLETED, num_prompt_tokens=10, num_wanted_tokens=3,
-        server=ServerReport(queue_s=0.5, prefill_s=0.25, transfer_s=0.3, transfer_exposed_s=0.125),
-    )  # fmt: skip
-    return replace(record, **changes)  # type: ignore[arg-type]
+def make_record(**changes: Any) -> RequestRecord:
+    server = ServerReport(queue_s=0.5, prefill_s=0.25, transfer_s=0.3, transfer_exposed_s=0.125)
+    return make_request(due_s=1.0, ttft_s=1.0, gaps_s=[0.5, 0.5], **{"server": server} | changes)
 
 
 def test_page_of_a_run_that_tells_everything_leaves_nothing_out() -> None:

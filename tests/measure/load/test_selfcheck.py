@@ -7,7 +7,7 @@ import pytest
 from measure.load.records import GeneratorReport
 from measure.load.selfcheck import LATE_S, Evidence, judge
 from measure.load.wire import Pulse
-from tests.measure.load.records import record
+from tests.measure.load.made_runs import make_request
 
 
 def pulse(cpu_share: float = 0.1, lags_s: tuple[float, ...] = (0.0001,) * 25, suspended_s: float = 0.0) -> Pulse:
@@ -17,9 +17,7 @@ def pulse(cpu_share: float = 0.1, lags_s: tuple[float, ...] = (0.0001,) * 25, su
 def report(
     *, lag_s: float = 0.0002, ttft_s: float = 0.02, machine: float = 0.3, max_processes: int = 2, **fields: Any
 ) -> GeneratorReport:
-    requests = [
-        record(due_s=i, sent_s=i + lag_s, chunk_s=(i + ttft_s,), chunk_tokens=(1,), end_s=i + 1.0) for i in range(100)
-    ]
+    requests = [make_request(i, due_s=i, sent_s=i + lag_s, ttft_s=ttft_s) for i in range(100)]
     evidence = Evidence(max_processes=max_processes, pulses={0: [pulse(**fields)] * 10}, machine_shares=[machine] * 10)
     return judge(requests, evidence)
 
@@ -54,7 +52,7 @@ def test_late_generator_on_a_full_machine_says_who_took_the_cores(
 
 
 def test_starved_generator_that_may_not_run_first_is_told_what_right_it_needs() -> None:
-    late = [record(due_s=i, sent_s=i + 0.05) for i in range(100)]
+    late = [make_request(i, due_s=i, sent_s=i + 0.05) for i in range(100)]
     for runs_first in (True, False):
         evidence = Evidence(max_processes=1, pulses={0: [pulse()]}, machine_shares=[1.0], runs_first=runs_first)
         assert ("CAP_SYS_NICE" in judge(late, evidence).warnings[0]) == (not runs_first)
@@ -66,7 +64,7 @@ def test_late_stamps_are_told() -> None:
 
 
 def test_single_long_stall_is_told() -> None:
-    requests = [record(due_s=i, sent_s=i + (0.5 if i == 7 else 0.0)) for i in range(1000)]
+    requests = [make_request(i, due_s=i, sent_s=i + (0.5 if i == 7 else 0.0)) for i in range(1000)]
     stalled = judge(requests, Evidence(max_processes=1, pulses={0: [pulse()]}))
     assert stalled.lag_p99_s < LATE_S
     assert "a request was sent 500.0 ms late: the generator stalled once" in stalled.warnings[0]
