@@ -37,19 +37,19 @@ bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 
 @bench_app.callback()
 def bench() -> None:
-    """Put a server under load, and measure what its users see.
+    """Put a server under load and measure the latencies of its users.
 
     \b
     kvrelay bench run --rate 4 --ttft 0.5 --itl 0.05    does it meet these objectives?
     kvrelay bench report DIR --ttft 1                   and others?
     kvrelay bench compare DIR1 DIR2                     is one better than the other?
-    kvrelay bench record today.jsonl --duration 600     live traffic, to be replayed
+    kvrelay bench record today.jsonl --duration 600     record live traffic for a replay
     """  # noqa: D301 - \b marks a preformatted block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """Options that name the server under load."""
+    """Options for the server under load."""
 
     target: Annotated[
         str | None,
@@ -72,7 +72,7 @@ class Server:
     config_path: ConfigOption = DEFAULT_CONFIG
 
     def spec(self) -> "TargetSpec":
-        """Return the server that is named, else the running cluster."""
+        """Return the given server, else the running cluster."""
         from measure.load.targets.interface import TargetSpec
 
         options: dict[str, Any] = {"api_key": self.api_key, "model": self.model, "direct": self.direct}
@@ -134,7 +134,7 @@ def run(
     sending: Sending,
     shown: Output,
 ) -> None:
-    """Put a server under load and measure what its users see.
+    """Put a server under load and measure the latencies of its users.
 
     \b
     kvrelay bench run                                      one request a second, for a minute
@@ -144,10 +144,10 @@ def run(
     kvrelay bench run -T http://127.0.0.1:8000/v1 -w chats.yaml --check 0.99
 
     Requests are sent when they are due, whether or not others have been answered,
-    and latencies count from then. Every request is kept in DIR, with a summary and
-    a page of plots. Ctrl-C ends the run and keeps what was measured.
+    and latencies count from then. DIR keeps every request, a summary and a page
+    of plots. Ctrl-C ends the run and keeps the results.
 
-    A good request is answered to its end, with its first token and the mean gap
+    A good request is answered completely, with its first token and the mean gap
     between its tokens within the objectives; refused and failed ones are not good.
     """  # noqa: D301 - \b marks a preformatted block
     from measure.load.spec import LoadSpec
@@ -187,7 +187,7 @@ def _labels(texts: Sequence[str]) -> dict[str, str]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not (key and equals and value):
-            raise CliError(f"--label: {text!r}; say KEY=VALUE")
+            raise CliError(f"--label: {text!r} is not KEY=VALUE")
         labels[key] = value
     return labels
 

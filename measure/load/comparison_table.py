@@ -15,7 +15,7 @@ _BETTER, _WORSE, _CAUTION = "bold green", "bold red", "bold yellow"
 
 
 def comparison_view(comparison: Comparison, names: Sequence[str]) -> RenderableType:
-    """Return runs side by side, each but the first with its change; coloured changes are more than chance."""
+    """Return runs side by side, each but the first with its change; coloured changes exceed chance."""
     letters = [ascii_uppercase[place % len(ascii_uppercase)] for place in range(len(names))]
     table = plain_table("", "", num_left=2)
     for place, letter in enumerate(letters):
@@ -40,15 +40,15 @@ def _legend(comparison: Comparison, letters: Sequence[str], names: Sequence[str]
 
 
 def _notes(comparison: Comparison, letters: Sequence[str]) -> Iterator[Text]:
-    """Yield what the figures mean, and every run's warnings."""
+    """Yield how to read the figures, and the warnings of every run."""
     paired = [letter for letter, is_paired in zip(letters[1:], comparison.is_paired[1:], strict=True) if is_paired]
     yield Text(
-        "×1.2 [1.1 – 1.3]: the ratio and its 95 % interval (pt: difference in points); coloured when equal runs would"
-        " differ so much in fewer than 1 of 20 cases. Of 20 rows one is coloured by chance; what differs between runs"
-        " at other times is not in it.",
+        "×1.2 [1.1 – 1.3]: the ratio and its 95 % interval (pt: difference in points). Coloured: equal runs would"
+        " differ this much in fewer than 1 of 20 cases; 1 of 20 rows is coloured by chance. Intervals do not cover"
+        " differences between runs at different times.",
         style="dim",
     )
-    how = f"Compared request by request: {', '.join(paired)}." if paired else "The runs asked different requests."
+    how = f"Compared request by request: {', '.join(paired)}." if paired else "The runs sent different requests."
     yield Text(how, style="dim")
     for letter, summary in zip(letters, comparison.summaries, strict=True):
         for warning in summary.warnings:

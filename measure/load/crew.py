@@ -1,4 +1,4 @@
-"""The generator processes of one run, and who of them plays what."""
+"""The generator processes of one run, and the sessions that each of them plays."""
 
 import asyncio
 import contextlib
@@ -28,11 +28,11 @@ _GOODBYE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What every process is told first."""
+    """Parameters that every process gets first."""
 
     target: TargetSpec
     first_token: int
-    """Token ids of prompts begin here."""
+    """Lowest token id in prompts."""
     num_tokens: int
 
 
@@ -43,13 +43,13 @@ class _Member:
     has_begun: bool = False
     has_said_bye: bool = False
     pulses: list[Pulse] = field(default_factory=list)
-    """Since it began."""
+    """Pulses since it began."""
 
 
 class Crew:
     """Starts processes, hands them sessions, adds one when all are busy, and ends them on every path.
 
-    One event loop. `failure` tells what has broken, in words; nothing here raises it.
+    One event loop. `failure` describes what has broken, or is empty; no method raises it.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Crew:
             self.failure = f"a generator process was not ready after {_READY_TIMEOUT_S:.0f} s"
 
     def begin(self, terms: Terms) -> None:
-        """Tell the run's clock; every process that is ready gets its share from now on."""
+        """Announce the clock of the run; processes that are ready get sessions from now on."""
         self._terms = terms
         for member in self._members:
             self._join(member)
@@ -96,12 +96,12 @@ class Crew:
             await self._change(within_s=min(self._dispatcher.next_s, until_s) - now_s)
 
     def stop(self) -> None:
-        """Hand out nothing more and have everything cancelled that runs."""
+        """Hand out nothing more and make `dismiss` cancel all running requests."""
         self._is_stopped = True
         self._changed.set()
 
     async def dismiss(self) -> None:
-        """End all processes; those with work cancel it and report so. None is left when this returns or raises."""
+        """End all processes, which cancel and report running requests. None is left when this returns or raises."""
         try:
             for member in self._living:
                 if member.has_begun and not self._dispatcher.is_done:
@@ -126,7 +126,7 @@ class Crew:
         member.process.order(Order.SETUP, to_wire(setup.target), setup.first_token, setup.num_tokens)
 
     async def _listen(self, member: _Member) -> None:
-        """Take what a process reports, to its end."""
+        """Handle the reports of a process until it ends."""
         reading = self._tasks.create_task(member.process.read_stderr())
         try:
             async for report in member.process.reports():

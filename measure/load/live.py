@@ -1,4 +1,4 @@
-"""What can be seen of a load test while it runs: a bar and figures on a terminal, a line now and then elsewhere."""
+"""Progress of a load test: a bar and figures on a terminal, a line every few seconds elsewhere."""
 
 import asyncio
 import math
@@ -21,7 +21,7 @@ from measure.load.spec import RunStart
 from measure.pages.wording import count, duration, number, percent, scaled
 
 RECENT_S = 10.0
-"""Figures are of the answers that ended in so many seconds before."""
+"""Figures cover answers that ended within this time."""
 _REFRESH_S = 0.5
 _LINE_S = 5.0
 _BAR_WIDTH = 40
@@ -29,7 +29,7 @@ _BAR_WIDTH = 40
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """What figures take from a request; latencies of complete ones only."""
+    """An ended request, as far as figures need it; only complete ones have latencies."""
 
     end_s: float
     num_tokens: int
@@ -43,9 +43,9 @@ class _Ended:
 
 
 class LiveView:
-    """An observer that shows what happens, inside its `with` block. One event loop.
+    """An observer that shows progress inside its `with` block. One event loop.
 
-    It draws twice a second whatever the load is, which takes about a hundredth of a core.
+    It draws twice a second, whatever the load, which takes about a hundredth of a core.
     """
 
     def __init__(self, console: Console, clock: Clock | None = None) -> None:
@@ -62,13 +62,13 @@ class LiveView:
         self._sample: PoolSample | None = None
 
     def started(self, start: RunStart) -> None:
-        """Begin to show."""
+        """Start the display."""
         self._start = start
         self._started_s = self._clock.monotonic()
         workers = ", ".join(f"{number_of} {role}" for role, number_of in start.target.num_workers.items())
         self._console.print(
             f"{start.name}: {start.target.system}, {start.target.model}{f' ({workers})' if workers else ''};"
-            f" {_plan(start)}; Ctrl-C ends it and keeps what was measured",
+            f" {_plan(start)}; Ctrl-C ends it and keeps the results",
             soft_wrap=True,
         )
         self._wait()
@@ -86,7 +86,7 @@ class LiveView:
         self._sample = sample
 
     def show(self) -> None:
-        """Draw what is known now."""
+        """Draw the current state."""
         if self._start is None:
             return
         elapsed_s = self._clock.monotonic() - self._started_s

@@ -1,4 +1,4 @@
-"""Makes a summary of a run's records."""
+"""Summarizes the records of a run."""
 
 import dataclasses
 import re
@@ -36,11 +36,10 @@ _MIN_ARRIVAL_GROWTH = 1.2
 
 
 def summarize(run: Run, *, slo: Slo, warm_up_s: float | None = None, cool_down_s: float | None = None) -> Summary:
-    """Return what a run was worth under `slo`.
+    """Return the figures of a run under `slo`.
 
-    Requests that were due in the first `warm_up_s` (None: a tenth of the arrivals) and the last `cool_down_s` (None:
-    after the last session began) are left out, see `measure.load.window`. Raises NothingMeasured when no request is
-    left.
+    Requests due in the first `warm_up_s` (None: a tenth of the arrivals) and the last `cool_down_s` (None: after the
+    last session began) do not count, see `measure.load.window`. Raises NothingMeasured when no request counts.
     """
     window = find_window(run.requests, warm_up_s=warm_up_s, cool_down_s=cool_down_s)
     requests = counted(run.requests, window)
@@ -94,7 +93,7 @@ def _failures(requests: Sequence[RequestRecord]) -> tuple[FailureCount, ...]:
 
 
 def _summarize_kind(requests: Sequence[RequestRecord], *, kind: str, slo: Slo, duration_s: float) -> KindSummary:
-    """Return what `requests` got: at least one, in the order in which they were due, in `duration_s`."""
+    """Return the figures of `requests`, one at least, in the order in which they were due, over `duration_s`."""
     resampler = Resampler(len(requests))
     outcomes = Counter(request.outcome for request in requests)
     complete = [request for request in requests if request.is_complete]
@@ -159,7 +158,7 @@ def _gaps(requests: Sequence[RequestRecord], resampler: Resampler) -> Distributi
 
 
 def _cache(requests: Sequence[RequestRecord], resampler: Resampler) -> CacheUse | None:
-    """Return what was found, over the requests whose server says so."""
+    """Return the cache use over the requests whose server reports it."""
     told = np.array([request.server.num_cached_tokens is not None for request in requests])
     prompt = np.array([request.num_prompt_tokens for request in requests]) * told
     if not prompt.sum():
@@ -185,7 +184,7 @@ def _prediction(complete: Sequence[RequestRecord]) -> PredictionError | None:
 
 
 def _cautions(summary: Summary) -> tuple[str, ...]:
-    """Return the warnings of a summary, gravest first."""
+    """Return the warnings of a summary, the gravest first."""
     info = summary.info
     return (*info.generator.warnings, *_of_load(summary), *_of_requests(summary.overall), *info.notes)
 
@@ -194,17 +193,17 @@ def _of_load(summary: Summary) -> Iterator[str]:
     steady = summary.steadiness
     if not steady.is_steady and steady.e2e_growth is not None:
         yield (
-            f"unstable: requests that wait or run grew from {steady.backlog_early:.0f} to {steady.backlog_late:.0f},"
-            f" answers took {steady.e2e_growth.value:.1f} times as long at the end as at the beginning; the load is"
-            " above capacity, and a longer run would show longer latencies"
+            f"unstable: open requests grew from {steady.backlog_early:.0f} to {steady.backlog_late:.0f}, and answers"
+            f" took {steady.e2e_growth.value:.1f} times as long at the end as at the beginning; the load is above"
+            " capacity, and a longer run would show longer latencies"
         )
         if steady.arrival_growth >= _MIN_ARRIVAL_GROWTH:
             yield f"the load itself grew {steady.arrival_growth:.1f}-fold: capacity lies between its ends"
     window = summary.window
     if window.rates_end_s > window.end_s:
         yield (
-            "requests arrived for a shorter time than answers take, so rates are until the last answer:"
-            " a longer run would show higher ones"
+            "requests arrived for a shorter time than answers take, so rates extend to the last answer;"
+            " a longer run would show higher rates"
         )
 
 
@@ -212,9 +211,9 @@ def _of_requests(overall: KindSummary) -> Iterator[str]:
     if overall.num_requests < _FEW_REQUESTS:
         yield f"only {count(overall.num_requests, 'request')} counted: intervals are rough"
     if overall.num_cancelled:
-        yield "what the load test cancelled counts as not good; --cool-down SECONDS leaves out the last requests"
+        yield "requests cancelled by the load test count as not good; --cool-down SECONDS leaves out the last requests"
     if overall.tokens_per_piece is not None and overall.tokens_per_piece > _MANY_TOKENS_PER_PIECE:
         yield (
-            f"a piece of an answer holds {overall.tokens_per_piece:.2f} tokens in the mean: ITL is the gap between"
-            " pieces, so compare systems by TPOT"
+            f"a piece of an answer holds {overall.tokens_per_piece:.2f} tokens on average, and ITL is the gap between"
+            " pieces; compare systems by TPOT"
         )

@@ -1,4 +1,4 @@
-"""Recordings of live traffic as traces, which `measure.workload.traces` reads."""
+"""Writes live traffic as a trace that `measure.workload.traces` reads."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ class TrafficTrace:
         return len(self._requests)
 
     def add(self, request: RecordedRequest) -> None:
-        """Take a request. Raises TraceError when its blocks have another size: the workers were replaced meanwhile."""
+        """Add a request. Raises TraceError when its block size differs, as after a change of workers."""
         if self._requests and request.block_size != self._requests[0].block_size:
             raise TraceError(
                 f"blocks of {request.block_size} tokens after blocks of {self._requests[0].block_size}:"
@@ -28,9 +28,9 @@ class TrafficTrace:
         self._requests.append(request)
 
     def write(self, path: Path) -> None:
-        """Write what was collected, block keys as small numbers in order of their first appearance. Raises OSError.
+        """Write the requests, with block keys as small numbers in order of first appearance. Raises OSError.
 
-        An answer without tokens counts as one token long, as the format knows no others; `outcome` tells.
+        An answer without tokens is written as one token long, the least that the format allows; `outcome` tells why.
         """
         ids: dict[int, int] = {}
         with path.open("w", encoding="utf-8") as file:

@@ -1,10 +1,10 @@
-"""What a load test keeps: one record for each request, samples of the pools, and what was run.
+"""Results of a load test: a record per request, samples of the pools, and a description of the run.
 
-Times are seconds since the run began, on the generator's clock, unless a name says that the server measured them.
+Times are seconds since the run began, on the generator's clock; those that the server measured are named so.
 
-    DIR/run.json        `RunInfo`: what was run, on what, and how the generator itself did
-    DIR/requests.jsonl  a `RequestRecord` a line, in order of their ends
-    DIR/samples.jsonl   a `PoolSample` a line
+    DIR/run.json        `RunInfo`: the workload, the target, and how the generator itself did
+    DIR/requests.jsonl  a `RequestRecord` per line, in order of their ends
+    DIR/samples.jsonl   a `PoolSample` per line
 """
 
 import enum
@@ -22,12 +22,12 @@ class Outcome(enum.StrEnum):
     FAILED = "failed"
     TIMED_OUT = "timed_out"
     CANCELLED = "cancelled"
-    """By the load test itself, which was ended early."""
+    """Cancelled by the load test itself, which was ended early."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerReport:
-    """What the server says of a request; None where it says nothing."""
+    """What the server reports of a request; None where it reports nothing."""
 
     request_id: str | None = None
     queue_s: float | None = None
@@ -37,7 +37,7 @@ class ServerReport:
     transfer_exposed_s: float | None = None
     """The part of the transfer that prefill did not hide."""
     ttft_s: float | None = None
-    """Received to first token sent."""
+    """From receiving the request to sending its first token."""
     e2e_s: float | None = None
     num_cached_tokens: int | None = None
     num_pulled_tokens: int | None = None
@@ -45,7 +45,7 @@ class ServerReport:
     transfer_bytes: int | None = None
     transport: str | None = None
     prefill_worker: str | None = None
-    """None as well for a local plan."""
+    """None for a local plan, too."""
     decode_worker: str | None = None
     num_attempts: int | None = None
     predicted_ttft_s: float | None = None
@@ -53,7 +53,7 @@ class ServerReport:
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> "ServerReport":
-        """Return what our own servers say of a request, as docs/openai.md has it."""
+        """Return the report of one of our own servers, in the form of docs/openai.md."""
         plan, transfer = told["plans"][-1], told["transfer"]
         said = told["usage"] | told["timings"] | plan | told
         same = {each.name: said[each.name] for each in fields(cls) if each.name in said}
@@ -71,53 +71,53 @@ class ServerReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """One request, from first principles: when it was due, when it was sent, when each piece of the answer came."""
+    """One request: when it was due, when it was sent, and when each piece of its answer came."""
 
     index: int
     """In the order in which requests became due."""
     session: int
     turn: int
-    """0 for the first of its session."""
+    """0 for the first request of its session."""
     kind: str
-    """The stream of the workload that it belongs to."""
+    """Stream of the workload that it belongs to."""
     due_s: float
-    """When it should have been sent. Latencies count from here, so a late generator or a full connection cannot
-    hide a wait."""
+    """When it should have been sent. Latencies count from here, so that neither a late generator nor a full connection
+    hides a wait."""
     sent_s: float
     """When it was sent."""
     chunk_s: tuple[float, ...]
-    """When each piece of the answer came that brought tokens."""
+    """Arrival times of the pieces of the answer that brought tokens."""
     chunk_tokens: tuple[int, ...]
-    """How many tokens each of them brought."""
+    """Number of tokens that each of them brought."""
     end_s: float
-    """Of the answer, the refusal or the error."""
+    """End of the answer, or time of the refusal or error."""
     outcome: Outcome
     error: str = ""
     """Error class and message; empty after a complete answer."""
     num_prompt_tokens: int
-    """As the server counts when it says; else as asked."""
+    """Count of the server where it reports one, else as planned."""
     num_wanted_tokens: int
-    """Output tokens that were asked for."""
+    """Output tokens asked for."""
     server: ServerReport = field(default_factory=ServerReport)
 
     @property
     def lag_s(self) -> float:
-        """By how much the generator was late."""
+        """Delay of the generator."""
         return self.sent_s - self.due_s
 
     @property
     def is_complete(self) -> bool:
-        """Whether it was answered to its end."""
+        """Whether the answer came to its end."""
         return self.outcome is Outcome.COMPLETED
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens that came."""
+        """Output tokens received."""
         return sum(self.chunk_tokens)
 
     @property
     def first_token_s(self) -> float | None:
-        """When the first token came."""
+        """Arrival of the first token."""
         return self.chunk_s[0] if self.chunk_s else None
 
     @property
@@ -133,7 +133,7 @@ class RequestRecord:
 
     @property
     def gaps_s(self) -> tuple[float, ...]:
-        """Gaps between consecutive pieces of the answer (ITL): what a reader waits, however many tokens come."""
+        """Gaps between consecutive pieces of the answer (ITL), whatever number of tokens each piece holds."""
         return tuple(after - before for before, after in zip(self.chunk_s, self.chunk_s[1:], strict=False))
 
     @property
@@ -155,18 +155,18 @@ class WorkerSample:
     num_used_blocks: int
     """Referenced or reserved."""
     num_cached_blocks: int = 0
-    """Kept for their prefixes, referenced by nobody."""
+    """Kept for their prefixes, not referenced."""
     num_computed_tokens: int = 0
-    """Prompt tokens computed since the worker began."""
+    """Prompt tokens computed since the worker started."""
     num_cached_tokens: int = 0
-    """Prompt tokens found in its cache since it began."""
+    """Prompt tokens found in its cache since it started."""
     busy_s: float | None = None
-    """Time that its engine spent in steps since it began, where it is told."""
+    """Time that its engine spent in steps since it started; None where the target does not report it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSample:
-    """All workers at one moment, and the line before them."""
+    """All workers at one moment, and the router's queue."""
 
     at_s: float
     num_queued: int
@@ -175,32 +175,32 @@ class PoolSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorReport:
-    """How the generator itself did: whether the numbers are the server's."""
+    """How well the generator itself kept up, and so whether the numbers are the server's."""
 
     num_processes: int
     lag_p50_s: float
     lag_p99_s: float
     lag_max_s: float
-    """By how much requests were sent late."""
+    """Delay in sending requests."""
     loop_lag_p99_s: float
-    """By how much a process noticed late that something had come: an error of every time stamp."""
+    """Delay of a process in noticing received data: an error of every time stamp."""
     cpu_share: float
-    """Of the busiest process, of one core."""
+    """Share of one core that the busiest process used."""
     num_late: int
     """Requests sent later than `LATE_S`."""
     warnings: tuple[str, ...]
-    """Why the numbers cannot be trusted, in words; empty when they can."""
+    """Reasons not to trust the numbers; empty when there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What was run."""
+    """Description of a run."""
 
     name: str
     target: str
     """Kind and address."""
     system: str
-    """What answered, as it calls itself."""
+    """Name that the server gives itself."""
     model: str
     workload: dict[str, Any]
     """The specification, as JSON."""
@@ -209,12 +209,12 @@ class RunInfo:
     duration_s: float
     """From the first due request to the last answer."""
     num_workers: dict[str, int]
-    """By role; empty when the target does not tell."""
+    """By role; empty when the target does not report them."""
     generator: GeneratorReport
     labels: dict[str, str] = field(default_factory=dict)
-    """What the caller says of the run: pool shape, policy, repeat …"""
+    """Labels by the caller: pool shape, policy, repeat …"""
     notes: tuple[str, ...] = ()
-    """What a reader of the numbers should know, in words: what the target does not offer, what was cut short."""
+    """Remarks for readers of the numbers: features that the target does not have, requests that were cut short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Sends one request and notes what happens when."""
+"""Sends one request and records its times."""
 
 import asyncio
 from dataclasses import dataclass
@@ -11,20 +11,20 @@ from measure.load.targets.interface import PreparedCall, TargetAnswer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
-    """A request that waits for its time."""
+    """A request that waits for its due time."""
 
     session: int
     turn: int
     kind: str
     num_prompt_tokens: int
-    """As planned."""
+    """Planned length."""
     num_wanted_tokens: int
     call: PreparedCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A request that has ended."""
+    """An ended request."""
 
     record: RequestRecord
     answer: TargetAnswer | None
@@ -32,7 +32,7 @@ class Ended:
 
 
 class ChunkLog:
-    """When tokens came; a `ChunkSink`. Times count from `origin_s` of the clock."""
+    """Arrival times of tokens, in seconds since `origin_s`; a `ChunkSink`."""
 
     def __init__(self, clock: Clock, origin_s: float) -> None:
         self._clock = clock
@@ -41,13 +41,13 @@ class ChunkLog:
         self.num_tokens: list[int] = []
 
     def __call__(self, num_tokens: int) -> None:
-        """Note that tokens came just now."""
+        """Note the arrival of tokens."""
         self.times_s.append(self._clock.monotonic() - self._origin_s)
         self.num_tokens.append(num_tokens)
 
 
 class Cancellation(Exception):
-    """The call was cancelled; carries the record of what was measured until then."""
+    """The call was cancelled; carries the record so far."""
 
     def __init__(self, record: RequestRecord) -> None:
         super().__init__("cancelled")
@@ -91,9 +91,9 @@ async def send(request: PreparedRequest, *, due_s: float, clock: Clock, origin_s
 
 
 def settled(counts: list[int], told: int | None) -> tuple[int, ...]:
-    """Return how many tokens each piece brought, so that the sum is what the server counted.
+    """Return the number of tokens in each piece, with the sum that the server counted.
 
-    Where the two differ, the server told no ids and pieces were counted as one token each: the tokens are spread evenly
+    Where the sums differ, the server reported no ids and each piece counted as one token: the tokens are spread evenly
     over the pieces, larger shares first.
     """
     if told is None or told == sum(counts) or not counts:

@@ -1,8 +1,8 @@
 """A load test's results on disk; see `measure.load.records` for the files.
 
-Compact JSON. Times are rounded to microseconds. What equals a field's default is left out, and so is a request's index,
-which follows from the order in which requests were due. `run.json` is written last: a folder without it holds a run
-that did not come to its end.
+Compact JSON. Times are rounded to microseconds. Fields with their default value are left out, and so is a request's
+index, which follows from the order of due times. `run.json` is written last: a folder without it holds an unfinished
+run.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ RUN_FILE, REQUESTS_FILE, SAMPLES_FILE = "run.json", "requests.jsonl", "samples.j
 
 _R = TypeVar("_R")
 _US = 6
-"""Decimals of a second that are kept."""
+"""Decimals kept of a second."""
 
 
 class StoreError(Exception):
-    """Results cannot be read or written; names file, line and field."""
+    """Results cannot be read or written; the message names file, line and field."""
 
 
 class RunWriter:
-    """Writes a run's results while it runs; an `Observer`. Refuses a folder that holds results. Raises StoreError."""
+    """An `Observer` that writes results during the run. Raises StoreError for a folder that already holds results."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -46,7 +46,7 @@ class RunWriter:
             raise StoreError(f"{folder}: {error.strerror}") from error
 
     def started(self, start: RunStart) -> None:
-        """Nothing is known yet that will not be known better at the end."""
+        """Do nothing: `finish` writes the description of the run."""
 
     def record(self, request: RequestRecord) -> None:
         """Append a request."""
@@ -72,13 +72,13 @@ class RunWriter:
         self._samples.close()
 
     def discard_if_empty(self) -> None:
-        """Close the files, and leave nothing behind of a run in which no request ended."""
+        """Close the files, and remove them if no request has ended."""
         self.close()
         if (self._folder / REQUESTS_FILE).stat().st_size:
             return
         for name in (REQUESTS_FILE, SAMPLES_FILE):
             (self._folder / name).unlink()
-        with contextlib.suppress(OSError):  # it holds something else
+        with contextlib.suppress(OSError):  # the folder holds other files
             self._folder.rmdir()
 
     def __enter__(self) -> Self:
@@ -103,7 +103,7 @@ def write_run(run: Run, folder: Path) -> None:
 def read_run(folder: Path) -> Run:
     """Read a finished run; requests in the order in which they were due. Raises StoreError."""
     if not (folder / RUN_FILE).exists() and (folder / REQUESTS_FILE).exists():
-        raise StoreError(f"{folder}: has no {RUN_FILE}: the run did not come to its end")
+        raise StoreError(f"{folder}: has no {RUN_FILE}: the run was not finished")
     requests = _read_lines(folder / REQUESTS_FILE, RequestRecord, {"index": 0})
     return Run(
         info=_parse(_text(folder / RUN_FILE), RunInfo, {}, where=str(folder / RUN_FILE)),
@@ -113,7 +113,7 @@ def read_run(folder: Path) -> Run:
 
 
 def in_due_order(requests: Iterator[RequestRecord] | list[RequestRecord]) -> tuple[RequestRecord, ...]:
-    """Return them as they became due, numbered."""
+    """Return the requests in order of their due times, numbered."""
     ordered = sorted(requests, key=lambda request: (request.due_s, request.session, request.turn))
     return tuple(replace(request, index=index) for index, request in enumerate(ordered))
 
@@ -162,7 +162,7 @@ def _line(record: RequestRecord | PoolSample) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return dictionaries, lists, numbers and strings; fields that equal their default are left out."""
+    """Return dictionaries, lists, numbers and strings; fields with their default value are left out."""
     if is_dataclass(value):
         return {f.name: _plain(held) for f in fields(value) if (held := getattr(value, f.name)) != _default(f)}
     if isinstance(value, float):

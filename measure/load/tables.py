@@ -26,7 +26,7 @@ _STAGES = (
 
 
 def summary_view(summary: Summary, *, required_share: float) -> RenderableType:
-    """Return everything that a person wants to know at once; `required_share` of the requests must be good."""
+    """Return the tables of a summary; the objectives are met when `required_share` of the requests are good."""
     parts: list[RenderableType | None] = [
         _title(summary),
         _headline(summary, required_share),
@@ -43,19 +43,19 @@ def summary_view(summary: Summary, *, required_share: float) -> RenderableType:
 
 
 def objectives(slo: Slo) -> str:
-    """Return what was promised, in words."""
+    """Return the objectives in words."""
     return (
         f"TTFT ≤ {duration(slo.ttft_s)} (longer above {slo.ttft_tokens:,} prompt tokens), TPOT ≤ {duration(slo.itl_s)}"
     )
 
 
 def between(estimate: Estimate, write: Writer = duration) -> str:
-    """Return the interval of a number."""
+    """Return the interval of an estimate."""
     return f"{write(estimate.low)} – {write(estimate.high)}"
 
 
 def quoted(percentile: Percentile) -> str:
-    """Return a time, marked where too few requests lie beyond it."""
+    """Return a percentile of a time, marked where too few requests lie beyond it."""
     return f"{'' if percentile.is_sufficient else UNSURE}{duration(percentile.value)}"
 
 
@@ -73,7 +73,7 @@ def plain_table(*columns: str, num_left: int = 1) -> Table:
 
 
 def verdict_style(estimate: Estimate, required: float) -> str:
-    """Return green for a share that is reached, red for one that is certainly not, yellow in between."""
+    """Return green for a share that reaches `required`, red for one that certainly does not, else yellow."""
     if estimate.value >= required:
         return _GOOD
     return _BAD if estimate.high < required else _NEITHER
@@ -167,7 +167,7 @@ def _cells(distribution: Distribution) -> Iterator[str]:
 
 
 def _footnote(summary: Summary) -> Text | None:
-    """Return what the mark on percentiles means, and how many requests would do; None when none is marked."""
+    """Return the meaning of the mark, and the requests that would avoid it; None when no percentile is marked."""
     needed: dict[str, int] = {}
     for kind in summary.distinct_kinds:
         for name, distribution in _measured(kind.latencies, (*_USERS, *_STAGES)):
@@ -178,9 +178,7 @@ def _footnote(summary: Summary) -> Text | None:
     if not needed:
         return None
     wanted = ", ".join(f"{what} takes {number_of:,}" for what, number_of in sorted(needed.items()))
-    return Text(
-        f"{UNSURE} too few requests for this percentile ({wanted} of a kind): take it for a hint\n", style="dim"
-    )
+    return Text(f"{UNSURE} too few requests for this percentile ({wanted} of a kind): a rough figure\n", style="dim")
 
 
 def _work(summary: Summary) -> Text:

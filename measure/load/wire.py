@@ -1,4 +1,4 @@
-"""What the load test and its generator processes tell each other: msgpack over pipes, a list with its kind first."""
+"""Messages between the load test and its generator processes: msgpack over pipes, lists that begin with their kind."""
 
 import enum
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ Message = list[Any]
 
 
 class Order(enum.IntEnum):
-    """To a generator process."""
+    """Message to a generator process."""
 
     SETUP = 0
-    """[target spec, first token, number of tokens]: make a target; answered with READY."""
+    """[target spec, first token, number of tokens]: make a target; the process answers READY."""
     BEGIN = 1
-    """[terms]: the run's clock is known."""
+    """[terms]: the clock of the run is known."""
     PLAY = 2
     """[session]"""
     PLAY_IN_PLACE = 3
@@ -39,10 +39,10 @@ class Order(enum.IntEnum):
 
 
 class Report(enum.IntEnum):
-    """From a generator process."""
+    """Message from a generator process."""
 
     READY = 0
-    """[whether it runs before others on its core]"""
+    """[whether it has real-time scheduling]"""
     RECORD = 1
     """[request]"""
     SESSION_OVER = 2
@@ -54,19 +54,19 @@ class Report(enum.IntEnum):
     PULSE = 5
     """[pulse]"""
     BYE = 6
-    """[]: the last one."""
+    """[]: the last message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
-    """How a process did since the pulse before."""
+    """Self-measurement of a process since the pulse before."""
 
     cpu_share: float
-    """Of one core."""
+    """Share of one core."""
     loop_lags_s: list[float]
-    """How late it woke at evenly spaced times; a stall counts for each of them."""
+    """Delays of wake-ups at evenly spaced times; a stall counts for each missed one."""
     suspended_s: float
-    """How long the machine slept since the process began."""
+    """Time that the machine was suspended since the process began."""
 
 
 class Unpacker:
@@ -88,7 +88,7 @@ def pack(kind: Order | Report, *values: Any) -> bytes:
 
 
 def to_wire(value: Terms | Session | RequestRecord | TargetSpec) -> dict[str, Any]:
-    """Return plain values; what is None is left out."""
+    """Return plain values; fields that are None are left out."""
     plain: dict[str, Any] = _ADAPTERS[type(value)].dump_python(value, exclude_none=True)
     return plain
 

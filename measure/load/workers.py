@@ -1,4 +1,4 @@
-"""What workers and pools did, by their own counters and by what requests report."""
+"""Figures of workers and pools, from their own counters and the reports of requests."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ _PREFILL, _DECODE = "prefill", "decode"
 
 @dataclass(slots=True)
 class _Seen:
-    """What is known of one worker."""
+    """Samples and counts of one worker."""
 
     role: str
     samples: list[tuple[float, WorkerSample]] = field(default_factory=list)
@@ -26,9 +26,9 @@ class _Seen:
 def summarize_workers(
     run: Run, requests: Sequence[RequestRecord], window: Window
 ) -> tuple[tuple[WorkerSummary, ...], tuple[WorkerSummary, ...]]:
-    """Return pools by role, and workers by role and name; `requests` are those that are counted.
+    """Return pools by role, and workers by role and name; `requests` are those that count.
 
-    Tokens are of all requests of the run, as far as they came within the window.
+    Token counts include all requests of the run, for tokens that came within the window.
     """
     seen = _collect(run, requests, window)
     workers = [_summary(name, [worker], window) for name, worker in seen.items()]
@@ -38,12 +38,12 @@ def summarize_workers(
 
 
 def peak_queued(samples: Sequence[PoolSample], window: Window) -> int | None:
-    """Return the longest line that was seen; None without samples."""
+    """Return the longest queue in any sample of the window; None without samples."""
     return max((sample.num_queued for sample in _inside(samples, window)), default=None)
 
 
 def tokens_between(request: RequestRecord, start_s: float, end_s: float) -> int:
-    """Return how many tokens of an answer came in a time."""
+    """Return the number of tokens of an answer that came between two times."""
     pieces = zip(request.chunk_s, request.chunk_tokens, strict=True)
     return sum(num_tokens for at_s, num_tokens in pieces if start_s <= at_s <= end_s)
 
@@ -92,7 +92,7 @@ def _summary(name: str, workers: Sequence[_Seen], window: Window) -> WorkerSumma
 def _rate(
     samples: Sequence[tuple[float, WorkerSample]], counter: Callable[[WorkerSample], float | None]
 ) -> float | None:
-    """Return by how much a counter grew a second; None without two samples. A restarted worker counts from 0 again."""
+    """Return the growth of a counter per second; None without two samples. A restarted worker counts from 0 again."""
     values = [(at_s, value) for at_s, sample in samples if (value := counter(sample)) is not None]
     if len(values) < 2 or values[-1][0] <= values[0][0]:
         return None
@@ -103,7 +103,7 @@ def _rate(
 
 
 def _mean_sum(workers: Sequence[_Seen], count: Callable[[WorkerSample], int]) -> float | None:
-    """Return the mean, over the samples, of the sum over the workers."""
+    """Return the mean over samples of the sum over workers."""
     sums: dict[float, int] = defaultdict(int)
     for worker in workers:
         for at_s, sample in worker.samples:

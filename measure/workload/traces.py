@@ -1,13 +1,13 @@
-"""Request traces: who asked when, for how much, and which prompts begin alike.
+"""Request traces: arrivals, lengths, and the prefixes that prompts share.
 
-A trace says nothing about text. Prompts are lists of *block ids*, one for every `block_size` tokens and one for what
-is left at the end: equal leading ids mean equal leading tokens. Formats read here:
+A trace has no text. Prompts are lists of *block ids*, one for every `block_size` tokens and one for the rest at the
+end: equal leading ids mean equal leading tokens. Formats:
 
 - Mooncake (FAST '25), JSON lines: `timestamp` (ms), `input_length`, `output_length` (tokens), `hash_ids` (512-token
   blocks). `kvrelay trace synth` writes it too.
-- Recordings of `kvrelay bench record`: the same, and every row says in `block_size` what one of its ids stands for.
-- Azure LLM inference traces (Splitwise, ISCA '24), CSV: `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`; nothing is
-  known about prefixes, so no two prompts share any.
+- Recordings of `kvrelay bench record`: the same, with the tokens per block id in `block_size` of every row.
+- Azure LLM inference traces (Splitwise, ISCA '24), CSV: `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`; prefixes
+  are unknown, so prompts share none.
 """
 
 import csv
@@ -33,11 +33,11 @@ class TraceRequest:
     """One request of a trace."""
 
     arrival_s: float
-    """Since the trace began."""
+    """Arrival since the start of the trace."""
     num_prompt_tokens: int
     num_output_tokens: int
     block_ids: tuple[int, ...]
-    """As many as the prompt has blocks, the partly filled last one included."""
+    """One id per block of the prompt, a partial last one included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,22 +46,22 @@ class Trace:
 
     name: str
     block_size: int
-    """Tokens that one block id stands for."""
+    """Tokens per block id."""
     requests: tuple[TraceRequest, ...]
 
     @property
     def duration_s(self) -> float:
-        """From the trace's beginning to its last arrival."""
+        """Time from the start of the trace to its last arrival."""
         return self.requests[-1].arrival_s if self.requests else 0.0
 
     def segments(self, request: TraceRequest) -> tuple[Segment, ...]:
-        """Return a prompt of the trace as segments, whose contents are its block ids."""
+        """Return a prompt as segments, whose contents are its block ids."""
         *full, last = request.block_ids
         rest = Segment(last, request.num_prompt_tokens - len(full) * self.block_size)
         return (*(Segment(block_id, self.block_size) for block_id in full), rest)
 
     def first(self, num_requests: int) -> "Trace":
-        """Return the trace cut behind its first requests."""
+        """Return the trace cut to its first requests."""
         return replace(self, requests=self.requests[:num_requests])
 
     def faster(self, speed: float) -> "Trace":
@@ -73,8 +73,8 @@ class Trace:
     def shrunk(self, factor: int) -> "Trace":
         """Return the trace with prompts, answers and blocks `factor` times shorter, for small machines.
 
-        Blocks that were shared still are. Lengths are rounded down, to one token at least. Raises TraceError unless
-        the factor divides the block size.
+        Shared blocks stay shared. Lengths are rounded down, to at least one token. Raises TraceError unless the factor
+        divides the block size.
         """
         if factor < 1 or self.block_size % factor:
             raise TraceError(f"{self.name}: the factor {factor} does not divide its blocks of {self.block_size} tokens")
@@ -95,8 +95,8 @@ class Trace:
 def read_trace(path: Path, *, block_size: int | None = None) -> Trace:
     """Read a trace: Mooncake or a recording when the name ends in `.jsonl`, Azure when it ends in `.csv`.
 
-    The first request arrives at 0. `block_size` is what one of the file's ids stands for; None: what the file says,
-    else 512. An Azure trace gets blocks of that size. Raises TraceError, OSError.
+    The first request arrives at 0. `block_size` is the number of tokens per block id; None: as stated in the file, else
+    512. An Azure trace gets blocks of that size. Raises TraceError, OSError.
     """
     readers: Mapping[str, Callable[[Path, int | None], _Rows]] = {".jsonl": _mooncake, ".csv": _azure}
     reader = readers.get(path.suffix.lower())
@@ -104,7 +104,7 @@ def read_trace(path: Path, *, block_size: int | None = None) -> Trace:
         raise TraceError(f"{path}: a trace's name ends in .jsonl (Mooncake, recordings) or .csv (Azure)")
     rows = list(reader(path, block_size))
     if not rows:
-        raise TraceError(f"{path}: holds no requests")
+        raise TraceError(f"{path}: has no requests")
     _, block_size = rows[0]
     requests = sorted((request for request, _ in rows), key=lambda request: request.arrival_s)
     start_s = requests[0].arrival_s
@@ -134,7 +134,7 @@ def write_trace(path: Path, requests: Iterable[TraceRequest], *, block_size: int
 
 
 _Rows: TypeAlias = Iterator[tuple[TraceRequest, int]]
-"""Requests, and what one of their block ids stands for."""
+"""Requests, each with its tokens per block id."""
 
 
 def _mooncake(path: Path, block_size: int | None) -> _Rows:
@@ -154,7 +154,7 @@ def _mooncake(path: Path, block_size: int | None) -> _Rows:
 
 
 def _block_size(row: dict[str, Any], known: int | None, where: str) -> int:
-    """Return what an id stands for: the same in all rows, and what the caller said."""
+    """Return the tokens per block id, which must agree in all rows and with the caller."""
     if "block_size" not in row:
         return MOONCAKE_BLOCK_SIZE if known is None else known
     stated = _count(row["block_size"], "block_size", where)

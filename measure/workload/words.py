@@ -1,7 +1,7 @@
-"""Words for prompts of text, and sentences to put them in.
+"""Words and sentence patterns for prompts of text.
 
-Common English words; with a space before it each is a single token to a BPE tokenizer, and so is a capitalized one of
-those that begin sentences.
+The words are common English; with a leading space each is a single token of a BPE tokenizer, as are the capitalized
+words that begin sentences.
 """
 
 import re
@@ -29,21 +29,21 @@ _SENTENCES = (
     "DNIPDNA.",
     "SVDNCDNAVDJN.",
 )
-"""Word classes, one letter a unit; a full stop is a unit of its own, as it is a token."""
+"""Word classes, one letter per unit; a full stop is a unit, as it is a token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Sentences that follow each other in a circle, as slots that are filled with units of text."""
+    """A cycle of sentences, as slots to be filled with units of text."""
 
     units: tuple[str, ...]
-    """Every word with the space before it, as it is and with a capital, and the full stop."""
+    """Every word with a leading space, as it is and capitalized, and the full stop."""
     first: npt.NDArray[np.int64]
-    """[num_slots]: where the words that can fill a slot begin in `units`."""
+    """[num_slots]: index in `units` of the first word that can fill a slot."""
     count: npt.NDArray[np.uint64]
-    """[num_slots]: how many there are."""
+    """[num_slots]: number of words that can fill a slot."""
     begins: npt.NDArray[np.int64]
-    """[num_sentences]: the slot with which each sentence begins."""
+    """[num_sentences]: first slot of each sentence."""
 
 
 def _make_slots() -> Slots:

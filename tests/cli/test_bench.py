@@ -170,7 +170,7 @@ def test_bench_run_replays_a_trace(run: Run, load: FakeLoad, folder: Path) -> No
         ("--prefix-share 0.5", "--prefix-share and --prefix-count need --prefix-tokens"),
         ("--prompt-tokens many", "--prompt-tokens: "),
         ("--arrivals constant --burstiness 2", "--burstiness: "),
-        ("--label pool", "--label: 'pool'; say KEY=VALUE"),
+        ("--label pool", "--label: 'pool' is not KEY=VALUE"),
         ("-w none.yaml", "none.yaml: cannot be read"),
         ("-k 4 --load 2", "cannot be scaled to 2 requests/s"),
     ],

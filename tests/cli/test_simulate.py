@@ -98,4 +98,4 @@ def test_trace_synth_writes_the_same_trace_for_the_same_seed(run: Run, folder: P
 def test_trace_synth_refuses_a_name_that_no_reader_takes(run: Run) -> None:
     result = run("trace", "synth", "a.csv")
     assert result.exit_code == 1
-    assert "a.csv: a trace in this format is called .jsonl" in result.stderr
+    assert "a.csv: a trace in this format must end in .jsonl" in result.stderr

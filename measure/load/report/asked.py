@@ -1,4 +1,4 @@
-"""What was asked, what of it was cached, and what failed."""
+"""Panels on the requests: lengths, cache hits and failures."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ from measure.pages.wording import number
 
 _MAX_TURNS = 12
 _WIDE = 5
-"""Lengths that differ by more than this factor are drawn on a logarithmic axis."""
-_NOT_TOLD = "the target does not tell how much was cached"
+"""Ratio of lengths above which the axis is logarithmic."""
+_NOT_TOLD = "the target does not report cached tokens"
 
 
 def cache_panels(columns: Columns) -> tuple[Panel, ...]:
@@ -31,9 +31,7 @@ def asked_panels(columns: Columns) -> tuple[Panel, ...]:
     """Return the lengths of prompts and answers."""
     wanted = np.array([request.num_wanted_tokens for request in columns.requests])
     return (
-        _lengths(
-            columns, columns.num_prompt_tokens, "Prompt lengths", "Latencies hold for such prompts and no others."
-        ),
+        _lengths(columns, columns.num_prompt_tokens, "Prompt lengths", "Latencies hold for prompts of these lengths."),
         _lengths(
             columns, wanted, "Answer lengths", "Long answers fill the decode pool, long prompts the prefill pool."
         ),
@@ -41,16 +39,16 @@ def asked_panels(columns: Columns) -> tuple[Panel, ...]:
 
 
 def failures_panel(summary: Summary) -> Panel:
-    """Return how requests ended that were not answered to their ends."""
+    """Return the table of incomplete requests by reason."""
     title = "Failures by reason"
     if not summary.failures:
-        return Panel(title=title, content=Prose(paragraphs=("Every counted request was answered to its end.",)))
+        return Panel(title=title, content=Prose(paragraphs=("Every counted request was answered completely.",)))
     rows = tuple((each.outcome, each.error, f"{each.num_requests:,}") for each in summary.failures)
     return Panel(
         title=title,
-        look_for="Refusals say that the load is too high; anything else says that something is broken.",
+        look_for="Refusals mean that the load is too high; anything else means a defect.",
         content=Table(columns=("outcome", "error", "requests"), rows=rows, text_columns=frozenset(["error"])),
-        note="Numbers in messages are left out, so that equal reasons stand together.",
+        note="Messages that differ only in ids and numbers are counted together.",
     )
 
 
@@ -71,7 +69,7 @@ def _by_turn(columns: Columns, cached: np.ndarray, told: Mask) -> Panel:
     figure.update_yaxes(range=[0, 1.0])
     return Panel(
         title="Cache hits by turn",
-        look_for="From the second turn on a session's past should be found; what is missing was evicted.",
+        look_for="From the second turn on, the session's history should be cached; the rest was evicted.",
         content=figure,
         width=Width.HALF,
     )
@@ -92,7 +90,7 @@ def _over_time(columns: Columns, cached: np.ndarray, told: Mask) -> Panel:
     figure.update_yaxes(range=[0, 1.0])
     return Panel(
         title="Cache hits over time",
-        look_for="It rises while caches fill; what comes after is the steady state.",
+        look_for="It rises while caches fill, then stays at the steady state.",
         content=figure,
         width=Width.HALF,
     )

@@ -1,4 +1,4 @@
-"""A run as columns, which is what plots are made of. Times in seconds since the run began; NaN where there is none."""
+"""A run as columns, the data of all plots. Times in seconds since the run began; NaN where there is none."""
 
 import enum
 from collections.abc import Sequence
@@ -44,19 +44,19 @@ class Gaps:
     """Gaps between pieces of the answers of complete requests, in order of the requests."""
 
     end_s: Floats
-    """When the piece came that ended the gap."""
+    """Arrival of the piece that ended the gap."""
     gap_s: Floats
     request: npt.NDArray[np.int64]
-    """Row of its request."""
+    """Row of the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Columns:
-    """Requests of a run, a row each, in the order in which they were due."""
+    """Requests of a run, one per row, in the order in which they were due."""
 
     requests: tuple[RequestRecord, ...]
     kinds: tuple[str, ...]
-    """Distinct ones, by name."""
+    """Distinct kinds, by name."""
     kind: npt.NDArray[np.str_]
     due_s: Floats
     end_s: Floats
@@ -66,16 +66,16 @@ class Columns:
     num_prompt_tokens: npt.NDArray[np.int64]
     is_complete: Mask
     is_counted: Mask
-    """Due within the window that the summary is of."""
+    """Due within the window of the summary."""
     gaps: Gaps
 
     @property
     def is_measured(self) -> Mask:
-        """Counted and complete: those that have latencies in the summary."""
+        """Counted and complete requests, whose latencies are in the summary."""
         return self.is_counted & self.is_complete
 
     def of_kind(self, kind: str) -> Mask:
-        """Return which requests are of a kind."""
+        """Return the mask of the requests of a kind."""
         return np.asarray(self.kind == kind, dtype=np.bool_)
 
     def measured(self, measure: Measure, kind: str | None = None) -> Floats:
@@ -87,7 +87,7 @@ class Columns:
         return known(times[measure][rows])
 
     def server(self, name: str) -> Floats:
-        """Return a number of the server's report, NaN where it says nothing."""
+        """Return a field of the server's reports, NaN where it is missing."""
         return _floats([getattr(request.server, name) for request in self.requests])
 
 
@@ -114,7 +114,7 @@ def columns_of(run: Run, window: Window) -> Columns:
 
 
 def known(values: Floats) -> Floats:
-    """Return the values that there are."""
+    """Return the values that are not NaN."""
     return values[~np.isnan(values)]
 
 
@@ -133,7 +133,7 @@ def rolling_curves(prefix: str, at_s: Floats, values: Floats, *, color: str) -> 
 
 
 def open_requests(columns: Columns, num_moments: int = 400) -> tuple[Floats, Floats]:
-    """Return (moments, how many requests were due and not ended then), evenly over the run."""
+    """Return (moments, open requests (due, not ended) at each), evenly over the run."""
     at_s = np.linspace(0, float(columns.end_s.max(initial=0.0)), num_moments)
     due, ended = np.sort(columns.due_s), np.sort(columns.end_s)
     num_open = np.searchsorted(due, at_s, side="right") - np.searchsorted(ended, at_s, side="right")

@@ -1,4 +1,4 @@
-"""The page of several load tests, laid over each other and compared with the first."""
+"""The page of several load tests: plots laid over each other, and comparisons with the first."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -24,14 +24,14 @@ from measure.pages.theme import DASHES, Phase, colors_of
 from measure.pages.wording import duration, number, percent
 
 MAX_KINDS = 3
-"""More kinds than these are not told apart in plots."""
+"""Most kinds that plots tell apart."""
 _WORDS = {"good": "share of good requests"}
 _VERDICT = ("good", "goodput", "TTFT p99", "ITL p99", "TPOT p99")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Arm:
-    """A run, as it is drawn."""
+    """A run with its name and colour in plots."""
 
     name: str
     color: str
@@ -40,7 +40,7 @@ class _Arm:
 
 
 def write_comparison(runs: Sequence[tuple[Run, Summary]], path: Path) -> None:
-    """Write the page of two or more runs, of which the first is what others are compared with. Raises OSError."""
+    """Write the page of two or more runs, compared with the first of them. Raises OSError."""
     write_page(path, comparison_page(runs))
 
 
@@ -69,7 +69,7 @@ def comparison_page(runs: Sequence[tuple[Run, Summary]]) -> Page:
 
 
 def distinct_names(runs: Sequence[Run]) -> list[str]:
-    """Return a name for each run: its own, numbered where several have the same."""
+    """Return a name for each run: its own, numbered where several are equal."""
     given = [run.info.name for run in runs]
     return [
         name if given.count(name) == 1 else f"{name} ({given[: place + 1].count(name)})"
@@ -82,7 +82,7 @@ def _warnings(arm: _Arm) -> tuple[str, ...]:
 
 
 def _verdicts(comparison: Comparison, names: Sequence[str]) -> Iterator[str]:
-    """Yield a sentence for each run but the first: what differs by more than chance."""
+    """Yield a sentence for each run but the first on figures that differ by more than chance."""
     for place, name in enumerate(names[1:], 1):
         changed = []
         for row in comparison.rows:
@@ -104,17 +104,15 @@ def _table_panel(comparison: Comparison, names: Sequence[str]) -> Panel:
     paired = [name for name, is_paired in zip(names[1:], comparison.is_paired[1:], strict=True) if is_paired]
     return Panel(
         title="Side by side",
-        look_for="Rows in bold differ by more than runs of the same system would, in 19 of 20 cases.",
+        look_for="Rows in bold differ by more than equal systems would in 19 of 20 cases.",
         content=Table(
             columns=tuple(columns),
             rows=tuple(tuple(_cells(row)) for row in comparison.rows),
             text_columns=frozenset(["kind"]),
             strong_rows=strong,
         ),
-        note=(
-            f"Compared request by request: {', '.join(paired)}. " if paired else "The runs asked different requests. "
-        )
-        + "Intervals (95 %) know what happened in these runs, not what another hour would bring.",
+        note=(f"Compared request by request: {', '.join(paired)}. " if paired else "The runs sent different requests. ")
+        + "Intervals (95 %) cover the variation within these runs, not between runs at different times.",
     )
 
 
@@ -139,7 +137,7 @@ def _writer(unit: Unit) -> Callable[[float], str]:
 
 
 def _change_text(row: Row, place: int) -> str:
-    """Return a run's change against the first, with its interval, and which way it goes where that is certain."""
+    """Return the change of a run against the first, with its interval and, where certain, "better" or "worse"."""
     cell = row.cells[place]
     if cell is None or cell.change is None:
         return NOT_TOLD
@@ -158,7 +156,7 @@ def _bar_panels(arms: Sequence[_Arm]) -> tuple[Panel, ...]:
     return (
         Panel(
             title="Goodput",
-            look_for="Requests per second answered as promised; whiskers that do not overlap are a difference.",
+            look_for="Requests per second within both objectives; whiskers that do not overlap are a difference.",
             content=_bars(
                 arms, [kind.goodput_per_s for kind in overall], Axis(unit=axes.Unit.RATE, starts_at_zero=True)
             ),
@@ -166,7 +164,7 @@ def _bar_panels(arms: Sequence[_Arm]) -> tuple[Panel, ...]:
         ),
         Panel(
             title="Within both objectives",
-            look_for="Shares can only be compared where both runs were offered the same load.",
+            look_for="Shares are only comparable at the same offered load.",
             content=_bars(arms, [kind.good_share for kind in overall], Axis(unit=axes.Unit.SHARE, starts_at_zero=True)),
             width=Width.HALF,
         ),
@@ -195,10 +193,10 @@ def _distributions(arms: Sequence[_Arm]) -> Iterator[Panel]:
         frame = Frame(x=Axis(title="time", unit=axes.Unit.SECONDS, scale=Scale.LOG), x_limits=limits, height=380)
         yield Panel(
             title=measure.value,
-            look_for="The curve further left is faster; curves that cross are better for most, worse for the unlucky.",
+            look_for="The curve further left is faster; where curves cross, one is better for most, one in the tail.",
             content=ecdf_figure(samples, frame, measure.view)
             if samples
-            else Absent(why="no request was answered to its end"),
+            else Absent(why="no request was answered completely"),
             width=Width.HALF,
         )
 
@@ -229,13 +227,13 @@ def _over_time(arms: Sequence[_Arm]) -> Iterator[Panel]:
     for name, drawn in curves.items():
         yield Panel(
             title=f"{name} over time",
-            look_for="Lines that drift apart: one run keeps up with the load and the other does not.",
+            look_for="Lines that drift apart: one run keeps up with the load, the other does not.",
             content=line_figure(drawn, Frame(x=RUN_TIME, y=latency, height=320)),
             note="Percentiles of each sixtieth of the run, warm-up included.",
         )
     yield Panel(
         title="Open requests",
-        look_for="Requests that are due and not ended. With equal arrivals, the lower line serves them sooner.",
+        look_for="Requests that are due and have not ended. With equal arrivals, the lower line serves them sooner.",
         content=line_figure(
             [
                 Curve(name=arm.name, x=at_s, y=num_open, color=arm.color, shape="hv")
@@ -251,11 +249,11 @@ def _phases_panel(arms: Sequence[_Arm]) -> Panel:
     title = "Mean time in each phase"
     told = [arm for arm in arms if (arm.columns.is_measured & ~np.isnan(arm.columns.server("queue_s"))).any()]
     if not told:
-        return Panel(title=title, content=Absent(why="no target tells stamps of its own"))
+        return Panel(title=title, content=Absent(why="no target reports its own time stamps"))
     groups = {arm.name: [arm.columns.requests[row] for row in np.flatnonzero(arm.columns.is_measured)] for arm in told}
     return Panel(
         title=title,
-        look_for="What one run has more of is what it pays for; pink is the transfer that prefill did not hide.",
+        look_for="A larger part of a bar is where a run loses time; pink is the transfer that prefill did not hide.",
         content=phases_figure(groups, tuple(Phase)),
-        note="From sending to end, complete requests. Targets that tell no stamps of their own are not here.",
+        note="From sending to end, complete requests. Targets that report no time stamps are left out.",
     )

@@ -1,4 +1,4 @@
-"""A Gantt chart of requests: a row each, its phases as coloured bars, with everything known under the mouse."""
+"""A Gantt chart of requests: one per row, phases as coloured bars, details on hover."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ from measure.pages.wording import duration
 
 MAX_ROWS, MIN_ROWS = 120, 25
 _MAX_LENGTHS = 25
-"""More than so many lengths of a request side by side are too short to be seen."""
+"""Width of the chart, in median request lengths, beyond which bars are too short to be seen."""
 _MAX_STALLS = 500
 _ROW_HEIGHT = 7
 _PHASE_NAMES = {
     Phase.QUEUE: "queue",
     Phase.PREFILL: "prefill",
     Phase.OTHER: "network and the rest, to the first token",
-    Phase.TRANSFER: "transfer that shows",
+    Phase.TRANSFER: "exposed transfer",
     Phase.DECODE: "decode",
 }
 
@@ -36,44 +36,44 @@ class _Track:
     """Bars or marks of one colour."""
 
     owners: list[int]
-    """Place of the request that each belongs to."""
+    """Index of the request that each belongs to."""
     at_s: list[float]
     lengths_s: list[float] | None = None
-    """None: marks."""
+    """Lengths of bars; None for marks."""
     look: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Arrangement:
-    """A way to lay requests out."""
+    """A layout of the requests."""
 
     name: str
     x_title: str
     rows: np.ndarray
-    """Of each request."""
+    """Row of each request."""
     origins_s: Floats
-    """What each request's times are counted from."""
+    """Origin of the times of each request."""
 
 
 def gantt_panel(columns: Columns, slo: Slo) -> Panel:
-    """Return the chart of at most `MAX_ROWS` requests that follow each other, around the one that waited longest."""
+    """Return the chart of at most `MAX_ROWS` consecutive requests around the one that waited longest."""
     title = "Requests through queue, prefill, transfer and decode"
     if not columns.requests:
         return Panel(title=title, content=Absent(why="no request was sent"))
     shown, note = _selection(columns)
     if not any(request.server.queue_s is not None for request in shown):
-        note += " The target tells no stamps: until the first token nothing can be told apart."
+        note += " The target reports no time stamps: phases before the first token are unknown."
     return Panel(
         title=title,
-        look_for="Long bars of one colour are where the time goes; orange marks in a decode bar are gaps above the"
-        " objective: look what the others did at that moment.",
+        look_for="Long bars of one colour are where the time goes. Orange marks in a decode bar are gaps above the"
+        " objective: look at the other requests at that moment.",
         content=_figure(shown, slo),
         note=note,
     )
 
 
 def _selection(columns: Columns) -> tuple[tuple[RequestRecord, ...], str]:
-    """Return the requests to draw, so many that their bars are still to be seen, and a sentence that says which."""
+    """Return the requests to draw, few enough for visible bars, and a sentence that names them."""
     requests = columns.requests
     waits = np.where(columns.is_counted & ~np.isnan(columns.ttft_s), columns.ttft_s, -1.0)
     middle = int(waits.argmax())
@@ -161,7 +161,7 @@ def _stalls(requests: Sequence[RequestRecord], slo: Slo) -> _Track:
 
 
 def _arrangements(requests: Sequence[RequestRecord]) -> list[_Arrangement]:
-    """Return the ways to lay requests out: by arrival, by what they differ in, and side by side from their start."""
+    """Return the layouts: by arrival, by workers and kinds where they differ, and aligned at their due times."""
     keys: list[tuple[str, Callable[[RequestRecord], str]]] = []
     for field in ("prefill_worker", "decode_worker"):
         keys.append((f"by {field.replace('_', ' ')}", partial(_worker_of, field)))
@@ -193,7 +193,7 @@ def _worker_of(field: str, request: RequestRecord) -> str:
 
 
 def _rows_by(requests: Sequence[RequestRecord], key: Callable[[RequestRecord], str]) -> np.ndarray:
-    """Return each request's row, with an empty one between groups."""
+    """Return the row of each request, with an empty row between groups."""
     order = sorted(range(len(requests)), key=lambda place: (key(requests[place]), requests[place].due_s))
     rows = np.zeros(len(requests), dtype=np.int64)
     row, before = 0, key(requests[order[0]])
@@ -205,7 +205,7 @@ def _rows_by(requests: Sequence[RequestRecord], key: Callable[[RequestRecord], s
 
 
 def _menu(arrangements: Sequence[_Arrangement], tracks: Sequence[_Track]) -> dict[str, Any]:
-    """Return buttons that move every bar and mark to its place in an arrangement."""
+    """Return buttons that move every bar and mark to its place in a layout."""
     buttons = []
     for each in arrangements:
         starts = [np.round(np.array(track.at_s) - each.origins_s[track.owners], 6).tolist() for track in tracks]

@@ -1,4 +1,4 @@
-"""What a reader sees first: headline figures beside their objectives, and the table of kinds."""
+"""Top of a page: headline figures beside their objectives, and the table of kinds."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from measure.pages.wording import count, duration, number, percent, scaled
 
 
 def cards(summary: Summary) -> tuple[Card, ...]:
-    """Return the headline figures; those that nobody told are left out."""
+    """Return the headline figures; those that the target does not report are left out."""
     overall, slo = summary.overall, summary.slo
     latencies, cache = overall.latencies, overall.cache
     shown = [
@@ -46,7 +46,7 @@ def cards(summary: Summary) -> tuple[Card, ...]:
         exposed = latencies.transfer_exposed
         shown.append(
             Card(
-                label="Handoff that shows: p50 / p99",
+                label="Exposed transfer: p50 / p99",
                 value=_both(exposed),
                 note=f"{count(overall.num_transfers, 'transfer')}; the part that prefill did not hide",
             )
@@ -71,17 +71,17 @@ def kinds_panel(summary: Summary) -> Panel:
     )
     return Panel(
         title="What each kind of session got",
-        look_for="A kind whose p99 is far from its p50 pays for somebody else.",
+        look_for="A kind whose p99 is far from its p50 pays for other kinds.",
         content=Table(
             columns=columns, rows=tuple(_kind_row(kind) for kind in summary.distinct_kinds), strong_rows=frozenset([0])
         ),
         note=f"Counted: {summary.window.rule}. Latencies are of complete requests, from when they were due."
-        " A percentile with ~ rests on fewer requests than it takes to quote it.",
+        " A percentile marked ~ rests on too few requests.",
     )
 
 
 def interval(estimate: Estimate) -> str:
-    """Return an estimate's interval in words."""
+    """Return the interval of an estimate in words."""
     return f"95 %: {number(estimate.low)} to {number(estimate.high)}"
 
 
@@ -118,7 +118,7 @@ def _failures_card(overall: KindSummary) -> Card:
     return Card(
         label="Not complete",
         value=count(overall.num_not_complete, "request"),
-        note=", ".join(f"{number} {word}" for number, word in parts if number) or "every answer came to its end",
+        note=", ".join(f"{number} {word}" for number, word in parts if number) or "every answer is complete",
         tone=Tone.BAD if overall.num_not_complete else Tone.GOOD,
     )
 
@@ -126,7 +126,7 @@ def _failures_card(overall: KindSummary) -> Card:
 def _generator_card(summary: Summary) -> Card:
     generator = summary.info.generator
     return Card(
-        label="Generator's own delay, p99",
+        label="Delay of the generator, p99",
         value=duration(generator.lag_p99_s),
         note=f"{count(generator.num_processes, 'process', 'processes')}, {percent(generator.cpu_share, 0)} of a core",
         tone=Tone.BAD if generator.warnings else Tone.GOOD,

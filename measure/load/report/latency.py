@@ -1,4 +1,4 @@
-"""Latencies: their distributions, what long prompts pay, and how they went over the run."""
+"""Panels on latencies: distributions, TTFT by prompt length, and latencies over time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,17 +17,17 @@ from measure.pages.page import Absent, Panel, Width
 from measure.pages.theme import BLUE, GREY, LIMIT, PURPLE, colors_of, translucent
 from measure.pages.thinning import scatter_indices
 
-_NO_ANSWER = "no request was answered to its end"
+_NO_ANSWER = "no request was answered completely"
 _LOOK_FOR = {
-    Measure.TTFT: "Read the share of users in time where a curve crosses the objective.",
-    Measure.TPOT: "A request's mean gap, to which the objective applies: how fast its answer reads.",
-    Measure.ITL: "Single gaps: a long tail to the right of the objective is an answer that stutters.",
-    Measure.E2E: "How long users waited for the whole answer; it depends on how long answers are.",
+    Measure.TTFT: "The height at which a curve crosses the objective is the share of requests in time.",
+    Measure.TPOT: "Mean gap of a request, to which the objective applies.",
+    Measure.ITL: "Single gaps: a long tail to the right of the objective means answers that stutter.",
+    Measure.E2E: "Time to the complete answer, which depends on its length.",
 }
 
 
 def distribution_panels(columns: Columns, slo: Slo) -> tuple[Panel, ...]:
-    """Return a panel per measure, over the counted requests that were answered to their ends."""
+    """Return a panel per measure, over the counted complete requests."""
     return tuple(_distribution(columns, measure, slo) for measure in Measure)
 
 
@@ -64,13 +64,13 @@ def prompt_length_panel(columns: Columns, slo: Slo) -> Panel:
     figure.update_yaxes(frame.y.ticks(np.append(columns.ttft_s[rows], slo.ttft_s)))
     return Panel(
         title=title,
-        look_for="Short prompts that wait as long as long ones stand in a line behind them.",
+        look_for="Short prompts that wait as long as long ones are queued behind them.",
         content=figure,
     )
 
 
 def over_time_panels(columns: Columns, slo: Slo, window: Window, samples: Sequence[PoolSample]) -> tuple[Panel, ...]:
-    """Return latencies, and arrivals and lines below, over the run."""
+    """Return latencies over time, then arrivals and queues."""
     return (
         _ttft_over_time(columns, slo, window),
         _itl_over_time(columns, slo, window),
@@ -79,7 +79,7 @@ def over_time_panels(columns: Columns, slo: Slo, window: Window, samples: Sequen
 
 
 def shade_uncounted(figure: Any, window: Window, end_s: float) -> None:
-    """Mark what the summary leaves out. Mutates the figure."""
+    """Shade the times that the summary leaves out. Mutates the figure."""
     for start_s, stop_s in ((0.0, window.start_s), (window.end_s, end_s)):
         if stop_s - start_s > 0.005 * end_s:
             figure.add_vrect(x0=start_s, x1=stop_s, fillcolor=translucent(GREY, 0.13), line_width=0, layer="below")
@@ -119,7 +119,7 @@ def _ttft_over_time(columns: Columns, slo: Slo, window: Window) -> Panel:
     )
     return Panel(
         title="TTFT over time",
-        look_for="A cloud that climbs from left to right is a growing line: the load is above what the system holds.",
+        look_for="A cloud that climbs from left to right is a growing queue: the load is above capacity.",
         content=figure,
         note=f"{note} Shaded: not counted in the summary. Crosses at the lower edge have no latency.".strip(),
     )
@@ -128,7 +128,7 @@ def _ttft_over_time(columns: Columns, slo: Slo, window: Window) -> Panel:
 def _itl_over_time(columns: Columns, slo: Slo, window: Window) -> Panel:
     gaps = columns.gaps
     if not gaps.gap_s.size:
-        return Panel(title="ITL over time", content=Absent(why="no answer came in more than one piece"))
+        return Panel(title="ITL over time", content=Absent(why="every answer came in one piece"))
     frame = Frame(
         x=RUN_TIME,
         y=_log_time("gap"),
@@ -143,7 +143,7 @@ def _itl_over_time(columns: Columns, slo: Slo, window: Window) -> Panel:
     _finish(figure, columns, window)
     return Panel(
         title="ITL over time",
-        look_for="Where the p99 jumps and the p50 stays, something held up a few steps: a long prompt, a transfer.",
+        look_for="Where p99 jumps and p50 does not, something delayed a few steps: a long prompt, a transfer.",
         content=figure,
         note="Percentiles of the gaps that ended in each sixtieth of the run.",
     )
@@ -167,10 +167,10 @@ def _traffic_over_time(columns: Columns, window: Window, samples: Sequence[PoolS
             hovertemplate=f"{name}: %{{y:.2f}}/s<extra></extra>",
         )
     at_s, num_open = open_requests(columns)
-    lines = [("open: due and not ended", at_s, num_open, BLUE)]
+    lines = [("open (due, not ended)", at_s, num_open, BLUE)]
     if samples:
         queued = np.array([sample.num_queued for sample in samples], dtype=np.float64)
-        lines.append(("in the router's line", np.array([s.at_s for s in samples]), queued, PURPLE))
+        lines.append(("in the router's queue", np.array([s.at_s for s in samples]), queued, PURPLE))
     for name, x, y, color in lines:
         figure.add_scatter(
             x=compact(x),
@@ -188,14 +188,14 @@ def _traffic_over_time(columns: Columns, window: Window, samples: Sequence[PoolS
     figure.update_xaxes(RUN_TIME.layout(), row=2)
     _finish(figure, columns, window)
     return Panel(
-        title="Arrivals, and what is open",
-        look_for="With a load that the system holds, the line of open requests goes up and down but does not climb.",
+        title="Arrivals and open requests",
+        look_for="Below capacity the line of open requests goes up and down but does not climb.",
         content=figure,
     )
 
 
 def _add_failures(figure: Any, columns: Columns) -> None:
-    """Mark requests without an answer along the lower edge: they have no latency."""
+    """Mark incomplete requests along the lower edge: they have no latency."""
     height = 0.7 * float(known(columns.ttft_s).min(initial=1.0))
     rows = np.flatnonzero(~columns.is_complete)
     if not rows.size:

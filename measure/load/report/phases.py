@@ -1,8 +1,8 @@
-"""A request's time, cut into phases: the server's durations, laid along the client's own stamps.
+"""Phases of a request: the server's durations, laid along the client's time stamps.
 
-The server's clock is not the client's, so that nothing but durations is taken from it. They begin when the request was
-sent; whatever of the time to the first token they do not cover (network, tokenizing, sampling) is `OTHER`. What of a
-transfer prefill did not hide lies behind the first token, which comes from the prefill worker; decode is the rest.
+Only durations are taken from the server, whose clock is another one. They begin when the request was sent; the part of
+TTFT that they do not cover (network, tokenizing, sampling) is `OTHER`. The exposed part of a transfer follows the first
+token, which comes from the prefill worker; decode is the rest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,9 +28,9 @@ class Span:
 
 
 def spans_of(request: RequestRecord) -> tuple[Span, ...]:
-    """Return a request's phases in order, without gaps, from its sending to its end; empty ones are left out.
+    """Return the phases of a request in order, without gaps, from its sending to its end; empty ones are left out.
 
-    Without the server's stamps all until the first token is `OTHER`.
+    Without time stamps of the server everything before the first token is `OTHER`.
     """
     server = request.server
     first_s = request.first_token_s if request.first_token_s is not None else request.end_s
@@ -51,7 +51,7 @@ def spans_of(request: RequestRecord) -> tuple[Span, ...]:
 
 
 def lengths_of(request: RequestRecord) -> dict[Phase, float]:
-    """Return how long a request was in each phase, seconds."""
+    """Return the seconds that a request spent in each phase."""
     lengths = dict.fromkeys(Phase, 0.0)
     for span in spans_of(request):
         lengths[span.phase] += span.end_s - span.start_s
@@ -59,7 +59,7 @@ def lengths_of(request: RequestRecord) -> dict[Phase, float]:
 
 
 def hover_text(request: RequestRecord) -> str:
-    """Return everything known about a request, in lines for plotly."""
+    """Return all details of a request, in lines for plotly."""
     server = request.server
     cached = "" if server.num_cached_tokens is None else f" ({server.num_cached_tokens:,} cached"
     if cached:
@@ -74,7 +74,7 @@ def hover_text(request: RequestRecord) -> str:
                 ("queue", server.queue_s),
                 ("prefill", server.prefill_s),
                 ("transfer", server.transfer_s),
-                ("of which shows", server.transfer_exposed_s),
+                ("exposed", server.transfer_exposed_s),
             )
             if value is not None
         ),

@@ -1,8 +1,8 @@
-"""Reads the events of a streamed completion: text, tokens, and what the server says of them.
+"""Reads a streamed completion: its events, and their text, tokens and report.
 
-How many tokens an event brings: as many as it has token ids. Without ids it is one, with or without text, except for a
-chat's first event that brings the role alone, and a last one that brings the reason alone. Where a server puts several
-tokens into an event, the total of `usage` makes up for it in the end (`sending.settled`).
+An event brings as many tokens as it has token ids. Without ids it counts as one token, with or without text, except for
+the first event of a chat, which has only the role, and a last event that has only the reason. Where a server puts
+several tokens into an event, the total in `usage` corrects the count (`sending.settled`).
 """
 
 import json
@@ -22,7 +22,7 @@ class SseReader:
 
     Lines end with LF or CRLF; other fields are skipped.
 
-    A line may be of any length: an event that repeats a long prompt's token ids has hundreds of kilobytes.
+    A line may have any length: an event that repeats the token ids of a long prompt has hundreds of kilobytes.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class SseReader:
 
 
 class CompletionReader:
-    """Gathers one answer."""
+    """Collects one answer."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -52,11 +52,11 @@ class CompletionReader:
         self._id: str | None = None
         self._num_tokens = 0
         self._ends_silently = False
-        """The last event had neither text nor ids; whether it stands for a token, only the total tells."""
+        """Whether the last event had neither text nor ids; only the total tells whether it was a token."""
         self._is_over = False
 
     def take(self, data: bytes) -> int:
-        """Take an event's data; return how many tokens it brings. Raises KvrelayError."""
+        """Take the data of an event; return its number of tokens. Raises KvrelayError."""
         if data == DONE:
             self._is_over = True
             return 0
@@ -65,7 +65,7 @@ class CompletionReader:
         except ValueError:
             raise EngineFault(f"an event is not JSON: {data[:80]!r}") from None
         if not isinstance(event, dict):
-            raise EngineFault(f"an event is no object: {data[:80]!r}")
+            raise EngineFault(f"an event is not an object: {data[:80]!r}")
         if event.get("error"):
             raise error_in_stream(event["error"])
         self._id = self._id or event.get("id")
@@ -120,5 +120,5 @@ class CompletionReader:
 
 
 def _said(delta: Mapping[str, Any]) -> str:
-    """Return the text of a chat's event, thoughts included: they are tokens that somebody waits for."""
+    """Return the text of an event of a chat, reasoning included: users wait for those tokens, too."""
     return "".join(delta.get(name) or "" for name in ("reasoning_content", "reasoning", "content"))

@@ -132,9 +132,9 @@ async def test_describe_when_nobody_listens_is_unreachable() -> None:
     await target.aclose()
 
 
-async def test_answer_of_which_the_server_has_left_out_a_part_is_a_fault_and_no_crash() -> None:
+async def test_answer_with_a_missing_part_is_an_engine_fault() -> None:
     fake = FakeInference()
     fake.script = [accepted(), run(0, [5, 6, 7], last=True), completed()]
     async with target_of(fake) as target:
-        with pytest.raises(EngineFault, match="without having sent accepted, plan and completed"):
+        with pytest.raises(EngineFault, match="without sending accepted, plan and completed"):
             await target.prepare(request([1, 2, 3]))(lambda _num_tokens: None)

@@ -33,7 +33,7 @@ async def test_live_view_on_a_pipe_prints_a_line_of_the_last_ten_seconds() -> No
     pipe, clock = console(is_terminal=False), ManualClock()
     with LiveView(pipe, clock) as view:
         view.started(START)
-        view.record(make_request(0, due_s=1.0, ttft_s=9.0))  # too long ago
+        view.record(make_request(0, due_s=1.0, ttft_s=9.0))  # ended too long ago
         view.record(make_request(1, due_s=19.0, ttft_s=0.2, gaps_s=[0.05]))
         view.record(make_request(2, due_s=20.0, ttft_s=0.4, gaps_s=[0.07]))
         view.record(make_failure(3, Outcome.REFUSED, due_s=19.0))
@@ -53,7 +53,7 @@ async def test_live_view_on_a_pipe_prints_a_line_of_the_last_ten_seconds() -> No
     )
 
 
-async def test_live_view_on_a_terminal_draws_a_bar_and_says_when_it_only_waits() -> None:
+async def test_live_view_on_a_terminal_draws_a_bar_and_tells_when_it_only_waits() -> None:
     terminal, clock = console(is_terminal=True), ManualClock()
     with LiveView(terminal, clock) as view:
         view.started(START)

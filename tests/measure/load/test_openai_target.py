@@ -1,4 +1,4 @@
-"""The OpenAI target against scripted servers: what it finds out, sends, counts, and what errors become."""
+"""The OpenAI target against scripted servers: probes, requests, counts and errors."""
 
 import asyncio
 import itertools
@@ -64,7 +64,7 @@ async def ask(server: ScriptedServer, asked: TargetRequest, **spec: Any) -> tupl
         (ScriptedServer(owned_by="kvrelay"), (*ALL, Feature.REPORT)),
     ],
 )
-async def test_describe_finds_what_the_server_takes_and_says_what_it_does_not(
+async def test_describe_finds_the_servers_extensions_and_notes_missing_ones(
     server: ScriptedServer, features: tuple[Feature, ...]
 ) -> None:
     async with target_of(server) as target:
@@ -76,12 +76,12 @@ async def test_describe_finds_what_the_server_takes_and_says_what_it_does_not(
 
 
 @pytest.mark.parametrize(("has", "finds"), [(50_000, None), (32_000, None), (31_999, 16_000), (300, 250), (10, None)])
-async def test_describe_finds_token_ids_that_a_small_vocabulary_has(has: int, finds: int | None) -> None:
+async def test_describe_finds_a_small_vocabulary(has: int, finds: int | None) -> None:
     async with target_of(ScriptedServer(vocab_size=has)) as target:
         assert (await target.describe()).vocab_size == finds
 
 
-async def test_token_prompt_asks_for_exactly_so_many_tokens_and_ids_only_where_they_are_needed() -> None:
+async def test_token_prompt_asks_for_an_exact_length_and_ids_only_where_needed() -> None:
     server = ScriptedServer()
     answer, num_tokens = await ask(server, request(wants_token_ids=True), api_key="secret")
     body = server.bodies[0]
@@ -99,7 +99,7 @@ async def test_token_prompt_asks_for_exactly_so_many_tokens_and_ids_only_where_t
     assert answer.text == "t0 t1 t2 t3 "
 
 
-async def test_chat_goes_to_its_own_endpoint_and_the_role_alone_is_no_token() -> None:
+async def test_chat_goes_to_its_own_endpoint_and_a_bare_role_is_no_token() -> None:
     server = ScriptedServer()
     answer, num_tokens = await ask(server, request((ChatMessage(role="user", content="hi"),)))
     assert server.bodies[0]["messages"] == [{"role": "user", "content": "hi"}]
@@ -107,7 +107,7 @@ async def test_chat_goes_to_its_own_endpoint_and_the_role_alone_is_no_token() ->
 
 
 @pytest.mark.parametrize("prompt", ["text", (ChatMessage(role="user", content="hi"),)])
-async def test_last_event_with_a_reason_alone_is_no_token(prompt: Any) -> None:
+async def test_last_event_with_only_a_reason_is_no_token(prompt: Any) -> None:
     _answer, num_tokens = await ask(ScriptedServer(tells_reason_apart=True), request(prompt))
     assert num_tokens == 4
 
@@ -121,7 +121,7 @@ def test_last_event_without_text_is_a_token_when_the_total_says_so() -> None:
     assert reader.build().num_output_tokens == 3
 
 
-async def test_report_of_our_own_door_is_asked_for_and_read() -> None:
+async def test_report_of_our_own_server_is_requested_and_read() -> None:
     predicted = {"predicted_ttft_s": 0.5, "predicted_cached_tokens": 16}
     timings = {"queue_s": 0.1, "prefill_s": 0.2, "transfer_s": 0.3, "transfer_exposed_s": 0.05, "ttft_s": 0.4}
     timings["e2e_s"] = 0.9
@@ -185,7 +185,7 @@ async def test_answer_that_breaks_off_is_an_error(server: ScriptedServer, expect
         await ask(server, request())
 
 
-async def test_nobody_listens_is_unreachable() -> None:
+async def test_closed_port_is_unreachable() -> None:
     async with serving(ScriptedServer()) as server:
         pass
     target = make_target(TargetSpec(url=server.url, model="m"))
@@ -196,7 +196,7 @@ async def test_nobody_listens_is_unreachable() -> None:
     await target.aclose()
 
 
-async def test_answer_that_takes_too_long_is_a_timeout_and_the_server_sees_the_client_leave() -> None:
+async def test_slow_answer_times_out_and_the_server_sees_the_disconnect() -> None:
     server = ScriptedServer(hold=asyncio.Event())
     async with target_of(server, model="m") as target, asyncio.timeout(60):
         with pytest.raises(DeadlineExceeded):
@@ -204,7 +204,7 @@ async def test_answer_that_takes_too_long_is_a_timeout_and_the_server_sees_the_c
         await server.client_left.wait()
 
 
-async def test_cancelled_call_leaves_the_server_at_once() -> None:
+async def test_cancelled_call_disconnects_at_once() -> None:
     server = ScriptedServer(hold=asyncio.Event())
     async with target_of(server, model="m") as target, asyncio.timeout(60):
         began = asyncio.Event()
@@ -242,19 +242,19 @@ async def test_sample_reads_the_engines_of_vllm() -> None:
 
 
 @pytest.mark.parametrize("metrics", [None, "# nothing that is known\nup 1\n"])
-async def test_sample_is_none_when_the_server_tells_nothing(metrics: str | None) -> None:
+async def test_sample_is_none_when_the_server_reports_nothing(metrics: str | None) -> None:
     async with target_of(ScriptedServer(metrics=metrics)) as target:
         assert await target.sample(0.0) is None
 
 
-async def test_sample_of_our_router_tells_its_line() -> None:
+async def test_sample_of_our_router_has_its_queue() -> None:
     async with target_of(ScriptedServer(metrics="kvrelay_requests_queued 4.0\n")) as target:
         sample = await target.sample(0.0)
     assert sample is not None and (sample.num_queued, sample.workers) == (4, ())
 
 
 @pytest.mark.parametrize("url", ["localhost", "host:99999", "grpc://host", "ftp://host:1", "http:///v1", ":80"])
-def test_make_target_refuses_what_is_no_address(url: str) -> None:
+def test_make_target_refuses_bad_addresses(url: str) -> None:
     with pytest.raises(InvalidRequest, match="target"):
         make_target(TargetSpec(url=url))
 

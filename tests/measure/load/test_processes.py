@@ -1,11 +1,11 @@
-"""A generator process as its parent sees it."""
+"""A generator process as seen by its parent."""
 
 import os
 
 from measure.load.processes import GeneratorProcess
 
 
-async def test_generator_process_is_out_of_reach_of_the_terminals_interrupts() -> None:
+async def test_generator_process_does_not_get_the_terminals_ctrl_c() -> None:
     process = await GeneratorProcess.start(0)
     try:
         assert os.getpgid(process.pid) == process.pid != os.getpgrp()
@@ -14,7 +14,7 @@ async def test_generator_process_is_out_of_reach_of_the_terminals_interrupts() -
         await process.wait()
 
 
-async def test_kill_leaves_the_exit_code_to_whoever_asks_for_it() -> None:
+async def test_kill_keeps_the_exit_code_for_the_description() -> None:
     process = await GeneratorProcess.start(3)
 
     process.kill()

@@ -1,4 +1,4 @@
-"""Pages that lay runs over each other."""
+"""Pages that compare runs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_equal_runs_do_not_differ() -> None:
     assert not table_of(page).strong_rows
 
 
-def test_server_without_stamps_is_compared_by_what_users_see() -> None:
+def test_server_without_time_stamps_is_compared_by_client_latencies() -> None:
     page = comparison_page(make_pair(Shape(num_requests=80), Shape(num_requests=80, is_silent=True, name="other")))
     check(render_page(page))
     silent = comparison_page(make_pair(Shape(num_requests=80, is_silent=True), Shape(num_requests=80, is_silent=True)))

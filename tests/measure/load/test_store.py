@@ -1,4 +1,4 @@
-"""Results survive the disk, and a broken file says where it is broken."""
+"""Results read back as they were written; errors name the place in a broken file."""
 
 import json
 from pathlib import Path
@@ -44,11 +44,11 @@ def test_line_is_compact_and_rounded_to_microseconds(tmp_path: Path) -> None:
 def test_run_without_its_end_is_refused(tmp_path: Path) -> None:
     with RunWriter(tmp_path) as writer:
         writer.record(make_request())
-    with pytest.raises(StoreError, match=r"has no run\.json: the run did not come to its end"):
+    with pytest.raises(StoreError, match=r"has no run\.json: the run was not finished"):
         read_run(tmp_path)
 
 
-def test_folder_with_results_is_not_written_over(tmp_path: Path) -> None:
+def test_folder_with_results_is_not_overwritten(tmp_path: Path) -> None:
     write_run(RUN, tmp_path)
     with pytest.raises(StoreError, match="holds the results of another run"):
         RunWriter(tmp_path)

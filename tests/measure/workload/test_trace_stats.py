@@ -30,7 +30,7 @@ def test_stats_count_leading_blocks_that_came_before() -> None:
     assert stats.output_tokens.p50 == 2.5
 
 
-def test_lru_of_one_prompt_forgets_its_last_blocks_first() -> None:
+def test_lru_evicts_the_last_blocks_of_a_prompt_first() -> None:
     cache = LruBlocks(4)
     cache.use((0, 1, 2))
     cache.use((7, 8))

@@ -85,8 +85,8 @@ def test_bad_azure_row_is_refused_with_file_line_and_field(tmp_path: Path, text:
     assert str(caught.value).startswith(f"{path}:{complaint}")
 
 
-@pytest.mark.parametrize(("name", "complaint"), [("a.txt", "ends in .jsonl"), ("a.jsonl", "holds no requests")])
-def test_file_that_is_no_trace_is_refused(tmp_path: Path, name: str, complaint: str) -> None:
+@pytest.mark.parametrize(("name", "complaint"), [("a.txt", "ends in .jsonl"), ("a.jsonl", "has no requests")])
+def test_file_in_another_format_is_refused(tmp_path: Path, name: str, complaint: str) -> None:
     with pytest.raises(TraceError, match=complaint):
         read_trace(write(tmp_path, name, ""))
 
