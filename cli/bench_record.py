@@ -14,7 +14,7 @@ from common.signals import sigterm_interrupts, uninterrupted
 
 if TYPE_CHECKING:
     from kvrelay.client import TrafficStream
-    from measure.load.recording import TrafficTrace
+    from measure.workload.traces import TrafficTrace
 
 
 def record(
@@ -48,7 +48,7 @@ def record(
     kvrelay trace stats today.jsonl
     """  # noqa: D301 - \b marks a preformatted block
     from kvrelay.client import Client
-    from measure.load.recording import TrafficTrace
+    from measure.workload.traces import TrafficTrace
 
     if path.suffix != ".jsonl":
         raise CliError(f"{path}: a recording must end in .jsonl")

@@ -59,7 +59,7 @@ def compare(
     ] = None,
     shown: Output,
 ) -> None:
-    """Put runs side by side and tell differences from chance.
+    """Put runs side by side and separate differences from chance.
 
     \b
     kvrelay bench compare bench-results/before bench-results/after

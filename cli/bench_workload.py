@@ -1,6 +1,5 @@
 """Options of `kvrelay bench run` for the load, and the workload that they describe."""
 
-import enum
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -9,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.errors import CliError
+from measure.workload.arrivals import Process
+from measure.workload.sessions import Content
 
 if TYPE_CHECKING:
     from measure.workload.spec import WorkloadSpec
@@ -20,22 +21,6 @@ DEFAULT_OUTPUT_TOKENS = "lognormal:60,0.6,max=200"
 DEFAULT_TURN_TOKENS = "lognormal:40,0.6,max=200"
 DEFAULT_THINK_S = "exponential:5"
 _STREAM = "load"
-
-
-class Arrivals(enum.StrEnum):
-    """Arrival process of sessions in an open loop."""
-
-    POISSON = "poisson"
-    GAMMA = "gamma"
-    CONSTANT = "constant"
-
-
-class ContentKind(enum.StrEnum):
-    """Content of prompts."""
-
-    TOKENS = "tokens"
-    TEXT = "text"
-    CHAT = "chat"
 
 
 _load = partial(typer.Option, show_default=False, rich_help_panel="Load")
@@ -63,7 +48,7 @@ class Shape(_Options):
         float | None,
         _load("--rate", "-r", min=0.0001, help=f"Open loop: mean sessions per second; default: {DEFAULT_RATE:g}."),
     ] = None
-    arrivals: Annotated[Arrivals | None, _load("--arrivals", help="Default: poisson.")] = None
+    arrivals: Annotated[Process | None, _load("--arrivals", help="Default: poisson.")] = None
     burstiness: Annotated[
         float | None,
         _load("--burstiness", min=0.001, help="Gamma arrivals: 1 is Poisson, below burstier, above more even."),
@@ -151,7 +136,7 @@ class Limits(_Options):
         int | None, _load("--requests", "-n", min=1, help="No session begins after this many requests.")
     ] = None
     content: Annotated[
-        ContentKind | None,
+        Content | None,
         _request("--content", help="Exact token ids, words, or chat messages; default: tokens."),
     ] = None
     seed: Annotated[
@@ -225,7 +210,7 @@ def _session_stream(shape: Shape) -> dict[str, Any]:
         raise CliError("--prefix-share and --prefix-count need --prefix-tokens, the length of a shared prefix")
     arrivals = {
         "rate": DEFAULT_RATE if shape.rate is None else shape.rate,
-        "process": (shape.arrivals or (Arrivals.GAMMA if shape.burstiness is not None else Arrivals.POISSON)).value,
+        "process": shape.arrivals or (Process.GAMMA if shape.burstiness is not None else Process.POISSON),
         "burstiness": shape.burstiness,
     }
     prefix = {"share": shape.prefix_share, "tokens": shape.prefix_tokens, "count": shape.prefix_count}
@@ -256,8 +241,12 @@ def _parsed(name: str, stream: dict[str, Any], limits: Limits) -> "WorkloadSpec"
 
 def _changes(limits: Limits) -> dict[str, Any]:
     """Return the keys of a workload that are given."""
-    content = None if limits.content is None else limits.content.value
-    keys = {"content": content, "seed": limits.seed, "duration_s": limits.duration, "max_requests": limits.requests}
+    keys = {
+        "content": limits.content,
+        "seed": limits.seed,
+        "duration_s": limits.duration,
+        "max_requests": limits.requests,
+    }
     return _without_none(keys)
 
 

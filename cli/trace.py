@@ -63,7 +63,7 @@ def synth(
     path: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="Where to write it.")],
     requests: Annotated[int, typer.Option("--requests", "-n", min=1, help="How many.")] = 12_000,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the trace.")] = 0,
-    rate: Annotated[float, typer.Option("--rate", min=0.001, help="Requests per second, in the mean.")] = 3.4,
+    rate: Annotated[float, typer.Option("--rate", min=0.001, help="Mean requests per second.")] = 3.4,
     burst_period: Annotated[
         float,
         typer.Option("--burst-period", min=0, metavar="SECONDS", help="Period of batched arrivals; 0: no batches."),

@@ -44,7 +44,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What a set of requests got."""
+    """Counts and latencies of a set of requests."""
 
     num_requests: int
     num_complete: int
@@ -99,7 +99,7 @@ def by_kind(requests: Iterable[_R]) -> dict[str, list[_R]]:
 def percentiles(values: Iterable[float | None], counts: Iterable[int] | None = None) -> Percentiles | None:
     """Return the percentiles of the values that are not None; None without any.
 
-    With `counts`, one per value, `values` are ascending and each stands for so many equal ones (a histogram).
+    With `counts`, one per value, `values` are ascending and each is repeated by its count (a histogram).
     """
     known = np.array([value for value in values if value is not None], dtype=np.float64)
     shares = (0.5, 0.9, 0.99)

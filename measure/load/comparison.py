@@ -1,4 +1,4 @@
-"""Compares runs, and tells differences from chance.
+"""Compares runs, and separates differences from chance.
 
 Each measure of a run is compared with that of the first run, in every resample (`measure.load.estimates`). Runs of the
 same requests are compared in pairs: a resample takes the same requests of both, so that easy and hard requests cancel.

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from measure.load.comparison import Comparison, Row, Unit
 from measure.load.estimates import Estimate
-from measure.load.tables import NOT_TOLD, UNSURE, between, plain_table
+from measure.load.tables import UNKNOWN, UNSURE, between, plain_table
 from measure.pages.wording import count, duration, number, percent
 
 _BETTER, _WORSE, _CAUTION = "bold green", "bold red", "bold yellow"
@@ -59,7 +59,7 @@ def _comparison_cells(row: Row) -> Iterator[Text]:
     write = {Unit.SECONDS: duration, Unit.PER_S: number, Unit.SHARE: percent}[row.unit]
     for place, cell in enumerate(row.cells):
         if cell is None:
-            yield Text(NOT_TOLD)
+            yield Text(UNKNOWN)
         else:
             yield Text(f"{'' if cell.is_sufficient else UNSURE}{write(cell.value.value)}")
         if place:
@@ -68,7 +68,7 @@ def _comparison_cells(row: Row) -> Iterator[Text]:
 
 def _change(row: Row, place: int, change: Estimate | None) -> Text:
     if change is None:
-        return Text(NOT_TOLD)
+        return Text(UNKNOWN)
     if row.unit is Unit.SHARE:
         text = f"{100 * change.value:+.1f} [{100 * change.low:+.1f} – {100 * change.high:+.1f}] pt"
         is_more = change.value > 0

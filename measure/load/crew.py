@@ -32,7 +32,6 @@ class Setup:
 
     target: TargetSpec
     first_token: int
-    """Lowest token id in prompts."""
     num_tokens: int
 
 
@@ -43,7 +42,6 @@ class _Member:
     has_begun: bool = False
     has_said_bye: bool = False
     pulses: list[Pulse] = field(default_factory=list)
-    """Pulses since it began."""
 
 
 class Crew:
@@ -191,7 +189,7 @@ class Crew:
             self._tasks.create_task(self._hire())
 
     def _all_are_busy(self) -> bool:
-        """Whether every process is at work, and had more of it than is good for two pulses in a row."""
+        """Whether every process has begun and was busy in its last two pulses."""
         return not self._is_stopped and all(
             len(member.pulses) > 1 and all(map(is_busy, member.pulses[-2:])) for member in self._members
         )

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from measure.figures import histogram_quantiles
 
 CONFIDENCE = 0.95
-"""Confidence of every interval."""
 MIN_BEYOND = 10
 """Requests that must lie beyond a percentile for it to be quoted plainly: p99 takes 1000 requests."""
 PERCENTILES = (0.5, 0.9, 0.95, 0.99)
@@ -66,7 +65,6 @@ class Percentile:
     num_needed: int
     """Requests needed to quote it plainly, judged by this run."""
     is_sufficient: bool
-    """Whether the run has that many."""
 
     @property
     def value(self) -> float:
@@ -83,7 +81,6 @@ class Distribution:
     """Above `num_requests` where a request has several values."""
     mean: Estimate
     percentiles: tuple[Percentile, ...]
-    """One for each of `PERCENTILES`."""
     max: float
 
     def at(self, p: float) -> Percentile:

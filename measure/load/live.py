@@ -17,8 +17,10 @@ from rich.text import Text
 from common.clock import Clock, SystemClock
 from measure.figures import percentiles
 from measure.load.records import PoolSample, RequestRecord, WorkerSample
-from measure.load.spec import RunStart
+from measure.load.spec import LoadSpec
+from measure.load.targets.interface import TargetInfo
 from measure.pages.wording import count, duration, number, percent, scaled
+from measure.workload.sessions import Workload
 
 RECENT_S = 10.0
 """Figures cover answers that ended within this time."""
@@ -53,7 +55,7 @@ class LiveView:
         self._clock = clock or SystemClock()
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._timer: asyncio.TimerHandle | None = None
-        self._start: RunStart | None = None
+        self._spec: LoadSpec | None = None
         self._started_s = 0.0
         self._num_ended = 0
         self._num_failed = 0
@@ -61,14 +63,14 @@ class LiveView:
         self._num_recent_tokens = 0
         self._sample: PoolSample | None = None
 
-    def started(self, start: RunStart) -> None:
+    def started(self, spec: LoadSpec, target: TargetInfo) -> None:
         """Start the display."""
-        self._start = start
+        self._spec = spec
         self._started_s = self._clock.monotonic()
-        workers = ", ".join(f"{number_of} {role}" for role, number_of in start.target.num_workers.items())
+        workers = ", ".join(f"{number_of} {role}" for role, number_of in target.num_workers.items())
         self._console.print(
-            f"{start.name}: {start.target.system}, {start.target.model}{f' ({workers})' if workers else ''};"
-            f" {_plan(start)}; Ctrl-C ends it and keeps the results",
+            f"{spec.name}: {target.system}, {target.model}{f' ({workers})' if workers else ''};"
+            f" {_plan(spec.workload)}; Ctrl-C ends it and keeps the results",
             soft_wrap=True,
         )
         self._wait()
@@ -87,7 +89,7 @@ class LiveView:
 
     def show(self) -> None:
         """Draw the current state."""
-        if self._start is None:
+        if self._spec is None:
             return
         elapsed_s = self._clock.monotonic() - self._started_s
         while self._recent and self._recent[0].end_s < elapsed_s - RECENT_S:
@@ -96,7 +98,7 @@ class LiveView:
             figures = "; ".join((self._counts(elapsed_s), *self._latencies(), *self._pools()))
             self._console.print(f"{elapsed_s:6.1f} s  {figures}", soft_wrap=True)
         else:
-            lines: list[RenderableType] = [self._bar(self._start, elapsed_s), Text(self._counts(elapsed_s))]
+            lines: list[RenderableType] = [self._bar(self._spec, elapsed_s), Text(self._counts(elapsed_s))]
             lines += [Text(" · ".join(parts)) for parts in (self._latencies(), self._pools()) if parts]
             self._live.update(Group(*lines), refresh=True)
 
@@ -121,8 +123,8 @@ class LiveView:
         self._wait()
         self.show()
 
-    def _bar(self, start: RunStart, elapsed_s: float) -> RenderableType:
-        duration_s, max_requests = start.workload.duration_s, start.workload.max_requests
+    def _bar(self, spec: LoadSpec, elapsed_s: float) -> RenderableType:
+        duration_s, max_requests = spec.workload.duration_s, spec.workload.max_requests
         shares = [elapsed_s / duration_s] if 0 < duration_s < math.inf else []
         if max_requests is not None:
             shares.append(self._num_ended / max_requests)
@@ -130,7 +132,7 @@ class LiveView:
         clock = f"{elapsed_s:.0f} s" + (f" of {duration_s:.0f} s" if duration_s < math.inf else "")
         is_over = bool(shares) and max(shares) >= 1
         grid.add_row(
-            Text(start.name, style="bold"),
+            Text(spec.name, style="bold"),
             ProgressBar(total=1.0, completed=min(1.0, max(shares, default=0.0)), width=_BAR_WIDTH),
             Text(clock + (", waiting for the last answers" if is_over else "")),
         )
@@ -169,8 +171,7 @@ def _pool(role: str, workers: Sequence[WorkerSample]) -> str:
     return f"{role} {sum(w.num_running for w in workers)} running{waiting}, KV {percent(kv_share, 0)}"
 
 
-def _plan(start: RunStart) -> str:
-    workload = start.workload
+def _plan(workload: Workload) -> str:
     limits = [f"for {duration(workload.duration_s)}"] if workload.duration_s < math.inf else []
     if workload.max_requests is not None:
         limits.append(f"at most {count(workload.max_requests, 'request')}")

@@ -159,12 +159,12 @@ def _gaps(requests: Sequence[RequestRecord], resampler: Resampler) -> Distributi
 
 def _cache(requests: Sequence[RequestRecord], resampler: Resampler) -> CacheUse | None:
     """Return the cache use over the requests whose server reports it."""
-    told = np.array([request.server.num_cached_tokens is not None for request in requests])
-    prompt = np.array([request.num_prompt_tokens for request in requests]) * told
+    is_reported = np.array([request.server.num_cached_tokens is not None for request in requests])
+    prompt = np.array([request.num_prompt_tokens for request in requests]) * is_reported
     if not prompt.sum():
         return None
     cached = np.array([request.server.num_cached_tokens or 0 for request in requests])
-    pulled = np.array([request.server.num_pulled_tokens or 0 for request in requests]) * told
+    pulled = np.array([request.server.num_pulled_tokens or 0 for request in requests]) * is_reported
     return CacheUse(
         hit_share=Estimate.of(resampler.ratios(cached.astype(np.float64), prompt.astype(np.float64))),
         pulled_share=float(pulled.sum() / prompt.sum()),

@@ -65,10 +65,8 @@ class Reporter(Protocol):
 class _Play:
     """A session in play."""
 
-    session: Session
     conversation: Conversation
     request: PreparedRequest
-    """The next request."""
 
 
 @dataclass(slots=True)
@@ -154,7 +152,7 @@ class Player:
 
     async def _turns(self, play: _Play, due_s: float) -> float:
         """Send every turn at its time; return the end of the last answer."""
-        turns = play.session.turns
+        turns = play.request.session.turns
         while True:
             await self._alarm.until(self._terms.origin_s + due_s)
             ended = await send(play.request, due_s=due_s, clock=self._clock, origin_s=self._terms.origin_s)
@@ -164,14 +162,12 @@ class Player:
             if ended.answer is None or next_idx == len(turns):
                 return record.end_s
             play.conversation.hear(ended.answer, record.num_output_tokens)
-            play.request = self._prepared(play.session, play.conversation, next_idx)
+            play.request = self._prepared(play.request.session, play.conversation, next_idx)
             due_s = record.end_s + turns[next_idx].think_s
 
     def _written(self, session: Session) -> _Play:
         conversation = Conversation(session, self._terms.content, self._writer)
-        return _Play(
-            session=session, conversation=conversation, request=self._prepared(session, conversation, turn_idx=0)
-        )
+        return _Play(conversation=conversation, request=self._prepared(session, conversation, turn_idx=0))
 
     def _prepared(self, session: Session, conversation: Conversation, turn_idx: int) -> PreparedRequest:
         turn, slo = session.turns[turn_idx], self._terms.slo
@@ -190,14 +186,7 @@ class Player:
             call = self._target.prepare(request)
         except KvrelayError as error:
             call = _Failing(error)
-        return PreparedRequest(
-            session=session.index,
-            turn=turn_idx,
-            kind=session.kind,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_wanted_tokens=request.num_output_tokens,
-            call=call,
-        )
+        return PreparedRequest(session=session, turn=turn_idx, asked=request, call=call)
 
     def _now_s(self) -> float:
         """Return the seconds since the run began; 0 before."""

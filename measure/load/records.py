@@ -18,7 +18,7 @@ class Outcome(enum.StrEnum):
 
     COMPLETED = "completed"
     REFUSED = "refused"
-    """Told to come back later, before its first token."""
+    """Rejected before its first token; the client may retry."""
     FAILED = "failed"
     TIMED_OUT = "timed_out"
     CANCELLED = "cancelled"
@@ -27,7 +27,7 @@ class Outcome(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerReport:
-    """What the server reports of a request; None where it reports nothing."""
+    """Report of the server on a request; fields are None where it reports nothing."""
 
     request_id: str | None = None
     queue_s: float | None = None
@@ -52,11 +52,11 @@ class ServerReport:
     predicted_cached_tokens: int | None = None
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> "ServerReport":
+    def of(cls, report: Mapping[str, Any]) -> "ServerReport":
         """Return the report of one of our own servers, in the form of docs/openai.md."""
-        plan, transfer = told["plans"][-1], told["transfer"]
-        said = told["usage"] | told["timings"] | plan | told
-        same = {each.name: said[each.name] for each in fields(cls) if each.name in said}
+        plan, transfer = report["plans"][-1], report["transfer"]
+        values = report["usage"] | report["timings"] | plan | report
+        same = {each.name: values[each.name] for each in fields(cls) if each.name in values}
         return cls(
             **same
             | {
@@ -73,18 +73,17 @@ class ServerReport:
 class RequestRecord:
     """One request: when it was due, when it was sent, and when each piece of its answer came."""
 
-    index: int
-    """In the order in which requests became due."""
+    index: int = 0
+    """Number in the order of due times; 0 until it is known."""
     session: int
     turn: int
     """0 for the first request of its session."""
     kind: str
     """Stream of the workload that it belongs to."""
     due_s: float
-    """When it should have been sent. Latencies count from here, so that neither a late generator nor a full connection
-    hides a wait."""
+    """Time at which it should have been sent. Latencies count from here, so that neither a late generator nor a full
+    connection hides a wait."""
     sent_s: float
-    """When it was sent."""
     chunk_s: tuple[float, ...]
     """Arrival times of the pieces of the answer that brought tokens."""
     chunk_tokens: tuple[int, ...]
@@ -97,7 +96,6 @@ class RequestRecord:
     num_prompt_tokens: int
     """Count of the server where it reports one, else as planned."""
     num_wanted_tokens: int
-    """Output tokens asked for."""
     server: ServerReport = field(default_factory=ServerReport)
 
     @property
@@ -187,7 +185,6 @@ class GeneratorReport:
     cpu_share: float
     """Share of one core that the busiest process used."""
     num_late: int
-    """Requests sent later than `LATE_S`."""
     warnings: tuple[str, ...]
     """Reasons not to trust the numbers; empty when there are none."""
 
@@ -203,9 +200,7 @@ class RunInfo:
     """Name that the server gives itself."""
     model: str
     workload: dict[str, Any]
-    """The specification, as JSON."""
     started_at: str
-    """Date and time, ISO 8601, UTC."""
     duration_s: float
     """From the first due request to the last answer."""
     num_workers: dict[str, int]

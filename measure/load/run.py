@@ -15,7 +15,7 @@ from measure.load.dispatch import Dispatcher
 from measure.load.player import Terms
 from measure.load.records import Outcome, PoolSample, RequestRecord, Run, RunInfo
 from measure.load.selfcheck import Evidence, judge
-from measure.load.spec import LoadSpec, LoadTestFailed, Observer, Observers, RunStart
+from measure.load.spec import LoadSpec, LoadTestFailed, Observer, Observers
 from measure.load.store import in_due_order
 from measure.load.targets.interface import Target, TargetInfo, make_target
 from measure.load.targets.probing import USUAL_VOCAB
@@ -76,7 +76,7 @@ class _LoadRun:
                 if not crew.failure:
                     self._origin_s = self._clock.monotonic() + _LEAD_S
                     helpers = [tasks.create_task(self._watch_pools()), tasks.create_task(_stop_on(stop, crew))]
-                    self._observer.started(RunStart(name=spec.name, target=self._info, workload=spec.workload))
+                    self._observer.started(spec, self._info)
                     crew.begin(self._terms())
                     await crew.work(until_s=spec.workload.duration_s + spec.drain_s)
             finally:

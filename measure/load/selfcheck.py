@@ -30,7 +30,6 @@ class Evidence:
 
     max_processes: int
     pulses: dict[int, list[Pulse]] = field(default_factory=dict)
-    """By process number."""
     machine_shares: list[float] = field(default_factory=list)
     """Busy share of all cores, at evenly spaced times."""
     runs_first: bool = True

@@ -23,7 +23,6 @@ class LoadSpec:
     slo: Slo | None = None
     """Objectives sent with each request, to targets that take them. None: those of the server."""
     timeout_s: float = 600.0
-    """Timeout of a request, from its sending."""
     drain_s: float = 120.0
     """Time after `workload.duration_s` at which running sessions are cancelled."""
     processes: int | None = None
@@ -35,19 +34,10 @@ class LoadSpec:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunStart:
-    """Facts known just before the first request is due."""
-
-    name: str
-    target: TargetInfo
-    workload: Workload
-
-
 class Observer(Protocol):
     """Follows a run, on the event loop that runs `run_load`, which it must not block for long."""
 
-    def started(self, start: RunStart) -> None:
+    def started(self, spec: LoadSpec, target: TargetInfo) -> None:
         """Take the start of the run; requests are about to be sent."""
 
     def record(self, request: RequestRecord) -> None:
@@ -63,10 +53,10 @@ class Observers:
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
 
-    def started(self, start: RunStart) -> None:
+    def started(self, spec: LoadSpec, target: TargetInfo) -> None:
         """Forward the start of the run."""
         for observer in self._observers:
-            observer.started(start)
+            observer.started(spec, target)
 
     def record(self, request: RequestRecord) -> None:
         """Forward an ended request."""

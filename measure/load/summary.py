@@ -23,11 +23,8 @@ class Window:
     """End of the time that rates are over: `end_s`, or the last answer where answers take longer than the arrivals."""
     num_counted: int
     num_before: int
-    """Requests left out as warm-up."""
     num_after: int
-    """Requests left out as cool-down."""
     rule: str
-    """How the window was found, in words."""
 
     @property
     def duration_s(self) -> float:
@@ -44,7 +41,6 @@ class Latencies:
     itl: Distribution | None
     """Gaps between pieces of the answer; a piece may hold several tokens."""
     tpot: Distribution | None
-    """Mean gap between the tokens of a request."""
     e2e: Distribution | None
     """From due to end."""
     queue: Distribution | None
@@ -62,7 +58,6 @@ class CacheUse:
     """Prompt tokens found in caches, over requests whose server reports them."""
 
     hit_share: Estimate
-    """Share of the prompt tokens that was cached."""
     pulled_share: float
     """Share of the prompt tokens that came from another worker's cache."""
 
@@ -75,7 +70,6 @@ class PredictionError:
     median_s: float
     """Above 0: later than forecast."""
     p90_abs_s: float
-    """90th percentile of the absolute error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +84,8 @@ class KindSummary:
     num_timed_out: int
     num_cancelled: int
     num_good: int
-    """Complete requests within both objectives."""
     num_ttft_misses: int
-    """Complete requests whose first token was late."""
     num_itl_misses: int
-    """Complete requests whose mean gap was too long. A request can miss both objectives."""
     good_share: Estimate
     """Share of good requests, with Wilson's interval, widened by the correlation of neighbouring requests."""
     goodput_per_s: Estimate
@@ -109,7 +100,6 @@ class KindSummary:
     num_replans: int
     """Attempts beyond each request's first."""
     num_transfers: int
-    """Requests whose KV moved between workers."""
     transfer_bytes: int
     prediction: PredictionError | None
 
@@ -129,7 +119,6 @@ class Throughput:
     """Rates within the window, also of requests that were due before it."""
 
     offered_per_s: float
-    """Requests due."""
     completed_per_s: float
     prompt_tokens_per_s: float
     """Tokens of prompts whose first output token came; cached tokens count."""
@@ -217,7 +206,7 @@ class Summary:
 
     @property
     def distinct_kinds(self) -> tuple[KindSummary, ...]:
-        """Kinds to tell apart; with a single kind only "all", since both are the same."""
+        """Kinds to show; with a single kind only "all", since both are the same."""
         return self.kinds if len(self.kinds) > 2 else self.kinds[:1]
 
     def pool(self, role: str) -> WorkerSummary | None:

@@ -13,7 +13,7 @@ from measure.pages.wording import count, duration, number, percent, scaled
 
 Writer = Callable[[float], str]
 
-NOT_TOLD = "–"
+UNKNOWN = "–"
 UNSURE = "~"
 _GOOD, _BAD, _NEITHER = "bold green", "bold red", "bold yellow"
 _USERS = (("TTFT", "ttft"), ("ITL", "itl"), ("TPOT", "tpot"), ("E2E", "e2e"))
@@ -59,9 +59,9 @@ def quoted(percentile: Percentile) -> str:
     return f"{'' if percentile.is_sufficient else UNSURE}{duration(percentile.value)}"
 
 
-def or_not_told(value: float | None, write: Writer) -> str:
+def or_unknown(value: float | None, write: Writer) -> str:
     """Return a value in words, or the mark for values that the target does not report."""
-    return NOT_TOLD if value is None else write(value)
+    return UNKNOWN if value is None else write(value)
 
 
 def plain_table(*columns: str, num_left: int = 1) -> Table:
@@ -123,7 +123,7 @@ def _shares(summary: Summary) -> RenderableType:
             f"{kind.num_requests:,}",
             f"{kind.num_good:,} ({percent(kind.good_share.value)})",
             *(
-                f"{number_of:,}" if number_of else NOT_TOLD
+                f"{number_of:,}" if number_of else UNKNOWN
                 for number_of in (
                     kind.num_ttft_misses,
                     kind.num_itl_misses,
@@ -220,12 +220,12 @@ def _pool_table(pools: Iterable[WorkerSummary]) -> RenderableType:
         table.add_row(
             pool.name,
             str(pool.num_workers),
-            or_not_told(pool.busy, _whole_percent),
-            or_not_told(pool.mean_running, number),
-            or_not_told(pool.mean_waiting, number),
-            or_not_told(pool.mean_kv, _whole_percent),
-            or_not_told(pool.peak_kv, _whole_percent),
-            or_not_told(pool.computed_tokens_per_s, scaled),
+            or_unknown(pool.busy, _whole_percent),
+            or_unknown(pool.mean_running, number),
+            or_unknown(pool.mean_waiting, number),
+            or_unknown(pool.mean_kv, _whole_percent),
+            or_unknown(pool.peak_kv, _whole_percent),
+            or_unknown(pool.computed_tokens_per_s, scaled),
             scaled(pool.output_tokens_per_s),
             scaled(pool.output_tokens_per_worker_s),
         )
@@ -237,7 +237,7 @@ def _failure_table(summary: Summary) -> RenderableType:
     table.columns[2].justify = "left"
     table.columns[2].no_wrap = False
     for failure in summary.failures:
-        table.add_row(failure.outcome.replace("_", " "), f"{failure.num_requests:,}", Text(failure.error or NOT_TOLD))
+        table.add_row(failure.outcome.replace("_", " "), f"{failure.num_requests:,}", Text(failure.error or UNKNOWN))
     return _spaced(table)
 
 

@@ -18,43 +18,28 @@ Message = list[Any]
 
 
 class Order(enum.IntEnum):
-    """Message to a generator process."""
+    """Message to a generator process, with its values."""
 
-    SETUP = 0
-    """[target spec, first token, number of tokens]: make a target; the process answers READY."""
-    BEGIN = 1
-    """[terms]: the clock of the run is known."""
-    PLAY = 2
-    """[session]"""
-    PLAY_IN_PLACE = 3
-    """[stream, session]"""
-    GRANT = 4
-    """[stream, places]"""
-    ASK_BACK = 5
-    """[stream, places]"""
-    STOP = 6
-    """[]: cancel everything."""
-    FINISH = 7
-    """[]: report the rest and exit."""
+    SETUP = 0  # [target spec, first token, number of tokens]: make a target; the process answers READY.
+    BEGIN = 1  # [terms]: the clock of the run is known.
+    PLAY = 2  # [session]
+    PLAY_IN_PLACE = 3  # [stream, session]
+    GRANT = 4  # [stream, places]
+    ASK_BACK = 5  # [stream, places]
+    STOP = 6  # []: cancel everything.
+    FINISH = 7  # []: report the rest and exit.
 
 
 class Report(enum.IntEnum):
-    """Message from a generator process."""
+    """Message from a generator process, with its values."""
 
-    READY = 0
-    """[whether it has real-time scheduling]"""
-    RECORD = 1
-    """[request]"""
-    SESSION_OVER = 2
-    """[stream or None]"""
-    SESSION_BEGUN = 3
-    """[stream]"""
-    PLACE_RETURNED = 4
-    """[stream]"""
-    PULSE = 5
-    """[pulse]"""
-    BYE = 6
-    """[]: the last message."""
+    READY = 0  # [whether it has real-time scheduling]
+    RECORD = 1  # [request]
+    SESSION_OVER = 2  # [stream or None]
+    SESSION_BEGUN = 3  # [stream]
+    PLACE_RETURNED = 4  # [stream]
+    PULSE = 5  # [pulse]
+    BYE = 6  # []: the last message.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +47,6 @@ class Pulse:
     """Self-measurement of a process since the pulse before."""
 
     cpu_share: float
-    """Share of one core."""
     loop_lags_s: list[float]
     """Delays of wake-ups at evenly spaced times; a stall counts for each missed one."""
     suspended_s: float

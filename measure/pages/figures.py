@@ -32,7 +32,6 @@ class Curve:
     color: str = PALETTE[0]
     dash: str = "solid"
     symbol: str | None = None
-    """Marker of the points; None: no markers."""
     shape: str = "linear"
     """"hv": a value holds until the next one."""
     low: Numbers | None = None

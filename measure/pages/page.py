@@ -67,7 +67,6 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     text_columns: frozenset[str] = frozenset()
     strong_rows: frozenset[int] = frozenset()
-    """Indices of highlighted rows."""
     links: tuple[str, ...] = ()
     """Link of each row's first cell, relative to the page; "" for none. Empty: no row has a link."""
 

@@ -43,9 +43,7 @@ class Rolling:
     """Percentiles in each interval of time; intervals without values are left out."""
 
     at_s: Floats
-    """Middles of the intervals."""
     values: dict[float, Floats]
-    """By percentile."""
 
 
 def rolling(at_s: Floats, values: Floats, *, percentiles: tuple[float, ...], num_bins: int = 60) -> Rolling:

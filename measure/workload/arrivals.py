@@ -7,11 +7,22 @@ equilibrium distribution, so that Λ(t) arrivals are expected until any t, not o
 """
 
 import bisect
+import enum
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
+
+
+class Process(enum.StrEnum):
+    """Variation of the intervals between arrivals."""
+
+    POISSON = "poisson"
+    """Exponential: independent sessions."""
+    GAMMA = "gamma"
+    """Gamma-distributed; see `burstiness`."""
+    CONSTANT = "constant"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,6 @@ class ContentWriter:
     """Writes contents as tokens or as text; writers with equal fields write the same."""
 
     seed: int
-    """Seed of the workload."""
     first_token: int = 0
     """Lowest id in use, above special tokens."""
     num_tokens: int = 1 << 20

@@ -47,7 +47,7 @@ class Session:
     index: int
     """Number, unique in a workload."""
     kind: str
-    """Name of the stream that it belongs to; results are told apart by it."""
+    """Name of the stream that it belongs to; results are grouped by it."""
     start_s: float
     """Due time of its first request, since the run began. 0 in a closed loop: as soon as a place is free."""
     turns: tuple[Turn, ...]

@@ -31,7 +31,6 @@ class Drawing:
 
     seed: int
     position: int
-    """Position of the stream in its workload."""
     num_streams: int
     speed: float
     """Factor on the specified rate of arrivals."""
@@ -183,4 +182,3 @@ class Replay:
 
 
 SessionSource = Synthetic | Replay
-"""Source of a stream's sessions."""

@@ -3,7 +3,6 @@
 Every problem is reported as `file:key: reason`.
 """
 
-import enum
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
-from measure.workload.arrivals import RateProfile
+from measure.workload.arrivals import Process, RateProfile
 from measure.workload.lengths import Count, Distribution, Seconds
 from measure.workload.sessions import Content
 
@@ -40,17 +39,6 @@ class WorkloadError(Exception):
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Process(enum.StrEnum):
-    """Variation of the intervals between arrivals."""
-
-    POISSON = "poisson"
-    """Exponential: independent sessions."""
-    GAMMA = "gamma"
-    """Gamma-distributed; see `burstiness`."""
-    CONSTANT = "constant"
-    """Equal intervals."""
 
 
 class ArrivalsSpec(_Section):
@@ -110,9 +98,7 @@ class PrefixSpec(_Section):
     share: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the sessions that begin with one."""
     tokens: Count
-    """Length of each prefix."""
     count: Annotated[int, Field(ge=1)] = 1
-    """Number of prefixes."""
     zipf: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Exponent of popularity: the k-th prefix has weight k**-zipf; 0: equal weights."""
 
@@ -122,11 +108,9 @@ class SessionStreamSpec(_Section):
 
     name: Annotated[str, Field(min_length=1)]
     arrivals: ArrivalsSpec | None = None
-    """An open loop."""
     concurrency: Annotated[int, Field(ge=1)] | None = None
     """A closed loop: number of sessions at any time."""
     turns: Count = _ONE
-    """Number of requests of a session."""
     think_s: Seconds = _ZERO
     """Time from the end of an answer to the next request."""
     prefix: PrefixSpec | None = None
@@ -135,7 +119,6 @@ class SessionStreamSpec(_Section):
     turn_tokens: Count | None = None
     """Tokens that later turns add to the history."""
     output_tokens: Count
-    """Length of an answer."""
 
     @model_validator(mode="after")
     def _check(self) -> "SessionStreamSpec":
@@ -200,7 +183,7 @@ class WorkloadSpec(_Section):
         names = [stream.name for stream in self.streams]
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"streams: two are called {name!r}; results are told apart by name")
+                raise ValueError(f"streams: two are called {name!r}; results are grouped by name")
         if self.duration_s is None and self.max_requests is None:
             for stream in self.streams:
                 if _is_endless(stream):

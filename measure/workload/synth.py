@@ -36,7 +36,6 @@ class SessionKind:
 
     name: str
     weight: float
-    """Relative frequency of the sessions."""
     mean_turns: float
     """Mean of a geometric distribution."""
     system_share: float

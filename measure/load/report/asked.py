@@ -15,16 +15,16 @@ from measure.pages.wording import number
 _MAX_TURNS = 12
 _WIDE = 5
 """Ratio of lengths above which the axis is logarithmic."""
-_NOT_TOLD = "the target does not report cached tokens"
+_UNKNOWN = "the target does not report cached tokens"
 
 
 def cache_panels(columns: Columns) -> tuple[Panel, ...]:
     """Return cache hits by turn and over time."""
     cached = columns.server("num_cached_tokens")
-    told = columns.is_complete & ~np.isnan(cached)
-    if not told.any():
-        return (Panel(title="Cache hits", content=Absent(why=_NOT_TOLD)),)
-    return (_by_turn(columns, cached, told), _over_time(columns, cached, told))
+    reported = columns.is_complete & ~np.isnan(cached)
+    if not reported.any():
+        return (Panel(title="Cache hits", content=Absent(why=_UNKNOWN)),)
+    return (_by_turn(columns, cached, reported), _over_time(columns, cached, reported))
 
 
 def asked_panels(columns: Columns) -> tuple[Panel, ...]:
@@ -52,14 +52,14 @@ def failures_panel(summary: Summary) -> Panel:
     )
 
 
-def _by_turn(columns: Columns, cached: np.ndarray, told: Mask) -> Panel:
+def _by_turn(columns: Columns, cached: np.ndarray, reported: Mask) -> Panel:
     turns = np.minimum([request.turn for request in columns.requests], _MAX_TURNS - 1)
-    present = sorted(set(turns[told].tolist()))
+    present = sorted(set(turns[reported].tolist()))
     series = []
     for kind, color in colors_of(columns.kinds).items():
         shares = []
         for turn in present:
-            rows = told & columns.of_kind(kind) & (turns == turn)
+            rows = reported & columns.of_kind(kind) & (turns == turn)
             total = columns.num_prompt_tokens[rows].sum()
             shares.append(float(cached[rows].sum() / total) if total else np.nan)
         series.append(Bars(name=kind, values=shares, color=color))
@@ -75,15 +75,15 @@ def _by_turn(columns: Columns, cached: np.ndarray, told: Mask) -> Panel:
     )
 
 
-def _over_time(columns: Columns, cached: np.ndarray, told: Mask) -> Panel:
+def _over_time(columns: Columns, cached: np.ndarray, reported: Mask) -> Panel:
     edges = np.linspace(0, max(1e-3, float(columns.due_s.max(initial=0.0))), 41)
     curves = []
     for name, values, color in (
         ("cached", cached, PALETTE[0]),
         ("pulled from another worker", columns.server("num_pulled_tokens"), PALETTE[1]),
     ):
-        total, _ = np.histogram(columns.due_s[told], edges, weights=columns.num_prompt_tokens[told])
-        part, _ = np.histogram(columns.due_s[told], edges, weights=np.nan_to_num(values[told]))
+        total, _ = np.histogram(columns.due_s[reported], edges, weights=columns.num_prompt_tokens[reported])
+        part, _ = np.histogram(columns.due_s[reported], edges, weights=np.nan_to_num(values[reported]))
         has = total > 0
         curves.append(Curve(name=name, x=((edges[1:] + edges[:-1]) / 2)[has], y=(part[has] / total[has]), color=color))
     figure = line_figure(curves, Frame(x=RUN_TIME, y=Axis(title="of prompt tokens", unit=Unit.SHARE), height=320))

@@ -47,7 +47,6 @@ class Gaps:
     """Arrival of the piece that ended the gap."""
     gap_s: Floats
     request: npt.NDArray[np.int64]
-    """Row of the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,7 +55,6 @@ class Columns:
 
     requests: tuple[RequestRecord, ...]
     kinds: tuple[str, ...]
-    """Distinct kinds, by name."""
     kind: npt.NDArray[np.str_]
     due_s: Floats
     end_s: Floats

@@ -14,7 +14,7 @@ from measure.load.records import Run
 from measure.load.report.columns import Columns, Measure, columns_of, open_requests, rolling_curves
 from measure.load.report.phases import phases_figure
 from measure.load.summary import Summary
-from measure.load.tables import NOT_TOLD
+from measure.load.tables import UNKNOWN
 from measure.pages import axes
 from measure.pages.axes import RUN_TIME, Axis, Scale
 from measure.pages.distributions import Sample, ecdf_figure
@@ -24,7 +24,7 @@ from measure.pages.theme import DASHES, Phase, colors_of
 from measure.pages.wording import duration, number, percent
 
 MAX_KINDS = 3
-"""Most kinds that plots tell apart."""
+"""Most kinds that plots separate."""
 _WORDS = {"good": "share of good requests"}
 _VERDICT = ("good", "goodput", "TTFT p99", "ITL p99", "TPOT p99")
 
@@ -88,8 +88,8 @@ def _verdicts(comparison: Comparison, names: Sequence[str]) -> Iterator[str]:
         for row in comparison.rows:
             if row.kind == ALL and row.name in _VERDICT and row.is_significant(place):
                 changed.append(f"{_WORDS.get(row.name, row.name)} {_change_text(row, place)}")
-        told = "; ".join(changed) if changed else "no headline figure differs by more than chance"
-        yield f"{name} against {names[0]}: {told}."
+        found = "; ".join(changed) if changed else "no headline figure differs by more than chance"
+        yield f"{name} against {names[0]}: {found}."
 
 
 def _table_panel(comparison: Comparison, names: Sequence[str]) -> Panel:
@@ -121,7 +121,7 @@ def _cells(row: Row) -> Iterator[str]:
     yield row.name
     yield row.kind
     for place, cell in enumerate(row.cells):
-        yield NOT_TOLD if cell is None else ("" if cell.is_sufficient else "~") + write(cell.value.value)
+        yield UNKNOWN if cell is None else ("" if cell.is_sufficient else "~") + write(cell.value.value)
         if place:
             yield _change_text(row, place)
 
@@ -140,7 +140,7 @@ def _change_text(row: Row, place: int) -> str:
     """Return the change of a run against the first, with its interval and, where certain, "better" or "worse"."""
     cell = row.cells[place]
     if cell is None or cell.change is None:
-        return NOT_TOLD
+        return UNKNOWN
     change, same = cell.change, 1.0
     text = f"×{number(change.value)} ({number(change.low)} to {number(change.high)})"
     if row.unit is Unit.SHARE:
@@ -247,10 +247,10 @@ def _over_time(arms: Sequence[_Arm]) -> Iterator[Panel]:
 
 def _phases_panel(arms: Sequence[_Arm]) -> Panel:
     title = "Mean time in each phase"
-    told = [arm for arm in arms if (arm.columns.is_measured & ~np.isnan(arm.columns.server("queue_s"))).any()]
-    if not told:
+    found = [arm for arm in arms if (arm.columns.is_measured & ~np.isnan(arm.columns.server("queue_s"))).any()]
+    if not found:
         return Panel(title=title, content=Absent(why="no target reports its own time stamps"))
-    groups = {arm.name: [arm.columns.requests[row] for row in np.flatnonzero(arm.columns.is_measured)] for arm in told}
+    groups = {arm.name: [arm.columns.requests[row] for row in np.flatnonzero(arm.columns.is_measured)] for arm in found}
     return Panel(
         title=title,
         look_for="A larger part of a bar is where a run loses time; pink is the transfer that prefill did not hide.",

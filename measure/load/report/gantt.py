@@ -1,8 +1,7 @@
 """A Gantt chart of requests: one per row, phases as coloured bars, details on hover."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,7 +49,6 @@ class _Arrangement:
     name: str
     x_title: str
     rows: np.ndarray
-    """Row of each request."""
     origins_s: Floats
     """Origin of the times of each request."""
 
@@ -162,45 +160,31 @@ def _stalls(requests: Sequence[RequestRecord], slo: Slo) -> _Track:
 
 def _arrangements(requests: Sequence[RequestRecord]) -> list[_Arrangement]:
     """Return the layouts: by arrival, by workers and kinds where they differ, and aligned at their due times."""
-    keys: list[tuple[str, Callable[[RequestRecord], str]]] = []
-    for field in ("prefill_worker", "decode_worker"):
-        keys.append((f"by {field.replace('_', ' ')}", partial(_worker_of, field)))
-    keys.append(("by kind", _kind_of))
-    groupings = [(name, key) for name, key in keys if len({key(request) for request in requests}) > 1]
+    groupings = {
+        "by arrival": [""] * len(requests),
+        "by prefill worker": [request.server.prefill_worker or "" for request in requests],
+        "by decode worker": [request.server.decode_worker or "" for request in requests],
+        "by kind": [request.kind for request in requests],
+    }
+    due_s = np.array([request.due_s for request in requests])
     along = [
-        _Arrangement(name=name, x_title=RUN_TIME.title, rows=_rows_by(requests, key), origins_s=np.zeros(len(requests)))
-        for name, key in (("by arrival", _nothing), *groupings)
+        _Arrangement(name=name, x_title=RUN_TIME.title, rows=_rows_by(groups, due_s), origins_s=np.zeros(len(requests)))
+        for name, groups in groupings.items()
+        if name == "by arrival" or len(set(groups)) > 1
     ]
     rows = np.empty(len(requests), dtype=np.int64)
     rows[np.argsort([-request.e2e_s for request in requests], kind="stable")] = np.arange(len(requests))
-    origins_s = np.array([request.due_s for request in requests])
-    side_by_side = _Arrangement(
-        name="side by side, the longest first", x_title="time since it was due", rows=rows, origins_s=origins_s
-    )
-    return [*along, side_by_side]
+    name = "side by side, the longest first"
+    return [*along, _Arrangement(name=name, x_title="time since it was due", rows=rows, origins_s=due_s)]
 
 
-def _nothing(_: RequestRecord) -> str:
-    return ""
-
-
-def _kind_of(request: RequestRecord) -> str:
-    return request.kind
-
-
-def _worker_of(field: str, request: RequestRecord) -> str:
-    return getattr(request.server, field) or ""
-
-
-def _rows_by(requests: Sequence[RequestRecord], key: Callable[[RequestRecord], str]) -> np.ndarray:
-    """Return the row of each request, with an empty row between groups."""
-    order = sorted(range(len(requests)), key=lambda place: (key(requests[place]), requests[place].due_s))
-    rows = np.zeros(len(requests), dtype=np.int64)
-    row, before = 0, key(requests[order[0]])
-    for place in order:
-        group = key(requests[place])
-        row += 2 if group != before else 1
-        rows[place], before = row, group
+def _rows_by(groups: Sequence[str], due_s: Floats) -> np.ndarray:
+    """Return the row of each request, in order of groups and due times, with an empty row between groups."""
+    names = np.array(groups)
+    order = np.lexsort((due_s, names))
+    ordered = names[order]
+    rows = np.empty(len(groups), dtype=np.int64)
+    rows[order] = np.arange(1, len(groups) + 1) + np.cumsum(np.append(False, ordered[1:] != ordered[:-1]))
     return rows
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from measure.load.estimates import Distribution, Estimate
 from measure.load.summary import KindSummary, Summary
-from measure.load.tables import NOT_TOLD, quoted
+from measure.load.tables import UNKNOWN, Writer, quoted
 from measure.pages.page import Card, Panel, Table, Tone
 from measure.pages.wording import count, duration, number, percent, scaled
 
@@ -17,12 +17,12 @@ def cards(summary: Summary) -> tuple[Card, ...]:
         Card(
             label="Goodput, requests",
             value=f"{number(overall.goodput_per_s.value)}/s",
-            note=f"{interval(overall.goodput_per_s)}; offered {number(summary.throughput.offered_per_s)}/s",
+            note=f"{_interval(overall.goodput_per_s, number)}; offered {number(summary.throughput.offered_per_s)}/s",
         ),
         Card(
             label="Within both objectives",
             value=percent(overall.good_share.value),
-            note=f"{_percent_interval(overall.good_share)}; of {count(overall.num_requests, 'request')}",
+            note=f"{_interval(overall.good_share, percent)}; of {count(overall.num_requests, 'request')}",
         ),
         *_latency_cards("TTFT", latencies.ttft, slo.ttft_s),
         *_latency_cards("TPOT", latencies.tpot, slo.itl_s),
@@ -80,13 +80,8 @@ def kinds_panel(summary: Summary) -> Panel:
     )
 
 
-def interval(estimate: Estimate) -> str:
-    """Return the interval of an estimate in words."""
-    return f"95 %: {number(estimate.low)} to {number(estimate.high)}"
-
-
-def _percent_interval(estimate: Estimate) -> str:
-    return f"95 %: {percent(estimate.low)} to {percent(estimate.high)}"
+def _interval(estimate: Estimate, write: Writer) -> str:
+    return f"95 %: {write(estimate.low)} to {write(estimate.high)}"
 
 
 def _latency_cards(name: str, times: Distribution | None, objective_s: float | None) -> Iterable[Card]:
@@ -98,7 +93,7 @@ def _latency_cards(name: str, times: Distribution | None, objective_s: float | N
     yield Card(
         label=f"{name}: p50 / p99",
         value=_both(times),
-        note=f"p99, 95 %: {duration(p99.estimate.low)} to {duration(p99.estimate.high)}{objective}",
+        note=f"p99, {_interval(p99.estimate, duration)}{objective}",
         tone=tone,
     )
 
@@ -143,9 +138,9 @@ def _kind_row(kind: KindSummary) -> tuple[str, ...]:
         f"{kind.num_ttft_misses:,}",
         f"{kind.num_itl_misses:,}",
         *(_both(distribution) for distribution in (times.ttft, times.tpot, times.itl, times.e2e)),
-        NOT_TOLD if kind.cache is None else percent(kind.cache.hit_share.value),
+        UNKNOWN if kind.cache is None else percent(kind.cache.hit_share.value),
     )
 
 
 def _both(times: Distribution | None) -> str:
-    return NOT_TOLD if times is None else f"{quoted(times.at(0.5))} / {quoted(times.at(0.99))}"
+    return UNKNOWN if times is None else f"{quoted(times.at(0.5))} / {quoted(times.at(0.99))}"

@@ -64,7 +64,7 @@ def prompt_length_panel(columns: Columns, slo: Slo) -> Panel:
     figure.update_yaxes(frame.y.ticks(np.append(columns.ttft_s[rows], slo.ttft_s)))
     return Panel(
         title=title,
-        look_for="Short prompts that wait as long as long ones are queued behind them.",
+        look_for="Short prompts with the TTFT of long ones are queued behind them.",
         content=figure,
     )
 

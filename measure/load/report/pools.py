@@ -10,7 +10,7 @@ from plotly.subplots import make_subplots
 from measure.load.records import PoolSample, WorkerSample
 from measure.load.report.columns import Floats
 from measure.load.summary import Summary, WorkerSummary
-from measure.load.tables import or_not_told
+from measure.load.tables import or_unknown
 from measure.pages.axes import RUN_TIME, Axis, Unit
 from measure.pages.figures import Curve, Frame, compact, line_figure, new_figure, plain
 from measure.pages.page import Absent, Panel, Table
@@ -111,8 +111,8 @@ def _running_panel(role: str, workers: Sequence[WorkerSeries]) -> Panel:
 
 def _busy_panel(workers: Sequence[WorkerSeries]) -> Panel:
     title = "Busy share"
-    told = [(worker, *_busy(worker)) for worker in workers]
-    curves = [(worker, at_s, busy) for worker, at_s, busy in told if at_s.size]
+    shares = [(worker, *_busy(worker)) for worker in workers]
+    curves = [(worker, at_s, busy) for worker, at_s, busy in shares if at_s.size]
     if not curves:
         return Panel(title=title, content=Absent(why="no worker reports the time in steps"))
     if len(curves) > MAX_LINES:
@@ -144,8 +144,8 @@ def _busy_panel(workers: Sequence[WorkerSeries]) -> Panel:
 def _busy(worker: WorkerSeries) -> tuple[Floats, Floats]:
     """Return (middle of each interval, busy share in it), from differences of the counter."""
     busy_s = worker.values(lambda w: w.busy_s)
-    told = ~np.isnan(busy_s) & (np.diff(worker.at_s, prepend=-np.inf) > 0)
-    at_s, busy_s = worker.at_s[told], busy_s[told]
+    is_known = ~np.isnan(busy_s) & (np.diff(worker.at_s, prepend=-np.inf) > 0)
+    at_s, busy_s = worker.at_s[is_known], busy_s[is_known]
     if at_s.size < 2:
         return np.zeros(0), np.zeros(0)
     step = max(1, at_s.size // _BUSY_BINS)
@@ -261,11 +261,11 @@ def _row(name: str, worker: WorkerSummary) -> tuple[str, ...]:
         worker.role,
         f"{worker.num_prefilled:,}",
         f"{worker.num_decoded:,}",
-        or_not_told(worker.computed_tokens_per_s, scaled),
+        or_unknown(worker.computed_tokens_per_s, scaled),
         scaled(worker.output_tokens_per_s),
-        or_not_told(worker.busy, percent),
-        or_not_told(worker.mean_running, number),
-        or_not_told(worker.mean_waiting, number),
-        or_not_told(worker.mean_kv, percent),
-        or_not_told(worker.peak_kv, percent),
+        or_unknown(worker.busy, percent),
+        or_unknown(worker.mean_running, number),
+        or_unknown(worker.mean_waiting, number),
+        or_unknown(worker.mean_kv, percent),
+        or_unknown(worker.peak_kv, percent),
     )

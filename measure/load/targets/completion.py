@@ -113,10 +113,10 @@ class CompletionReader:
 
     def _server_report(self) -> ServerReport:
         details = self._usage.get("prompt_tokens_details") or {}
-        told = (self._report.get("requests") or [None])[0]
-        if told is None:
+        report = (self._report.get("requests") or [None])[0]
+        if report is None:
             return ServerReport(request_id=self._id, num_cached_tokens=details.get("cached_tokens"))
-        return ServerReport.of(told)
+        return ServerReport.of(report)
 
 
 def _said(delta: Mapping[str, Any]) -> str:

@@ -44,8 +44,8 @@ def _read(text: str) -> tuple[_Values, Mapping[str, int]]:
         for sample in family.samples:
             engine = sample.labels.get("engine", "0")
             if sample.name == _CACHE_CONFIG:
-                told = sample.labels.get("num_gpu_blocks", "")
-                num_blocks[engine] = int(told) if told.isdecimal() else 0
+                count = sample.labels.get("num_gpu_blocks", "")
+                num_blocks[engine] = int(count) if count.isdecimal() else 0
             else:
                 values[sample.name, engine] = sample.value
     return values, num_blocks

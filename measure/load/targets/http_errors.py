@@ -48,10 +48,10 @@ def error_in_stream(error: Any) -> KvrelayError:
 def _told(body: bytes) -> tuple[str, str]:
     """Return message and field of a body in the form of OpenAI or of other servers."""
     try:
-        told = json.loads(body)
+        parsed = json.loads(body)
     except ValueError:
         return body.decode(errors="replace").strip()[:_LONGEST], ""
-    inner = told.get("error", told) if isinstance(told, Mapping) else told
+    inner = parsed.get("error", parsed) if isinstance(parsed, Mapping) else parsed
     if not isinstance(inner, Mapping):
         return str(inner)[:_LONGEST], ""
     return str(inner.get("message") or inner.get("detail") or inner)[:_LONGEST], str(inner.get("param") or "")

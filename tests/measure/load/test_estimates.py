@@ -67,7 +67,7 @@ def test_percentile_of_gaps_that_come_from_few_requests_is_insufficient() -> Non
     assert found.at(0.99).num_needed == 400
 
 
-def test_interval_of_gaps_is_wider_when_they_differ_between_requests_than_within() -> None:
+def test_interval_of_gaps_is_wider_when_requests_differ() -> None:
     rng = np.random.default_rng(0)
     num_requests, num_gaps = 200, 50
     owners = np.repeat(np.arange(num_requests), num_gaps)
@@ -81,7 +81,7 @@ def test_interval_of_gaps_is_wider_when_they_differ_between_requests_than_within
     assert widths[0] > 4 * widths[1]  # sqrt(50) = 7 in theory
 
 
-def test_intervals_of_independent_values_cover_the_truth_as_often_as_they_say() -> None:
+def test_intervals_of_independent_values_have_their_nominal_coverage() -> None:
     num_trials = 150
     hits = dict.fromkeys((0.5, 0.9, 0.95), 0)
     for trial in range(num_trials):
@@ -92,7 +92,7 @@ def test_intervals_of_independent_values_cover_the_truth_as_often_as_they_say() 
         assert 0.88 <= count / num_trials <= 0.99, p
 
 
-def test_interval_of_values_that_resemble_their_neighbours_is_wider_than_of_shuffled_ones() -> None:
+def test_interval_of_correlated_values_is_wider_than_of_shuffled_ones() -> None:
     rng = np.random.default_rng(1)
     steps = rng.normal(size=2000)
     values = np.zeros(2000)
@@ -109,7 +109,7 @@ def test_share_has_wilsons_interval_at_none_and_all() -> None:
         assert (share.value, share.low, share.high) == pytest.approx((good / 50, low, high), abs=1e-6)
 
 
-def test_interval_of_a_share_covers_the_truth_as_often_as_it_says() -> None:
+def test_interval_of_a_share_has_its_nominal_coverage() -> None:
     num_trials, hits = 400, 0
     for trial in range(num_trials):
         share = Resampler(300).share(np.random.default_rng(trial).random(300) < 0.95)

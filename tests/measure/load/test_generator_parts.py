@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from common.clock import SystemClock
 from common.slo import Slo
 from measure.load.alarm import Alarm, KernelAlarm, LoopAlarm
 from measure.load.player import Terms
+from measure.load.processes import GeneratorProcess
 from measure.load.pulse import BEAT_S, LoopMeter
 from measure.load.records import Outcome, RequestRecord, ServerReport
 from measure.load.sending import settled
@@ -32,7 +34,7 @@ ALARMS = [
 
 
 @pytest.mark.parametrize("make", ALARMS)
-async def test_alarm_wakes_everybody_and_never_early(make: Callable[[], Alarm]) -> None:
+async def test_alarm_wakes_every_task_and_never_early(make: Callable[[], Alarm]) -> None:
     alarm, now_s, woken = make(), time.monotonic(), []
 
     async def sleeper(after_s: float) -> None:
@@ -50,8 +52,8 @@ async def test_alarm_wakes_everybody_and_never_early(make: Callable[[], Alarm]) 
 @pytest.mark.parametrize("make", ALARMS)
 async def test_alarm_when_the_next_sleeper_is_cancelled_wakes_the_others(make: Callable[[], Alarm]) -> None:
     alarm, now_s = make(), time.monotonic()
-    first = asyncio.ensure_future(alarm.until(now_s + 0.002))
-    second = asyncio.ensure_future(alarm.until(now_s + 0.004))
+    first = asyncio.ensure_future(alarm.until(now_s + 0.2))
+    second = asyncio.ensure_future(alarm.until(now_s + 0.3))
     await asyncio.sleep(0)
     first.cancel()
     async with asyncio.timeout(60):
@@ -80,7 +82,7 @@ def test_loop_meter_counts_a_stall_for_every_beat_that_it_swallowed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("counts", "told", "expected"),
+    ("counts", "num_counted", "expected"),
     [
         ([1, 1, 1], None, (1, 1, 1)),
         ([1, 1, 1], 3, (1, 1, 1)),
@@ -89,10 +91,10 @@ def test_loop_meter_counts_a_stall_for_every_beat_that_it_swallowed() -> None:
         ([], 5, ()),
     ],
 )
-def test_settled_spreads_what_the_server_counted(
-    counts: list[int], told: int | None, expected: tuple[int, ...]
+def test_settled_spreads_the_servers_count_over_the_pieces(
+    counts: list[int], num_counted: int | None, expected: tuple[int, ...]
 ) -> None:
-    assert settled(counts, told) == expected
+    assert settled(counts, num_counted) == expected
 
 
 @given(cuts=st.lists(st.integers(0, 400), max_size=8))
@@ -117,3 +119,20 @@ def test_records_terms_and_targets_survive_the_pipe() -> None:
     assert from_wire(Terms, through(to_wire(terms))) == terms
     target = TargetSpec(url="http://host/v1", model="m", features=(Feature.IGNORE_EOS,))
     assert from_wire(TargetSpec, through(to_wire(target))) == target
+
+
+async def test_generator_process_does_not_get_the_terminals_ctrl_c() -> None:
+    process = await GeneratorProcess.start(0)
+    try:
+        assert os.getpgid(process.pid) == process.pid != os.getpgrp()
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def test_kill_keeps_the_exit_code_for_the_description() -> None:
+    process = await GeneratorProcess.start(3)
+
+    process.kill()
+
+    assert await process.epitaph() == "generator process 3 was killed by signal 9"

@@ -123,7 +123,7 @@ async def test_describe_and_sample_tell_model_workers_and_pages() -> None:
     assert (worker.num_computed_tokens, worker.num_cached_tokens) == (70, 30)
 
 
-async def test_describe_when_nobody_listens_is_unreachable() -> None:
+async def test_describe_without_a_server_is_unreachable() -> None:
     with serving(FakeInference()) as address:
         pass
     target = make_target(TargetSpec(url=address))

@@ -55,7 +55,7 @@ def test_summary_measures_latencies_of_complete_requests() -> None:
     assert latencies.queue is None
 
 
-def test_summary_tells_kinds_apart() -> None:
+def test_summary_separates_kinds() -> None:
     overall, batch, chat = mixed().kinds
     assert (overall.kind, batch.kind, chat.kind) == ("all", "batch", "chat")
     assert (batch.num_requests, batch.num_good, batch.num_itl_misses, batch.num_timed_out) == (3, 1, 1, 1)
@@ -114,7 +114,7 @@ def test_summary_of_server_reports_has_cache_transfers_replans_and_forecasts() -
     assert (overall.latencies.queue.num_values, overall.latencies.queue.p50) == (3, 0.25)
 
 
-def test_summary_of_workers_takes_rates_from_counters_and_shares_from_samples() -> None:
+def test_worker_summary_takes_rates_from_counters_and_shares_from_samples() -> None:
     served = [
         make_request(
             i,
@@ -170,7 +170,7 @@ def test_summary_of_a_steady_run_has_no_warnings() -> None:
     assert summarize(make_run(queue_run(load=0.5, num_requests=400)), slo=SLO).warnings == ()
 
 
-def test_summary_above_capacity_says_that_it_is_unstable() -> None:
+def test_summary_above_capacity_warns_that_it_is_unstable() -> None:
     (warning,) = summarize(make_run(queue_run(load=1.5, num_requests=400)), slo=SLO).warnings
     assert warning.startswith("unstable: open requests grew from ")
     assert "the load is above capacity" in warning

@@ -112,7 +112,7 @@ async def test_last_event_with_only_a_reason_is_no_token(prompt: Any) -> None:
     assert num_tokens == 4
 
 
-def test_last_event_without_text_is_a_token_when_the_total_says_so() -> None:
+def test_last_event_without_text_is_a_token_if_the_total_counts_it() -> None:
     reader = CompletionReader()
     assert reader.take(b'{"choices":[{"text":"a","finish_reason":null}]}') == 1
     assert reader.take(b'{"choices":[{"text":"","finish_reason":null}]}') == 1  # half a character
@@ -146,7 +146,7 @@ async def test_report_of_our_own_server_is_requested_and_read() -> None:
         num_decode_cached_tokens=8,
         transfer_bytes=1024,
         transport="shm",
-        **timings,
+        **timings,  # type: ignore[arg-type]
         **predicted,  # type: ignore[arg-type]
     )
 

@@ -28,7 +28,7 @@ def played(target: ScriptedTarget, *sessions: Session, content: Content = Conten
     return told.records
 
 
-def test_request_when_the_server_stalls_shows_the_whole_stall_to_all_that_came_due_in_it() -> None:
+def test_requests_due_during_a_stall_show_the_whole_rest_of_it() -> None:
     target = ScriptedTarget(ttft_s=0.1, gap_s=0.01, stall=(2.0, 5.0))
     records = played(target, *(session(i, start_s=0.5 * i) for i in range(14)))
 
@@ -63,7 +63,7 @@ def test_turn_that_fails_is_recorded_and_ends_its_session(failure: Exception, ou
     assert second.chunk_s == ()
 
 
-def test_later_prompt_continues_what_the_server_really_answered() -> None:
+def test_later_prompt_continues_the_servers_real_answer() -> None:
     target = ScriptedTarget()
     played(target, session(0, turns=2, tokens=3))
     assert list(target.requests[0].prompt) == [0, 1, 2]
@@ -104,7 +104,7 @@ def test_closed_loop_begins_a_session_the_moment_a_place_is_free() -> None:
     assert all(record.lag_s == pytest.approx(0.0) for record in told.records)
 
 
-def test_closed_loop_session_that_comes_late_was_due_when_its_place_became_free() -> None:
+def test_late_session_of_a_closed_loop_was_due_when_its_place_became_free() -> None:
     target, told = ScriptedTarget(), Told()
 
     async def main() -> None:
@@ -158,7 +158,7 @@ def test_closed_loop_never_exceeds_its_places_and_plays_every_session_once(
     assert told.returned == [0] * asked_back
 
 
-def test_stop_cancels_what_runs_and_records_it_and_sends_nothing_more() -> None:
+def test_stop_cancels_and_records_running_requests_and_sends_nothing_more() -> None:
     target, told = ScriptedTarget(ttft_s=1.0), Told()
 
     async def main() -> None:

@@ -27,7 +27,7 @@ def table_of(page: Page) -> Table:
     return table
 
 
-def test_page_says_what_differs_and_by_how_much() -> None:
+def test_page_names_differences_and_their_size() -> None:
     aggregated = Shape(num_requests=300, rate=3, num_prefill=0, name="2 aggregated")
     page = comparison_page(make_pair(aggregated, Shape(num_requests=300, rate=3, num_decode=1, name="1P1D")))
     assert page.title == "1P1D against 2 aggregated"

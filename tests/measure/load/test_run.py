@@ -14,9 +14,9 @@ from common.errors import Unreachable
 from common.slo import Slo
 from measure.load.records import Outcome, PoolSample, RequestRecord
 from measure.load.run import run_load
-from measure.load.spec import LoadSpec, LoadTestFailed, RunStart
+from measure.load.spec import LoadSpec, LoadTestFailed
 from measure.load.store import read_run
-from measure.load.targets.interface import TargetSpec
+from measure.load.targets.interface import TargetInfo, TargetSpec
 from tests.e2e.in_process import running_system
 from tests.measure.load.sse_server import ScriptedServer, serving
 from tests.measure.load.workloads import closed_loop, open_loop, workload
@@ -36,12 +36,11 @@ class Watching:
     """An observer that remembers."""
 
     def __init__(self) -> None:
-        self.starts: list[RunStart] = []
         self.records: list[RequestRecord] = []
         self.samples: list[PoolSample] = []
 
-    def started(self, start: RunStart) -> None:
-        self.starts.append(start)
+    def started(self, spec: LoadSpec, target: TargetInfo) -> None:
+        pass
 
     def record(self, request: RequestRecord) -> None:
         self.records.append(request)

@@ -20,7 +20,7 @@ RUN = make_run(
 )
 
 
-def test_read_run_returns_what_write_run_was_given(tmp_path: Path) -> None:
+def test_run_reads_back_as_it_was_written(tmp_path: Path) -> None:
     write_run(RUN, tmp_path / "run")
     assert read_run(tmp_path / "run") == RUN
 
@@ -63,7 +63,7 @@ def test_missing_folder_is_named(tmp_path: Path) -> None:
     ("line", "reason"),
     [
         ("{", r"requests\.jsonl:2: is not JSON"),
-        ("[]", r"requests\.jsonl:2: is not an object"),
+        ("[]", r"requests\.jsonl:2: RequestRecord: Input should be a dictionary"),
         ('{"session": 1}', r"requests\.jsonl:2: turn: .*[Ff]ield required|requests\.jsonl:2: turn: Missing"),
     ],
 )

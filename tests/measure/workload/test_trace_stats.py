@@ -44,7 +44,7 @@ def test_prompt_longer_than_the_cache_keeps_its_beginning() -> None:
     assert cache.leading((0, 1, 2, 3)) == 2
 
 
-def test_round_robin_finds_only_what_the_same_worker_had() -> None:
+def test_round_robin_finds_only_prefixes_on_the_same_worker() -> None:
     hits = round_robin_hits(make_trace((0, 1), (0, 1), (0, 1), (5, 6)), num_workers=2, blocks_per_worker=8)
     assert hits.block_hit == pytest.approx(2 / 8)
     assert hits.hot_spot == pytest.approx(2 * 4 / 6)

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from kvrelay.client import AsyncClient, RecordedRequest
-from measure.load.recording import TrafficTrace
 from measure.workload.build import build_workload
 from measure.workload.content import ContentWriter
 from measure.workload.sessions import Session
 from measure.workload.spec import parse_workload
-from measure.workload.traces import TraceError, TraceRequest, read_trace, write_trace
+from measure.workload.traces import TraceError, TraceRequest, TrafficTrace, read_trace, write_trace
 from tests.router.fakes import BLOCK_SIZE, DECODE, PREFILL, VOCAB_SIZE, FakeWorker, running_cluster
 
 
@@ -54,7 +53,7 @@ def test_recording_is_read_back_in_order_of_arrival_with_small_ids(tmp_path: Pat
     assert [request.num_output_tokens for request in trace.requests] == [5, 2]
 
 
-def test_request_without_an_answer_is_kept_and_its_outcome_told(tmp_path: Path) -> None:
+def test_request_without_an_answer_is_kept_with_its_outcome(tmp_path: Path) -> None:
     path = written(tmp_path, recorded(0, (1,), num_output_tokens=0, outcome="Overloaded"))
     (row,) = (json.loads(line) for line in path.read_text().splitlines())
     assert row == {
