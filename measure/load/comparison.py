@@ -9,13 +9,14 @@ Repeats show that (`kvrelay experiment`).
 """
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from measure.figures import ALL
 from measure.load.estimates import Distribution, Estimate, Floats, Resampler
+from measure.load.measures import latency_values
 from measure.load.records import RequestRecord, Run
 from measure.load.summary import Summary, Window
 from measure.load.window import counted
@@ -71,17 +72,6 @@ class Comparison:
     """Whether each run sent the same requests as the first."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Times:
-    """A latency, and the percentiles of it that are compared."""
-
-    name: str
-    attribute: str
-    """Attribute of `Latencies`."""
-    shares: tuple[float, ...]
-    of_request: Callable[[RequestRecord], Sequence[float]]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sample:
     """Measures of one run for one kind."""
@@ -92,16 +82,8 @@ class _Sample:
     """Each measure in every resample."""
 
 
-def _if_any(value: float | None) -> tuple[float, ...]:
-    return () if value is None else (value,)
-
-
-_TIMES = (
-    _Times("TTFT", "ttft", (0.5, 0.9, 0.99), lambda request: _if_any(request.ttft_s)),
-    _Times("ITL", "itl", (0.5, 0.99), lambda request: request.gaps_s),
-    _Times("TPOT", "tpot", (0.5, 0.99), lambda request: _if_any(request.itl_s)),
-    _Times("E2E", "e2e", (0.5, 0.99), lambda request: (request.e2e_s,)),
-)
+_TIMES = {"ttft": (0.5, 0.9, 0.99), "itl": (0.5, 0.99), "tpot": (0.5, 0.99), "e2e": (0.5, 0.99)}
+"""Percentiles that are compared, by field of `Latencies`."""
 _GOOD, _GOODPUT = "good", "goodput"
 
 
@@ -150,18 +132,15 @@ def _sample(kind: str, requests: Sequence[RequestRecord], summary: Summary, *, s
         _GOOD: resampler.ratios(is_good, np.ones(is_good.size)),
         _GOODPUT: resampler.ratios(is_good, _shares_of_time(own, summary.window)),
     }
-    for times in _TIMES:
-        distribution: Distribution | None = getattr(found.latencies, times.attribute)
+    for name, shares in _TIMES.items():
+        distribution: Distribution | None = getattr(found.latencies, name)
         if distribution is None:
             continue
-        brought = [times.of_request(request) if request.is_complete else () for request in own]
-        values = np.array([value for one in brought for value in one], dtype=np.float64)
-        owners = np.repeat(np.arange(len(brought)), [len(one) for one in brought])
-        columns = resampler.quantiles(values, owners, times.shares)
-        for column, share in enumerate(times.shares):
+        columns = resampler.quantiles(*latency_values(name, own), shares)
+        for column, share in enumerate(shares):
             percentile = distribution.at(share)
-            quoted[_label(times, share)] = percentile.estimate, percentile.is_sufficient
-            resamples[_label(times, share)] = columns[:, column]
+            quoted[_label(name, share)] = percentile.estimate, percentile.is_sufficient
+            resamples[_label(name, share)] = columns[:, column]
     return _Sample(quoted=quoted, resamples=resamples)
 
 
@@ -179,12 +158,12 @@ def _shares_of_time(requests: Sequence[RequestRecord], window: Window) -> Floats
     return gaps
 
 
-def _label(times: _Times, share: float) -> str:
-    return f"{times.name} p{100 * share:g}"
+def _label(name: str, share: float) -> str:
+    return f"{name.upper()} p{100 * share:g}"
 
 
 def _rows(kind: str, samples: Sequence[_Sample | None]) -> Iterator[Row]:
-    labels = [_label(times, share) for times in _TIMES for share in times.shares]
+    labels = [_label(name, share) for name, shares in _TIMES.items() for share in shares]
     for name, unit in ((_GOOD, Unit.SHARE), (_GOODPUT, Unit.PER_S), *((label, Unit.SECONDS) for label in labels)):
         cells = tuple(_cell(name, unit, sample, samples[0] if place else None) for place, sample in enumerate(samples))
         if any(cells):

@@ -26,15 +26,6 @@ _READY_TIMEOUT_S = 60.0
 _GOODBYE_TIMEOUT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """Parameters that every process gets first."""
-
-    target: TargetSpec
-    first_token: int
-    num_tokens: int
-
-
 @dataclass(slots=True, eq=False)
 class _Member:
     process: GeneratorProcess
@@ -51,9 +42,9 @@ class Crew:
     """
 
     def __init__(
-        self, setup: Setup, dispatcher: Dispatcher, clock: Clock, evidence: Evidence, tasks: asyncio.TaskGroup
+        self, target: TargetSpec, dispatcher: Dispatcher, clock: Clock, evidence: Evidence, tasks: asyncio.TaskGroup
     ) -> None:
-        self._setup = setup
+        self._target = target
         self._dispatcher = dispatcher
         self._clock = clock
         self._evidence = evidence
@@ -120,8 +111,7 @@ class Crew:
         self._members.append(member)
         self._living.add(member)
         self._tasks.create_task(self._listen(member))
-        setup = self._setup
-        member.process.order(Order.SETUP, to_wire(setup.target), setup.first_token, setup.num_tokens)
+        member.process.order(Order.SETUP, to_wire(self._target))
 
     async def _listen(self, member: _Member) -> None:
         """Handle the reports of a process until it ends."""
@@ -178,8 +168,7 @@ class Crew:
                 case Play():
                     members[step.process].process.order(Order.PLAY_IN_PLACE, step.stream, to_wire(step.session))
                 case MovePlaces():
-                    kind = Order.GRANT if step.num_places > 0 else Order.ASK_BACK
-                    members[step.process].process.order(kind, step.stream, abs(step.num_places))
+                    members[step.process].process.order(Order.MOVE_PLACES, step.stream, step.num_places)
 
     def _note_pulse(self, member: _Member, pulse: Pulse) -> None:
         if not member.has_begun:

@@ -9,7 +9,7 @@ import numpy as np
 
 from common.slo import Slo
 from measure import figures
-from measure.load.estimates import Distribution, Estimate, Resampler
+from measure.load.estimates import Estimate, Floats, Ints, Resampler
 from measure.load.records import Outcome, RequestRecord, Run
 from measure.load.steadiness import steadiness
 from measure.load.summary import (
@@ -116,7 +116,7 @@ def _summarize_kind(requests: Sequence[RequestRecord], *, kind: str, slo: Slo, d
         num_itl_misses=counts.num_itl_misses,
         good_share=good_share,
         goodput_per_s=good_share.scaled(len(requests) / duration_s if duration_s > 0 else 0.0),
-        latencies=_latencies(requests, resampler),
+        latencies=Latencies(**{name: resampler.distribution(*latency_values(name, requests)) for name in _LATENCIES}),
         mean_prompt_tokens=sum(request.num_prompt_tokens for request in requests) / len(requests),
         mean_output_tokens=num_output_tokens / len(complete) if complete else 0.0,
         tokens_per_piece=num_output_tokens / num_pieces if num_pieces else None,
@@ -128,33 +128,26 @@ def _summarize_kind(requests: Sequence[RequestRecord], *, kind: str, slo: Slo, d
     )
 
 
-def _latencies(requests: Sequence[RequestRecord], resampler: Resampler) -> Latencies:
-    def over(measure: Callable[[RequestRecord], float | None]) -> Distribution | None:
-        values = [
-            (owner, value) for owner, r in enumerate(requests) if r.is_complete and (value := measure(r)) is not None
-        ]
-        owners = np.array([owner for owner, _ in values], dtype=np.int64)
-        return resampler.distribution(np.array([value for _, value in values], dtype=np.float64), owners)
-
-    return Latencies(
-        ttft=over(lambda request: request.ttft_s),
-        itl=_gaps(requests, resampler),
-        tpot=over(lambda request: request.itl_s),
-        e2e=over(lambda request: request.e2e_s),
-        queue=over(lambda request: request.server.queue_s),
-        prefill=over(lambda request: request.server.prefill_s),
-        transfer=over(lambda request: request.server.transfer_s if request.server.transfer_bytes else None),
-        transfer_exposed=over(
-            lambda request: request.server.transfer_exposed_s if request.server.transfer_bytes else None
-        ),
-        lag=over(lambda request: request.lag_s),
-    )
+_LATENCIES: dict[str, Callable[[RequestRecord], Sequence[float | None] | Floats]] = {
+    "ttft": lambda request: [request.ttft_s],
+    "itl": lambda request: np.diff(request.chunk_s),
+    "tpot": lambda request: [request.itl_s],
+    "e2e": lambda request: [request.e2e_s],
+    "queue": lambda request: [request.server.queue_s],
+    "prefill": lambda request: [request.server.prefill_s],
+    "transfer": lambda request: [request.server.transfer_s if request.server.transfer_bytes else None],
+    "transfer_exposed": lambda request: [request.server.transfer_exposed_s if request.server.transfer_bytes else None],
+    "lag": lambda request: [request.lag_s],
+}
+"""Values of one complete request, by field of `Latencies`."""
 
 
-def _gaps(requests: Sequence[RequestRecord], resampler: Resampler) -> Distribution | None:
-    gaps = [np.diff(request.chunk_s) if request.is_complete else np.empty(0) for request in requests]
-    owners = np.repeat(np.arange(len(gaps)), [values.size for values in gaps])
-    return resampler.distribution(np.concatenate(gaps), owners)
+def latency_values(name: str, requests: Sequence[RequestRecord]) -> tuple[Floats, Ints]:
+    """Return the values of a latency over the complete requests, and the index of the request of each value."""
+    found = [np.array(_LATENCIES[name](r) if r.is_complete else (), dtype=np.float64) for r in requests]
+    values, owners = np.concatenate(found), np.repeat(np.arange(len(found)), [each.size for each in found])
+    is_known = ~np.isnan(values)
+    return values[is_known], owners[is_known]
 
 
 def _cache(requests: Sequence[RequestRecord], resampler: Resampler) -> CacheUse | None:

@@ -33,6 +33,10 @@ class Terms:
     """Time after which no session of a closed loop begins."""
     timeout_s: float
     slo: Slo | None = None
+    first_token: int = 0
+    """Lowest token id in prompts."""
+    num_tokens: int = 1 << 20
+    """Number of token ids in prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,14 +106,11 @@ class Player:
         places.waiting.append(self._written(session))
         self._fill(stream)
 
-    def grant(self, stream: int, num_places: int) -> None:
-        """Add places to a closed loop."""
-        self._places.setdefault(stream, _Places()).free_s.extend([self._now_s()] * num_places)
-        self._fill(stream)
-
-    def ask_back(self, stream: int, num_places: int) -> None:
-        """Take places back from a closed loop as they become free."""
-        self._places[stream].num_asked_back += num_places
+    def move_places(self, stream: int, num_places: int) -> None:
+        """Add places to a closed loop or, with a negative number, take some back as they become free."""
+        places = self._places.setdefault(stream, _Places())
+        places.free_s.extend([self._now_s()] * num_places)
+        places.num_asked_back += max(0, -num_places)
         self._fill(stream)
 
     def stop(self) -> None:

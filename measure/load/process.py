@@ -86,7 +86,6 @@ class Generator:
         self._tasks = tasks
         self._target: Target
         self._player: Player
-        self._tokens = (0, 0)
 
     async def obey(self, order: Message) -> bool:
         """Execute an order; return whether to go on."""
@@ -94,7 +93,6 @@ class Generator:
         match kind:
             case Order.SETUP:
                 self._target = make_target(from_wire(TargetSpec, values[0]))
-                self._tokens = (values[1], values[2])
                 self._outbox.put(Report.READY, _run_before_others())
                 self._outbox.flush()
             case Order.BEGIN:
@@ -106,10 +104,8 @@ class Generator:
             case Order.PLAY_IN_PLACE:
                 self._player.play_in_place(from_wire(Session, values[1]), values[0])
                 await asyncio.sleep(0)
-            case Order.GRANT:
-                self._player.grant(values[0], values[1])
-            case Order.ASK_BACK:
-                self._player.ask_back(values[0], values[1])
+            case Order.MOVE_PLACES:
+                self._player.move_places(values[0], values[1])
             case Order.STOP:
                 self._player.stop()
             case Order.FINISH:
@@ -121,8 +117,7 @@ class Generator:
         await self._target.aclose()
 
     def _make_player(self, terms: Terms) -> Player:
-        first_token, num_tokens = self._tokens
-        writer = ContentWriter(seed=terms.seed, first_token=first_token, num_tokens=num_tokens)
+        writer = ContentWriter(seed=terms.seed, first_token=terms.first_token, num_tokens=terms.num_tokens)
         tools = Tools(target=self._target, writer=writer, alarm=self._alarm, clock=SystemClock())
         return Player(tools, terms, self._outbox, self._tasks)
 

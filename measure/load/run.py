@@ -10,7 +10,7 @@ import psutil
 
 from common.clock import SystemClock
 from common.errors import KvrelayError
-from measure.load.crew import Crew, Setup
+from measure.load.crew import Crew
 from measure.load.dispatch import Dispatcher
 from measure.load.player import Terms
 from measure.load.records import Outcome, PoolSample, RequestRecord, Run, RunInfo
@@ -65,10 +65,8 @@ class _LoadRun:
     async def run(self, stop: asyncio.Event) -> Run:
         """Run the load test. Raises LoadTestFailed."""
         spec = self._spec
-        first_token, num_tokens = token_range(self._info.vocab_size)
-        setup = Setup(target=self._target.spec, first_token=first_token, num_tokens=num_tokens)
         async with asyncio.TaskGroup() as tasks:
-            crew = Crew(setup, Dispatcher(spec.workload), self._clock, self._evidence, tasks)
+            crew = Crew(self._target.spec, Dispatcher(spec.workload), self._clock, self._evidence, tasks)
             crew.on_record = self._note
             helpers: list[asyncio.Task[None]] = []
             try:
@@ -90,6 +88,7 @@ class _LoadRun:
 
     def _terms(self) -> Terms:
         spec = self._spec
+        first_token, num_tokens = token_range(self._info.vocab_size)
         return Terms(
             content=spec.workload.content,
             seed=spec.workload.seed,
@@ -97,6 +96,8 @@ class _LoadRun:
             duration_s=spec.workload.duration_s,
             timeout_s=spec.timeout_s,
             slo=spec.slo,
+            first_token=first_token,
+            num_tokens=num_tokens,
         )
 
     def _note(self, request: RequestRecord) -> None:

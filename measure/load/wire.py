@@ -20,14 +20,13 @@ Message = list[Any]
 class Order(enum.IntEnum):
     """Message to a generator process, with its values."""
 
-    SETUP = 0  # [target spec, first token, number of tokens]: make a target; the process answers READY.
+    SETUP = 0  # [target spec]: make a target; the process answers READY.
     BEGIN = 1  # [terms]: the clock of the run is known.
     PLAY = 2  # [session]
     PLAY_IN_PLACE = 3  # [stream, session]
-    GRANT = 4  # [stream, places]
-    ASK_BACK = 5  # [stream, places]
-    STOP = 6  # []: cancel everything.
-    FINISH = 7  # []: report the rest and exit.
+    MOVE_PLACES = 4  # [stream, places]: negative ones are to be given back.
+    STOP = 5  # []: cancel everything.
+    FINISH = 6  # []: report the rest and exit.
 
 
 class Report(enum.IntEnum):

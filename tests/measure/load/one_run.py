@@ -1,4 +1,4 @@
-"""Runs a load test against the address given, as the command line does: `python -m tests.measure.load.one_run URL DIR`.
+"""Runs a load test like the command line: `python -m tests.measure.load.one_run URL DIR`.
 
 Ends early on SIGINT. Prints "started" when requests are about to be sent.
 """

@@ -130,7 +130,7 @@ def _is_probe(body: dict[str, Any]) -> bool:
 
 @asynccontextmanager
 async def serving(server: ScriptedServer) -> AsyncIterator[ScriptedServer]:
-    """Serve until the block is left; `server.url` is then set."""
+    """Serve within the block, and set `server.url`."""
     app = web.Application()
     app.add_routes(
         [

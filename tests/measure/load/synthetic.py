@@ -1,7 +1,7 @@
-"""Runs that look like real ones: a small deterministic model of two pools under load, with all that a server tells.
+"""Realistic runs: a small deterministic model of two pools under load, with full reports of the server.
 
-Chats of several turns and long documents arrive as Poisson processes. Prefill workers serve one prompt after the other;
-a decode worker's steps take longer the more it runs. Too long a line refuses, and now and then a request fails.
+Chats of several turns and long documents arrive as Poisson processes. Prefill workers serve one prompt at a time; steps
+of a decode worker take longer with more requests. Long waits are refused, and a few requests fail.
 """
 
 import heapq
@@ -18,18 +18,18 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What to make up."""
+    """Parameters of a run."""
 
     num_requests: int = 400
     rate: float = 4.0
     num_prefill: int = 1
-    """0: aggregated."""
+    """0 for aggregated serving."""
     num_decode: int = 2
     document_share: float = 0.15
     max_wait_s: float = 8.0
-    """Longer waits are refusals."""
+    """Longest wait; longer ones are refused."""
     is_silent: bool = False
-    """The server tells nothing but the answer."""
+    """Whether the server sends only answers, no reports."""
     seed: int = 1
     name: str = "synthetic"
     warnings: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class _Pools:
     prefill_free_s: list[float]
     decode_ends: list[list[float]]
     intervals: list[tuple[str, float, float, int]] = field(default_factory=list)
-    """(worker, from, to, blocks) of what ran there."""
+    """(worker, start, end, blocks) of each piece of work."""
     waits: list[tuple[float, float]] = field(default_factory=list)
 
 
@@ -113,7 +113,7 @@ def _request(index: int, due_s: float, pools: _Pools, rng: np.random.Generator) 
 def _chunks(
     pools: _Pools, decode: int, start: tuple[float, float], num_output: int, rng: np.random.Generator
 ) -> list[float]:
-    """Return when tokens come: the first one, and the others once the transfer is over."""
+    """Return the arrival of the tokens: the first, then the others after the transfer."""
     first_s, ready_s = start
     running = pools.decode_ends[decode]
     while running and running[0] < first_s:

@@ -11,7 +11,7 @@ SLO = Slo(ttft_s=0.5, itl_s=0.05)
 
 
 def drawn(*, seed: int = 0, factor: float = 1.0, noise: int | None = None, num_requests: int = 400) -> Run:
-    """Requests with lognormal TTFTs; `noise` seeds what differs between runs of the same requests."""
+    """Return a run with lognormal TTFTs; `noise` seeds the differences between runs of the same requests."""
     rng, own = np.random.default_rng(seed), np.random.default_rng(noise)
     due_s = np.cumsum(rng.exponential(0.25, size=num_requests)).tolist()
     ttft_s = factor * rng.lognormal(-1.5, 0.6, size=num_requests)

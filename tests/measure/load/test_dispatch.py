@@ -1,4 +1,4 @@
-"""Every session is handed out once, in time and in order; closed loops keep to their places."""
+"""Every session is handed out once, in time and in order; closed loops never exceed their places."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ def test_endless_closed_loop_is_done_after_its_duration_and_its_last_session() -
 
 
 class Fleet:
-    """Processes as a player is one: places, waiting sessions, running ones, places that are asked back."""
+    """A model of the processes: places, waiting and running sessions, and places to give back."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher

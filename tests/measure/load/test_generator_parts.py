@@ -1,4 +1,4 @@
-"""Small parts of a generator process: its alarm, its lateness, its messages, its counts."""
+"""Parts of a generator process: alarm, delays, messages, counts, and the process itself."""
 
 import asyncio
 import itertools
@@ -99,10 +99,10 @@ def test_settled_spreads_the_servers_count_over_the_pieces(
 
 @given(cuts=st.lists(st.integers(0, 400), max_size=8))
 def test_messages_are_the_same_wherever_the_pipe_cuts_them(cuts: list[int]) -> None:
-    stream = pack(Order.PLAY, to_wire(session(3, turns=2))) + pack(Order.STOP) + pack(Order.GRANT, 1, 4)
+    stream = pack(Order.PLAY, to_wire(session(3, turns=2))) + pack(Order.STOP) + pack(Order.MOVE_PLACES, 1, 4)
     unpacker, edges = Unpacker(), [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
     found = [m for begin, end in itertools.pairwise(edges) for m in unpacker.feed(stream[begin:end])]
-    assert [message[0] for message in found] == [Order.PLAY, Order.STOP, Order.GRANT]
+    assert [message[0] for message in found] == [Order.PLAY, Order.STOP, Order.MOVE_PLACES]
     assert from_wire(Session, found[0][1]) == session(3, turns=2)
 
 

@@ -1,4 +1,4 @@
-"""The gRPC target against a scripted front door."""
+"""The gRPC target against a scripted server."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -25,7 +25,7 @@ from tests.client.fake_server import (
 
 
 def run(first_index: int, ids: Sequence[int], *, last: bool = False) -> Step:
-    """One message with a run of tokens."""
+    """Return a message with a run of tokens."""
     delta = inference_pb2.TokenDelta()
     delta.runs.add(
         first_token_index=first_index,

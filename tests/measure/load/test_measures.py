@@ -10,7 +10,7 @@ SLO = Slo(ttft_s=0.5, itl_s=0.05)
 
 
 def mixed() -> Summary:
-    """Ten seconds of a request a second: seven complete, of which four are good, and three failures."""
+    """Return ten seconds with a request per second: seven complete, four of them good, and three failures."""
     requests = [
         make_request(0, due_s=0, ttft_s=0.1, gaps_s=[0.01, 0.03]),
         make_request(1, due_s=1, ttft_s=0.2, gaps_s=[0.02, 0.04], kind="batch"),

@@ -37,7 +37,7 @@ def request(
 
 @asynccontextmanager
 async def target_of(server: ScriptedServer, **spec: Any) -> AsyncIterator[Target]:
-    """Serve, and yield a target that is not connected yet."""
+    """Serve, and yield an unconnected target."""
     async with serving(server):
         target = make_target(TargetSpec(url=server.url, **spec))
         try:

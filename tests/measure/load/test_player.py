@@ -97,7 +97,7 @@ def test_closed_loop_begins_a_session_the_moment_a_place_is_free() -> None:
         async with playing(target, told) as player:
             for index in range(3):
                 player.play_in_place(session(index), 0)
-            player.grant(0, 1)
+            player.move_places(0, 1)
 
     in_virtual_time(main)
     assert [record.due_s for record in told.records] == pytest.approx([0.0, 0.11, 0.22])
@@ -109,7 +109,7 @@ def test_late_session_of_a_closed_loop_was_due_when_its_place_became_free() -> N
 
     async def main() -> None:
         async with playing(target, told) as player:
-            player.grant(0, 1)
+            player.move_places(0, 1)
             await asyncio.sleep(0.7)
             player.play_in_place(session(0), 0)
 
@@ -122,7 +122,7 @@ def test_closed_loop_begins_nothing_after_the_duration() -> None:
 
     async def main() -> None:
         async with playing(target, told, terms(duration_s=1.0)) as player:
-            player.grant(0, 1)
+            player.move_places(0, 1)
             for index in range(5):
                 player.play_in_place(session(index), 0)
 
@@ -145,11 +145,11 @@ def test_closed_loop_never_exceeds_its_places_and_plays_every_session_once(
 
     async def main() -> None:
         async with playing(target, told) as player:
-            player.grant(0, concurrency)
+            player.move_places(0, concurrency)
             for index in range(num_sessions):
                 player.play_in_place(session(index, turns=turns), 0)
             await asyncio.sleep(0.05)  # the first answers are under way
-            player.ask_back(0, asked_back)
+            player.move_places(0, -asked_back)
 
     in_virtual_time(main)
     expected = [(index, turn) for index in range(num_sessions) for turn in range(turns)]
@@ -167,7 +167,7 @@ def test_stop_cancels_and_records_running_requests_and_sends_nothing_more() -> N
             player.play(session(1, start_s=5.0))
             player.play_in_place(session(2), 0)
             player.play_in_place(session(3), 0)
-            player.grant(0, 1)
+            player.move_places(0, 1)
             await asyncio.sleep(0.5)
             player.stop()
 

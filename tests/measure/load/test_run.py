@@ -23,7 +23,7 @@ from tests.measure.load.workloads import closed_loop, open_loop, workload
 
 
 def generators() -> list[psutil.Process]:
-    """Return this process's generator processes, oldest first: other tests may have left helpers of Python's own."""
+    """Return the generator processes of this process, oldest first."""
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
@@ -33,7 +33,7 @@ def generators() -> list[psutil.Process]:
 
 
 class Watching:
-    """An observer that remembers."""
+    """An observer that records everything."""
 
     def __init__(self) -> None:
         self.records: list[RequestRecord] = []
@@ -150,7 +150,7 @@ async def test_session_that_outlasts_the_drain_is_cancelled_and_noted() -> None:
 async def test_unreachable_target_is_reported_before_any_process_starts() -> None:
     with pytest.raises(Unreachable):
         await run_load(
-            LoadSpec(name="nobody", target=TargetSpec(url="127.0.0.1:1"), workload=workload(open_loop([0.0])))
+            LoadSpec(name="unreachable", target=TargetSpec(url="127.0.0.1:1"), workload=workload(open_loop([0.0])))
         )
     assert generators() == []
 

@@ -1,4 +1,4 @@
-"""Recordings as traces, and the whole way round: a workload is served, recorded, and replayed."""
+"""Recordings as traces, and the round trip of a workload: served, recorded, and replayed."""
 
 import itertools
 import json
@@ -74,7 +74,7 @@ def test_recording_ends_where_the_block_size_changes() -> None:
     assert trace.num_requests == 1
 
 
-# The whole way round.
+# The round trip.
 
 CONVERSATION = (
     (10, 3, (90, 31, 52)),
@@ -85,7 +85,7 @@ CONVERSATION = (
     (3, 2, (28,)),
     (8, 1, (17, 9)),
 )
-"""Tokens in and out, and ids of the prompt's blocks."""
+"""Prompt and output tokens, and block ids of the prompt."""
 
 
 def conversation(folder: Path) -> Path:
@@ -104,7 +104,7 @@ def sessions(trace: Path) -> tuple[list[Session], ContentWriter]:
 
 
 def num_shared_blocks(prompts: Iterable[list[int]]) -> list[int]:
-    """How many leading blocks each two of the prompts have in common."""
+    """Return the number of leading blocks that each pair of prompts shares."""
     split = [[prompt[start : start + BLOCK_SIZE] for start in range(0, len(prompt), BLOCK_SIZE)] for prompt in prompts]
     return [
         sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False)))

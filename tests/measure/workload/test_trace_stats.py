@@ -7,7 +7,7 @@ BLOCK = 512
 
 
 def make_trace(*prompts: tuple[int, ...]) -> Trace:
-    """One request a second, full blocks only."""
+    """Return a trace with one request per second and full blocks only."""
     return Trace(
         name="made",
         block_size=BLOCK,

@@ -58,7 +58,7 @@ def test_repeated_trace_shares_no_content_between_its_parts() -> None:
     assert first == trace.requests
     assert [r.num_output_tokens for r in second] == [r.num_output_tokens for r in first]
     assert not {b for r in first for b in r.block_ids} & {b for r in second for b in r.block_ids}
-    assert len({r.block_ids[0] for r in second}) == 1  # what was shared still is
+    assert len({r.block_ids[0] for r in second}) == 1  # shared blocks stay shared
     assert np.diff([r.arrival_s for r in twice.requests]).min() > 0
 
 
