@@ -25,6 +25,7 @@ _STREAM = "load"
 
 _load = partial(typer.Option, show_default=False, rich_help_panel="Load")
 _request = partial(typer.Option, show_default=False, rich_help_panel="Requests")
+_length = partial(_request, metavar="LENGTH")
 _replay = partial(typer.Option, show_default=False, rich_help_panel="Replay")
 _LENGTHS = "300, uniform:20,60, normal:300,40, lognormal:MEDIAN,SIGMA, exponential:MEAN; then ,min= and ,max="
 
@@ -55,36 +56,19 @@ class Shape(_Options):
     ] = None
     concurrency: Annotated[
         int | None,
-        _load(
-            "--concurrency",
-            "-k",
-            min=1,
-            help="Closed loop: this many sessions at any time; the load follows the server.",
-        ),
+        _load("--concurrency", "-k", min=1, help="Closed loop: sessions at any time; the load follows the server."),
     ] = None
     prompt_tokens: Annotated[
-        str | None,
-        _request("--prompt-tokens", metavar="LENGTH", help=f"{_LENGTHS}. Default: {DEFAULT_PROMPT_TOKENS}."),
+        str | None, _length("--prompt-tokens", help=f"{_LENGTHS}. Default: {DEFAULT_PROMPT_TOKENS}.")
     ] = None
     output_tokens: Annotated[
-        str | None,
-        _request(
-            "--output-tokens",
-            metavar="LENGTH",
-            help=f"Number of tokens generated, exactly. Default: {DEFAULT_OUTPUT_TOKENS}.",
-        ),
+        str | None, _length("--output-tokens", help=f"Exact length of answers. Default: {DEFAULT_OUTPUT_TOKENS}.")
     ] = None
     turns: Annotated[
-        str | None,
-        _request(
-            "--turns", metavar="LENGTH", help="Requests of a session, each with the whole conversation; default: 1."
-        ),
+        str | None, _length("--turns", help="Requests of a session, each with the whole conversation; default: 1.")
     ] = None
     turn_tokens: Annotated[
-        str | None,
-        _request(
-            "--turn-tokens", metavar="LENGTH", help=f"Tokens that later turns add. Default: {DEFAULT_TURN_TOKENS}."
-        ),
+        str | None, _length("--turn-tokens", help=f"Tokens that later turns add. Default: {DEFAULT_TURN_TOKENS}.")
     ] = None
     think: Annotated[
         str | None,
@@ -95,14 +79,10 @@ class Shape(_Options):
         ),
     ] = None
     prefix_tokens: Annotated[
-        str | None,
-        _request(
-            "--prefix-tokens", metavar="LENGTH", help="Length of a shared prefix of the prompts, a system prompt."
-        ),
+        str | None, _length("--prefix-tokens", help="Length of a shared prefix of the prompts, a system prompt.")
     ] = None
     prefix_share: Annotated[
-        float | None,
-        _request("--prefix-share", min=0, max=1, help="Share of sessions that have a prefix; default: 1."),
+        float | None, _request("--prefix-share", min=0, max=1, help="Share of sessions with a prefix; default: 1.")
     ] = None
     prefix_count: Annotated[
         int | None, _request("--prefix-count", min=1, help="Number of different prefixes; default: 1.")
@@ -136,16 +116,11 @@ class Limits(_Options):
         int | None, _load("--requests", "-n", min=1, help="No session begins after this many requests.")
     ] = None
     content: Annotated[
-        Content | None,
-        _request("--content", help="Exact token ids, words, or chat messages; default: tokens."),
+        Content | None, _request("--content", help="Exact token ids, words, or chat messages; default: tokens.")
     ] = None
     seed: Annotated[
         int | None,
-        _request(
-            "--seed",
-            min=0,
-            help="Same seed, same requests at the same times; a new seed keeps caches cold. Default: 0.",
-        ),
+        _request("--seed", min=0, help="Equal seeds, equal requests; a new one keeps caches cold. Default: 0."),
     ] = None
 
 
@@ -241,13 +216,8 @@ def _parsed(name: str, stream: dict[str, Any], limits: Limits) -> "WorkloadSpec"
 
 def _changes(limits: Limits) -> dict[str, Any]:
     """Return the keys of a workload that are given."""
-    keys = {
-        "content": limits.content,
-        "seed": limits.seed,
-        "duration_s": limits.duration,
-        "max_requests": limits.requests,
-    }
-    return _without_none(keys)
+    keys = {"duration_s": limits.duration, "max_requests": limits.requests}
+    return _without_none(keys | {"content": limits.content, "seed": limits.seed})
 
 
 _OPTIONS = {

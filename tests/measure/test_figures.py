@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.slo import Slo
-from measure.figures import Percentiles, by_kind, histogram_quantiles, percentiles, summarize
+from measure.figures import by_kind, histogram_quantiles, percentiles, summarize
 from measure.load.records import Outcome
 from tests.measure.load.made_runs import make_failure, make_request
 
@@ -41,9 +41,9 @@ def test_by_kind_lists_all_requests_first_and_then_each_kind_by_name() -> None:
 
 
 def test_percentiles_interpolate_between_the_nearest_values_and_skip_missing_ones() -> None:
-    expected = Percentiles(p50=50.5, p90=pytest.approx(90.1), p99=pytest.approx(99.01))
-    assert percentiles([None, *range(1, 101)]) == expected
-    assert percentiles(range(1, 101), [1] * 100) == expected
+    for found in (percentiles([None, *range(1, 101)]), percentiles(range(1, 101), [1] * 100)):
+        assert found is not None
+        assert (found.p50, found.p90, found.p99) == pytest.approx((50.5, 90.1, 99.01))
 
 
 @pytest.mark.parametrize("counts", [None, [0, 0]])

@@ -94,8 +94,9 @@ def _running_panel(role: str, workers: Sequence[WorkerSeries]) -> Panel:
             note="Running and waiting together.",
         )
     curves = []
-    for name, color in colors_of(worker.worker_id for worker in workers).items():
-        worker = next(w for w in workers if w.worker_id == name)
+    colors = colors_of(worker.worker_id for worker in workers)
+    for worker in workers:
+        name, color = worker.worker_id, colors[worker.worker_id]
         running = worker.values(lambda w: w.num_running)
         waiting = worker.values(lambda w: w.num_waiting)
         curves.append(Curve(name=f"{name} running", x=worker.at_s, y=running, color=color, shape="hv"))
