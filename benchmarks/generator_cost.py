@@ -29,8 +29,8 @@ from benchmarks.clusters import running_doors
 from measure.load.records import PoolSample, RequestRecord
 from measure.load.run import run_load
 from measure.load.selfcheck import BUSY_SHARE
-from measure.load.spec import LoadSpec, RunStart
-from measure.load.targets.interface import TargetSpec
+from measure.load.spec import LoadSpec
+from measure.load.targets.interface import TargetInfo, TargetSpec
 from measure.workload.build import build_workload
 from measure.workload.spec import parse_workload
 
@@ -67,7 +67,7 @@ class _Reader:
         self.cpu_s: list[float] = []
         self._readings: list[asyncio.TimerHandle] = []
 
-    def started(self, start: RunStart) -> None:
+    def started(self, spec: LoadSpec, target: TargetInfo) -> None:
         """Set two readings."""
         loop = asyncio.get_running_loop()
         self._readings = [loop.call_later(at_s, self._read) for at_s in (BEGIN_S, END_S)]

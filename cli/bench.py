@@ -1,27 +1,203 @@
-"""`kvrelay bench`: load tests of this system and others."""
+"""`kvrelay bench`: load tests of this system and others; `bench run` is here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cli.bench_measure import measure, show
+from cli.bench_options import (
+    CheckOption,
+    Criteria,
+    Output,
+    counted,
+    options_from_dataclasses,
+    output,
+    served_objectives,
+)
 from cli.bench_record import record
 from cli.bench_results import compare, report
-from cli.bench_run import run
+from cli.bench_workload import Limits, Replay, Shape, TraceOption, WorkloadOption, workload_spec
+from cli.console import err
+from cli.errors import EXIT_INTERRUPTED, CliError
+from cli.options import DEFAULT_CONFIG, ApiKeyOption, CaOption, ConfigOption
+from cli.target import find_cluster
 
+if TYPE_CHECKING:
+    from measure.load.targets.interface import TargetSpec
+
+_RESULTS = Path("bench-results")
+_target = partial(typer.Option, rich_help_panel="Target")
 bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 
 
 @bench_app.callback()
 def bench() -> None:
-    """Put a server under load, and measure what its users see.
+    """Put a server under load and measure the latencies of its users.
 
     \b
     kvrelay bench run --rate 4 --ttft 0.5 --itl 0.05    does it meet these objectives?
     kvrelay bench report DIR --ttft 1                   and others?
     kvrelay bench compare DIR1 DIR2                     is one better than the other?
-    kvrelay bench record today.jsonl --duration 600     live traffic, to be replayed
+    kvrelay bench record today.jsonl --duration 600     record live traffic for a replay
     """  # noqa: D301 - \b marks a preformatted block
 
 
-bench_app.command()(run)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """Options for the server under load."""
+
+    target: Annotated[
+        str | None,
+        _target(
+            "--target",
+            "-T",
+            metavar="URL",
+            envvar="KVRELAY_TARGET",
+            help="HOST:PORT of a kvrelay router, or http(s)://HOST[:PORT]/v1 of any OpenAI-compatible server;"
+            " default: the cluster that `kvrelay up` started.",
+            show_default=False,
+        ),
+    ] = None
+    model: Annotated[
+        str | None, _target("--model", "-m", help="Default: the first one served.", show_default=False)
+    ] = None
+    api_key: ApiKeyOption = None
+    ca: CaOption = None
+    direct: Annotated[bool, _target("--direct", help="Stream tokens from the decode workers (gRPC).")] = False
+    config_path: ConfigOption = DEFAULT_CONFIG
+
+    def spec(self) -> "TargetSpec":
+        """Return the given server, else the running cluster."""
+        from measure.load.targets.interface import TargetSpec
+
+        options: dict[str, Any] = {"api_key": self.api_key, "model": self.model, "direct": self.direct}
+        if self.target is not None:
+            return TargetSpec(url=self.target, tls=None if self.ca is None else str(self.ca), **options)
+        cluster = find_cluster(None, self.ca, self.config_path)
+        return TargetSpec(url=cluster.address, tls=cluster.tls, **options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sending:
+    """Options for sending requests and keeping what comes of them."""
+
+    drain: Annotated[
+        float,
+        counted("--drain", min=0, metavar="SECONDS", help="Time after the load until running requests are cancelled."),
+    ] = 120.0
+    timeout: Annotated[
+        float, counted("--timeout", min=0.001, metavar="SECONDS", help="Per request, from its sending.")
+    ] = 600.0
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            "--processes",
+            min=1,
+            help="Number of processes that send; default: one, and more when it gets busy.",
+            show_default=False,
+            rich_help_panel="Generator",
+        ),
+    ] = None
+    out: Annotated[
+        Path | None,
+        output("--out", "-o", metavar="DIR", help=f"Results; default: a new folder in {_RESULTS}.", show_default=False),
+    ] = None
+    label: Annotated[
+        list[str] | None,
+        output(
+            "--label",
+            "-l",
+            metavar="KEY=VALUE",
+            help="Kept with the results; repeatable. name=… names the run.",
+            show_default=False,
+        ),
+    ] = None
+
+
+@bench_app.command()
+@options_from_dataclasses
+def run(
+    *,
+    server: Server,
+    workload: WorkloadOption = None,
+    shape: Shape,
+    limits: Limits,
+    trace: TraceOption = None,
+    replay: Replay,
+    criteria: Criteria,
+    check: CheckOption = None,
+    sending: Sending,
+    shown: Output,
+) -> None:
+    """Put a server under load and measure the latencies of its users.
+
+    \b
+    kvrelay bench run                                      one request a second, for a minute
+    kvrelay bench run --rate 4 --duration 120 --ttft 0.5 --itl 0.05
+    kvrelay bench run -k 16 --turns 6 --prefix-tokens 300  sixteen chats at any time
+    kvrelay bench run --trace conversation.jsonl --shrink 16 --load 2
+    kvrelay bench run -T http://127.0.0.1:8000/v1 -w chats.yaml --check 0.99
+
+    Requests are sent when they are due, whether or not others have been answered,
+    and latencies count from then. DIR keeps every request, a summary and a page
+    of plots. Ctrl-C ends the run and keeps the results.
+
+    A good request is answered completely, with its first token and the mean gap
+    between its tokens within the objectives; refused and failed ones are not good.
+    """  # noqa: D301 - \b marks a preformatted block
+    from measure.load.spec import LoadSpec
+    from measure.workload.build import build_workload
+
+    labels = _labels(sending.label or [])
+    specification = workload_spec(workload, trace, shape, replay, limits)
+    judgement = criteria.judgement(served_objectives(server.config_path), check)
+    name = labels.pop("name", specification.name)
+    scaled = {} if limits.load is None else {"load": limits.load}
+    spec = LoadSpec(
+        name=name,
+        target=server.spec(),
+        workload=build_workload(specification, load=limits.load),
+        specification=specification.model_dump(mode="json", exclude_none=True) | scaled,
+        slo=None if criteria.ttft is None and criteria.itl is None else judgement.slo,
+        timeout_s=sending.timeout,
+        drain_s=sending.drain,
+        processes=sending.processes,
+        labels=labels,
+    )
+    folder = sending.out or _new_folder(name)
+    measured, was_interrupted = measure(spec, folder)
+    err.print(f"Every request is in {folder}; `kvrelay bench report {folder}` judges it again", soft_wrap=True)
+    show(measured, judgement, folder, shown)
+    if was_interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
 bench_app.command()(report)
 bench_app.command()(compare)
 bench_app.command()(record)
+
+
+def _labels(texts: Sequence[str]) -> dict[str, str]:
+    labels = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not (key and equals and value):
+            raise CliError(f"--label: {text!r} is not KEY=VALUE")
+        labels[key] = value
+    return labels
+
+
+def _new_folder(name: str) -> Path:
+    """Return a folder that does not exist."""
+    stem = "".join(character if character.isalnum() or character in "-_." else "-" for character in name)
+    folder = _RESULTS / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    number = 2
+    while folder.exists():
+        folder = _RESULTS / f"{folder.name.partition('~')[0]}~{number}"
+        number += 1
+    return folder

@@ -1,4 +1,4 @@
-"""Runs a load test for `kvrelay bench`, judges it and shows it."""
+"""Measures, judges and shows a load test, for the commands of `kvrelay bench`."""
 
 import asyncio
 import dataclasses
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from cli.bench_options import EXIT_BELOW_BOUND
+from cli.bench_options import EXIT_BELOW_BOUND, REQUIRED_SHARE, Judgement, Output
 from cli.console import err, print_wide
 from cli.errors import CliError
 
@@ -22,37 +22,16 @@ if TYPE_CHECKING:
     from measure.load.summary import Summary
 
 SUMMARY_FILE, REPORT_FILE, COMPARISON_FILE = "summary.json", "report.html", "comparison.html"
-REQUIRED_SHARE = 0.99
-"""Share of requests that must be good for the objectives to be met, unless `--check` says otherwise."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
-    """Objectives of a request, and which requests count."""
-
-    slo: "Slo"
-    warm_up_s: float | None
-    cool_down_s: float | None
-    required_share: float | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
-    """Outputs of a run."""
-
-    as_json: bool
-    with_report: bool
 
 
 def measure(spec: "LoadSpec", folder: Path) -> "tuple[Run, bool]":
-    """Send the load; return what was measured, which `folder` keeps, and whether it was ended early.
+    """Send the load; return what was measured, which `folder` keeps, and whether a signal ended it early.
 
-    Ctrl-C or SIGTERM end the run; a second one gives it up. Raises LoadTestFailed, KvrelayError, StoreError.
+    Ctrl-C or SIGTERM ends the run; a second one abandons it. Raises LoadTestFailed, KvrelayError, StoreError.
     """
     from measure.load.live import LiveView
-    from measure.load.observers import Observers
     from measure.load.run import run_load
-    from measure.load.spec import LoadTestFailed
+    from measure.load.spec import LoadTestFailed, Observers
     from measure.load.store import RunWriter
 
     async def send() -> "tuple[Run, bool]":
@@ -83,7 +62,7 @@ def judge(measured: "Run", judgement: Judgement) -> "Summary":
 
 
 def show(measured: "Run", judgement: Judgement, folder: Path, output: Output) -> None:
-    """Judge a run, write summary and page to `folder`, and print it. Exits when its share is below the bound."""
+    """Judge a run, write summary and page to `folder`, print it. Exits when fewer requests than required are good."""
     summary = judge(measured, judgement)
     text = json.dumps(dataclasses.asdict(summary), ensure_ascii=False, indent=1)
     (folder / SUMMARY_FILE).write_text(text + "\n", encoding="utf-8")
@@ -106,7 +85,7 @@ def show(measured: "Run", judgement: Judgement, folder: Path, output: Output) ->
 
 
 def earlier_objectives(folder: Path) -> "Slo | None":
-    """Return the objectives by which a run was judged last; None when it was not. Raises CliError."""
+    """Return the objectives of a run's last judgement; None without one. Raises CliError."""
     from common.slo import Slo
 
     path = folder / SUMMARY_FILE
@@ -115,21 +94,21 @@ def earlier_objectives(folder: Path) -> "Slo | None":
     try:
         return Slo.of(json.loads(path.read_text(encoding="utf-8"))["slo"])
     except (ValueError, TypeError, KeyError) as error:
-        raise CliError(f"{path}: is no summary of a run; remove it, and name the objectives") from error
+        raise CliError(f"{path}: is no summary of a run; remove it, and give the objectives") from error
 
 
 @contextmanager
 def _first_interrupt_sets(stop: asyncio.Event) -> Iterator[None]:
-    """Make the first Ctrl-C or SIGTERM set `stop`, and later ones do what they always do. Main thread, in its loop."""
+    """Make the first Ctrl-C or SIGTERM set `stop`; later ones have their usual effect. Main thread, in its loop."""
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGINT, signal.SIGTERM)
 
-    def let_go() -> None:
+    def restore() -> None:
         for number in numbers:
             loop.remove_signal_handler(number)
 
     def interrupt() -> None:
-        let_go()
+        restore()
         err.print("ending the run: what still runs is cancelled, what was measured is kept", soft_wrap=True)
         stop.set()
 
@@ -138,4 +117,4 @@ def _first_interrupt_sets(stop: asyncio.Event) -> Iterator[None]:
     try:
         yield
     finally:
-        let_go()
+        restore()

@@ -1,8 +1,11 @@
-"""Options that the commands of `kvrelay bench` share."""
+"""Options that the commands of `kvrelay bench` share, and how a dataclass becomes options."""
 
 import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -11,90 +14,122 @@ from cli.options import DEFAULT_CONFIG
 if TYPE_CHECKING:
     from common.slo import Slo
 
-OBJECTIVES, COUNTED, OUTPUT = "Objectives", "What is counted", "Output"
 EXIT_BELOW_BOUND = 3
+REQUIRED_SHARE = 0.99
+"""Share of good requests that meets the objectives, where `--check` gives no other one."""
 
-TtftOption = Annotated[
-    float | None,
-    typer.Option(
-        "--ttft",
-        min=0,
-        metavar="SECONDS",
-        help="From when a request was due to its first token; default: slo.ttft_s of serving.yaml, or as before.",
-        show_default=False,
-        rich_help_panel=OBJECTIVES,
-    ),
-]
-TtftTokensOption = Annotated[
-    int | None,
-    typer.Option(
-        "--ttft-tokens",
-        min=1,
-        metavar="TOKENS",
-        help="Longer prompts may take longer to the first token, in proportion; default: likewise.",
-        show_default=False,
-        rich_help_panel=OBJECTIVES,
-    ),
-]
-ItlOption = Annotated[
-    float | None,
-    typer.Option(
-        "--itl",
-        min=0,
-        metavar="SECONDS",
-        help="Mean gap between a request's tokens; default: likewise.",
-        show_default=False,
-        rich_help_panel=OBJECTIVES,
-    ),
-]
+objective = functools.partial(typer.Option, show_default=False, rich_help_panel="Objectives")
+counted = functools.partial(typer.Option, rich_help_panel="What is counted")
+output = functools.partial(typer.Option, rich_help_panel="Output")
+
 CheckOption = Annotated[
     float | None,
-    typer.Option(
+    objective(
         "--check",
         min=0,
         max=1,
         metavar="SHARE",
-        help=f"Exit with {EXIT_BELOW_BOUND} when fewer of the requests meet both objectives; for CI.",
-        show_default=False,
-        rich_help_panel=OBJECTIVES,
+        help=f"Exit with {EXIT_BELOW_BOUND} when a smaller share of the requests meets both objectives; for CI.",
     ),
-]
-WarmUpOption = Annotated[
-    float | None,
-    typer.Option(
-        "--warm-up",
-        min=0,
-        metavar="SECONDS",
-        help="Requests due before are left out; default: a tenth of the arrivals, at most 60 s.",
-        show_default=False,
-        rich_help_panel=COUNTED,
-    ),
-]
-CoolDownOption = Annotated[
-    float | None,
-    typer.Option(
-        "--cool-down",
-        min=0,
-        metavar="SECONDS",
-        help="So much before the last request is left out; default: after the last session has begun.",
-        show_default=False,
-        rich_help_panel=COUNTED,
-    ),
-]
-JsonOption = Annotated[
-    bool,
-    typer.Option("--json", help="Print the summary as JSON, not as a table.", rich_help_panel=OUTPUT),
-]
-ReportOption = Annotated[
-    bool, typer.Option("--report/--no-report", help="Write a page of plots, report.html.", rich_help_panel=OUTPUT)
 ]
 
 
-def objectives(defaults: "Slo", *, ttft_s: float | None, ttft_tokens: int | None, tpot_s: float | None) -> "Slo":
-    """Return the objectives given, and `defaults` for the others."""
-    given = {"ttft_s": ttft_s, "ttft_tokens": ttft_tokens, "tpot_s": tpot_s}
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return dataclasses.replace(defaults, **changes)
+def options_from_dataclasses(command: Callable[..., None]) -> Callable[..., None]:
+    """Return `command` with each field of its dataclass parameters as an option of its own."""
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and dataclasses.is_dataclass(hint)}
+    parameters = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        own = inspect.signature(groups[name]).parameters.values() if name in groups else [parameter]
+        parameters += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
+
+    @functools.wraps(command)
+    def with_options(**values: Any) -> None:
+        for name, group in groups.items():
+            own = {field.name: values.pop(field.name) for field in dataclasses.fields(group)}
+            values[name] = group(**own)
+        command(**values)
+
+    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {each.name: each.annotation for each in parameters}
+    return with_options
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """The objectives, and which requests count."""
+
+    slo: "Slo"
+    warm_up_s: float | None
+    cool_down_s: float | None
+    required_share: float | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Criteria:
+    """Options by which a run is judged."""
+
+    ttft: Annotated[
+        float | None,
+        objective(
+            "--ttft",
+            min=0,
+            metavar="SECONDS",
+            help="From when a request was due to its first token; default: slo.ttft_s of serving.yaml, or as before.",
+        ),
+    ] = None
+    ttft_tokens: Annotated[
+        int | None,
+        objective(
+            "--ttft-tokens",
+            min=1,
+            metavar="TOKENS",
+            help="Longer prompts may take proportionally longer to the first token; default: likewise.",
+        ),
+    ] = None
+    itl: Annotated[
+        float | None,
+        objective("--itl", min=0, metavar="SECONDS", help="Mean gap between a request's tokens; default: likewise."),
+    ] = None
+    warm_up: Annotated[
+        float | None,
+        counted(
+            "--warm-up",
+            min=0,
+            metavar="SECONDS",
+            help="Leave out requests due before; default: a tenth of the arrivals, at most 60 s.",
+            show_default=False,
+        ),
+    ] = None
+    cool_down: Annotated[
+        float | None,
+        counted(
+            "--cool-down",
+            min=0,
+            metavar="SECONDS",
+            help="Leave out this long before the last request; default: all that follows the last session's start.",
+            show_default=False,
+        ),
+    ] = None
+
+    def judgement(self, defaults: "Slo", required_share: float | None = None) -> Judgement:
+        """Return what these options ask for; objectives that are not given are those of `defaults`."""
+        given = {"ttft_s": self.ttft, "ttft_tokens": self.ttft_tokens, "itl_s": self.itl}
+        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        return Judgement(
+            slo=dataclasses.replace(defaults, **changes),
+            warm_up_s=self.warm_up,
+            cool_down_s=self.cool_down,
+            required_share=required_share,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """Options for what is shown and written."""
+
+    as_json: Annotated[bool, output("--json", help="Print the summary as JSON, not as a table.")] = False
+    with_report: Annotated[bool, output("--report/--no-report", help="Write a page of plots, report.html.")] = True
 
 
 def served_objectives(config_path: Path) -> "Slo":

@@ -14,7 +14,7 @@ from common.signals import sigterm_interrupts, uninterrupted
 
 if TYPE_CHECKING:
     from kvrelay.client import TrafficStream
-    from measure.load.recording import TrafficTrace
+    from measure.workload.traces import TrafficTrace
 
 
 def record(
@@ -26,32 +26,32 @@ def record(
             "-d",
             min=0.001,
             metavar="SECONDS",
-            help="Record requests that come within so long, and wait for their ends; default: until Ctrl-C.",
+            help="Record requests that arrive within this time, and wait for their ends; default: until Ctrl-C.",
             show_default=False,
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option("--limit", "-n", min=1, help="Stop after so many requests.", show_default=False)
+        int | None, typer.Option("--limit", "-n", min=1, help="Stop after this many requests.", show_default=False)
     ] = None,
     address: AddressOption = None,
     ca: CaOption = None,
     api_key: ApiKeyOption = None,
     config_path: ConfigOption = DEFAULT_CONFIG,
 ) -> None:
-    """Record live traffic as a trace: when requests come, how long they are, which prompts begin alike.
+    """Record live traffic as a trace: arrivals, lengths, and the prefixes that prompts share.
 
-    No content leaves the cluster: prompts are told apart by keys that mean nothing outside the recording. Only the
-    caller's own tenant is recorded. Ctrl-C ends the recording and writes what came.
+    No content leaves the cluster: prompts are represented by keys that are meaningless outside the recording. Only
+    the caller's own tenant is recorded. Ctrl-C ends the recording and writes it.
 
     \b
     kvrelay bench record today.jsonl --duration 600
     kvrelay trace stats today.jsonl
     """  # noqa: D301 - \b marks a preformatted block
     from kvrelay.client import Client
-    from measure.load.recording import TrafficTrace
+    from measure.workload.traces import TrafficTrace
 
     if path.suffix != ".jsonl":
-        raise CliError(f"{path}: a recording is called .jsonl")
+        raise CliError(f"{path}: a recording must end in .jsonl")
     trace = TrafficTrace()
     cluster = find_cluster(address, ca, config_path)
     with Client(cluster.address, **cluster.client_options(api_key)) as client:

@@ -1,4 +1,4 @@
-"""`kvrelay bench report` and `kvrelay bench compare`: what was measured, judged anew and side by side."""
+"""`kvrelay bench report` and `kvrelay bench compare`: judge finished runs again, and compare them."""
 
 import dataclasses
 import json
@@ -8,85 +8,64 @@ from typing import Annotated
 
 import typer
 
-from cli.bench_measure import COMPARISON_FILE, Judgement, Output, earlier_objectives, judge, show
-from cli.bench_options import (
-    OUTPUT,
-    CheckOption,
-    CoolDownOption,
-    ItlOption,
-    JsonOption,
-    ReportOption,
-    TtftOption,
-    TtftTokensOption,
-    WarmUpOption,
-    objectives,
-    served_objectives,
-)
+from cli.bench_measure import COMPARISON_FILE, earlier_objectives, judge, show
+from cli.bench_options import CheckOption, Criteria, Output, options_from_dataclasses, output, served_objectives
 from cli.console import err, print_wide
 from cli.errors import CliError
 from cli.options import DEFAULT_CONFIG, ConfigOption
 
 
+@options_from_dataclasses
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Results of `kvrelay bench run`.")],
+    *,
     config_path: ConfigOption = DEFAULT_CONFIG,
-    ttft: TtftOption = None,
-    ttft_tokens: TtftTokensOption = None,
-    itl: ItlOption = None,
+    criteria: Criteria,
     check: CheckOption = None,
-    warm_up: WarmUpOption = None,
-    cool_down: CoolDownOption = None,
-    as_json: JsonOption = False,
-    with_report: ReportOption = True,
+    shown: Output,
 ) -> None:
-    """Judge a finished run anew: other objectives, another warm-up.
+    """Judge a finished run again: other objectives, another warm-up.
 
     \b
     kvrelay bench report bench-results/rate-4-20260101-120000 --ttft 1
     kvrelay bench report DIR --warm-up 20 --json | jq .kinds[0].good_share
 
     Writes summary.json and report.html in DIR again; the requests stay as they are.
-    Objectives that are not given are those by which the run was judged before.
+    Objectives that are not given are those of the last judgement.
     """  # noqa: D301 - \b marks a preformatted block
     from measure.load.store import read_run
 
     defaults = earlier_objectives(folder) or served_objectives(config_path)
-    slo = objectives(defaults, ttft_s=ttft, ttft_tokens=ttft_tokens, tpot_s=itl)
-    judgement = Judgement(slo=slo, warm_up_s=warm_up, cool_down_s=cool_down, required_share=check)
-    show(read_run(folder), judgement, folder, Output(as_json=as_json, with_report=with_report))
+    show(read_run(folder), criteria.judgement(defaults, check), folder, shown)
 
 
+@options_from_dataclasses
 def compare(
     folders: Annotated[
-        list[Path], typer.Argument(metavar="A B …", help="Results; the first is what others are held to.")
+        list[Path], typer.Argument(metavar="A B …", help="Results; the others are compared with the first.")
     ],
+    *,
     config_path: ConfigOption = DEFAULT_CONFIG,
-    ttft: TtftOption = None,
-    ttft_tokens: TtftTokensOption = None,
-    itl: ItlOption = None,
-    warm_up: WarmUpOption = None,
-    cool_down: CoolDownOption = None,
+    criteria: Criteria,
     out: Annotated[
         Path | None,
-        typer.Option(
+        output(
             "--out",
             "-o",
             metavar="FILE.html",
             help="The page of overlaid plots; default: comparison.html in the last of the folders.",
             show_default=False,
-            rich_help_panel=OUTPUT,
         ),
     ] = None,
-    as_json: JsonOption = False,
-    with_report: ReportOption = True,
+    shown: Output,
 ) -> None:
-    """Put runs side by side, and say what is more than chance.
+    """Put runs side by side and separate differences from chance.
 
     \b
     kvrelay bench compare bench-results/before bench-results/after
     kvrelay bench compare kvrelay vllm --ttft 1 --out side-by-side.html
 
-    All are judged by the same objectives, by default the first one's. Runs of the same workload and seed are
+    All are judged by the same objectives, by default those of the first run. Runs of the same workload and seed are
     compared request by request, which finds smaller differences.
     """  # noqa: D301 - \b marks a preformatted block
     from measure.load.comparison import compare as compare_runs
@@ -94,10 +73,9 @@ def compare(
     from measure.load.store import read_run
 
     if len(folders) < 2:
-        raise CliError("compare takes two folders of results or more")
+        raise CliError("compare takes two or more folders of results")
     defaults = earlier_objectives(folders[0]) or served_objectives(config_path)
-    slo = objectives(defaults, ttft_s=ttft, ttft_tokens=ttft_tokens, tpot_s=itl)
-    judgement = Judgement(slo=slo, warm_up_s=warm_up, cool_down_s=cool_down, required_share=None)
+    judgement = criteria.judgement(defaults)
     runs = [read_run(folder) for folder in folders]
     names = _names(folders, [run.info.name for run in runs])
     runs = [
@@ -106,21 +84,21 @@ def compare(
     ]
     summaries = [judge(run, judgement) for run in runs]
     comparison = compare_runs(runs, summaries)
-    if with_report:
+    if shown.with_report:
         from measure.load.report.comparison import write_comparison
 
         page = out or folders[-1] / COMPARISON_FILE
         page.parent.mkdir(parents=True, exist_ok=True)
         write_comparison(list(zip(runs, summaries, strict=True)), page)
         err.print(f"The page is {page}", soft_wrap=True)
-    if as_json:
+    if shown.as_json:
         typer.echo(json.dumps({"names": names} | dataclasses.asdict(comparison), ensure_ascii=False, indent=1))
     else:
         print_wide(comparison_view(comparison, names))
 
 
 def _names(folders: Sequence[Path], names: Sequence[str]) -> list[str]:
-    """Return what to call the runs: their own names where these differ, else those of their folders, else numbers."""
+    """Return names for the runs: their own where these differ, else those of their folders, else numbered ones."""
     for candidates in (list(names), [folder.resolve().name for folder in folders]):
         if len(set(candidates)) == len(candidates):
             return candidates

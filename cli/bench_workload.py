@@ -1,11 +1,15 @@
-"""The workload that the options of `kvrelay bench run` describe."""
+"""Options of `kvrelay bench run` for the load, and the workload that they describe."""
 
-import enum
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from cli.errors import CliError
+from measure.workload.arrivals import Process
+from measure.workload.sessions import Content
 
 if TYPE_CHECKING:
     from measure.workload.spec import WorkloadSpec
@@ -19,94 +23,157 @@ DEFAULT_THINK_S = "exponential:5"
 _STREAM = "load"
 
 
-class Arrivals(enum.StrEnum):
-    """How sessions arrive in an open loop."""
-
-    POISSON = "poisson"
-    GAMMA = "gamma"
-    CONSTANT = "constant"
-
-
-class ContentKind(enum.StrEnum):
-    """Content of the prompts."""
-
-    TOKENS = "tokens"
-    TEXT = "text"
-    CHAT = "chat"
+_load = partial(typer.Option, show_default=False, rich_help_panel="Load")
+_request = partial(typer.Option, show_default=False, rich_help_panel="Requests")
+_length = partial(_request, metavar="LENGTH")
+_replay = partial(typer.Option, show_default=False, rich_help_panel="Replay")
+_LENGTHS = "300, uniform:20,60, normal:300,40, lognormal:MEDIAN,SIGMA, exponential:MEAN; then ,min= and ,max="
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Options that describe sessions; None where the option is not given."""
+class _Options:
+    """Options of which each is None where it is not given."""
 
-    rate: float | None = None
-    arrivals: Arrivals | None = None
-    burstiness: float | None = None
-    concurrency: int | None = None
-    prompt_tokens: str | None = None
-    output_tokens: str | None = None
-    turns: str | None = None
-    turn_tokens: str | None = None
-    think: str | None = None
-    prefix_share: float | None = None
-    prefix_tokens: str | None = None
-    prefix_count: int | None = None
+    __slots__: tuple[str, ...] = ()
 
     @property
     def given(self) -> list[str]:
-        """The options that were given."""
-        return [_flag(field.name) for field in fields(self) if getattr(self, field.name) is not None]
+        """Flags of the options that are given."""
+        return [_flag(name) for name in type(self).__slots__ if getattr(self, name) is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
-    """Options that replay a trace."""
+class Shape(_Options):
+    """Options that describe sessions."""
 
-    trace: Path | None = None
-    speed: float | None = None
-    shrink: int | None = None
-    limit: int | None = None
-
-    @property
-    def given(self) -> list[str]:
-        """The options that were given, but for the trace itself."""
-        return [_flag(name) for name in ("speed", "shrink", "limit") if getattr(self, name) is not None]
+    rate: Annotated[
+        float | None,
+        _load("--rate", "-r", min=0.0001, help=f"Open loop: mean sessions per second; default: {DEFAULT_RATE:g}."),
+    ] = None
+    arrivals: Annotated[Process | None, _load("--arrivals", help="Default: poisson.")] = None
+    burstiness: Annotated[
+        float | None,
+        _load("--burstiness", min=0.001, help="Gamma arrivals: 1 is Poisson, below burstier, above more even."),
+    ] = None
+    concurrency: Annotated[
+        int | None,
+        _load("--concurrency", "-k", min=1, help="Closed loop: sessions at any time; the load follows the server."),
+    ] = None
+    prompt_tokens: Annotated[
+        str | None, _length("--prompt-tokens", help=f"{_LENGTHS}. Default: {DEFAULT_PROMPT_TOKENS}.")
+    ] = None
+    output_tokens: Annotated[
+        str | None, _length("--output-tokens", help=f"Exact length of answers. Default: {DEFAULT_OUTPUT_TOKENS}.")
+    ] = None
+    turns: Annotated[
+        str | None, _length("--turns", help="Requests of a session, each with the whole conversation; default: 1.")
+    ] = None
+    turn_tokens: Annotated[
+        str | None, _length("--turn-tokens", help=f"Tokens that later turns add. Default: {DEFAULT_TURN_TOKENS}.")
+    ] = None
+    think: Annotated[
+        str | None,
+        _request(
+            "--think",
+            metavar="SECONDS",
+            help=f"From an answer to the next turn; may be a distribution. Default: {DEFAULT_THINK_S}.",
+        ),
+    ] = None
+    prefix_tokens: Annotated[
+        str | None, _length("--prefix-tokens", help="Length of a shared prefix of the prompts, a system prompt.")
+    ] = None
+    prefix_share: Annotated[
+        float | None, _request("--prefix-share", min=0, max=1, help="Share of sessions with a prefix; default: 1.")
+    ] = None
+    prefix_count: Annotated[
+        int | None, _request("--prefix-count", min=1, help="Number of different prefixes; default: 1.")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class Limits(_Options):
     """Options that hold for every workload, whatever its file says."""
 
-    duration: float | None = None
-    requests: int | None = None
-    content: ContentKind | None = None
-    seed: int | None = None
+    load: Annotated[
+        float | None,
+        _load(
+            "--load",
+            min=0.0001,
+            metavar="RATE",
+            help="Scale all arrivals, also those of a file or a trace, to this mean number of requests per second.",
+        ),
+    ] = None
+    duration: Annotated[
+        float | None,
+        _load(
+            "--duration",
+            "-d",
+            min=0.1,
+            metavar="SECONDS",
+            help=f"No session begins later; default: {DEFAULT_DURATION_S:g}, or as in the file or trace.",
+        ),
+    ] = None
+    requests: Annotated[
+        int | None, _load("--requests", "-n", min=1, help="No session begins after this many requests.")
+    ] = None
+    content: Annotated[
+        Content | None, _request("--content", help="Exact token ids, words, or chat messages; default: tokens.")
+    ] = None
+    seed: Annotated[
+        int | None,
+        _request("--seed", min=0, help="Equal seeds, equal requests; a new one keeps caches cold. Default: 0."),
+    ] = None
 
 
-def workload_spec(file: Path | None, shape: Shape, replay: Replay, limits: Limits) -> "WorkloadSpec":
-    """Return what a file, or a trace, or options describe. Raises CliError, WorkloadError."""
-    if file is not None and replay.trace is not None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay(_Options):
+    """Options that replay a trace."""
+
+    speed: Annotated[float | None, _replay("--speed", "-s", min=0.0001, help="Factor on the rate of arrivals.")] = None
+    shrink: Annotated[int | None, _replay("--shrink", min=1, help="Divide all lengths by this.")] = None
+    limit: Annotated[int | None, _replay("--limit", min=1, help="Only the first requests.")] = None
+
+
+WorkloadOption = Annotated[
+    Path | None,
+    _load(
+        "--workload",
+        "-w",
+        metavar="FILE.yaml",
+        help="A workload of several streams (docs/loadtest.md), in place of the options below.",
+    ),
+]
+TraceOption = Annotated[
+    Path | None,
+    _replay(
+        "--trace",
+        "-t",
+        metavar="FILE",
+        help="Mooncake (.jsonl), Azure (.csv), or what `kvrelay bench record` wrote.",
+    ),
+]
+
+
+def workload_spec(
+    file: Path | None, trace: Path | None, shape: Shape, replay: Replay, limits: Limits
+) -> "WorkloadSpec":
+    """Return the workload that a file, a trace or options describe. Raises CliError, WorkloadError."""
+    if file is not None and trace is not None:
         raise CliError("--workload and --trace exclude each other")
-    if replay.trace is None and replay.given:
+    if trace is None and replay.given:
         raise CliError(f"{replay.given[0]} is for a trace: give --trace FILE, or set it in the workload's file")
-    if shape.given and (file is not None or replay.trace is not None):
+    if shape.given and (file is not None or trace is not None):
         source = "--workload" if file is not None else "--trace"
         raise CliError(f"{shape.given[0]} and {source} exclude each other; --load R scales arrivals to R requests/s")
     if file is not None:
-        return _from_file(file, limits)
-    return _parsed(_trace_stream(replay) if replay.trace is not None else _session_stream(shape), shape, replay, limits)
+        from measure.workload.spec import load_workload
 
-
-def _from_file(file: Path, limits: Limits) -> "WorkloadSpec":
-    from measure.workload.spec import load_workload
-
-    return load_workload(file, changes=_limits(limits))
-
-
-def _trace_stream(replay: Replay) -> dict[str, Any]:
-    assert replay.trace is not None
-    trace = {"path": replay.trace, "speed": replay.speed, "shrink": replay.shrink, "limit": replay.limit}
-    return {"trace": _without_none(trace)}
+        return load_workload(file, changes=_changes(limits))
+    if trace is not None:
+        return _parsed(trace.stem, {"trace": {"path": trace} | _without_none(asdict(replay))}, limits)
+    if limits.duration is None and limits.requests is None:
+        limits = replace(limits, duration=DEFAULT_DURATION_S)
+    name = f"rate-{shape.rate or DEFAULT_RATE:g}" if shape.concurrency is None else f"concurrency-{shape.concurrency}"
+    return _parsed(name, _session_stream(shape), limits)
 
 
 def _session_stream(shape: Shape) -> dict[str, Any]:
@@ -118,7 +185,7 @@ def _session_stream(shape: Shape) -> dict[str, Any]:
         raise CliError("--prefix-share and --prefix-count need --prefix-tokens, the length of a shared prefix")
     arrivals = {
         "rate": DEFAULT_RATE if shape.rate is None else shape.rate,
-        "process": (shape.arrivals or (Arrivals.GAMMA if shape.burstiness is not None else Arrivals.POISSON)).value,
+        "process": shape.arrivals or (Process.GAMMA if shape.burstiness is not None else Process.POISSON),
         "burstiness": shape.burstiness,
     }
     prefix = {"share": shape.prefix_share, "tokens": shape.prefix_tokens, "count": shape.prefix_count}
@@ -138,36 +205,19 @@ def _session_stream(shape: Shape) -> dict[str, Any]:
     return _without_none(stream)
 
 
-def _parsed(stream: dict[str, Any], shape: Shape, replay: Replay, limits: Limits) -> "WorkloadSpec":
+def _parsed(name: str, stream: dict[str, Any], limits: Limits) -> "WorkloadSpec":
     from measure.workload.spec import WorkloadError, parse_workload
 
-    duration_s = limits.duration
-    if duration_s is None and limits.requests is None and replay.trace is None:
-        duration_s = DEFAULT_DURATION_S
-    name = replay.trace.stem if replay.trace is not None else _name(shape)
-    raw = _limits(limits) | {"name": name, "duration_s": duration_s, "streams": [{"name": _STREAM} | stream]}
     try:
-        return parse_workload(_without_none(raw), source="")
+        return parse_workload(_changes(limits) | {"name": name, "streams": [{"name": _STREAM} | stream]}, source="")
     except WorkloadError as error:
         raise CliError("\n".join(map(_by_option, str(error).splitlines()))) from None
 
 
-def _limits(limits: Limits) -> dict[str, Any]:
+def _changes(limits: Limits) -> dict[str, Any]:
     """Return the keys of a workload that are given."""
-    return _without_none(
-        {
-            "content": None if limits.content is None else limits.content.value,
-            "seed": limits.seed,
-            "duration_s": limits.duration,
-            "max_requests": limits.requests,
-        }
-    )
-
-
-def _name(shape: Shape) -> str:
-    if shape.concurrency is not None:
-        return f"concurrency-{shape.concurrency}"
-    return f"rate-{DEFAULT_RATE if shape.rate is None else shape.rate:g}"
+    keys = {"duration_s": limits.duration, "max_requests": limits.requests}
+    return _without_none(keys | {"content": limits.content, "seed": limits.seed})
 
 
 _OPTIONS = {
@@ -181,11 +231,11 @@ _OPTIONS = {
     "arrivals": "--burstiness",
     "prefix.tokens": "--prefix-tokens",
 }
-"""Keys of a stream, and the options that set them."""
+"""Option that sets each key of a stream."""
 
 
 def _by_option(line: str) -> str:
-    """Return a workload's complaint, with the option in place of the key."""
+    """Return an error of a workload with the option in place of the key."""
     key, _, reason = line.removeprefix(":").partition(":")
     return f"{_OPTIONS.get(key.removeprefix('streams.0.'), key)}:{reason}"
 

@@ -29,19 +29,19 @@ def stats(
             "--trace-block-size",
             min=1,
             metavar="TOKENS",
-            help="What one id of the file stands for; default: what the file says, else 512.",
+            help="Tokens per block id; default: as stated in the file, else 512.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Print a trace's rate, lengths and reuse, and what two placements find.
+    """Print the rate, lengths and reuse of a trace, and the cache hits of two placements.
 
     \b
     round robin   each worker in turn
-    sticky        where most of the prefix is, if more than one block; else
-                  the worker that has computed least
+    sticky        the worker with most of the prefix, if more than one block;
+                  else the worker that has computed least
 
-    Caches forget what was used longest ago, of one prompt its end first.
+    Caches evict the least recently used blocks, of one prompt its end first.
     """  # noqa: D301 - \b marks a preformatted block
     from measure.simulate.tables import placement_line, stats_table
     from measure.workload.trace_stats import round_robin_hits, sticky_hits, trace_stats
@@ -62,23 +62,23 @@ def stats(
 def synth(
     path: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="Where to write it.")],
     requests: Annotated[int, typer.Option("--requests", "-n", min=1, help="How many.")] = 12_000,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Another seed, another trace.")] = 0,
-    rate: Annotated[float, typer.Option("--rate", min=0.001, help="Requests per second, in the mean.")] = 3.4,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the trace.")] = 0,
+    rate: Annotated[float, typer.Option("--rate", min=0.001, help="Mean requests per second.")] = 3.4,
     burst_period: Annotated[
         float,
-        typer.Option("--burst-period", min=0, metavar="SECONDS", help="Arrivals come together so often; 0: never."),
+        typer.Option("--burst-period", min=0, metavar="SECONDS", help="Period of batched arrivals; 0: no batches."),
     ] = 3.0,
 ) -> None:
-    """Write a trace of made-up traffic: chats in turns, agents with growing contexts, long single prompts.
+    """Write a trace of synthetic traffic: chats in turns, agents with growing contexts, long single prompts.
 
-    Lengths, bursts and reuse are like those of the published Mooncake conversation trace, whose
-    format it has. It holds neither text nor personal data.
+    Lengths, bursts and reuse resemble those of the published Mooncake conversation trace, and the
+    format is the same. It contains no text and no user data.
     """
     from measure.workload.synth import SynthSettings, synthesize
     from measure.workload.traces import TraceError, write_trace
 
     if path.suffix != ".jsonl":
-        raise TraceError(f"{path}: a trace in this format is called .jsonl")
+        raise TraceError(f"{path}: a trace in this format must end in .jsonl")
     settings = SynthSettings(num_requests=requests, seed=seed, requests_per_s=rate, burst_period_s=burst_period)
     write_trace(path, synthesize(settings).requests)
     err.print(f"{requests:,} requests are in {path}; look at them with `kvrelay trace stats {path}`", soft_wrap=True)

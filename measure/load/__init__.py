@@ -1,1 +1,1 @@
-"""The load-test harness: sends a workload to a running server, and measures what its users would see."""
+"""Load tests: send a workload to a running server and measure the latencies of its users."""

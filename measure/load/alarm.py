@@ -1,7 +1,7 @@
 """Wakes tasks at exact times.
 
-Timers of event loops count milliseconds, which is too coarse for stamps of tokens. On Linux one timer of the kernel
-(timerfd, CLOCK_MONOTONIC, nanoseconds) is armed for whoever is next: no thread, no spinning.
+Event loop timers have a resolution of milliseconds, too coarse for time stamps of tokens. On Linux one kernel timer
+(timerfd, CLOCK_MONOTONIC, nanoseconds) is armed for the next waiter: no thread, no spinning.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ class Alarm(Protocol):
         """Return at `when_s` of the monotonic clock, or at once when that has passed."""
 
     def close(self) -> None:
-        """Wake nobody any more."""
+        """Stop waking tasks."""
 
 
 def make_alarm() -> Alarm:
-    """Return the most exact one of this platform, by `time.monotonic`. Belongs to the running event loop."""
+    """Return the most exact alarm of this platform, by `time.monotonic`. Belongs to the running event loop."""
     return KernelAlarm() if sys.platform.startswith("linux") else LoopAlarm(SystemClock())
 
 
@@ -46,11 +46,11 @@ class LoopAlarm:
         """Return at `when_s`, or at once when that has passed."""
         if (early_s := when_s - self._clock.monotonic() - _YIELDING_S) > 0:
             await asyncio.sleep(early_s)
-        while self._clock.monotonic() < when_s:  # noqa: ASYNC110 - it waits for time, which no event tells
+        while self._clock.monotonic() < when_s:  # noqa: ASYNC110 - no event signals the time
             await asyncio.sleep(0)
 
     def close(self) -> None:
-        """Do nothing: there is nothing to close."""
+        """Do nothing."""
 
 
 class KernelAlarm:
@@ -74,7 +74,7 @@ class KernelAlarm:
         await woken
 
     def close(self) -> None:
-        """Wake nobody any more."""
+        """Stop waking tasks."""
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
             os.close(self._fd)
@@ -82,9 +82,9 @@ class KernelAlarm:
 
     def _ring(self) -> None:
         try:
-            os.read(self._fd, 8)  # as long as it is not read, the descriptor stays ready
+            os.read(self._fd, 8)  # the descriptor stays ready until it is read
         except BlockingIOError:
-            return  # it was armed anew in between
+            return  # rearmed in between
         now_s = time.monotonic()
         while self._waiters and (self._waiters[0][0] <= now_s or self._waiters[0][2].done()):
             _when_s, _number, woken = heapq.heappop(self._waiters)
@@ -116,7 +116,7 @@ def _timerfd_create() -> int:
 
 
 def _timerfd_settime(fd: int, when_s: float) -> None:
-    """Arm for an absolute time; one that has passed rings at once."""
+    """Arm for an absolute time; a past time fires at once."""
     seconds, nanoseconds = divmod(max(1, int(when_s * _NS)), _NS)
     spec = _ITimerSpec(_TimeSpec(0, 0), _TimeSpec(seconds, nanoseconds))
     if _libc.timerfd_settime(fd, _TFD_TIMER_ABSTIME, ctypes.byref(spec), None) != 0:

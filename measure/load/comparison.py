@@ -1,32 +1,34 @@
-"""Whether runs differ by more than chance.
+"""Compares runs, and separates differences from chance.
 
-Every measure of a run is compared with the first run's, by what both give in each resample (`measure.load.estimates`).
-Runs that asked the same requests are compared in pairs: a resample takes the same requests of both, so that what is
-easy or hard about a request cancels. Other runs are resampled independently, which finds less.
+Each measure of a run is compared with that of the first run, in every resample (`measure.load.estimates`). Runs of the
+same requests are compared in pairs: a resample takes the same requests of both, so that easy and hard requests cancel.
+Other runs are resampled independently, which finds fewer differences.
 
-An interval knows what happened in these runs and nothing of what happens between runs: another hour, another
-placement of processes. Repeats tell that (`kvrelay experiment`).
+Intervals reflect the variation within these runs, not between runs: another hour, another placement of processes.
+Repeats show that (`kvrelay experiment`).
 """
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from measure.figures import ALL
 from measure.load.estimates import Distribution, Estimate, Floats, Resampler
+from measure.load.measures import latency_values
 from measure.load.records import RequestRecord, Run
-from measure.load.summary import ALL, Summary, Window
+from measure.load.summary import Summary, Window
 from measure.load.window import counted
 
 
 class Unit(enum.StrEnum):
-    """How a measure is written, and compared."""
+    """Unit of a measure, which decides how it is written and compared."""
 
     SECONDS = "seconds"
     PER_S = "per second"
     SHARE = "share"
-    """Compared by its difference; others by their ratio."""
+    """Compared by difference; the others by ratio."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,7 @@ class Cell:
 
     value: Estimate
     change: Estimate | None
-    """Against the first run: a ratio, or a difference of shares. None in the first run, and without values there."""
+    """Ratio to the first run, or difference of shares. None in the first run, and where that has no value."""
     is_sufficient: bool
     """Whether the run had enough requests for this percentile."""
 
@@ -49,10 +51,10 @@ class Row:
     unit: Unit
     more_is_better: bool
     cells: tuple[Cell | None, ...]
-    """None: the run has nothing of the kind."""
+    """One per run; None where the run has no value."""
 
     def is_significant(self, place: int) -> bool:
-        """Return whether the interval of a run's change leaves out no change at all."""
+        """Return whether the interval of a run's change excludes "no change"."""
         cell = self.cells[place]
         if cell is None or cell.change is None:
             return False
@@ -67,45 +69,26 @@ class Comparison:
     summaries: tuple[Summary, ...]
     rows: tuple[Row, ...]
     is_paired: tuple[bool, ...]
-    """Whether a run asked the same requests as the first."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Times:
-    """A latency, and which percentiles of it are compared."""
-
-    name: str
-    attribute: str
-    """Of `Latencies`."""
-    shares: tuple[float, ...]
-    of_request: Callable[[RequestRecord], Sequence[float]]
+    """Whether each run sent the same requests as the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sample:
-    """What one run has of a kind."""
+    """Measures of one run for one kind."""
 
     quoted: dict[str, tuple[Estimate, bool]]
-    """The measures, and whether there were enough requests for them."""
+    """Each measure, and whether the run had enough requests for it."""
     resamples: dict[str, Floats]
-    """The same in every resample."""
+    """Each measure in every resample."""
 
 
-def _if_any(value: float | None) -> tuple[float, ...]:
-    return () if value is None else (value,)
-
-
-_TIMES = (
-    _Times("TTFT", "ttft", (0.5, 0.9, 0.99), lambda request: _if_any(request.ttft_s)),
-    _Times("ITL", "itl", (0.5, 0.99), lambda request: request.gaps_s),
-    _Times("TPOT", "tpot", (0.5, 0.99), lambda request: _if_any(request.tpot_s)),
-    _Times("E2E", "e2e", (0.5, 0.99), lambda request: (request.e2e_s,)),
-)
+_TIMES = {"ttft": (0.5, 0.9, 0.99), "itl": (0.5, 0.99), "tpot": (0.5, 0.99), "e2e": (0.5, 0.99)}
+"""Percentiles that are compared, by field of `Latencies`."""
 _GOOD, _GOODPUT = "good", "goodput"
 
 
 def compare(runs: Sequence[Run], summaries: Sequence[Summary]) -> Comparison:
-    """Compare runs with the first of them; `summaries` are theirs, and say which requests count."""
+    """Compare runs with the first of them. `summaries` belong to the runs and define which requests count."""
     samples = [counted(run.requests, summary.window) for run, summary in zip(runs, summaries, strict=True)]
     matched = [_matched(requests, samples[0]) for requests in samples]
     is_paired = tuple(requests is not None for requests in matched)
@@ -120,7 +103,7 @@ def compare(runs: Sequence[Run], summaries: Sequence[Summary]) -> Comparison:
 
 
 def _matched(requests: Sequence[RequestRecord], first: Sequence[RequestRecord]) -> Sequence[RequestRecord] | None:
-    """Return `requests` in the order of the same requests of the first run; None when they are not the same."""
+    """Return `requests` in the order of the first run; None unless both runs sent the same requests."""
     by_key = {_key(request): request for request in requests}
     keys = [_key(request) for request in first]
     return [by_key[key] for key in keys] if by_key.keys() == set(keys) else None
@@ -131,7 +114,7 @@ def _key(request: RequestRecord) -> tuple[str, int, int, int]:
 
 
 def _common_kinds(summaries: Sequence[Summary]) -> list[str]:
-    """Return "all", and where there are several the kinds of the first run that another one has."""
+    """Return "all", and the kinds that the first run shares with another one where there are several."""
     others = {kind.kind for summary in summaries[1:] for kind in summary.kinds}
     common = [kind.kind for kind in summaries[0].kinds if kind.kind in others or len(summaries) == 1]
     return common if len(common) > 2 else [ALL]
@@ -149,25 +132,22 @@ def _sample(kind: str, requests: Sequence[RequestRecord], summary: Summary, *, s
         _GOOD: resampler.ratios(is_good, np.ones(is_good.size)),
         _GOODPUT: resampler.ratios(is_good, _shares_of_time(own, summary.window)),
     }
-    for times in _TIMES:
-        distribution: Distribution | None = getattr(found.latencies, times.attribute)
+    for name, shares in _TIMES.items():
+        distribution: Distribution | None = getattr(found.latencies, name)
         if distribution is None:
             continue
-        brought = [times.of_request(request) if request.is_complete else () for request in own]
-        values = np.array([value for one in brought for value in one], dtype=np.float64)
-        owners = np.repeat(np.arange(len(brought)), [len(one) for one in brought])
-        columns = resampler.quantiles(values, owners, times.shares)
-        for column, share in enumerate(times.shares):
+        columns = resampler.quantiles(*latency_values(name, own), shares)
+        for column, share in enumerate(shares):
             percentile = distribution.at(share)
-            quoted[_label(times, share)] = percentile.estimate, percentile.is_sufficient
-            resamples[_label(times, share)] = columns[:, column]
+            quoted[_label(name, share)] = percentile.estimate, percentile.is_sufficient
+            resamples[_label(name, share)] = columns[:, column]
     return _Sample(quoted=quoted, resamples=resamples)
 
 
 def _shares_of_time(requests: Sequence[RequestRecord], window: Window) -> Floats:
-    """Return for each request the time from the one before it: rates vary by how arrivals do.
+    """Return for each request the time since the one before, so that rates vary as arrivals do.
 
-    Of a burst, whose rate does not depend on them, it is the same for all.
+    It is the same for all requests of a burst, whose rate does not depend on arrivals.
     """
     if window.rates_end_s > window.end_s:
         return np.full(len(requests), window.duration_s / len(requests))
@@ -178,12 +158,12 @@ def _shares_of_time(requests: Sequence[RequestRecord], window: Window) -> Floats
     return gaps
 
 
-def _label(times: _Times, share: float) -> str:
-    return f"{times.name} p{100 * share:g}"
+def _label(name: str, share: float) -> str:
+    return f"{name.upper()} p{100 * share:g}"
 
 
 def _rows(kind: str, samples: Sequence[_Sample | None]) -> Iterator[Row]:
-    labels = [_label(times, share) for times in _TIMES for share in times.shares]
+    labels = [_label(name, share) for name, shares in _TIMES.items() for share in shares]
     for name, unit in ((_GOOD, Unit.SHARE), (_GOODPUT, Unit.PER_S), *((label, Unit.SECONDS) for label in labels)):
         cells = tuple(_cell(name, unit, sample, samples[0] if place else None) for place, sample in enumerate(samples))
         if any(cells):
@@ -203,6 +183,6 @@ def _cell(name: str, unit: Unit, sample: _Sample | None, first: _Sample | None) 
 def _change(unit: Unit, own: Floats, first: Floats) -> Estimate | None:
     if unit is Unit.SHARE:
         return Estimate.of(own - first)
-    if not np.all(first > 0):  # nothing to compare with, in some resamples at least
+    if not np.all(first > 0):  # no ratio in some resamples
         return None
     return Estimate.of(own / first)

@@ -8,14 +8,14 @@ from rich.text import Text
 
 from measure.load.comparison import Comparison, Row, Unit
 from measure.load.estimates import Estimate
-from measure.load.tables import NOT_TOLD, UNSURE, between, plain_table
+from measure.load.tables import UNKNOWN, UNSURE, between, plain_table
 from measure.pages.wording import count, duration, number, percent
 
 _BETTER, _WORSE, _CAUTION = "bold green", "bold red", "bold yellow"
 
 
 def comparison_view(comparison: Comparison, names: Sequence[str]) -> RenderableType:
-    """Return runs side by side, each but the first with its change; coloured changes are more than chance."""
+    """Return runs side by side, each but the first with its change; coloured changes exceed chance."""
     letters = [ascii_uppercase[place % len(ascii_uppercase)] for place in range(len(names))]
     table = plain_table("", "", num_left=2)
     for place, letter in enumerate(letters):
@@ -40,15 +40,15 @@ def _legend(comparison: Comparison, letters: Sequence[str], names: Sequence[str]
 
 
 def _notes(comparison: Comparison, letters: Sequence[str]) -> Iterator[Text]:
-    """Yield what the figures mean, and every run's warnings."""
+    """Yield how to read the figures, and the warnings of every run."""
     paired = [letter for letter, is_paired in zip(letters[1:], comparison.is_paired[1:], strict=True) if is_paired]
     yield Text(
-        "×1.2 [1.1 – 1.3]: the ratio and its 95 % interval (pt: difference in points); coloured when equal runs would"
-        " differ so much in fewer than 1 of 20 cases. Of 20 rows one is coloured by chance; what differs between runs"
-        " at other times is not in it.",
+        "×1.2 [1.1 – 1.3]: the ratio and its 95 % interval (pt: difference in points). Coloured: equal runs would"
+        " differ this much in fewer than 1 of 20 cases; 1 of 20 rows is coloured by chance. Intervals do not cover"
+        " differences between runs at different times.",
         style="dim",
     )
-    how = f"Compared request by request: {', '.join(paired)}." if paired else "The runs asked different requests."
+    how = f"Compared request by request: {', '.join(paired)}." if paired else "The runs sent different requests."
     yield Text(how, style="dim")
     for letter, summary in zip(letters, comparison.summaries, strict=True):
         for warning in summary.warnings:
@@ -59,7 +59,7 @@ def _comparison_cells(row: Row) -> Iterator[Text]:
     write = {Unit.SECONDS: duration, Unit.PER_S: number, Unit.SHARE: percent}[row.unit]
     for place, cell in enumerate(row.cells):
         if cell is None:
-            yield Text(NOT_TOLD)
+            yield Text(UNKNOWN)
         else:
             yield Text(f"{'' if cell.is_sufficient else UNSURE}{write(cell.value.value)}")
         if place:
@@ -68,7 +68,7 @@ def _comparison_cells(row: Row) -> Iterator[Text]:
 
 def _change(row: Row, place: int, change: Estimate | None) -> Text:
     if change is None:
-        return Text(NOT_TOLD)
+        return Text(UNKNOWN)
     if row.unit is Unit.SHARE:
         text = f"{100 * change.value:+.1f} [{100 * change.low:+.1f} – {100 * change.high:+.1f}] pt"
         is_more = change.value > 0

@@ -1,4 +1,4 @@
-"""What has been said in a session, and the prompt that it makes of the next turn."""
+"""The history of a session, and the prompts that it makes."""
 
 from array import array
 from collections.abc import Sequence
@@ -10,25 +10,26 @@ from measure.load.targets.interface import TargetAnswer
 from measure.workload.sessions import Content, Segment, Session, Turn
 
 _FILLERS = 1 << 62
-"""Contents from here on stand for answers whose token ids the server does not tell; workloads use lower ones."""
+"""Lowest content number of answers whose token ids the server does not report; workloads use lower ones."""
 _MAX_TURNS = 1 << 16
 
 
 class Writer(Protocol):
-    """Writes recipes out (`measure.workload.content.ContentWriter`)."""
+    """Writes segments as tokens or text (`measure.workload.content.ContentWriter`)."""
 
     def tokens(self, segments: Sequence[Segment]) -> TokenArray:
-        """Return their token ids."""
+        """Return the token ids of the segments."""
 
     def text(self, segments: Sequence[Segment]) -> str:
-        """Return their words."""
+        """Return the words of the segments."""
 
 
 class Conversation:
     """The history of one session.
 
-    It holds what the server really answered, so that a later turn finds it in a cache: token ids, or text. A server
-    that tells no token ids has its answers in `Content.TOKENS` replaced by as many planned ones, which no cache holds.
+    It holds the server's real answers, as token ids or text, so that later turns find them in a cache. With
+    `Content.TOKENS` and a server that reports no token ids, each answer is replaced by as many planned tokens, which no
+    cache holds.
     """
 
     def __init__(self, session: Session, content: Content, writer: Writer) -> None:
@@ -43,11 +44,11 @@ class Conversation:
 
     @property
     def num_tokens(self) -> int:
-        """Length of the last prompt, as planned; answers count with their real lengths."""
+        """Planned length of the last prompt; answers count with their real lengths."""
         return self._num_tokens
 
     def ask(self, turn: Turn) -> str | Sequence[int] | Sequence[ChatMessage]:
-        """Add a turn's segments and return the prompt. Later calls do not change what was returned."""
+        """Add the segments of a turn and return the prompt, which later calls do not change."""
         self._num_turns += 1
         self._num_tokens += sum(segment.num_tokens for segment in turn.segments)
         match self._content:
@@ -62,7 +63,7 @@ class Conversation:
                 return tuple(self._messages)
 
     def hear(self, answer: TargetAnswer, num_tokens: int) -> None:
-        """Add the answer, of `num_tokens` tokens."""
+        """Add an answer of `num_tokens` tokens."""
         self._num_tokens += num_tokens
         match self._content:
             case Content.TOKENS:

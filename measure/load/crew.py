@@ -1,4 +1,4 @@
-"""The generator processes of one run, and who of them plays what."""
+"""The generator processes of one run, and the sessions that each of them plays."""
 
 import asyncio
 import contextlib
@@ -18,24 +18,12 @@ from measure.load.wire import (
     Order,
     Pulse,
     Report,
-    record_from_wire,
-    session_to_wire,
-    target_to_wire,
-    terms_to_wire,
+    from_wire,
+    to_wire,
 )
 
 _READY_TIMEOUT_S = 60.0
 _GOODBYE_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What every process is told first."""
-
-    target: TargetSpec
-    first_token: int
-    """Token ids of prompts begin here."""
-    num_tokens: int
 
 
 @dataclass(slots=True, eq=False)
@@ -45,19 +33,18 @@ class _Member:
     has_begun: bool = False
     has_said_bye: bool = False
     pulses: list[Pulse] = field(default_factory=list)
-    """Since it began."""
 
 
 class Crew:
     """Starts processes, hands them sessions, adds one when all are busy, and ends them on every path.
 
-    One event loop. `failure` tells what has broken, in words; nothing here raises it.
+    One event loop. `failure` describes what has broken, or is empty; no method raises it.
     """
 
     def __init__(
-        self, setup: Setup, dispatcher: Dispatcher, clock: Clock, evidence: Evidence, tasks: asyncio.TaskGroup
+        self, target: TargetSpec, dispatcher: Dispatcher, clock: Clock, evidence: Evidence, tasks: asyncio.TaskGroup
     ) -> None:
-        self._setup = setup
+        self._target = target
         self._dispatcher = dispatcher
         self._clock = clock
         self._evidence = evidence
@@ -82,7 +69,7 @@ class Crew:
             self.failure = f"a generator process was not ready after {_READY_TIMEOUT_S:.0f} s"
 
     def begin(self, terms: Terms) -> None:
-        """Tell the run's clock; every process that is ready gets its share from now on."""
+        """Announce the clock of the run; processes that are ready get sessions from now on."""
         self._terms = terms
         for member in self._members:
             self._join(member)
@@ -98,12 +85,12 @@ class Crew:
             await self._change(within_s=min(self._dispatcher.next_s, until_s) - now_s)
 
     def stop(self) -> None:
-        """Hand out nothing more and have everything cancelled that runs."""
+        """Hand out nothing more and make `dismiss` cancel all running requests."""
         self._is_stopped = True
         self._changed.set()
 
     async def dismiss(self) -> None:
-        """End all processes; those with work cancel it and report so. None is left when this returns or raises."""
+        """End all processes, which cancel and report running requests. None is left when this returns or raises."""
         try:
             for member in self._living:
                 if member.has_begun and not self._dispatcher.is_done:
@@ -124,11 +111,10 @@ class Crew:
         self._members.append(member)
         self._living.add(member)
         self._tasks.create_task(self._listen(member))
-        setup = self._setup
-        member.process.order(Order.SETUP, target_to_wire(setup.target), setup.first_token, setup.num_tokens)
+        member.process.order(Order.SETUP, to_wire(self._target))
 
     async def _listen(self, member: _Member) -> None:
-        """Take what a process reports, to its end."""
+        """Handle the reports of a process until it ends."""
         reading = self._tasks.create_task(member.process.read_stderr())
         try:
             async for report in member.process.reports():
@@ -146,7 +132,7 @@ class Crew:
         number, kind, values = member.process.number, Report(report[0]), report[1:]
         match kind:
             case Report.RECORD:
-                self.on_record(record_from_wire(values[0]))
+                self.on_record(from_wire(RequestRecord, values[0]))
                 return
             case Report.READY:
                 member.is_ready = True
@@ -170,7 +156,7 @@ class Crew:
         assert self._terms is not None
         member.has_begun = True
         self._evidence.pulses[member.process.number] = member.pulses
-        member.process.order(Order.BEGIN, terms_to_wire(self._terms))
+        member.process.order(Order.BEGIN, to_wire(self._terms))
         self._carry_out(self._dispatcher.add_process(member.process.number))
 
     def _carry_out(self, steps: Sequence[Step]) -> None:
@@ -178,12 +164,11 @@ class Crew:
         for step in steps:
             match step:
                 case Play(stream=None):
-                    members[step.process].process.order(Order.PLAY, session_to_wire(step.session))
+                    members[step.process].process.order(Order.PLAY, to_wire(step.session))
                 case Play():
-                    members[step.process].process.order(Order.PLAY_IN_PLACE, step.stream, session_to_wire(step.session))
+                    members[step.process].process.order(Order.PLAY_IN_PLACE, step.stream, to_wire(step.session))
                 case MovePlaces():
-                    kind = Order.GRANT if step.num_places > 0 else Order.ASK_BACK
-                    members[step.process].process.order(kind, step.stream, abs(step.num_places))
+                    members[step.process].process.order(Order.MOVE_PLACES, step.stream, step.num_places)
 
     def _note_pulse(self, member: _Member, pulse: Pulse) -> None:
         if not member.has_begun:
@@ -193,7 +178,7 @@ class Crew:
             self._tasks.create_task(self._hire())
 
     def _all_are_busy(self) -> bool:
-        """Whether every process is at work, and had more of it than is good for two pulses in a row."""
+        """Whether every process has begun and was busy in its last two pulses."""
         return not self._is_stopped and all(
             len(member.pulses) > 1 and all(map(is_busy, member.pulses[-2:])) for member in self._members
         )

@@ -1,10 +1,10 @@
-"""Which session goes to which generator process, and when. Bookkeeping only: no clock, no processes.
+"""Decides which session goes to which generator process, and when. Bookkeeping only: no clock, no processes.
 
-Sessions are handed out just in time, `AHEAD_S` before they are due, so that a process which is added takes part from
-then on. Those of open loops go, in order of their due times, to the process with the fewest sessions. A closed loop's
-places are divided among the processes; each process holds one session more for each place, which begins the moment a
-place becomes free. When a process is added, the others give places back as they become free, so that at no time more
-sessions run than the loop has places.
+Sessions are handed out just in time, `AHEAD_S` before they are due, so that an added process takes part at once. Those
+of open loops go, in order of their due times, to the process with the fewest sessions. The places of a closed loop are
+divided among the processes; each process holds one more session per place, which begins the moment a place becomes
+free. When a process is added, the others give places back as they become free, so that never more sessions run than
+the loop has places.
 """
 
 import heapq
@@ -19,17 +19,17 @@ AHEAD_S = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Play:
-    """Hand a session over."""
+    """Hand a session to a process."""
 
     process: int
     session: Session
     stream: int | None
-    """Of a closed loop; None: it is due at its `start_s`."""
+    """Number of its closed loop; None: it is due at its `start_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovePlaces:
-    """Give a process places of a closed loop, or ask them back when `num_places` is negative."""
+    """Give a process places of a closed loop, or take some back when `num_places` is negative."""
 
     process: int
     stream: int
@@ -46,11 +46,11 @@ class _Loop:
     sessions: Iterator[Session]
     concurrency: int
     num_spare: int
-    """Places that no process has."""
+    """Places without a process."""
     places: dict[int, int] = field(default_factory=dict)
-    """By process; without those asked back."""
+    """Places by process, without those being taken back."""
     waiting: dict[int, int] = field(default_factory=dict)
-    """By process: sessions that have been handed over and have not begun."""
+    """Sessions by process that were handed over and have not begun."""
     is_exhausted: bool = False
 
 
@@ -74,23 +74,23 @@ class Dispatcher:
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that were handed over and are not over."""
+        """Sessions that were handed over and have not ended."""
         return sum(self._num_sessions.values())
 
     @property
     def next_s(self) -> float:
-        """When `take` has something to do next; infinite: not by time alone."""
+        """Next time at which `take` has work; infinity when time alone brings none."""
         if self._next is not None:
             return self._next.start_s - AHEAD_S
         return math.inf if all(loop.is_exhausted for loop in self._loops.values()) else self._duration_s
 
     @property
     def is_done(self) -> bool:
-        """Whether every session has been handed over and is over."""
+        """Whether every session was handed over and has ended."""
         return self._next is None and not self.num_sessions and all(loop.is_exhausted for loop in self._loops.values())
 
     def add_process(self, process: int) -> list[Step]:
-        """Take a process into account; return what follows for closed loops."""
+        """Add a process; return the steps that follow for closed loops."""
         self._num_sessions[process] = 0
         steps: list[Step] = []
         for number, loop in self._loops.items():
@@ -99,7 +99,7 @@ class Dispatcher:
         return steps
 
     def take(self, now_s: float) -> list[Step]:
-        """Return the sessions of open loops that it is time to hand over, in order of their due times."""
+        """Return the sessions of open loops that are to be handed over by now, in order of their due times."""
         steps: list[Step] = []
         while self._next is not None and self._next.start_s - AHEAD_S <= now_s:
             process = min(self._num_sessions, key=lambda one: (self._num_sessions[one], one))
@@ -116,11 +116,11 @@ class Dispatcher:
         return self._refill(stream, self._loops[stream])
 
     def session_over(self, process: int) -> None:
-        """Note that nothing more will come of a session."""
+        """Note the end of a session."""
         self._num_sessions[process] -= 1
 
     def place_returned(self, stream: int) -> list[Step]:
-        """Note that a place that was asked back is free; return who gets it."""
+        """Note that a place was given back; return the steps that hand it on."""
         loop = self._loops[stream]
         loop.num_spare += 1
         return self._level(stream, loop)
@@ -133,7 +133,7 @@ class Dispatcher:
             loop.is_exhausted = True
 
     def _advance(self) -> None:
-        """Look at the next session of the open loops."""
+        """Fetch the next session of the open loops."""
         session = next(self._open, None) if self._num_left > 0 else None
         self._next = session if session is not None and session.start_s <= self._duration_s else None
 
@@ -143,7 +143,7 @@ class Dispatcher:
         return Play(process=process, session=session, stream=stream)
 
     def _level(self, number: int, loop: _Loop) -> list[Step]:
-        """Hand spare places to those with the fewest, and ask those with the most to give some back to them."""
+        """Hand spare places to the processes with the fewest, and take some back from those with the most."""
         moves: dict[int, int] = {}
         while loop.num_spare:
             poorest = min(loop.places, key=lambda one: (loop.places[one], one))
@@ -164,7 +164,7 @@ class Dispatcher:
         return steps + self._refill(number, loop)
 
     def _refill(self, number: int, loop: _Loop) -> list[Step]:
-        """Bring every process to as many waiting sessions as it has places: the first fill them, others follow."""
+        """Give every process as many waiting sessions as it has places."""
         steps: list[Step] = []
         for process, num_places in loop.places.items():
             while loop.waiting[process] < num_places and not loop.is_exhausted:

@@ -1,12 +1,10 @@
-"""Numbers with their uncertainty: percentiles, means and shares of requests, with bootstrap intervals.
+"""Percentiles, means and shares over requests, with bootstrap intervals.
 
-Requests that stand in the same line are not independent, and the gaps of one answer even less, so neither is resampled
+Requests that wait in the same queue are not independent, and the gaps of one answer even less, so neither is resampled
 one by one. `Resampler` cuts the requests, in the order in which they were due, into blocks and resamples blocks
-(Carlstein 1986; the length n^(1/3) is that of Hall, Horowitz and Jing 1995). What is measured more than once in a
-request, such as its gaps, moves with the request. An interval is between the 2.5th and 97.5th percentile of what the
-resamples give. It holds for more of the same run; another run on another day may differ by more.
-
-A percentile is an order statistic: the smallest value that at least this share of all values does not exceed.
+(Carlstein 1986; block length n^(1/3) by Hall, Horowitz and Jing 1995). Values that a request has several of, such as
+its gaps, move with the request. An interval lies between the 2.5th and the 97.5th percentile of the resamples. It is
+about a longer run under the same conditions; a run on another day may differ by more.
 """
 
 import math
@@ -16,17 +14,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from measure.figures import histogram_quantiles
+
 CONFIDENCE = 0.95
-"""Of every interval."""
 MIN_BEYOND = 10
-"""A percentile is quoted plainly when at least so many requests lie beyond it: p99 takes 1000 requests."""
+"""Requests that must lie beyond a percentile for it to be quoted plainly: p99 takes 1000 requests."""
 PERCENTILES = (0.5, 0.9, 0.95, 0.99)
 _Z = 1.959964  # of CONFIDENCE, two-sided
 _NUM_RESAMPLES = 1000
 _MIN_BLOCKS, _MAX_BLOCKS = 20, 512
 _MAX_GRID = 2048
-_FEW = 5  # with fewer requests an interval goes from the least value to the greatest
-_ROUNDING = 1e-9  # 0.99 * 1000 is 990, not a little more
+_FEW = 5  # with fewer requests an interval spans all values
+_ROUNDING = 1e-9  # 0.99 * 1000 is 990, not slightly more
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -35,7 +34,7 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A number and its interval."""
+    """A value with its confidence interval."""
 
     value: float
     low: float
@@ -43,7 +42,7 @@ class Estimate:
 
     @classmethod
     def of(cls, resamples: Floats, bounds: tuple[float, float] | None = None) -> "Estimate":
-        """Return the estimate whose value is resample 0, with their percentile interval or, where given, `bounds`."""
+        """Return resample 0 with the percentile interval of the resamples, or with `bounds` where they are given."""
         value = float(resamples[0])
         if bounds is None:
             tail = 100 * (1 - CONFIDENCE) / 2
@@ -53,20 +52,19 @@ class Estimate:
         return cls(value=value, low=min(low, value), high=max(high, value))
 
     def scaled(self, factor: float) -> "Estimate":
-        """Return the same in another unit."""
+        """Return the estimate in another unit."""
         return Estimate(value=self.value * factor, low=self.low * factor, high=self.high * factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Percentile:
-    """What a share `p` of all values does not exceed."""
+    """Value that a share `p` of all values does not exceed."""
 
     p: float
     estimate: Estimate
     num_needed: int
-    """So many requests would be needed to quote it plainly, by what this run shows."""
+    """Requests needed to quote it plainly, judged by this run."""
     is_sufficient: bool
-    """Whether there were so many."""
 
     @property
     def value(self) -> float:
@@ -76,18 +74,17 @@ class Percentile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """Of one measure, over requests or over what happened in them."""
+    """Distribution of a measure over requests, or over events within them, such as gaps."""
 
     num_requests: int
     num_values: int
-    """More than requests where one has several, such as gaps."""
+    """Above `num_requests` where a request has several values."""
     mean: Estimate
     percentiles: tuple[Percentile, ...]
-    """For each of `PERCENTILES`."""
     max: float
 
     def at(self, p: float) -> Percentile:
-        """Return one of `PERCENTILES`. Raises KeyError for another one."""
+        """Return the percentile of a share in `PERCENTILES`. Raises KeyError for any other share."""
         for percentile in self.percentiles:
             if percentile.p == p:
                 return percentile
@@ -100,20 +97,20 @@ class Distribution:
 
     @property
     def p90(self) -> float:
-        """Nine of ten are not above."""
+        """The 90th percentile."""
         return self.at(0.9).value
 
     @property
     def p99(self) -> float:
-        """One of a hundred is above."""
+        """The 99th percentile."""
         return self.at(0.99).value
 
 
 class Resampler:
-    """Blocks of requests, and how often each resample took each of them. Resample 0 is the run itself.
+    """Block bootstrap over requests, which are numbered in the order in which they were due.
 
-    Requests are numbered in the order in which they were due; with equal numbers of requests, two resamplers draw the
-    same blocks, so that runs of the same requests can be compared in pairs.
+    Resample 0 is the run itself. Resamplers with the same number of requests and seed draw the same blocks, so that
+    runs of the same requests can be compared in pairs.
     """
 
     def __init__(self, num_requests: int, *, seed: int = 0) -> None:
@@ -127,27 +124,19 @@ class Resampler:
         self._counts: Floats = np.vstack([np.ones(self._num_blocks), drawn])
 
     def quantiles(self, values: Floats, owners: Ints, shares: Sequence[float]) -> Floats:
-        """Return percentiles [resamples, shares] of `values`, the i-th of which request `owners[i]` brought.
+        """Return percentiles [resamples, shares] of `values`, of which the i-th belongs to request `owners[i]`.
 
-        NaN in resamples without any value. Exact in resample 0, and in all where values are few enough.
+        NaN in resamples without values. Exact in resample 0, and with up to `_MAX_GRID` values in all resamples.
         """
-        ordered = np.sort(values)
-        grid = _grid(ordered)
+        grid = _grid(np.sort(values))
         bins = np.minimum(np.searchsorted(grid, values), grid.size - 1)
         cells = np.bincount(self._block_of[owners] * grid.size + bins, minlength=self._num_blocks * grid.size)
-        table = cells.reshape(self._num_blocks, grid.size).astype(np.float64)
-        cumulated = np.cumsum(self._counts @ table, axis=1)
-        totals = cumulated[:, -1]
-        found = np.empty((totals.size, len(shares)))
-        for column, share in enumerate(shares):
-            ranks = np.ceil(share * totals - _ROUNDING)
-            found[:, column] = grid[np.minimum(np.sum(cumulated < ranks[:, None], axis=1), grid.size - 1)]
-            found[0, column] = ordered[_rank(share, ordered.size)]
-        found[totals == 0] = np.nan
+        found = histogram_quantiles(grid, self._counts @ cells.reshape(self._num_blocks, grid.size), shares)
+        found[0] = np.quantile(values, shares)
         return found
 
     def ratios(self, numerators: Floats, denominators: Floats) -> Floats:
-        """Return the sum of `numerators` by that of `denominators`, one of each for a request, for each resample."""
+        """Return for each resample the ratio of two sums over its requests; NaN where the denominator is 0."""
         above, below = (
             self._counts @ np.bincount(self._block_of, weights=values, minlength=self._num_blocks)
             for values in (numerators, denominators)
@@ -156,7 +145,7 @@ class Resampler:
             return np.asarray(np.where(below > 0, above / below, np.nan))
 
     def distribution(self, values: Floats, owners: Ints) -> Distribution | None:
-        """Return what is to say about `values`, the i-th of which request `owners[i]` brought; None without any."""
+        """Return the distribution of `values`, of which the i-th belongs to request `owners[i]`; None without any."""
         if not values.size:
             return None
         sums = np.bincount(owners, weights=values, minlength=self.num_requests).astype(np.float64)
@@ -167,7 +156,7 @@ class Resampler:
         bounds = (float(values[order[0]]), float(values[order[-1]])) if num_owners < _FEW else None
         percentiles = []
         for column, share in enumerate(PERCENTILES):
-            beyond = owners[order[_rank(share, values.size) + 1 :]]
+            beyond = owners[order[math.floor(share * (values.size - 1) + _ROUNDING) + 1 :]]
             needed = _num_needed(share, num_owners, values.size, beyond)
             percentiles.append(
                 Percentile(
@@ -186,10 +175,10 @@ class Resampler:
         )
 
     def share(self, is_good: Bools) -> Estimate:
-        """Return the share of requests that are good, with Wilson's interval (1927).
+        """Return the share of good requests, with Wilson's interval (1927).
 
-        It is that of as many independent requests as would give the variance that the resamples have, never of more
-        than there are. At shares of 0 and 1, where resamples do not vary, it is that of all.
+        The interval is for the number of independent requests that would give the variance of the resamples, at most
+        the number of requests. At shares of 0 and 1, where resamples do not vary, it is for all requests.
         """
         num_requests = is_good.size
         value = float(np.mean(is_good))
@@ -204,18 +193,13 @@ class Resampler:
 
 
 def _block_length(num_requests: int) -> int:
-    """Return n^(1/3), less where that leaves too few blocks, more where blocks would be too many to be quick."""
+    """Return n^(1/3): shorter where that gives too few blocks, longer where it gives too many to be fast."""
     length = min(round(math.cbrt(num_requests)), num_requests // _MIN_BLOCKS)
     return max(1, length, -(-num_requests // _MAX_BLOCKS))
 
 
-def _rank(share: float, num_values: int) -> int:
-    """Return the place, from 0, of a percentile among sorted values."""
-    return max(0, math.ceil(share * num_values - _ROUNDING) - 1)
-
-
 def _grid(ordered: Floats) -> Floats:
-    """Return where percentiles of resamples are looked for: all values, or every so many and more of the tail."""
+    """Return the values among which percentiles of resamples are searched: all, or some, most of them in the tail."""
     if ordered.size <= _MAX_GRID:
         return np.unique(ordered)
     even = np.linspace(0, 1, _MAX_GRID // 2)
@@ -225,9 +209,9 @@ def _grid(ordered: Floats) -> Floats:
 
 
 def _num_needed(share: float, num_requests: int, num_values: int, beyond: Ints) -> int:
-    """Return how many requests it takes to have `MIN_BEYOND` of them beyond a percentile.
+    """Return the number of requests needed to have `MIN_BEYOND` of them beyond a percentile.
 
-    Where requests bring several values, the largest may come from few of them, by which the number is scaled.
+    Where requests have several values, the largest may come from few requests; the number is scaled by that.
     """
     if num_values == num_requests:
         return math.ceil(MIN_BEYOND / (1 - share) - _ROUNDING)

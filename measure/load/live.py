@@ -1,4 +1,4 @@
-"""What can be seen of a load test while it runs: a bar and figures on a terminal, a line now and then elsewhere."""
+"""Progress of a load test: a bar and figures on a terminal, a line every few seconds elsewhere."""
 
 import asyncio
 import math
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -16,12 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 from common.clock import Clock, SystemClock
+from measure.figures import percentiles
 from measure.load.records import PoolSample, RequestRecord, WorkerSample
-from measure.load.spec import RunStart
+from measure.load.spec import LoadSpec
+from measure.load.targets.interface import TargetInfo
 from measure.pages.wording import count, duration, number, percent, scaled
+from measure.workload.sessions import Workload
 
 RECENT_S = 10.0
-"""Figures are of the answers that ended in so many seconds before."""
+"""Figures cover answers that ended within this time."""
 _REFRESH_S = 0.5
 _LINE_S = 5.0
 _BAR_WIDTH = 40
@@ -29,7 +31,7 @@ _BAR_WIDTH = 40
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """What figures take from a request; latencies of complete ones only."""
+    """An ended request, as far as figures need it; only complete ones have latencies."""
 
     end_s: float
     num_tokens: int
@@ -43,9 +45,9 @@ class _Ended:
 
 
 class LiveView:
-    """An observer that shows what happens, inside its `with` block. One event loop.
+    """An observer that shows progress inside its `with` block. One event loop.
 
-    It draws twice a second whatever the load is, which takes about a hundredth of a core.
+    It draws twice a second, whatever the load, which takes about a hundredth of a core.
     """
 
     def __init__(self, console: Console, clock: Clock | None = None) -> None:
@@ -53,7 +55,7 @@ class LiveView:
         self._clock = clock or SystemClock()
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._timer: asyncio.TimerHandle | None = None
-        self._start: RunStart | None = None
+        self._spec: LoadSpec | None = None
         self._started_s = 0.0
         self._num_ended = 0
         self._num_failed = 0
@@ -61,14 +63,14 @@ class LiveView:
         self._num_recent_tokens = 0
         self._sample: PoolSample | None = None
 
-    def started(self, start: RunStart) -> None:
-        """Begin to show."""
-        self._start = start
+    def started(self, spec: LoadSpec, target: TargetInfo) -> None:
+        """Start the display."""
+        self._spec = spec
         self._started_s = self._clock.monotonic()
-        workers = ", ".join(f"{number_of} {role}" for role, number_of in start.target.num_workers.items())
+        workers = ", ".join(f"{number_of} {role}" for role, number_of in target.num_workers.items())
         self._console.print(
-            f"{start.name}: {start.target.system}, {start.target.model}{f' ({workers})' if workers else ''};"
-            f" {_plan(start)}; Ctrl-C ends it and keeps what was measured",
+            f"{spec.name}: {target.system}, {target.model}{f' ({workers})' if workers else ''};"
+            f" {_plan(spec.workload)}; Ctrl-C ends it and keeps the results",
             soft_wrap=True,
         )
         self._wait()
@@ -86,8 +88,8 @@ class LiveView:
         self._sample = sample
 
     def show(self) -> None:
-        """Draw what is known now."""
-        if self._start is None:
+        """Draw the current state."""
+        if self._spec is None:
             return
         elapsed_s = self._clock.monotonic() - self._started_s
         while self._recent and self._recent[0].end_s < elapsed_s - RECENT_S:
@@ -96,7 +98,7 @@ class LiveView:
             figures = "; ".join((self._counts(elapsed_s), *self._latencies(), *self._pools()))
             self._console.print(f"{elapsed_s:6.1f} s  {figures}", soft_wrap=True)
         else:
-            lines: list[RenderableType] = [self._bar(self._start, elapsed_s), Text(self._counts(elapsed_s))]
+            lines: list[RenderableType] = [self._bar(self._spec, elapsed_s), Text(self._counts(elapsed_s))]
             lines += [Text(" · ".join(parts)) for parts in (self._latencies(), self._pools()) if parts]
             self._live.update(Group(*lines), refresh=True)
 
@@ -121,8 +123,8 @@ class LiveView:
         self._wait()
         self.show()
 
-    def _bar(self, start: RunStart, elapsed_s: float) -> RenderableType:
-        duration_s, max_requests = start.workload.duration_s, start.workload.max_requests
+    def _bar(self, spec: LoadSpec, elapsed_s: float) -> RenderableType:
+        duration_s, max_requests = spec.workload.duration_s, spec.workload.max_requests
         shares = [elapsed_s / duration_s] if 0 < duration_s < math.inf else []
         if max_requests is not None:
             shares.append(self._num_ended / max_requests)
@@ -130,7 +132,7 @@ class LiveView:
         clock = f"{elapsed_s:.0f} s" + (f" of {duration_s:.0f} s" if duration_s < math.inf else "")
         is_over = bool(shares) and max(shares) >= 1
         grid.add_row(
-            Text(start.name, style="bold"),
+            Text(spec.name, style="bold"),
             ProgressBar(total=1.0, completed=min(1.0, max(shares, default=0.0)), width=_BAR_WIDTH),
             Text(clock + (", waiting for the last answers" if is_over else "")),
         )
@@ -145,13 +147,11 @@ class LiveView:
         )
 
     def _latencies(self) -> list[str]:
-        ttfts_s = [ended.ttft_s for ended in self._recent if ended.ttft_s is not None]
-        tpots_s = [ended.tpot_s for ended in self._recent if ended.tpot_s is not None]
+        times = {"TTFT": [ended.ttft_s for ended in self._recent], "TPOT": [ended.tpot_s for ended in self._recent]}
         parts = []
-        for name, values in (("TTFT", ttfts_s), ("TPOT", tpots_s)):
-            if values:
-                p50, p99 = np.quantile(values, [0.5, 0.99], method="inverted_cdf")
-                parts.append(f"{name} p50 {duration(float(p50))}, p99 {duration(float(p99))}")
+        for name, values in times.items():
+            if found := percentiles(values):
+                parts.append(f"{name} p50 {duration(found.p50)}, p99 {duration(found.p99)}")
         return parts
 
     def _pools(self) -> list[str]:
@@ -171,8 +171,7 @@ def _pool(role: str, workers: Sequence[WorkerSample]) -> str:
     return f"{role} {sum(w.num_running for w in workers)} running{waiting}, KV {percent(kv_share, 0)}"
 
 
-def _plan(start: RunStart) -> str:
-    workload = start.workload
+def _plan(workload: Workload) -> str:
     limits = [f"for {duration(workload.duration_s)}"] if workload.duration_s < math.inf else []
     if workload.max_requests is not None:
         limits.append(f"at most {count(workload.max_requests, 'request')}")

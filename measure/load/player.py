@@ -1,8 +1,8 @@
-"""Plays sessions to a target: every request at its due time, whatever became of the others.
+"""Plays sessions to a target: every request at its due time, whatever happens to the others.
 
-An open loop's first requests are due when the workload says, later turns their think time after the end of the answer
-before. A closed loop has places: a session is due when its place became free. A turn that is not answered to its end is
-the last of its session; those that would have followed were never asked.
+In an open loop a session's first request is due at a planned time; later turns are due their think time after the end
+of the answer before. A closed loop has places: a session is due when its place becomes free. A turn without a complete
+answer is the last of its session.
 """
 
 import asyncio
@@ -23,21 +23,25 @@ from measure.workload.sessions import Content, Session
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What holds for all requests of a run."""
+    """Settings that hold for all requests of a run."""
 
     content: Content
     seed: int
     origin_s: float
-    """When the run began, on the monotonic clock that all processes of a machine share."""
+    """Start of the run on the monotonic clock, which all processes of a machine share."""
     duration_s: float
-    """No session of a closed loop begins later."""
+    """Time after which no session of a closed loop begins."""
     timeout_s: float
-    slo: Slo | None
+    slo: Slo | None = None
+    first_token: int = 0
+    """Lowest token id in prompts."""
+    num_tokens: int = 1 << 20
+    """Number of token ids in prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
-    """What a player works with."""
+    """Collaborators of a player."""
 
     target: Target
     writer: Writer
@@ -46,44 +50,42 @@ class Tools:
 
 
 class Reporter(Protocol):
-    """Whom a player tells, on its event loop."""
+    """Receives the reports of a player, on its event loop."""
 
     def record(self, request: RequestRecord) -> None:
-        """Take a request that has ended; its index is 0."""
+        """Take an ended request; its index is 0."""
 
     def session_over(self, stream: int | None) -> None:
-        """Note that nothing more will come of a session of this closed loop (None: an open loop)."""
+        """Note the end of a session of a closed loop (None: of an open loop)."""
 
     def session_begun(self, stream: int) -> None:
         """Note that a session of a closed loop has taken a place."""
 
     def place_returned(self, stream: int) -> None:
-        """Note that a place that was asked back is free."""
+        """Note that a place was given back."""
 
 
 @dataclass(slots=True)
 class _Play:
-    """A session that is being played."""
+    """A session in play."""
 
-    session: Session
     conversation: Conversation
     request: PreparedRequest
-    """The next one."""
 
 
 @dataclass(slots=True)
 class _Places:
-    """Of one closed loop."""
+    """Places of one closed loop."""
 
     free_s: deque[float] = field(default_factory=deque)
-    """Free places, by when they became so."""
+    """Times at which the free places became free."""
     waiting: deque[_Play] = field(default_factory=deque)
-    """Sessions that wait for one. Either this or `free_s` is empty."""
+    """Sessions that wait for a place. Either this or `free_s` is empty."""
     num_asked_back: int = 0
 
 
 class Player:
-    """Plays sessions side by side, as tasks of `tasks`. One event loop."""
+    """Plays sessions concurrently, as tasks of `tasks`. One event loop."""
 
     def __init__(self, tools: Tools, terms: Terms, reporter: Reporter, tasks: asyncio.TaskGroup) -> None:
         self._target, self._writer, self._alarm, self._clock = tools.target, tools.writer, tools.alarm, tools.clock
@@ -95,33 +97,30 @@ class Player:
         self._is_stopped = False
 
     def play(self, session: Session) -> None:
-        """Play a session of an open loop; its first prompt is written out now."""
+        """Play a session of an open loop; its first prompt is written now."""
         self._start(self._written(session), session.start_s, None)
 
     def play_in_place(self, session: Session, stream: int) -> None:
-        """Play a session of a closed loop as soon as one of its places is free; its first prompt is written out now."""
+        """Play a session of a closed loop as soon as a place is free; its first prompt is written now."""
         places = self._places.setdefault(stream, _Places())
         places.waiting.append(self._written(session))
         self._fill(stream)
 
-    def grant(self, stream: int, num_places: int) -> None:
-        """Add places to a closed loop."""
-        self._places.setdefault(stream, _Places()).free_s.extend([self._now_s()] * num_places)
-        self._fill(stream)
-
-    def ask_back(self, stream: int, num_places: int) -> None:
-        """Take places from a closed loop, as they become free."""
-        self._places[stream].num_asked_back += num_places
+    def move_places(self, stream: int, num_places: int) -> None:
+        """Add places to a closed loop or, with a negative number, take some back as they become free."""
+        places = self._places.setdefault(stream, _Places())
+        places.free_s.extend([self._now_s()] * num_places)
+        places.num_asked_back += max(0, -num_places)
         self._fill(stream)
 
     def stop(self) -> None:
-        """Send nothing more and cancel what runs, on the server as well; what runs is recorded as cancelled."""
+        """Send nothing more; cancel running requests, on the server as well, and record them as cancelled."""
         self._is_stopped = True
         for task in self._running:
             task.cancel()
 
     def _fill(self, stream: int) -> None:
-        """Bring free places, those who want them back and those who wait together."""
+        """Give free places back where asked to, and to waiting sessions otherwise."""
         places = self._places[stream]
         while places.free_s and places.num_asked_back:
             places.free_s.pop()
@@ -153,8 +152,8 @@ class Player:
             self._fill(stream)
 
     async def _turns(self, play: _Play, due_s: float) -> float:
-        """Ask every turn at its time; return when the last answer ended."""
-        turns = play.session.turns
+        """Send every turn at its time; return the end of the last answer."""
+        turns = play.request.session.turns
         while True:
             await self._alarm.until(self._terms.origin_s + due_s)
             ended = await send(play.request, due_s=due_s, clock=self._clock, origin_s=self._terms.origin_s)
@@ -164,14 +163,12 @@ class Player:
             if ended.answer is None or next_idx == len(turns):
                 return record.end_s
             play.conversation.hear(ended.answer, record.num_output_tokens)
-            play.request = self._prepared(play.session, play.conversation, next_idx)
+            play.request = self._prepared(play.request.session, play.conversation, next_idx)
             due_s = record.end_s + turns[next_idx].think_s
 
     def _written(self, session: Session) -> _Play:
         conversation = Conversation(session, self._terms.content, self._writer)
-        return _Play(
-            session=session, conversation=conversation, request=self._prepared(session, conversation, turn_idx=0)
-        )
+        return _Play(conversation=conversation, request=self._prepared(session, conversation, turn_idx=0))
 
     def _prepared(self, session: Session, conversation: Conversation, turn_idx: int) -> PreparedRequest:
         turn, slo = session.turns[turn_idx], self._terms.slo
@@ -190,22 +187,15 @@ class Player:
             call = self._target.prepare(request)
         except KvrelayError as error:
             call = _Failing(error)
-        return PreparedRequest(
-            session=session.index,
-            turn=turn_idx,
-            kind=session.kind,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_wanted_tokens=request.num_output_tokens,
-            call=call,
-        )
+        return PreparedRequest(session=session, turn=turn_idx, asked=request, call=call)
 
     def _now_s(self) -> float:
-        """Seconds since the run began; 0 before."""
+        """Return the seconds since the run began; 0 before."""
         return max(0.0, self._clock.monotonic() - self._terms.origin_s)
 
 
 class _Failing:
-    """Stands for a request that cannot be written; it fails when it is due, like one that the server rejects."""
+    """A request that cannot be written; it fails when it is due, like one that the server rejects."""
 
     def __init__(self, error: KvrelayError) -> None:
         self._error = error
@@ -215,5 +205,5 @@ class _Failing:
 
 
 def _seed(seed: int, session: int, turn: int) -> int:
-    """Sampling seed of a request: the same in every run of a workload."""
+    """Return the sampling seed of a request, the same in every run of a workload."""
     return (seed * 1_000_003 + session * 65_537 + turn) % (1 << 31)

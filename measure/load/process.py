@@ -1,7 +1,7 @@
-"""A generator process: plays the sessions that it is given, and measures itself. `python -m measure.load.process`.
+"""A generator process: plays the sessions that it gets and measures itself. `python -m measure.load.process`.
 
-Orders come on stdin, reports go to stdout (`measure.load.wire`), words to stderr. It ignores SIGINT: whoever
-started it decides when it ends. It ends when stdin does, and dies with its parent.
+Orders come on stdin, reports go to stdout (`measure.load.wire`), errors to stderr. It ignores SIGINT: its parent
+decides when it ends. It ends when stdin does, and dies with its parent.
 """
 
 import asyncio
@@ -21,65 +21,63 @@ from measure.load.alarm import Alarm, make_alarm
 from measure.load.player import Player, Terms, Tools
 from measure.load.pulse import LoopMeter, PulseTaker
 from measure.load.records import RequestRecord
-from measure.load.targets.interface import Target
-from measure.load.targets.select import make_target
+from measure.load.targets.interface import Target, TargetSpec, make_target
 from measure.load.wire import (
     Message,
     Order,
     Report,
     Unpacker,
+    from_wire,
     pack,
-    record_to_wire,
-    session_from_wire,
-    target_from_wire,
-    terms_from_wire,
+    to_wire,
 )
 from measure.workload.content import ContentWriter
+from measure.workload.sessions import Session
 
 FLUSH_S = 0.02
-"""Reports are sent together: a pipe that is written to for each of them wakes the other side as often."""
+"""Time for which reports are gathered: one write for each would wake the other side as often."""
 PULSE_S = 0.5
 
 
 class Outbox:
-    """Reports that wait to be written; a `Reporter`."""
+    """Buffers reports and writes them; a `Reporter`."""
 
     def __init__(self, pipe: asyncio.WriteTransport) -> None:
         self._pipe = pipe
         self._waiting: list[bytes] = []
 
     def put(self, kind: Report, *values: Any) -> None:
-        """Send a report soon."""
+        """Send a report within `FLUSH_S`."""
         if not self._waiting:
             asyncio.get_running_loop().call_later(FLUSH_S, self.flush)
         self._waiting.append(pack(kind, *values))
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write all buffered reports."""
         if self._waiting:
             self._pipe.write(b"".join(self._waiting))
             self._waiting.clear()
 
     def record(self, request: RequestRecord) -> None:
-        """Report a request that has ended."""
-        self.put(Report.RECORD, record_to_wire(request))
+        """Report an ended request."""
+        self.put(Report.RECORD, to_wire(request))
 
     def session_over(self, stream: int | None) -> None:
-        """Report that nothing more will come of a session."""
+        """Report the end of a session."""
         self.put(Report.SESSION_OVER, stream)
 
     def session_begun(self, stream: int) -> None:
-        """Report that a session of a closed loop has begun; at once, since it will need a successor."""
+        """Report at once that a session of a closed loop has begun: it will need a successor."""
         self.put(Report.SESSION_BEGUN, stream)
         self.flush()
 
     def place_returned(self, stream: int) -> None:
-        """Report that a place is free for another process."""
+        """Report that a place was given back for another process."""
         self.put(Report.PLACE_RETURNED, stream)
 
 
 class Generator:
-    """Carries orders out."""
+    """Executes orders."""
 
     def __init__(self, alarm: Alarm, outbox: Outbox, pulses: PulseTaker, tasks: asyncio.TaskGroup) -> None:
         self._alarm = alarm
@@ -88,30 +86,26 @@ class Generator:
         self._tasks = tasks
         self._target: Target
         self._player: Player
-        self._tokens = (0, 0)
 
     async def obey(self, order: Message) -> bool:
-        """Carry an order out; return whether to go on."""
+        """Execute an order; return whether to go on."""
         kind, values = Order(order[0]), order[1:]
         match kind:
             case Order.SETUP:
-                self._target = make_target(target_from_wire(values[0]))
-                self._tokens = (values[1], values[2])
+                self._target = make_target(from_wire(TargetSpec, values[0]))
                 self._outbox.put(Report.READY, _run_before_others())
                 self._outbox.flush()
             case Order.BEGIN:
-                self._pulses.take()  # what it took to get ready does not count
-                self._player = self._make_player(terms_from_wire(values[0]))
+                self._pulses.take()  # getting ready does not count
+                self._player = self._make_player(from_wire(Terms, values[0]))
             case Order.PLAY:
-                self._player.play(session_from_wire(values[0]))
-                await asyncio.sleep(0)  # writing a prompt out takes its time; what is due comes between
+                self._player.play(from_wire(Session, values[0]))
+                await asyncio.sleep(0)  # writing a prompt takes time; due requests go first
             case Order.PLAY_IN_PLACE:
-                self._player.play_in_place(session_from_wire(values[1]), values[0])
+                self._player.play_in_place(from_wire(Session, values[1]), values[0])
                 await asyncio.sleep(0)
-            case Order.GRANT:
-                self._player.grant(values[0], values[1])
-            case Order.ASK_BACK:
-                self._player.ask_back(values[0], values[1])
+            case Order.MOVE_PLACES:
+                self._player.move_places(values[0], values[1])
             case Order.STOP:
                 self._player.stop()
             case Order.FINISH:
@@ -123,8 +117,7 @@ class Generator:
         await self._target.aclose()
 
     def _make_player(self, terms: Terms) -> Player:
-        first_token, num_tokens = self._tokens
-        writer = ContentWriter(seed=terms.seed, first_token=first_token, num_tokens=num_tokens)
+        writer = ContentWriter(seed=terms.seed, first_token=terms.first_token, num_tokens=terms.num_tokens)
         tools = Tools(target=self._target, writer=writer, alarm=self._alarm, clock=SystemClock())
         return Player(tools, terms, self._outbox, self._tasks)
 
@@ -141,7 +134,7 @@ async def _serve(orders_fd: int, reports_fd: int) -> None:
         watching = [tasks.create_task(meter.run()), tasks.create_task(_pulse(alarm, outbox, pulses))]
         generator = Generator(alarm, outbox, pulses, tasks)
         gc.collect()
-        gc.freeze()  # what is there now stays; looking at it again would only make the loop late
+        gc.freeze()  # objects from the start live on; scanning them again would only delay the loop
         await _obey_all(orders, generator)
         for task in watching:
             task.cancel()
@@ -154,7 +147,7 @@ async def _serve(orders_fd: int, reports_fd: int) -> None:
 
 
 class _Closing(asyncio.Protocol):
-    """Tells when all that was written to a pipe is in it."""
+    """Signals that everything written to a pipe has gone into it."""
 
     def __init__(self) -> None:
         self.is_closed = asyncio.Event()
@@ -165,13 +158,13 @@ class _Closing(asyncio.Protocol):
 
 
 async def _obey_all(orders: asyncio.StreamReader, generator: Generator) -> None:
-    """Carry orders out until one ends it. Raises EOFError when the parent has gone."""
+    """Execute orders until FINISH. Raises EOFError when the parent is gone."""
     unpacker = Unpacker()
     while data := await orders.read(1 << 16):
         for order in unpacker.feed(data):
             if not await generator.obey(order):
                 return
-    raise EOFError("whoever gave the orders has gone")
+    raise EOFError("the parent process is gone")
 
 
 async def _pulse(alarm: Alarm, outbox: Outbox, taker: PulseTaker) -> None:
@@ -182,31 +175,31 @@ async def _pulse(alarm: Alarm, outbox: Outbox, taker: PulseTaker) -> None:
 
 
 def main() -> None:
-    """Serve the load test that has started this process."""
+    """Serve the load test that started this process."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _allow_many_connections()
     orders_fd, reports_fd = os.dup(0), os.dup(1)
-    os.dup2(2, 1)  # whatever prints must not get between the reports
+    os.dup2(2, 1)  # printed text must not mix with the reports
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     uvloop.run(_serve(orders_fd, reports_fd))
 
 
 def _allow_many_connections() -> None:
-    """Take as many open files as this process may have: a waiting request must not wait for another's connection."""
+    """Raise the limit of open files as far as allowed: no request may wait for the connection of another."""
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _run_before_others() -> bool:
-    """Take a core at once whenever there is something to do (SCHED_RR), and return whether that is allowed.
+    """Request real-time scheduling (SCHED_RR) for this process and its later threads; return whether it is allowed.
 
-    On a machine that is shared with the server, stamps would else wait tens of milliseconds for the server's turn to
-    end. Threads that are made later inherit it: gRPC's must be as quick. What the generator takes is what it would take
-    anyway, and the kernel leaves others a part of each second (`sched_rt_runtime_us`).
+    On a machine shared with the server, time stamps would otherwise wait tens of milliseconds for the server's time
+    slices. Later threads inherit it, gRPC's among them. The generator's CPU use does not grow by it, and the kernel
+    reserves others a part of each second (`sched_rt_runtime_us`).
     """
-    if not hasattr(os, "sched_setscheduler"):  # Linux alone has it
+    if not hasattr(os, "sched_setscheduler"):  # Linux only
         return False
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))

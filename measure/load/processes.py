@@ -1,4 +1,4 @@
-"""Generator processes, as the load test sees them."""
+"""Generator processes as seen by the load test."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ _STDERR_BYTES = 4096
 
 
 class GeneratorProcess:
-    """A running `measure.load.process`. Whoever called `start` has to call `kill` and `wait`, on every path."""
+    """A running `measure.load.process`. The caller of `start` must call `kill` and `wait` on every path."""
 
     def __init__(self, number: int, process: Process) -> None:
         self.number = number
@@ -26,7 +26,7 @@ class GeneratorProcess:
 
     @classmethod
     async def start(cls, number: int) -> "GeneratorProcess":
-        """Start one. It dies with this process, however that ends."""
+        """Start a process, which dies with this one, however that ends."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -35,25 +35,25 @@ class GeneratorProcess:
             stdout=PIPE,
             stderr=PIPE,
             env=os.environ | {PARENT_PID_ENV: str(os.getpid())},
-            # A group of its own: Ctrl-C at a terminal, which reaches a whole group, must not end it while it starts and
-            # does not ignore it yet.
+            # A group of its own: Ctrl-C at a terminal reaches a whole group and must not end a process that starts and
+            # does not ignore SIGINT yet.
             process_group=0,
         )
         return cls(number, process)
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id."""
         return self._process.pid
 
     def order(self, kind: Order, *values: Any) -> None:
-        """Send an order; lost when the process has ended, which its reports tell."""
+        """Send an order. It is lost when the process has ended, which shows in `reports`."""
         stdin = self._process.stdin
         assert stdin is not None
         stdin.write(pack(kind, *values))
 
     async def reports(self) -> AsyncIterator[Message]:
-        """Yield what it reports, until it closes its end."""
+        """Yield reports until the process closes its end."""
         stdout, unpacker = self._process.stdout, Unpacker()
         assert stdout is not None
         while data := await stdout.read(_READ_BYTES):
@@ -61,27 +61,26 @@ class GeneratorProcess:
                 yield report
 
     async def read_stderr(self) -> None:
-        """Keep the end of what it says, until it closes its end."""
+        """Read stderr until the process closes it, and keep the last part."""
         stderr = self._process.stderr
         assert stderr is not None
         while data := await stderr.read(_STDERR_BYTES):
             self._stderr = (self._stderr + data)[-_STDERR_BYTES:]
 
     async def epitaph(self) -> str:
-        """Wait for its end and say how it came."""
+        """Wait for the end of the process and describe it."""
         code = await self._process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         said = self._stderr.decode(errors="replace").strip()
         return f"generator process {self.number} {how}" + (f":\n{said}" if said else "")
 
     def kill(self) -> None:
-        """End it now, unless it has ended."""
+        """Kill the process unless it has ended."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                # Not asyncio's own kill: it looks first whether the process has ended, which takes its exit code away
-                # from the loop's watcher.
+                # not asyncio's own kill, which polls first and so takes the exit code from the loop's watcher
                 os.kill(self._process.pid, signal.SIGKILL)
 
     async def wait(self) -> None:
-        """Wait for its end."""
+        """Wait for the end of the process."""
         await self._process.wait()

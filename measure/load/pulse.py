@@ -1,4 +1,4 @@
-"""How a generator process itself does: its CPU share, how late it wakes, whether the machine slept."""
+"""Self-measurement of a generator process: CPU share, delay of wake-ups, suspension of the machine."""
 
 import time
 from dataclasses import dataclass, field
@@ -8,15 +8,14 @@ from measure.load.alarm import Alarm
 from measure.load.wire import Pulse
 
 BEAT_S = 0.02
-"""Between two measurements of lateness."""
+"""Time between two measurements of delay."""
 
 
 @dataclass(slots=True)
 class LoopMeter:
-    """Measures how late a process notices things: it wants to wake at evenly spaced times, as answers come at any.
+    """Measures the delay with which a process notices events, by waking at evenly spaced times.
 
-    A stall swallows beats; each of them counts with what it would have waited, so that a stall weighs as long as it
-    was.
+    Each wake-up missed during a stall counts with the time it would have waited, so that a stall weighs by its length.
     """
 
     alarm: Alarm
@@ -35,13 +34,13 @@ class LoopMeter:
                 due_s += BEAT_S
 
     def take(self) -> list[float]:
-        """Return the lags since the last call."""
+        """Return the delays since the last call."""
         taken, self._lags_s = self._lags_s, []
         return taken
 
 
 class PulseTaker:
-    """Makes a process's pulses."""
+    """Makes the pulses of this process."""
 
     def __init__(self, meter: LoopMeter) -> None:
         self._meter = meter
@@ -50,7 +49,7 @@ class PulseTaker:
         self._first_sleep_s = _slept_s()
 
     def take(self) -> Pulse:
-        """Return how the process did since the last call."""
+        """Return the pulse for the time since the last call."""
         now_s, cpu_s = time.monotonic(), time.process_time()
         share = (cpu_s - self._cpu_s) / max(now_s - self._at_s, 1e-9)
         self._at_s, self._cpu_s = now_s, cpu_s
@@ -58,6 +57,6 @@ class PulseTaker:
 
 
 def _slept_s() -> float:
-    """Return how long the machine has been suspended since it was booted; 0 where no clock tells."""
-    boottime = getattr(time, "CLOCK_BOOTTIME", None)  # Linux: goes on while the machine sleeps, unlike monotonic
+    """Return the time that the machine was suspended since boot; 0 where no clock counts it."""
+    boottime = getattr(time, "CLOCK_BOOTTIME", None)  # on Linux it runs on during suspension, unlike monotonic
     return time.clock_gettime(boottime) - time.monotonic() if boottime is not None else 0.0

@@ -1,14 +1,15 @@
-"""What a load test keeps: one record for each request, samples of the pools, and what was run.
+"""Results of a load test: a record per request, samples of the pools, and a description of the run.
 
-Times are seconds since the run began, on the generator's clock, unless a name says that the server measured them.
+Times are seconds since the run began, on the generator's clock; those that the server measured are named so.
 
-    DIR/run.json        `RunInfo`: what was run, on what, and how the generator itself did
-    DIR/requests.jsonl  a `RequestRecord` a line, in order of their ends
-    DIR/samples.jsonl   a `PoolSample` a line
+    DIR/run.json        `RunInfo`: the workload, the target, and how the generator itself did
+    DIR/requests.jsonl  a `RequestRecord` per line, in order of their ends
+    DIR/samples.jsonl   a `PoolSample` per line
 """
 
 import enum
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -17,16 +18,16 @@ class Outcome(enum.StrEnum):
 
     COMPLETED = "completed"
     REFUSED = "refused"
-    """Told to come back later, before its first token."""
+    """Rejected before its first token; the client may retry."""
     FAILED = "failed"
     TIMED_OUT = "timed_out"
     CANCELLED = "cancelled"
-    """By the load test itself, which was ended early."""
+    """Cancelled by the load test itself, which was ended early."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerReport:
-    """What the server says of a request; None where it says nothing."""
+    """Report of the server on a request; fields are None where it reports nothing."""
 
     request_id: str | None = None
     queue_s: float | None = None
@@ -36,7 +37,7 @@ class ServerReport:
     transfer_exposed_s: float | None = None
     """The part of the transfer that prefill did not hide."""
     ttft_s: float | None = None
-    """Received to first token sent."""
+    """From receiving the request to sending its first token."""
     e2e_s: float | None = None
     num_cached_tokens: int | None = None
     num_pulled_tokens: int | None = None
@@ -44,62 +45,77 @@ class ServerReport:
     transfer_bytes: int | None = None
     transport: str | None = None
     prefill_worker: str | None = None
-    """None as well for a local plan."""
+    """None for a local plan, too."""
     decode_worker: str | None = None
     num_attempts: int | None = None
     predicted_ttft_s: float | None = None
     predicted_cached_tokens: int | None = None
 
+    @classmethod
+    def of(cls, report: Mapping[str, Any]) -> "ServerReport":
+        """Return the report of one of our own servers, in the form of docs/openai.md."""
+        plan, transfer = report["plans"][-1], report["transfer"]
+        values = report["usage"] | report["timings"] | plan | report
+        same = {each.name: values[each.name] for each in fields(cls) if each.name in values}
+        return cls(
+            **same
+            | {
+                "transfer_bytes": transfer["kv_bytes"],
+                "transport": transfer["transport"],
+                "prefill_worker": plan["prefill_worker_id"] or None,
+                "decode_worker": plan["decode_worker_id"],
+                "predicted_ttft_s": plan["predicted_ttft_s"] or None,
+            }
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """One request, from first principles: when it was due, when it was sent, when each piece of the answer came."""
+    """One request: when it was due, when it was sent, and when each piece of its answer came."""
 
-    index: int
-    """In the order in which requests became due."""
+    index: int = 0
+    """Number in the order of due times; 0 until it is known."""
     session: int
     turn: int
-    """0 for the first of its session."""
+    """0 for the first request of its session."""
     kind: str
-    """The stream of the workload that it belongs to."""
+    """Stream of the workload that it belongs to."""
     due_s: float
-    """When it should have been sent. Latencies count from here, so a late generator or a full connection cannot
-    hide a wait."""
+    """Time at which it should have been sent. Latencies count from here, so that neither a late generator nor a full
+    connection hides a wait."""
     sent_s: float
-    """When it was sent."""
     chunk_s: tuple[float, ...]
-    """When each piece of the answer came that brought tokens."""
+    """Arrival times of the pieces of the answer that brought tokens."""
     chunk_tokens: tuple[int, ...]
-    """How many tokens each of them brought."""
+    """Number of tokens that each of them brought."""
     end_s: float
-    """Of the answer, the refusal or the error."""
+    """End of the answer, or time of the refusal or error."""
     outcome: Outcome
     error: str = ""
     """Error class and message; empty after a complete answer."""
     num_prompt_tokens: int
-    """As the server counts when it says; else as asked."""
+    """Count of the server where it reports one, else as planned."""
     num_wanted_tokens: int
-    """Output tokens that were asked for."""
     server: ServerReport = field(default_factory=ServerReport)
 
     @property
     def lag_s(self) -> float:
-        """By how much the generator was late."""
+        """Delay of the generator."""
         return self.sent_s - self.due_s
 
     @property
     def is_complete(self) -> bool:
-        """Whether it was answered to its end."""
+        """Whether the answer came to its end."""
         return self.outcome is Outcome.COMPLETED
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens that came."""
+        """Output tokens received."""
         return sum(self.chunk_tokens)
 
     @property
     def first_token_s(self) -> float | None:
-        """When the first token came."""
+        """Arrival of the first token."""
         return self.chunk_s[0] if self.chunk_s else None
 
     @property
@@ -115,7 +131,7 @@ class RequestRecord:
 
     @property
     def gaps_s(self) -> tuple[float, ...]:
-        """Gaps between consecutive pieces of the answer (ITL): what a reader waits, however many tokens come."""
+        """Gaps between consecutive pieces of the answer (ITL), whatever number of tokens each piece holds."""
         return tuple(after - before for before, after in zip(self.chunk_s, self.chunk_s[1:], strict=False))
 
     @property
@@ -137,18 +153,18 @@ class WorkerSample:
     num_used_blocks: int
     """Referenced or reserved."""
     num_cached_blocks: int = 0
-    """Kept for their prefixes, referenced by nobody."""
+    """Kept for their prefixes, not referenced."""
     num_computed_tokens: int = 0
-    """Prompt tokens computed since the worker began."""
+    """Prompt tokens computed since the worker started."""
     num_cached_tokens: int = 0
-    """Prompt tokens found in its cache since it began."""
+    """Prompt tokens found in its cache since it started."""
     busy_s: float | None = None
-    """Time that its engine spent in steps since it began, where it is told."""
+    """Time that its engine spent in steps since it started; None where the target does not report it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSample:
-    """All workers at one moment, and the line before them."""
+    """All workers at one moment, and the router's queue."""
 
     at_s: float
     num_queued: int
@@ -157,46 +173,43 @@ class PoolSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorReport:
-    """How the generator itself did: whether the numbers are the server's."""
+    """How well the generator itself kept up, and so whether the numbers are the server's."""
 
     num_processes: int
     lag_p50_s: float
     lag_p99_s: float
     lag_max_s: float
-    """By how much requests were sent late."""
+    """Delay in sending requests."""
     loop_lag_p99_s: float
-    """By how much a process noticed late that something had come: an error of every time stamp."""
+    """Delay of a process in noticing received data: an error of every time stamp."""
     cpu_share: float
-    """Of the busiest process, of one core."""
+    """Share of one core that the busiest process used."""
     num_late: int
-    """Requests sent later than `LATE_S`."""
     warnings: tuple[str, ...]
-    """Why the numbers cannot be trusted, in words; empty when they can."""
+    """Reasons not to trust the numbers; empty when there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What was run."""
+    """Description of a run."""
 
     name: str
     target: str
     """Kind and address."""
     system: str
-    """What answered, as it calls itself."""
+    """Name that the server gives itself."""
     model: str
     workload: dict[str, Any]
-    """The specification, as JSON."""
     started_at: str
-    """Date and time, ISO 8601, UTC."""
     duration_s: float
     """From the first due request to the last answer."""
     num_workers: dict[str, int]
-    """By role; empty when the target does not tell."""
+    """By role; empty when the target does not report them."""
     generator: GeneratorReport
     labels: dict[str, str] = field(default_factory=dict)
-    """What the caller says of the run: pool shape, policy, repeat …"""
+    """Labels by the caller: pool shape, policy, repeat …"""
     notes: tuple[str, ...] = ()
-    """What a reader of the numbers should know, in words: what the target does not offer, what was cut short."""
+    """Remarks for readers of the numbers: features that the target does not have, requests that were cut short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Runs a load test: has the workload sent, gathers what is measured, and judges how it was done."""
+"""Runs a load test: has the workload sent, collects the records, and checks the generator."""
 
 import asyncio
 import contextlib
@@ -10,37 +10,36 @@ import psutil
 
 from common.clock import SystemClock
 from common.errors import KvrelayError
-from measure.load.crew import Crew, Setup
+from measure.load.crew import Crew
 from measure.load.dispatch import Dispatcher
 from measure.load.player import Terms
 from measure.load.records import Outcome, PoolSample, RequestRecord, Run, RunInfo
 from measure.load.selfcheck import Evidence, judge
-from measure.load.spec import LoadSpec, LoadTestFailed, NoObserver, Observer, RunStart
+from measure.load.spec import LoadSpec, LoadTestFailed, Observer, Observers
 from measure.load.store import in_due_order
-from measure.load.targets.interface import Target, TargetInfo
+from measure.load.targets.interface import Target, TargetInfo, make_target
 from measure.load.targets.probing import USUAL_VOCAB
-from measure.load.targets.select import make_target
 
-_NO_OBSERVER = NoObserver()
+_NO_OBSERVER = Observers()
 _LEAD_S = 0.2
-"""From telling the processes of the run's clock to its first moment."""
+"""Time from announcing the clock of the run to its start."""
 _SPECIAL_TOKENS = 1000
-"""Ids below are left out, where the vocabulary is large enough: many tokenizers have special tokens there."""
+"""Ids at either end of a large vocabulary that prompts avoid: many tokenizers have special tokens there."""
 
 
 async def run_load(spec: LoadSpec, observer: Observer = _NO_OBSERVER, *, stop: asyncio.Event | None = None) -> Run:
-    """Send the workload and return what was measured.
+    """Send the workload and return the run.
 
-    `stop` ends it early: nothing more is sent, what runs is cancelled on the server and recorded as CANCELLED, and the
-    run is returned. Cancelling the call does the same, but returns nothing: what was measured has gone to `observer`.
-    No process is left on any path. Raises KvrelayError when the target cannot be used, LoadTestFailed when a generator
-    process dies.
+    `stop` ends it early: nothing more is sent, running requests are cancelled on the server and recorded as CANCELLED,
+    and the run is returned. Cancelling the call does the same without returning; `observer` has the records. No process
+    is left on any path. Raises KvrelayError when the target cannot be used, LoadTestFailed when a generator process
+    dies.
     """
     target = make_target(spec.target)
     try:
         info = await target.describe()
         return await _LoadRun(spec, observer, target, info).run(stop or asyncio.Event())
-    except ExceptionGroup as group:  # of the run's tasks: an observer that fails, or a defect
+    except ExceptionGroup as group:  # from the tasks of the run: an observer that fails, or a defect
         raise group.exceptions[0] from group
     finally:
         await target.aclose()
@@ -64,12 +63,10 @@ class _LoadRun:
         self._evidence = Evidence(max_processes=max_processes)
 
     async def run(self, stop: asyncio.Event) -> Run:
-        """Do everything. Raises LoadTestFailed."""
+        """Run the load test. Raises LoadTestFailed."""
         spec = self._spec
-        first_token, num_tokens = token_range(self._info.vocab_size)
-        setup = Setup(target=self._target.spec, first_token=first_token, num_tokens=num_tokens)
         async with asyncio.TaskGroup() as tasks:
-            crew = Crew(setup, Dispatcher(spec.workload), self._clock, self._evidence, tasks)
+            crew = Crew(self._target.spec, Dispatcher(spec.workload), self._clock, self._evidence, tasks)
             crew.on_record = self._note
             helpers: list[asyncio.Task[None]] = []
             try:
@@ -77,7 +74,7 @@ class _LoadRun:
                 if not crew.failure:
                     self._origin_s = self._clock.monotonic() + _LEAD_S
                     helpers = [tasks.create_task(self._watch_pools()), tasks.create_task(_stop_on(stop, crew))]
-                    self._observer.started(RunStart(name=spec.name, target=self._info, workload=spec.workload))
+                    self._observer.started(spec, self._info)
                     crew.begin(self._terms())
                     await crew.work(until_s=spec.workload.duration_s + spec.drain_s)
             finally:
@@ -91,6 +88,7 @@ class _LoadRun:
 
     def _terms(self) -> Terms:
         spec = self._spec
+        first_token, num_tokens = token_range(self._info.vocab_size)
         return Terms(
             content=spec.workload.content,
             seed=spec.workload.seed,
@@ -98,6 +96,8 @@ class _LoadRun:
             duration_s=spec.workload.duration_s,
             timeout_s=spec.timeout_s,
             slo=spec.slo,
+            first_token=first_token,
+            num_tokens=num_tokens,
         )
 
     def _note(self, request: RequestRecord) -> None:
@@ -106,18 +106,18 @@ class _LoadRun:
         self._observer.record(numbered)
 
     async def _watch_pools(self) -> None:
-        """Look at the pools and at the machine now and then."""
-        psutil.cpu_percent()  # the first call only begins to measure
-        tells = True
+        """Sample the pools and the machine every `sample_period_s`."""
+        psutil.cpu_percent()  # the first call only starts the measurement
+        reports_pools = True
         while True:
-            if tells:
-                with contextlib.suppress(KvrelayError):  # a gap in a picture; the requests tell more of what is wrong
-                    tells = await self._look()
+            if reports_pools:
+                with contextlib.suppress(KvrelayError):  # a missing sample is harmless; failing requests show the cause
+                    reports_pools = await self._take_sample()
             await asyncio.sleep(self._spec.sample_period_s)
             self._evidence.machine_shares.append(psutil.cpu_percent() / 100)
 
-    async def _look(self) -> bool:
-        """Take one sample; return whether the target tells anything."""
+    async def _take_sample(self) -> bool:
+        """Take one sample; return whether the target reports anything."""
         sample = await self._target.sample(max(0.0, self._clock.monotonic() - self._origin_s))
         if sample is None:
             return False
@@ -150,10 +150,10 @@ class _LoadRun:
 
 
 def token_range(vocab_size: int | None) -> tuple[int, int]:
-    """Return the first token id that prompts use, and how many: ordinary words in most vocabularies."""
+    """Return the first token id that prompts use, and their number: ordinary words in most vocabularies."""
     if vocab_size is None:
         vocab_size = USUAL_VOCAB
-    margin = min(_SPECIAL_TOKENS, vocab_size // 10)  # special tokens stand at either end
+    margin = min(_SPECIAL_TOKENS, vocab_size // 10)
     return margin, vocab_size - 2 * margin
 
 
@@ -163,11 +163,11 @@ async def _stop_on(stop: asyncio.Event, crew: Crew) -> None:
 
 
 def _remarks(requests: tuple[RequestRecord, ...], drain_s: float, *, was_stopped: bool) -> list[str]:
-    """Return what a reader should know of how the run ended, and of its answers."""
+    """Return remarks on how the run ended, and on its answers."""
     remarks = []
     num_cancelled = sum(request.outcome is Outcome.CANCELLED for request in requests)
     if was_stopped:
-        remarks.append(f"ended early by whoever ran it; {num_cancelled} requests were cancelled")
+        remarks.append(f"ended early by its user; {num_cancelled} requests were cancelled")
     elif num_cancelled:
         remarks.append(
             f"{num_cancelled} requests ran longer than {drain_s:g} s after the load ended, and were cancelled"
@@ -175,10 +175,10 @@ def _remarks(requests: tuple[RequestRecord, ...], drain_s: float, *, was_stopped
     answered = [request for request in requests if request.is_complete]
     num_other = sum(request.num_output_tokens != request.num_wanted_tokens for request in answered)
     if num_other:
-        remarks.append(f"{num_other} of {len(answered)} answers have another length than was asked for")
+        remarks.append(f"{num_other} of {len(answered)} answers have another length than asked for")
     return remarks
 
 
 def _num_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

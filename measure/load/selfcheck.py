@@ -1,4 +1,4 @@
-"""Whether a run's numbers are the server's, or the generator's own."""
+"""Checks whether the load generator itself distorted the figures of a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -10,40 +10,39 @@ from measure.load.records import GeneratorReport, RequestRecord
 from measure.load.wire import Pulse
 
 LATE_S = 0.005
-"""A request that is sent later than this is late. What matters is judged by this or by `LATE_SHARE`, the larger one."""
+"""A request sent later than this is late. Delays matter above this or `LATE_SHARE`, whichever is larger."""
 LATE_SHARE = 0.05
-"""Of the median TTFT: an error that nobody would see."""
+"""Negligible error, as a share of the median TTFT."""
 STALL_FACTOR = 10.0
-"""A single lag so many times what matters is worth a word, whatever the percentiles say."""
+"""A single delay of this many times the limit is reported, whatever the percentiles are."""
 BUSY_SHARE = 0.6
-"""Of a core: more, and new sessions are better sent by another process."""
+"""Share of a core above which new sessions go to another process."""
 FULL_SHARE = 0.8
-"""Of a core: more, and requests wait for the generator."""
+"""Share of a core above which requests wait for the generator."""
 FULL_MACHINE = 0.95
 _WINDOW = 4
-"""Pulses over which a process's CPU share is averaged: two seconds."""
+"""Pulses over which the CPU share of a process is averaged: two seconds."""
 
 
 @dataclass(slots=True)
 class Evidence:
-    """What the load test has seen of its processes. Filled while the run goes on."""
+    """Observations of the generator processes, collected during the run."""
 
     max_processes: int
     pulses: dict[int, list[Pulse]] = field(default_factory=dict)
-    """By process."""
     machine_shares: list[float] = field(default_factory=list)
-    """Of all cores, at evenly spaced times."""
+    """Busy share of all cores, at evenly spaced times."""
     runs_first: bool = True
-    """Whether the kernel lets every process run as soon as it has something to do."""
+    """Whether the kernel runs every process as soon as it has work (real-time scheduling)."""
 
 
 def is_busy(pulse: Pulse) -> bool:
-    """Whether a process should get company."""
+    """Return whether the process has too much work for more sessions."""
     return pulse.cpu_share > BUSY_SHARE
 
 
 def judge(requests: Sequence[RequestRecord], evidence: Evidence) -> GeneratorReport:
-    """Return how the generator did."""
+    """Return how well the generator kept up."""
     lags_s = [max(0.0, request.lag_s) for request in requests] or [0.0]
     pulses = [pulse for of_one in evidence.pulses.values() for pulse in of_one]
     loop_lags_s = [lag for pulse in pulses for lag in pulse.loop_lags_s] or [0.0]
@@ -72,7 +71,7 @@ def _with_warnings(
     if report.lag_p99_s > limit_s:
         warnings.append(
             f"{report.num_late} requests were sent more than {_ms(LATE_S)} late (p99 {_ms(report.lag_p99_s)}, "
-            f"at most {_ms(report.lag_max_s)}): the server saw another load than the one asked for.{blame}"
+            f"at most {_ms(report.lag_max_s)}): the server saw another load than the workload's.{blame}"
         )
     elif report.lag_max_s > STALL_FACTOR * limit_s:
         warnings.append(f"a request was sent {_ms(report.lag_max_s)} late: the generator stalled once.{blame}")
@@ -82,43 +81,37 @@ def _with_warnings(
             f"TTFT and gaps between tokens are wrong by as much.{blame}"
         )
     elif loop_lag_max_s > STALL_FACTOR * limit_s:
-        warnings.append(
-            f"for {_ms(loop_lag_max_s)} the generator noticed nothing: latencies of that time are too long.{blame}"
-        )
+        warnings.append(f"the generator stalled for {_ms(loop_lag_max_s)}: latencies of that time are too long.{blame}")
     if report.cpu_share > FULL_SHARE:
         advice = (
-            f"all {evidence.max_processes} processes that it may use are at work; give it more, or another machine"
+            f"all {evidence.max_processes} processes that it may use are busy; allow more, or use another machine"
             if report.num_processes >= evidence.max_processes
-            else "it may use more processes, and started them too late for this load: give their number"
+            else "it may use more processes but started them too late for this load; set their number"
         )
         warnings.append(f"a generator process used {report.cpu_share:.0%} of a core: {advice}")
     if suspended_s > LATE_S:
-        warnings.append(
-            f"the machine was suspended for {suspended_s:.1f} s during the run: nothing of it can be trusted"
-        )
+        warnings.append(f"the machine was suspended for {suspended_s:.1f} s during the run: its figures are invalid")
     return replace(report, warnings=tuple(warnings))
 
 
 def _blame(report: GeneratorReport, evidence: Evidence) -> str:
-    """Say what a late generator had to wait for, where that is known."""
+    """Return the cause of the generator's delay, where it is known."""
     if not evidence.machine_shares or fmean(evidence.machine_shares) < FULL_MACHINE:
         return ""
     if report.cpu_share > FULL_SHARE:
-        return " The machine's cores were all busy, and the generator itself took a good part of them."
-    advice = "" if evidence.runs_first else ", or the generator the right to real-time scheduling (CAP_SYS_NICE)"
+        return " All cores were busy, in good part with the generator itself."
+    advice = "" if evidence.runs_first else ", or allow the generator real-time scheduling (CAP_SYS_NICE)"
     return (
-        " The machine's cores were all busy, the generator's share of them small: on a machine that it has in common "
-        f"with the server, the server starves it. Give each its own cores{advice}."
+        " All cores were busy, mostly not with the generator: a server on the same machine starves it."
+        f" Give each its own cores{advice}."
     )
 
 
 def _peak_share(pulses: Sequence[Pulse]) -> float:
     """Return the largest mean CPU share over a few consecutive pulses."""
-    shares = [pulse.cpu_share for pulse in pulses]
-    if not shares:
-        return 0.0
-    width = min(_WINDOW, len(shares))
-    return max(fmean(shares[start : start + width]) for start in range(len(shares) - width + 1))
+    shares = np.array([pulse.cpu_share for pulse in pulses])
+    width = min(_WINDOW, shares.size)
+    return float(np.convolve(shares, np.full(width, 1 / width), "valid").max()) if width else 0.0
 
 
 def _ms(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Sends one request and notes what happens when."""
+"""Sends one request and records its times."""
 
 import asyncio
 from dataclasses import dataclass
@@ -6,25 +6,23 @@ from dataclasses import dataclass
 from common.clock import Clock
 from common.errors import DeadlineExceeded, KvrelayError, Overloaded
 from measure.load.records import Outcome, RequestRecord, ServerReport
-from measure.load.targets.interface import PreparedCall, TargetAnswer
+from measure.load.targets.interface import PreparedCall, TargetAnswer, TargetRequest
+from measure.workload.sessions import Session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
-    """A request that waits for its time."""
+    """A request that waits for its due time."""
 
-    session: int
+    session: Session
     turn: int
-    kind: str
-    num_prompt_tokens: int
-    """As planned."""
-    num_wanted_tokens: int
+    asked: TargetRequest
     call: PreparedCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A request that has ended."""
+    """An ended request."""
 
     record: RequestRecord
     answer: TargetAnswer | None
@@ -32,7 +30,7 @@ class Ended:
 
 
 class ChunkLog:
-    """When tokens came; a `ChunkSink`. Times count from `origin_s` of the clock."""
+    """Arrival times of tokens, in seconds since `origin_s`; a `ChunkSink`."""
 
     def __init__(self, clock: Clock, origin_s: float) -> None:
         self._clock = clock
@@ -41,13 +39,13 @@ class ChunkLog:
         self.num_tokens: list[int] = []
 
     def __call__(self, num_tokens: int) -> None:
-        """Note that tokens came just now."""
+        """Note the arrival of tokens."""
         self.times_s.append(self._clock.monotonic() - self._origin_s)
         self.num_tokens.append(num_tokens)
 
 
 class Cancellation(Exception):
-    """The call was cancelled; carries the record of what was measured until then."""
+    """The call was cancelled; carries the record so far."""
 
     def __init__(self, record: RequestRecord) -> None:
         super().__init__("cancelled")
@@ -67,22 +65,21 @@ async def send(request: PreparedRequest, *, due_s: float, clock: Clock, origin_s
     except KvrelayError as failure:
         outcome, error = _outcome(failure, log), f"{type(failure).__name__}: {failure.message}"
     end_s = clock.monotonic() - origin_s
-    told = answer.num_output_tokens if answer is not None else None
+    num_counted = answer.num_output_tokens if answer is not None else None
     num_prompt_tokens = answer.num_prompt_tokens if answer is not None else None
     record = RequestRecord(
-        index=0,
-        session=request.session,
+        session=request.session.index,
         turn=request.turn,
-        kind=request.kind,
+        kind=request.session.kind,
         due_s=due_s,
         sent_s=sent_s,
         chunk_s=tuple(log.times_s),
-        chunk_tokens=settled(log.num_tokens, told),
+        chunk_tokens=settled(log.num_tokens, num_counted),
         end_s=end_s,
         outcome=outcome,
         error=error,
-        num_prompt_tokens=request.num_prompt_tokens if num_prompt_tokens is None else num_prompt_tokens,
-        num_wanted_tokens=request.num_wanted_tokens,
+        num_prompt_tokens=request.asked.num_prompt_tokens if num_prompt_tokens is None else num_prompt_tokens,
+        num_wanted_tokens=request.asked.num_output_tokens,
         server=answer.report if answer is not None else ServerReport(),
     )
     if outcome is Outcome.CANCELLED:
@@ -90,15 +87,15 @@ async def send(request: PreparedRequest, *, due_s: float, clock: Clock, origin_s
     return Ended(record=record, answer=answer)
 
 
-def settled(counts: list[int], told: int | None) -> tuple[int, ...]:
-    """Return how many tokens each piece brought, so that the sum is what the server counted.
+def settled(counts: list[int], num_counted: int | None) -> tuple[int, ...]:
+    """Return the number of tokens in each piece, with the sum that the server counted.
 
-    Where the two differ, the server told no ids and pieces were counted as one token each: the tokens are spread evenly
+    Where the sums differ, the server reported no ids and each piece counted as one token: the tokens are spread evenly
     over the pieces, larger shares first.
     """
-    if told is None or told == sum(counts) or not counts:
+    if num_counted is None or num_counted == sum(counts) or not counts:
         return tuple(counts)
-    share, rest = divmod(told, len(counts))
+    share, rest = divmod(num_counted, len(counts))
     return tuple(share + (position < rest) for position in range(len(counts)))
 
 

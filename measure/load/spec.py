@@ -1,4 +1,4 @@
-"""What a load test is given, and whom it tells."""
+"""Input of a load test, and its observers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,61 +17,60 @@ class LoadSpec:
     name: str
     target: TargetSpec
     workload: Workload
-    """Built already (`measure.workload.build`): its limits, `duration_s` and `max_requests`, are the run's."""
+    """Built workload (`measure.workload.build`), whose limits `duration_s` and `max_requests` hold for the run."""
     specification: Mapping[str, Any] = field(default_factory=dict)
-    """What the workload was built from, as JSON; kept with the results."""
+    """Specification of the workload as JSON, kept with the results."""
     slo: Slo | None = None
-    """Sent along as each request's objectives, to targets that take them. None: the server's own hold."""
+    """Objectives sent with each request, to targets that take them. None: those of the server."""
     timeout_s: float = 600.0
-    """For a request, from its sending."""
     drain_s: float = 120.0
-    """How long running sessions may go on after `workload.duration_s`, before they are cancelled."""
+    """Time after `workload.duration_s` at which running sessions are cancelled."""
     processes: int | None = None
-    """Generator processes; None: one, and more when those there are get busy."""
+    """Generator processes; None: one, and more when all are busy."""
     max_processes: int | None = None
-    """Most that are started of their own accord; None: as many as this process may use cores."""
+    """Most processes started automatically; None: one per core that this process may use."""
     sample_period_s: float = 0.5
-    """Between two looks at the pools."""
+    """Time between two samples of the pools."""
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunStart:
-    """What is known when the first request is about to become due."""
-
-    name: str
-    target: TargetInfo
-    workload: Workload
-
-
 class Observer(Protocol):
-    """Is told what happens while it happens, on the event loop that runs `run_load`. Must not block it for long."""
+    """Follows a run, on the event loop that runs `run_load`, which it must not block for long."""
 
-    def started(self, start: RunStart) -> None:
-        """Requests are about to be sent."""
-
-    def record(self, request: RequestRecord) -> None:
-        """Take a request that has ended, some tens of milliseconds ago; about in order of their ends."""
-
-    def sample(self, sample: PoolSample) -> None:
-        """Take the state of the pools."""
-
-
-class NoObserver:
-    """An observer that looks away."""
-
-    def started(self, start: RunStart) -> None:
-        """Do nothing."""
+    def started(self, spec: LoadSpec, target: TargetInfo) -> None:
+        """Take the start of the run; requests are about to be sent."""
 
     def record(self, request: RequestRecord) -> None:
-        """Do nothing."""
+        """Take a request that ended some tens of milliseconds ago; roughly in order of their ends."""
 
     def sample(self, sample: PoolSample) -> None:
-        """Do nothing."""
+        """Take a sample of the pools."""
+
+
+class Observers:
+    """Forwards every call to each of several observers, in their order; to none of them by default."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def started(self, spec: LoadSpec, target: TargetInfo) -> None:
+        """Forward the start of the run."""
+        for observer in self._observers:
+            observer.started(spec, target)
+
+    def record(self, request: RequestRecord) -> None:
+        """Forward an ended request."""
+        for observer in self._observers:
+            observer.record(request)
+
+    def sample(self, sample: PoolSample) -> None:
+        """Forward a sample of the pools."""
+        for observer in self._observers:
+            observer.sample(sample)
 
 
 class LoadTestFailed(Exception):
-    """The generator itself broke; says how, and keeps what was measured before."""
+    """The generator itself failed; carries the run so far."""
 
     def __init__(self, message: str, run: Run) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Whether the system kept up with the load: above capacity every number depends on how long the run took."""
+"""Detects load above capacity, where every figure depends on the length of the run."""
 
 import math
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from measure.load.estimates import Estimate, Floats, Resampler
 from measure.load.records import Outcome, RequestRecord
 from measure.load.summary import Steadiness
 
-_MIN_REQUESTS = 10  # in a third, else nothing is said
-_NUM_MOMENTS = 200  # at which the backlog of a third is looked at
-# Tried on simulated M/M/c queues (tests/measure/load/test_steadiness.py): at 80 % of capacity fewer than one run
+_MIN_REQUESTS = 10  # in each third, else growth is unknown
+_NUM_MOMENTS = 200  # at which the backlog of a third is sampled
+# Calibrated on simulated M/M/c queues (tests/measure/load/test_steadiness.py): at 80 % of capacity fewer than one run
 # in fifty is called unsteady, at 130 % nearly all with 300 requests or more are.
 _MIN_BACKLOG_GROWTH = 1.5
 _MIN_BACKLOG_SHARE = 0.05  # of the requests due between the middles of the two thirds
@@ -21,9 +21,8 @@ _MIN_E2E_GROWTH = 1.1
 def steadiness(requests: Sequence[RequestRecord], *, start_s: float, end_s: float) -> Steadiness:
     """Compare the last third of the time from `start_s` to `end_s` with its first.
 
-    A run is not steady when requests that wait or run have become more (by a half, by a twentieth of those that came
-    meanwhile, and by their square root), and when answers take longer for certain: either alone may be chance. Refused
-    requests have no latency.
+    A run is not steady when open requests grew (by a half, by a twentieth of the arrivals in between, and by the square
+    root of those) and answers certainly take longer: either alone may be chance. Refused requests have no latency.
     """
     third_s = (end_s - start_s) / 3
     due = np.array([request.due_s for request in requests])
@@ -49,7 +48,7 @@ def _third(requests: Sequence[RequestRecord], start_s: float, end_s: float) -> l
 
 
 def _backlog(due: Floats, ends: Floats, start_s: float, end_s: float) -> float:
-    """Return how many requests were due and not ended, in the mean; both arrays sorted."""
+    """Return the mean number of open requests (due, not ended). Both arrays are sorted."""
     moments = np.linspace(start_s, end_s, _NUM_MOMENTS)
     return float(np.mean(np.searchsorted(due, moments, "right") - np.searchsorted(ends, moments, "right")))
 

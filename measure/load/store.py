@@ -1,15 +1,15 @@
 """A load test's results on disk; see `measure.load.records` for the files.
 
-Compact JSON. Times are rounded to microseconds. What equals a field's default is left out, and so is a request's index,
-which follows from the order in which requests were due. `run.json` is written last: a folder without it holds a run
-that did not come to its end.
+Compact JSON. Times are rounded to microseconds. Fields with their default value are left out, and so is a request's
+index, which follows from the order of due times. `run.json` is written last: a folder without it holds an unfinished
+run.
 """
 
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO, TypeVar
@@ -17,21 +17,22 @@ from typing import Any, Self, TextIO, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from measure.load.records import PoolSample, RequestRecord, Run, RunInfo
-from measure.load.spec import RunStart
+from measure.load.spec import LoadSpec
+from measure.load.targets.interface import TargetInfo
 
 RUN_FILE, REQUESTS_FILE, SAMPLES_FILE = "run.json", "requests.jsonl", "samples.jsonl"
 
 _R = TypeVar("_R")
 _US = 6
-"""Decimals of a second that are kept."""
+"""Decimals kept of a second."""
 
 
 class StoreError(Exception):
-    """Results cannot be read or written; names file, line and field."""
+    """Results cannot be read or written; the message names file, line and field."""
 
 
 class RunWriter:
-    """Writes a run's results while it runs; an `Observer`. Refuses a folder that holds results. Raises StoreError."""
+    """An `Observer` that writes results during the run. Raises StoreError for a folder that already holds results."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -45,8 +46,8 @@ class RunWriter:
         except OSError as error:
             raise StoreError(f"{folder}: {error.strerror}") from error
 
-    def started(self, start: RunStart) -> None:
-        """Nothing is known yet that will not be known better at the end."""
+    def started(self, spec: LoadSpec, target: TargetInfo) -> None:
+        """Do nothing: `finish` writes the description of the run."""
 
     def record(self, request: RequestRecord) -> None:
         """Append a request."""
@@ -72,13 +73,13 @@ class RunWriter:
         self._samples.close()
 
     def discard_if_empty(self) -> None:
-        """Close the files, and leave nothing behind of a run in which no request ended."""
+        """Close the files, and remove them if no request has ended."""
         self.close()
         if (self._folder / REQUESTS_FILE).stat().st_size:
             return
         for name in (REQUESTS_FILE, SAMPLES_FILE):
             (self._folder / name).unlink()
-        with contextlib.suppress(OSError):  # it holds something else
+        with contextlib.suppress(OSError):  # the folder holds other files
             self._folder.rmdir()
 
     def __enter__(self) -> Self:
@@ -103,24 +104,24 @@ def write_run(run: Run, folder: Path) -> None:
 def read_run(folder: Path) -> Run:
     """Read a finished run; requests in the order in which they were due. Raises StoreError."""
     if not (folder / RUN_FILE).exists() and (folder / REQUESTS_FILE).exists():
-        raise StoreError(f"{folder}: has no {RUN_FILE}: the run did not come to its end")
-    requests = _read_lines(folder / REQUESTS_FILE, RequestRecord, {"index": 0})
+        raise StoreError(f"{folder}: has no {RUN_FILE}: the run was not finished")
+    requests = _read_lines(folder / REQUESTS_FILE, RequestRecord)
     return Run(
-        info=_parse(_text(folder / RUN_FILE), RunInfo, {}, where=str(folder / RUN_FILE)),
+        info=_parse(_text(folder / RUN_FILE), RunInfo, where=str(folder / RUN_FILE)),
         requests=in_due_order(requests),
-        samples=tuple(_read_lines(folder / SAMPLES_FILE, PoolSample, {})) if (folder / SAMPLES_FILE).exists() else (),
+        samples=tuple(_read_lines(folder / SAMPLES_FILE, PoolSample)) if (folder / SAMPLES_FILE).exists() else (),
     )
 
 
 def in_due_order(requests: Iterator[RequestRecord] | list[RequestRecord]) -> tuple[RequestRecord, ...]:
-    """Return them as they became due, numbered."""
+    """Return the requests in order of their due times, numbered."""
     ordered = sorted(requests, key=lambda request: (request.due_s, request.session, request.turn))
     return tuple(replace(request, index=index) for index, request in enumerate(ordered))
 
 
-def _read_lines(path: Path, kind: type[_R], given: Mapping[str, Any]) -> Iterator[_R]:
+def _read_lines(path: Path, kind: type[_R]) -> Iterator[_R]:
     for number, line in enumerate(_text(path).splitlines(), start=1):
-        yield _parse(line, kind, given, where=f"{path}:{number}")
+        yield _parse(line, kind, where=f"{path}:{number}")
 
 
 def _text(path: Path) -> str:
@@ -132,47 +133,35 @@ def _text(path: Path) -> str:
         raise StoreError(f"{path}: is not UTF-8 text: {error.reason}") from error
 
 
-def _parse(text: str, kind: type[_R], given: Mapping[str, Any], *, where: str) -> _R:
+def _parse(text: str, kind: type[_R], *, where: str) -> _R:
     try:
-        raw = json.loads(text)
-    except ValueError as error:
-        raise StoreError(f"{where}: is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise StoreError(f"{where}: is not an object")
-    try:
-        return _adapter(kind).validate_python({**given, **raw})
+        value: _R = _ADAPTERS[kind].validate_python(json.loads(text))
     except ValidationError as error:
         first = error.errors()[0]
         raise StoreError(f"{where}: {'.'.join(map(str, first['loc'])) or kind.__name__}: {first['msg']}") from error
-
-
-def _adapter(kind: type[_R]) -> TypeAdapter[_R]:
-    if kind not in _ADAPTERS:
-        _ADAPTERS[kind] = TypeAdapter(kind)
-    return _ADAPTERS[kind]
-
-
-_ADAPTERS: dict[type, TypeAdapter[Any]] = {}
-
-
-def _line(record: RequestRecord | PoolSample) -> str:
-    plain = _plain(record)
-    plain.pop("index", None)
-    return json.dumps(plain, ensure_ascii=False, separators=(",", ":")) + "\n"
-
-
-def _plain(value: Any) -> Any:
-    """Return dictionaries, lists, numbers and strings; fields that equal their default are left out."""
-    if is_dataclass(value):
-        return {f.name: _plain(held) for f in fields(value) if (held := getattr(value, f.name)) != _default(f)}
-    if isinstance(value, float):
-        return round(value, _US)
-    if isinstance(value, Mapping):
-        return {key: _plain(held) for key, held in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(held) for held in value]
+    except ValueError as error:
+        raise StoreError(f"{where}: is not JSON: {error}") from error
     return value
 
 
-def _default(field: Any) -> Any:
-    return field.default_factory() if field.default_factory is not MISSING else field.default
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (RunInfo, RequestRecord, PoolSample)}
+
+
+def _line(record: RequestRecord | PoolSample) -> str:
+    return json.dumps(_plain(record), ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+def _plain(record: RunInfo | RequestRecord | PoolSample) -> Any:
+    """Return dictionaries, lists, rounded numbers and strings; fields with their default value are left out."""
+    return _rounded(_ADAPTERS[type(record)].dump_python(record, exclude_defaults=True, exclude={"index"}))
+
+
+def _rounded(value: Any) -> Any:
+    match value:
+        case float():
+            return round(value, _US)
+        case dict():
+            return {key: _rounded(held) for key, held in value.items()}
+        case tuple() | list():
+            return [_rounded(held) for held in value]
+    return value

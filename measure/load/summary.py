@@ -1,4 +1,4 @@
-"""What a load test found: the numbers that tables, reports and experiments show. Times in seconds.
+"""Figures of a load test, as tables, reports and experiments show them. Times in seconds.
 
 Latencies are those of complete requests, counted from when a request was due. Refusals, failures, timeouts and
 cancellations have none; they count in goodput, as not good.
@@ -10,80 +10,71 @@ from common.slo import Slo
 from measure.load.estimates import Distribution, Estimate
 from measure.load.records import RunInfo
 
-ALL = "all"
-"""The kind that is everybody."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Which requests were counted: those that were due in it."""
+    """The counted part of a run: requests that were due in it count."""
 
     start_s: float
     """End of the warm-up."""
     end_s: float
-    """When the last counted request was due."""
+    """Due time of the last counted request."""
     rates_end_s: float
-    """Rates count until here: `end_s`, or the last answer where the arrivals were shorter than the answers."""
+    """End of the time that rates are over: `end_s`, or the last answer where answers take longer than the arrivals."""
     num_counted: int
     num_before: int
-    """Left out as warm-up."""
     num_after: int
-    """Left out as cool-down."""
     rule: str
-    """How the window was found, in words."""
 
     @property
     def duration_s(self) -> float:
-        """What rates are divided by."""
+        """Time that rates are divided by."""
         return self.rates_end_s - self.start_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latencies:
-    """Distributions over the complete requests of a kind; None where nobody says."""
+    """Distributions over the complete requests of a kind; None where there are no values."""
 
     ttft: Distribution | None
-    """Due to first token."""
+    """From due to first token."""
     itl: Distribution | None
     """Gaps between pieces of the answer; a piece may hold several tokens."""
     tpot: Distribution | None
-    """A request's mean gap between tokens."""
     e2e: Distribution | None
-    """Due to end."""
+    """From due to end."""
     queue: Distribution | None
-    """The server's own stamp, as the three below."""
+    """By the server's own stamps, like the three below."""
     prefill: Distribution | None
     transfer: Distribution | None
-    """Of requests whose KV moved; so the next."""
+    """Over requests whose KV moved; the next one, too."""
     transfer_exposed: Distribution | None
     lag: Distribution | None
-    """Due to sent: the generator's own delay, which the latencies above contain."""
+    """From due to sent: the generator's own delay, which the latencies above contain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheUse:
-    """What was found instead of computed, over requests whose server says."""
+    """Prompt tokens found in caches, over requests whose server reports them."""
 
     hit_share: Estimate
-    """Cached prompt tokens of all prompt tokens."""
     pulled_share: float
-    """Those of them that came from another worker."""
+    """Share of the prompt tokens that came from another worker's cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionError:
-    """How well the router foresaw the first token: its own measure less its forecast."""
+    """Error of the router's forecast of TTFT: its own measurement minus the forecast."""
 
     num_requests: int
     median_s: float
-    """Above 0: later than foreseen."""
+    """Above 0: later than forecast."""
     p90_abs_s: float
-    """Nine of ten forecasts were not further off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindSummary:
-    """What one kind of session got. Kind "all": everybody."""
+    """Figures of one kind of session; the kind "all" stands for all of them."""
 
     kind: str
     num_requests: int
@@ -93,55 +84,50 @@ class KindSummary:
     num_timed_out: int
     num_cancelled: int
     num_good: int
-    """Answered to their ends within both objectives."""
     num_ttft_misses: int
-    """Complete, but the first token came late."""
     num_itl_misses: int
-    """Complete, but the mean gap was too long. A request can miss both."""
     good_share: Estimate
-    """Good requests of all: Wilson's interval, widened by how much requests resemble their neighbours."""
+    """Share of good requests, with Wilson's interval, widened by the correlation of neighbouring requests."""
     goodput_per_s: Estimate
     """Good requests per second, given these arrivals."""
     latencies: Latencies
     mean_prompt_tokens: float
     mean_output_tokens: float
-    """Of complete requests, as came."""
+    """Mean over complete requests, as received."""
     tokens_per_piece: float | None
-    """Above 1, ITL is not the gap between tokens: compare TPOT."""
+    """Above 1, ITL is not the gap between tokens; compare TPOT."""
     cache: CacheUse | None
     num_replans: int
     """Attempts beyond each request's first."""
     num_transfers: int
-    """Requests whose KV moved between workers."""
     transfer_bytes: int
     prediction: PredictionError | None
 
     @property
     def num_not_complete(self) -> int:
-        """Refused, failed, timed out or cancelled."""
+        """Requests that were refused, failed, timed out or were cancelled."""
         return self.num_requests - self.num_complete
 
     @property
     def bytes_per_transfer(self) -> float | None:
-        """Mean of those that had one."""
+        """Mean over requests with a transfer; None without any."""
         return self.transfer_bytes / self.num_transfers if self.num_transfers else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """What passed within the window, whenever it had been asked for."""
+    """Rates within the window, also of requests that were due before it."""
 
     offered_per_s: float
-    """Requests that were due."""
     completed_per_s: float
     prompt_tokens_per_s: float
-    """Prompts whose first token came; cached tokens count."""
+    """Tokens of prompts whose first output token came; cached tokens count."""
     output_tokens_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSummary:
-    """One worker within the window, or a pool of them."""
+    """One worker, or a pool of them, within the window."""
 
     name: str
     role: str
@@ -149,12 +135,12 @@ class WorkerSummary:
     computed_tokens_per_s: float | None
     """Prompt tokens; None without two samples."""
     output_tokens_per_s: float
-    """Of requests that it decoded, by the end's report."""
+    """Output tokens of requests that it decoded, by the report at their ends."""
     num_prefilled: int
     """Counted requests whose prompt it computed for another worker."""
     num_decoded: int
     busy: float | None
-    """Share of the time that its engine spent in steps; the mean of a pool's workers."""
+    """Share of the time that its engine spent in steps; for a pool the mean over its workers."""
     mean_running: float | None
     mean_waiting: float | None
     mean_kv: float | None
@@ -174,27 +160,27 @@ class FailureCount:
 
     outcome: str
     error: str
-    """Class and message of the first of them; others may differ in ids and numbers."""
+    """Class and message of the first of them; those of the others may differ in ids and numbers."""
     num_requests: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steadiness:
-    """Whether the system kept up: last third of the window against its first."""
+    """Whether the system kept up: the last third of the window compared with the first."""
 
     is_steady: bool
     backlog_early: float
-    """Requests due and not ended, in the mean over the first third."""
+    """Mean number of open requests (due, not ended) in the first third."""
     backlog_late: float
     e2e_growth: Estimate | None
-    """Median E2E of the last third by that of the first; None with too few requests."""
+    """Ratio of the median E2E of the last third to that of the first; None with too few requests."""
     arrival_growth: float
-    """Arrivals of the last third by those of the first."""
+    """Ratio of the arrivals of the last third to those of the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A load test in numbers, all of them functions of its records and the three choices below."""
+    """All figures of a load test: functions of its records, the objectives and the window."""
 
     info: RunInfo
     slo: Slo
@@ -203,21 +189,26 @@ class Summary:
     """"all" first, then by name."""
     throughput: Throughput
     pools: tuple[WorkerSummary, ...]
-    """By role; empty when the target does not tell."""
+    """By role; empty when the target does not report its workers."""
     workers: tuple[WorkerSummary, ...]
     peak_queued: int | None
-    """Most requests in the router's line, of those sampled."""
+    """Longest queue of the router in any sample."""
     failures: tuple[FailureCount, ...]
     """Most frequent first."""
     steadiness: Steadiness
     warnings: tuple[str, ...] = field(default=())
-    """Why the numbers should not be trusted, or what they do not mean, in words."""
+    """Reasons not to trust the numbers, and limits of their meaning, in words."""
 
     @property
     def overall(self) -> KindSummary:
-        """What everybody got."""
+        """Figures of all requests."""
         return self.kinds[0]
 
+    @property
+    def distinct_kinds(self) -> tuple[KindSummary, ...]:
+        """Kinds to show; with a single kind only "all", since both are the same."""
+        return self.kinds if len(self.kinds) > 2 else self.kinds[:1]
+
     def pool(self, role: str) -> WorkerSummary | None:
-        """Return a pool by its role; None when the target has none, or does not tell."""
+        """Return a pool by its role; None when the target has no such pool or does not report it."""
         return next((pool for pool in self.pools if pool.role == role), None)

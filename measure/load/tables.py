@@ -8,12 +8,12 @@ from rich.text import Text
 
 from common.slo import Slo
 from measure.load.estimates import PERCENTILES, Distribution, Estimate, Percentile
-from measure.load.summary import KindSummary, Latencies, Summary, WorkerSummary
+from measure.load.summary import Latencies, Summary, WorkerSummary
 from measure.pages.wording import count, duration, number, percent, scaled
 
 Writer = Callable[[float], str]
 
-NOT_TOLD = "–"
+UNKNOWN = "–"
 UNSURE = "~"
 _GOOD, _BAD, _NEITHER = "bold green", "bold red", "bold yellow"
 _USERS = (("TTFT", "ttft"), ("ITL", "itl"), ("TPOT", "tpot"), ("E2E", "e2e"))
@@ -26,7 +26,7 @@ _STAGES = (
 
 
 def summary_view(summary: Summary, *, required_share: float) -> RenderableType:
-    """Return everything that a person wants to know at once; `required_share` of the requests must be good."""
+    """Return the tables of a summary; the objectives are met when `required_share` of the requests are good."""
     parts: list[RenderableType | None] = [
         _title(summary),
         _headline(summary, required_share),
@@ -43,20 +43,25 @@ def summary_view(summary: Summary, *, required_share: float) -> RenderableType:
 
 
 def objectives(slo: Slo) -> str:
-    """Return what was promised, in words."""
+    """Return the objectives in words."""
     return (
         f"TTFT ≤ {duration(slo.ttft_s)} (longer above {slo.ttft_tokens:,} prompt tokens), TPOT ≤ {duration(slo.tpot_s)}"
     )
 
 
 def between(estimate: Estimate, write: Writer = duration) -> str:
-    """Return the interval of a number."""
+    """Return the interval of an estimate."""
     return f"{write(estimate.low)} – {write(estimate.high)}"
 
 
 def quoted(percentile: Percentile) -> str:
-    """Return a time, marked where too few requests lie beyond it."""
+    """Return a percentile of a time, marked where too few requests lie beyond it."""
     return f"{'' if percentile.is_sufficient else UNSURE}{duration(percentile.value)}"
+
+
+def or_unknown(value: float | None, write: Writer) -> str:
+    """Return a value in words, or the mark for values that the target does not report."""
+    return UNKNOWN if value is None else write(value)
 
 
 def plain_table(*columns: str, num_left: int = 1) -> Table:
@@ -68,7 +73,7 @@ def plain_table(*columns: str, num_left: int = 1) -> Table:
 
 
 def verdict_style(estimate: Estimate, required: float) -> str:
-    """Return green for a share that is reached, red for one that is certainly not, yellow in between."""
+    """Return green for a share that reaches `required`, red for one that certainly does not, else yellow."""
     if estimate.value >= required:
         return _GOOD
     return _BAD if estimate.high < required else _NEITHER
@@ -110,20 +115,15 @@ def _headline(summary: Summary, required_share: float) -> Text:
     )
 
 
-def _own_kinds(summary: Summary) -> tuple[KindSummary, ...]:
-    """Return the kinds worth telling apart: with only one, everybody is it."""
-    return summary.kinds if len(summary.kinds) > 2 else summary.kinds[:1]
-
-
 def _shares(summary: Summary) -> RenderableType:
     table = plain_table("", "requests", "good", "late TTFT", "slow TPOT", "refused", "failed", "timed out", "cancelled")
-    for kind in _own_kinds(summary):
+    for kind in summary.distinct_kinds:
         table.add_row(
             kind.kind,
             f"{kind.num_requests:,}",
             f"{kind.num_good:,} ({percent(kind.good_share.value)})",
             *(
-                f"{number_of:,}" if number_of else NOT_TOLD
+                f"{number_of:,}" if number_of else UNKNOWN
                 for number_of in (
                     kind.num_ttft_misses,
                     kind.num_itl_misses,
@@ -140,7 +140,7 @@ def _shares(summary: Summary) -> RenderableType:
 def _latency_table(summary: Summary) -> RenderableType | None:
     """Return the latencies; None where no request is complete."""
     table = plain_table("", "", *(f"p{100 * p:g}" for p in PERCENTILES), "p99 between", "mean", "max", num_left=2)
-    kinds = _own_kinds(summary)
+    kinds = summary.distinct_kinds
     for kind in kinds:
         for name, distribution in _measured(kind.latencies, _USERS):
             table.add_row(kind.kind if name == "TTFT" else "", name, *_cells(distribution))
@@ -167,9 +167,9 @@ def _cells(distribution: Distribution) -> Iterator[str]:
 
 
 def _footnote(summary: Summary) -> Text | None:
-    """Return what the mark on percentiles means, and how many requests would do; None when none is marked."""
+    """Return the meaning of the mark, and the requests that would avoid it; None when no percentile is marked."""
     needed: dict[str, int] = {}
-    for kind in _own_kinds(summary):
+    for kind in summary.distinct_kinds:
         for name, distribution in _measured(kind.latencies, (*_USERS, *_STAGES)):
             for percentile in distribution.percentiles:
                 if not percentile.is_sufficient:
@@ -178,9 +178,7 @@ def _footnote(summary: Summary) -> Text | None:
     if not needed:
         return None
     wanted = ", ".join(f"{what} takes {number_of:,}" for what, number_of in sorted(needed.items()))
-    return Text(
-        f"{UNSURE} too few requests for this percentile ({wanted} of a kind): take it for a hint\n", style="dim"
-    )
+    return Text(f"{UNSURE} too few requests for this percentile ({wanted} of a kind): a rough figure\n", style="dim")
 
 
 def _work(summary: Summary) -> Text:
@@ -222,12 +220,12 @@ def _pool_table(pools: Iterable[WorkerSummary]) -> RenderableType:
         table.add_row(
             pool.name,
             str(pool.num_workers),
-            _or_not_told(pool.busy, _whole_percent),
-            _or_not_told(pool.mean_running, number),
-            _or_not_told(pool.mean_waiting, number),
-            _or_not_told(pool.mean_kv, _whole_percent),
-            _or_not_told(pool.peak_kv, _whole_percent),
-            _or_not_told(pool.computed_tokens_per_s, scaled),
+            or_unknown(pool.busy, _whole_percent),
+            or_unknown(pool.mean_running, number),
+            or_unknown(pool.mean_waiting, number),
+            or_unknown(pool.mean_kv, _whole_percent),
+            or_unknown(pool.peak_kv, _whole_percent),
+            or_unknown(pool.computed_tokens_per_s, scaled),
             scaled(pool.output_tokens_per_s),
             scaled(pool.output_tokens_per_worker_s),
         )
@@ -239,7 +237,7 @@ def _failure_table(summary: Summary) -> RenderableType:
     table.columns[2].justify = "left"
     table.columns[2].no_wrap = False
     for failure in summary.failures:
-        table.add_row(failure.outcome.replace("_", " "), f"{failure.num_requests:,}", Text(failure.error or NOT_TOLD))
+        table.add_row(failure.outcome.replace("_", " "), f"{failure.num_requests:,}", Text(failure.error or UNKNOWN))
     return _spaced(table)
 
 
@@ -252,10 +250,6 @@ def _generator(summary: Summary) -> Text:
         f" noticed late by {duration(generator.loop_lag_p99_s)} (p99)"
     )
     return Text(facts + ("" if generator.warnings else ": it kept up"), style="dim")
-
-
-def _or_not_told(value: float | None, write: Writer) -> str:
-    return NOT_TOLD if value is None else write(value)
 
 
 def _whole_percent(share: float) -> str:

@@ -1,4 +1,4 @@
-"""Which requests of a run are counted."""
+"""The counted part of a run."""
 
 from collections.abc import Sequence
 
@@ -9,18 +9,18 @@ from measure.load.summary import Window
 
 _WARM_UP_SHARE = 0.1
 _MAX_WARM_UP_S = 60.0
-_MIN_COUNTED_SHARE = 0.5  # a cool-down that nobody asked for leaves at least so many
+_MIN_COUNTED_SHARE = 0.5  # least share of requests that the default cool-down leaves
 
 
 class NothingMeasured(Exception):
-    """No request is left to be counted."""
+    """No request counts."""
 
 
 def find_window(requests: Sequence[RequestRecord], *, warm_up_s: float | None, cool_down_s: float | None) -> Window:
     """Return the window of a run. Raises NothingMeasured.
 
-    By default it begins after a tenth of the arrivals, at most a minute, and ends where the last session began: turns
-    that come later find a system that is emptying. Where most requests are such turns, all of them are counted.
+    By default the window begins after a tenth of the arrivals, at most a minute, and ends where the last session began:
+    later turns meet a system that is emptying. Where most requests are such turns, all of them count.
     """
     if not requests:
         raise NothingMeasured("no request was sent")
@@ -51,7 +51,7 @@ def find_window(requests: Sequence[RequestRecord], *, warm_up_s: float | None, c
 
 
 def counted(requests: Sequence[RequestRecord], window: Window) -> tuple[RequestRecord, ...]:
-    """Return the requests that are counted, in the order in which they were due."""
+    """Return the requests that count, in the order in which they were due."""
     inside = (request for request in requests if window.start_s <= request.due_s <= window.end_s)
     return tuple(sorted(inside, key=lambda request: (request.due_s, request.session, request.turn)))
 

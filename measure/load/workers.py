@@ -1,21 +1,33 @@
-"""What workers and pools did, by their own counters and by what requests report."""
+"""Figures of workers and pools, from their own counters and the reports of requests."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 
-from measure.load.records import PoolSample, RequestRecord, Run, WorkerSample
+from measure.load.records import PoolSample, RequestRecord, WorkerSample
 from measure.load.summary import Window, WorkerSummary
 
 _PREFILL, _DECODE = "prefill", "decode"
 
 
+class Recorded(Protocol):
+    """Records of a run, measured or simulated."""
+
+    @property
+    def requests(self) -> Sequence[RequestRecord]:
+        """All requests."""
+
+    @property
+    def samples(self) -> Sequence[PoolSample]:
+        """Samples of the workers."""
+
+
 @dataclass(slots=True)
 class _Seen:
-    """What is known of one worker."""
+    """Samples and counts of one worker."""
 
     role: str
     samples: list[tuple[float, WorkerSample]] = field(default_factory=list)
@@ -25,11 +37,11 @@ class _Seen:
 
 
 def summarize_workers(
-    run: Run, requests: Sequence[RequestRecord], window: Window
+    run: Recorded, requests: Sequence[RequestRecord], window: Window
 ) -> tuple[tuple[WorkerSummary, ...], tuple[WorkerSummary, ...]]:
-    """Return pools by role, and workers by role and name; `requests` are those that are counted.
+    """Return pools by role, and workers by role and name; `requests` are those that count.
 
-    Tokens are of all requests of the run, as far as they came within the window.
+    Token counts include all requests of the run, for tokens that came within the window.
     """
     seen = _collect(run, requests, window)
     workers = [_summary(name, [worker], window) for name, worker in seen.items()]
@@ -39,12 +51,12 @@ def summarize_workers(
 
 
 def peak_queued(samples: Sequence[PoolSample], window: Window) -> int | None:
-    """Return the longest line that was seen; None without samples."""
+    """Return the longest queue in any sample of the window; None without samples."""
     return max((sample.num_queued for sample in _inside(samples, window)), default=None)
 
 
 def tokens_between(request: RequestRecord, start_s: float, end_s: float) -> int:
-    """Return how many tokens of an answer came in a time."""
+    """Return the number of tokens of an answer that came between two times."""
     pieces = zip(request.chunk_s, request.chunk_tokens, strict=True)
     return sum(num_tokens for at_s, num_tokens in pieces if start_s <= at_s <= end_s)
 
@@ -53,7 +65,7 @@ def _inside(samples: Sequence[PoolSample], window: Window) -> list[PoolSample]:
     return [sample for sample in samples if window.start_s <= sample.at_s <= window.rates_end_s]
 
 
-def _collect(run: Run, requests: Sequence[RequestRecord], window: Window) -> dict[str, _Seen]:
+def _collect(run: Recorded, requests: Sequence[RequestRecord], window: Window) -> dict[str, _Seen]:
     seen: dict[str, _Seen] = {}
     for sample in _inside(run.samples, window):
         for worker in sample.workers:
@@ -93,18 +105,18 @@ def _summary(name: str, workers: Sequence[_Seen], window: Window) -> WorkerSumma
 def _rate(
     samples: Sequence[tuple[float, WorkerSample]], counter: Callable[[WorkerSample], float | None]
 ) -> float | None:
-    """Return by how much a counter grew a second; None without two samples. A restarted worker counts from 0 again."""
+    """Return the growth of a counter per second; None without two samples. A restarted worker counts from 0 again."""
     values = [(at_s, value) for at_s, sample in samples if (value := counter(sample)) is not None]
     if len(values) < 2 or values[-1][0] <= values[0][0]:
         return None
-    counts = [value for _, value in values]
-    steps = pairwise(counts)
-    grown = sum(after - before if after >= before else after for before, after in steps)
-    return grown / (values[-1][0] - values[0][0])
+    counts = np.array([value for _, value in values], dtype=np.float64)
+    steps = np.diff(counts)
+    grown = np.where(steps >= 0, steps, counts[1:]).sum()
+    return float(grown / (values[-1][0] - values[0][0]))
 
 
 def _mean_sum(workers: Sequence[_Seen], count: Callable[[WorkerSample], int]) -> float | None:
-    """Return the mean, over the samples, of the sum over the workers."""
+    """Return the mean over samples of the sum over workers."""
     sums: dict[float, int] = defaultdict(int)
     for worker in workers:
         for at_s, sample in worker.samples:

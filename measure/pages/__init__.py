@@ -1,1 +1,1 @@
-"""Pages that are looked at: self-contained HTML with interactive plots."""
+"""Reports: self-contained HTML pages with interactive plots."""

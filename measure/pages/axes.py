@@ -1,4 +1,4 @@
-"""Axes: what is measured, in what unit, and how its numbers are written at ticks and under the mouse."""
+"""Axes: quantity, unit, and the format of numbers at ticks and on hover."""
 
 import enum
 import math
@@ -12,11 +12,11 @@ from measure.pages.wording import duration, number, scaled
 
 _MIN_TICKS, _MAX_TICKS = 3, 7
 _STEPS = ((1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,))
-"""Multiples of powers of ten that ticks are at: the finest that give few enough."""
+"""Multiples of powers of ten for ticks, finest first; the first that gives few enough ticks is used."""
 
 
 def even_places(low: float, high: float) -> list[float]:
-    """Return about five round numbers at even distances that cover an interval; the number itself where it is one."""
+    """Return about five evenly spaced round numbers that cover an interval; only `low` where it is empty."""
     if not high > low:
         return [low]
     rough = (high - low) / 4
@@ -26,14 +26,14 @@ def even_places(low: float, high: float) -> list[float]:
 
 
 class Unit(enum.Enum):
-    """A unit: (format of ticks, format under the mouse, suffix). Formats are d3's."""
+    """A unit: (format of ticks, format on hover, suffix). Formats are d3's."""
 
     SECONDS = ("~s", ".3s", "s")
-    """With prefixes: 20 ms, 1.5 s. Latencies."""
+    """Latencies, with prefixes: 20 ms, 1.5 s."""
     CLOCK = (",~r", ",.1f", " s")
     """Seconds since something began."""
     SHARE = (".0%", ".1%", "")
-    """Of 1."""
+    """Share of 1, as percent."""
     TOKENS = ("~s", ",.0f", "")
     BYTES = ("~s", ".3s", "B")
     COUNT = (",~r", ",.0f", "")
@@ -42,20 +42,20 @@ class Unit(enum.Enum):
 
     @property
     def hover(self) -> str:
-        """Format under the mouse."""
+        """Format on hover."""
         return self.value[1]
 
     @property
     def suffix(self) -> str:
-        """What follows the number."""
+        """Text after the number."""
         return self.value[2]
 
     def shows(self, variable: str) -> str:
-        """Return plotly's template for a value: `shows("x")` is "%{x:.3s}s" for seconds."""
+        """Return plotly's template for a variable: `shows("x")` is "%{x:.3s}s" for seconds."""
         return f"%{{{variable}:{self.hover}}}{self.suffix}"
 
     def text(self, value: float) -> str:
-        """Return a value as a tick has it."""
+        """Return the text of a tick at a value."""
         match self:
             case Unit.SECONDS:
                 return duration(value)
@@ -68,7 +68,7 @@ class Unit(enum.Enum):
 
 
 class Scale(enum.StrEnum):
-    """How numbers become positions."""
+    """Scale of an axis."""
 
     LINEAR = "linear"
     LOG = "log"
@@ -84,7 +84,7 @@ class Axis:
     starts_at_zero: bool = False
 
     def layout(self) -> dict[str, Any]:
-        """Return plotly's layout of it."""
+        """Return plotly's layout of the axis."""
         tick_format, _, suffix = self.unit.value
         layout: dict[str, Any] = {
             "title": {"text": self.title},
@@ -97,9 +97,9 @@ class Axis:
         return layout
 
     def ticks(self, values: npt.NDArray[np.float64]) -> dict[str, Any]:
-        """Return where a logarithmic axis over these values has ticks; nothing for a linear one.
+        """Return the ticks of a logarithmic axis over these values; nothing for a linear one.
 
-        At powers of ten, and the closer together the values are at the more multiples of them; at even distances where
+        Ticks are at powers of ten, with more multiples of them the closer the values are; evenly spaced where the
         values are closer still.
         """
         positive = values[values > 0]

@@ -1,4 +1,4 @@
-"""Distributions as curves, with a view for the many and a view for the tail."""
+"""Distributions as curves, with an even view and one of the tail."""
 
 import enum
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ _MAX_NINES = 5
 
 
 class View(enum.StrEnum):
-    """How shares become heights."""
+    """Scale of shares."""
 
     EVEN = "even"
     TAIL = "tail"
-    """By nines: 90 %, 99 % and 99.9 % are equally far apart."""
+    """By nines: 90 %, 99 % and 99.9 % are equally spaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Values whose distribution is drawn."""
+    """Values of one distribution."""
 
     name: str
     values: Numbers
@@ -34,11 +34,11 @@ class Sample:
 
 
 def ecdf_figure(samples: Sequence[Sample], frame: Frame, view: View = View.EVEN) -> Any:
-    """Return distributions as curves: which share of the values is at most so large. `frame.y` is ours.
+    """Return empirical distribution functions as curves. `frame.y` is replaced.
 
-    Buttons change the view. Under the mouse a curve says its percentile. Empty samples are left out.
+    Buttons change the view. Hovering shows the percentile. Empty samples are left out.
     """
-    figure = new_figure(replace(frame, y=Axis(title="share at most so long", unit=Unit.SHARE)))
+    figure = new_figure(replace(frame, y=Axis(title="share of values up to x", unit=Unit.SHARE)))
     figure.update_xaxes(ticks_of(frame.x, [sample.values for sample in samples], frame.x_limits))
     heights: dict[View, list[Floats]] = {each: [] for each in View}
     most = 1
@@ -74,7 +74,7 @@ def _even_axis() -> dict[str, Any]:
 
 
 def _tail_axis(num_values: int) -> dict[str, Any]:
-    """Return an axis of nines, up to the last one that so many values can show."""
+    """Return an axis of nines, up to the last one that this many values resolve."""
     num_nines = min(_MAX_NINES, max(1, int(np.log10(num_values))))
     shares = [0.0, 0.5, *(1 - 10.0**-nines for nines in range(1, num_nines + 1))]
     return {
@@ -85,7 +85,7 @@ def _tail_axis(num_values: int) -> dict[str, Any]:
 
 
 def _buttons(heights: dict[View, list[Floats]], axes: dict[View, dict[str, Any]], view: View) -> dict[str, Any]:
-    labels = {View.EVEN: "everybody", View.TAIL: "the slowest"}
+    labels = {View.EVEN: "all", View.TAIL: "tail"}
     return {
         "type": "buttons",
         "direction": "right",

@@ -1,6 +1,6 @@
-"""Figures that pages have in common: curves with bands, bars. Each returns a plotly figure.
+"""Figures for pages: curves with bands, bars. Each function returns a plotly figure.
 
-Names come from users: they are escaped, since plotly reads tags in texts.
+Names come from users and are escaped, since plotly interprets tags in texts.
 """
 
 import html
@@ -24,7 +24,7 @@ _MANY_DOTS = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """A line, with a band around it where it is uncertain."""
+    """A line, with a band where it is uncertain."""
 
     name: str
     x: Numbers
@@ -32,14 +32,13 @@ class Curve:
     color: str = PALETTE[0]
     dash: str = "solid"
     symbol: str | None = None
-    """Marks its points."""
     shape: str = "linear"
     """"hv": a value holds until the next one."""
     low: Numbers | None = None
     high: Numbers | None = None
-    """Bounds of the band, both or neither."""
+    """Bounds of the band; both or neither."""
     texts: Sequence[str] = ()
-    """What else is said under the mouse, a text per point."""
+    """Additional hover text, one per point."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +58,7 @@ class Bars:
     color: str = PALETTE[0]
     low: Numbers | None = None
     high: Numbers | None = None
-    """Ends of the whiskers, both or neither."""
+    """Ends of the whiskers; both or neither."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,17 +73,17 @@ class Frame:
 
 
 def plain(text: str) -> str:
-    """Return a text as plotly shows it letter by letter, whatever tags it holds."""
+    """Return a text escaped, so that plotly shows its tags literally."""
     return html.escape(text)
 
 
 def compact(values: Numbers) -> npt.NDArray[np.float32]:
-    """Return values as they are written to a page: seven digits are enough for a picture."""
+    """Return values in the precision of pages: seven digits are enough for a plot."""
     return np.asarray(values, dtype=np.float32)
 
 
 def dots(color: str, num_points: int) -> dict[str, Any]:
-    """Return plotly's marker of a cloud: the more points, the smaller and the fainter."""
+    """Return plotly's marker for a scatter plot: many points are smaller and fainter."""
     return {"color": color} | ({"size": 5, "opacity": 0.45} if num_points > _MANY_DOTS else {"size": 7, "opacity": 0.8})
 
 
@@ -105,7 +104,7 @@ def new_figure(frame: Frame) -> Any:
 
 
 def _place(value: float, axis: Axis) -> float:
-    """Return where an annotation goes: logarithmic axes place them by exponents."""
+    """Return the position of an annotation: logarithmic axes take exponents."""
     return math.log10(value) if axis.scale is Scale.LOG else value
 
 
@@ -174,7 +173,7 @@ def bar_figure(categories: Sequence[str], series: Sequence[Bars], frame: Frame, 
 
 
 def ticks_of(axis: Axis, parts: Sequence[Numbers], limits: Sequence[Limit]) -> dict[str, Any]:
-    """Return where an axis over these values and limits has ticks; see `Axis.ticks`."""
+    """Return the ticks of an axis over these values and limits; see `Axis.ticks`."""
     values = [np.asarray(part, dtype=np.float64) for part in parts]
     return axis.ticks(np.concatenate([*values, [limit.value for limit in limits]]))
 

@@ -1,8 +1,8 @@
 """A page about measurements, in one file that needs no network: headline figures, warnings, sections of panels.
 
-plotly.js is inlined once, compressed; a browser of 2023 or later unpacks it. A figure is drawn when it comes into view,
-in colours that follow the reader's light or dark mode. The page's own policy forbids it every connection. Equal pages
-give equal bytes.
+plotly.js is inlined once, compressed; browsers from 2023 on unpack it. A figure is drawn when it comes into view, in
+colours that follow the reader's light or dark mode. The page's content policy forbids all connections. Equal pages give
+equal bytes.
 """
 
 import base64
@@ -26,11 +26,11 @@ from measure.pages.theme import Ink, template
 
 _ASSETS = Path(__file__).parent / "assets"
 _FIGURE_HEIGHT = 380
-_ENTRY_PX, _LETTER_PX, _ROW_PX = 50, 7, 19  # of a legend's entries, about
+_ENTRY_PX, _LETTER_PX, _ROW_PX = 50, 7, 19  # approximate size of legend entries
 
 
 class Tone(enum.StrEnum):
-    """What a figure means for the reader."""
+    """Rating of a headline figure."""
 
     PLAIN = "plain"
     GOOD = "good"
@@ -38,7 +38,7 @@ class Tone(enum.StrEnum):
 
 
 class Width(enum.StrEnum):
-    """How much of a row a panel takes, where the window is wide."""
+    """Width of a panel in a wide window."""
 
     FULL = "full"
     HALF = "half"
@@ -53,23 +53,22 @@ class Card:
 
     label: str
     value: str
-    """With its unit."""
+    """Figure with its unit."""
     note: str = ""
-    """What it is compared with: an objective, an interval."""
+    """Reference for the figure: an objective, an interval."""
     tone: Tone = Tone.PLAIN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows of text. Columns after the first are numbers, set to the right, but for those named in `text_columns`."""
+    """Rows of text. Columns after the first are right-aligned numbers, except for `text_columns`."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     text_columns: frozenset[str] = frozenset()
     strong_rows: frozenset[int] = frozenset()
-    """Indices of rows that stand out."""
     links: tuple[str, ...] = ()
-    """Where each row's first cell leads, "" for nowhere; empty: none does. Relative, to files beside the page."""
+    """Link of each row's first cell, relative to the page; "" for none. Empty: no row has a link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,21 +80,21 @@ class Prose:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """Questions, each with what was found; a question that stands several times in a row is shown once."""
+    """Questions with answers; a question repeated in consecutive pairs is shown once."""
 
     pairs: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """Preformatted text: a command, a terminal's table."""
+    """Preformatted text: a command, a table of a terminal."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Absent:
-    """Nothing to show."""
+    """A panel without data."""
 
     why: str
 
@@ -105,14 +104,14 @@ Content = go.Figure | Table | Prose | Answers | Listing | Absent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One figure, table or text, with the sentence that says what to look for. Text is plain: it is escaped."""
+    """One figure, table or text, with a hint on what to look for. All text is escaped."""
 
     title: str
     content: Any
     """A `Content`: plotly's figures have no types."""
     look_for: str = ""
     note: str = ""
-    """What is shown and what is left out."""
+    """Remark on the data shown and left out."""
     width: Width = Width.FULL
 
 
@@ -133,12 +132,12 @@ class Page:
     sections: tuple[Section, ...]
     subtitle: str = ""
     verdict: tuple[str, ...] = ()
-    """The answer in words, a sentence or two each; above everything else."""
+    """Conclusions, of a sentence or two each; at the top."""
     warnings: tuple[str, ...] = ()
-    """Why the numbers should not be trusted; a banner that cannot be missed."""
+    """Reasons not to trust the numbers, shown as a banner."""
     cards: tuple[Card, ...] = ()
     settings: Mapping[str, Any] | None = None
-    """What was run, JSON: folded away at the page's end."""
+    """Description of the run as JSON, folded at the end of the page."""
 
 
 def write_page(path: Path, page: Page) -> None:
@@ -173,11 +172,11 @@ def _section(section: Section, index: int, figures: list[str]) -> Mapping[str, A
 
 
 def _panel(panel: Panel, figures: list[str]) -> Mapping[str, Any]:
-    """Return what the template needs of a panel; appends the figure's JSON."""
+    """Return the variables of a panel for the template; append the JSON of its figure to `figures`."""
     shown: dict[str, Any] = {"panel": panel, "kind": type(panel.content).__name__.lower()}
     if isinstance(panel.content, go.Figure):
         spec = panel.content.to_plotly_json()
-        spec["layout"].pop("template", None)  # the page's own, once, by the reader's mode
+        spec["layout"].pop("template", None)  # the page has one for each of the reader's modes
         height = spec["layout"].get("height", _FIGURE_HEIGHT) + _legend_room(spec, panel.width)
         spec["layout"]["height"] = height
         shown |= {"kind": "figure", "figure": len(figures), "height": height}
@@ -186,7 +185,7 @@ def _panel(panel: Panel, figures: list[str]) -> Mapping[str, Any]:
 
 
 def _legend_room(spec: Mapping[str, Any], width: Width) -> int:
-    """Return the height, in pixels, of a legend's rows but the first, so that many names do not flatten the plot."""
+    """Return the height, in pixels, of a legend's rows after the first, so that many names do not flatten the plot."""
     names = [trace.get("name") or "" for trace in spec["data"] if trace.get("showlegend", True)]
     num_rows = math.ceil(sum(_ENTRY_PX + _LETTER_PX * len(name) for name in names) / _LEGEND_PX[width])
     return _ROW_PX * max(0, num_rows - 1)
@@ -200,7 +199,7 @@ def _script_json(value: Any) -> str:
 
 @lru_cache(maxsize=1)
 def _plotly_js() -> str:
-    """Return plotly.js, compressed, in base64: 2 MB where the plain text takes 5."""
+    """Return plotly.js, compressed, in base64: 2 MB instead of 5."""
     return base64.b64encode(gzip.compress(plotly.offline.get_plotlyjs().encode(), mtime=0)).decode()
 
 

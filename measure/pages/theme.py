@@ -1,7 +1,7 @@
-"""Colours and looks that all figures share, so that a colour means the same thing on every page.
+"""Colours and looks that all figures share, so that a colour has one meaning on all pages.
 
-Colours are of Paul Tol's schemes ("Colour Schemes", SRON technical note EPS/TN/09-002): they are told apart with every
-common kind of colour blindness, and are legible on white as on dark.
+Colours are from Paul Tol's schemes ("Colour Schemes", SRON technical note EPS/TN/09-002): distinguishable with all
+common kinds of colour blindness, legible on light and dark.
 """
 
 import enum
@@ -12,7 +12,7 @@ BLUE, ORANGE, TEAL, MAGENTA, CYAN = "#0077bb", "#ee7733", "#009988", "#ee3377", 
 PURPLE, SAND, OLIVE, GREY, RED = "#aa4499", "#ddaa33", "#999933", "#8b929c", "#dd3d2d"
 
 PALETTE = (BLUE, ORANGE, TEAL, MAGENTA, CYAN, PURPLE, SAND, OLIVE)
-"""Of arms, kinds and workers, in this order. Red is kept for failures and for limits."""
+"""Colours of arms, kinds and workers, in this order. Red is reserved for failures and limits."""
 DASHES = ("solid", "dash", "dot", "dashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "hexagon")
 LIMIT = RED
@@ -21,7 +21,7 @@ _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif
 
 
 class Phase(enum.StrEnum):
-    """Where a request is."""
+    """Phase of a request."""
 
     QUEUE = "queue"
     PREFILL = "prefill"
@@ -40,39 +40,39 @@ PHASE_COLORS = {
 
 
 BUTTONS = {"font": {"size": 11, "color": "#24292f"}, "bgcolor": "#d3d9e0", "bordercolor": "#b4bcc6"}
-"""Of buttons inside figures. Plotly paints the chosen one near white, whatever the page's mode: letters stay dark."""
+"""Style of buttons in figures. Plotly paints the active one near white in every mode, so letters stay dark."""
 
 
 class Ink(enum.StrEnum):
-    """What a page is looked at on."""
+    """Mode of the reader's browser."""
 
     LIGHT = "light"
     DARK = "dark"
 
 
 def colors_of(names: Iterable[str]) -> dict[str, str]:
-    """Return a colour for each name, by the order of their first appearance; they repeat after the palette's end."""
+    """Return a colour for each name, in order of first appearance; colours repeat after the end of the palette."""
     return {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(dict.fromkeys(names))}
 
 
 def dash_of(index: int) -> str:
-    """Return the dash of the `index`-th line: another one each time that the colours repeat."""
+    """Return the dash of the `index`-th line, which changes each time the colours repeat."""
     return DASHES[index // len(PALETTE) % len(DASHES)]
 
 
 def symbol_of(index: int) -> str:
-    """Return the mark of the `index`-th series: never twice in the same colour."""
+    """Return the marker of the `index`-th series: never the same twice in one colour."""
     return SYMBOLS[(index + index // len(PALETTE)) % len(SYMBOLS)]
 
 
 def translucent(color: str, alpha: float) -> str:
-    """Return "#rrggbb" as a colour that lets `1 - alpha` of what is behind it through."""
+    """Return "#rrggbb" as a colour with opacity `alpha`."""
     red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
     return f"rgba({red},{green},{blue},{alpha:g})"
 
 
 def template(ink: Ink) -> dict[str, Any]:
-    """Return plotly's template of our look."""
+    """Return plotly's template of our style."""
     text, line, zero, paper = (
         ("#24292f", "#e3e7ec", "#c3c9d1", "#ffffff")
         if ink is Ink.LIGHT

@@ -1,4 +1,4 @@
-"""Fewer points that draw the same picture, so that a page of a long run stays small and quick."""
+"""Thins data without visible change, so that pages of long runs stay small and fast."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,8 @@ MAX_SCATTER_POINTS = 3000
 def ecdf(values: Floats) -> tuple[Floats, Floats]:
     """Return (sorted values, share of values at most as large) of the empirical distribution.
 
-    With more than `MAX_CURVE_POINTS` values, the largest `EXACT_TAIL_POINTS` are all kept, since high percentiles are
-    read off there; of the rest, values at even distances in rank.
+    With more than `MAX_CURVE_POINTS` values, it keeps the largest `EXACT_TAIL_POINTS`, which show the high percentiles,
+    and evenly spaced ranks of the rest.
     """
     ordered = np.sort(values)
     size = ordered.size
@@ -29,7 +29,7 @@ def ecdf(values: Floats) -> tuple[Floats, Floats]:
 
 
 def scatter_indices(y: Floats, max_points: int = MAX_SCATTER_POINTS) -> npt.NDArray[np.int64]:
-    """Return, in order, which points of a cloud to draw: the highest tenth of `max_points`, else every k-th."""
+    """Return the indices of the points to draw, in order: the highest tenth of `max_points`, else every k-th."""
     if y.size <= max_points:
         return np.arange(y.size)
     num_high = max_points // 10
@@ -40,16 +40,14 @@ def scatter_indices(y: Floats, max_points: int = MAX_SCATTER_POINTS) -> npt.NDAr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rolling:
-    """Percentiles of what happened in each interval of time; intervals without anything are left out."""
+    """Percentiles in each interval of time; intervals without values are left out."""
 
     at_s: Floats
-    """Their middles."""
     values: dict[float, Floats]
-    """By percentile."""
 
 
 def rolling(at_s: Floats, values: Floats, *, percentiles: tuple[float, ...], num_bins: int = 60) -> Rolling:
-    """Return percentiles over time, of `num_bins` equal intervals between the first and the last moment."""
+    """Return percentiles over time, in `num_bins` equal intervals from the first to the last moment."""
     if not at_s.size:
         return Rolling(at_s=at_s, values=dict.fromkeys(percentiles, values))
     edges = np.linspace(at_s.min(), at_s.max() + 1e-9, num_bins + 1)

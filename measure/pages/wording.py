@@ -1,4 +1,4 @@
-"""Numbers as people write them, for cards, tables and ticks."""
+"""Formats numbers for cards, tables and ticks."""
 
 import math
 
@@ -6,7 +6,7 @@ _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Return a number with so many significant digits, thousands apart: 0.0123, 1.5, 12,345."""
+    """Return a number with `digits` significant digits and separated thousands: 0.0123, 1.5, 12,345."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
@@ -32,10 +32,10 @@ def scaled(value: float, unit: str = "", digits: int = 3) -> str:
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """Return a share of 1: 99.2 %."""
+    """Return a share as percent: 99.2 %."""
     return f"{100 * share:.{digits}f} %"
 
 
 def count(value: int, noun: str, plural: str = "") -> str:
-    """Return how many: 1 request, 1,200 requests."""
+    """Return a number with its noun: 1 request, 1,200 requests."""
     return f"{value:,} {noun if value == 1 else plural or noun + 's'}"

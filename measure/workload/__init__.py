@@ -1,1 +1,1 @@
-"""What is asked, and when: traces, sessions, lengths and arrivals. Nothing here knows who answers."""
+"""Requests and their times: traces, sessions, lengths and arrivals, independent of the server."""

@@ -1,12 +1,13 @@
-"""When sessions begin: renewal processes whose rate may change with time.
+"""Arrivals of sessions: renewal processes with a rate that may change over time.
 
-Unit-rate arrivals are carried over to real time by the inverse of the cumulative rate, Λ⁻¹ (Çinlar, Introduction to
+Unit-rate arrivals are mapped to real time by the inverse of the cumulative rate, Λ⁻¹ (Çinlar, Introduction to
 Stochastic Processes, 1975, for Poisson; Gerhardt and Nelson, Transforming Renewal Processes for Simulation of
 Nonstationary Arrival Processes, INFORMS J. Computing 21, 2009, for others). The first interval is drawn from the
-equilibrium distribution, so that Λ(t) arrivals are expected until every t, and not only in the long run.
+equilibrium distribution, so that Λ(t) arrivals are expected until any t, not only in the long run.
 """
 
 import bisect
+import enum
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -14,23 +15,33 @@ from dataclasses import dataclass, field
 from random import Random
 
 
+class Process(enum.StrEnum):
+    """Variation of the intervals between arrivals."""
+
+    POISSON = "poisson"
+    """Exponential: independent sessions."""
+    GAMMA = "gamma"
+    """Gamma-distributed; see `burstiness`."""
+    CONSTANT = "constant"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatePiece:
-    """The rate from `begin_s` on, up to the next piece: linear."""
+    """A linear rate from `begin_s` to the next piece."""
 
     begin_s: float
     rate: float
     slope: float = 0.0
-    """Of the rate, per second."""
+    """Change of the rate per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class RateProfile:
-    """Arrivals per second as a function of time, linear in pieces, from 0 on; the last piece is constant."""
+    """Arrivals per second as a function of time from 0 on: piecewise linear, the last piece constant."""
 
     pieces: tuple[RatePiece, ...]
     _expected: tuple[float, ...] = field(init=False, repr=False, compare=False)
-    """Arrivals before each piece."""
+    """Expected arrivals before each piece."""
 
     def __post_init__(self) -> None:
         areas = (_area(piece, after.begin_s - piece.begin_s) for piece, after in itertools.pairwise(self.pieces))
@@ -38,7 +49,7 @@ class RateProfile:
 
     @classmethod
     def constant(cls, rate: float) -> "RateProfile":
-        """Return a rate that never changes."""
+        """Return a constant rate."""
         return cls((RatePiece(begin_s=0.0, rate=rate),))
 
     @classmethod
@@ -57,7 +68,7 @@ class RateProfile:
 
     @property
     def changes_until_s(self) -> float:
-        """From when on the rate stays as it is."""
+        """Time from which the rate is constant."""
         return self.pieces[-1].begin_s
 
     @property
@@ -66,16 +77,16 @@ class RateProfile:
         return self.pieces[-1].rate
 
     def expected(self, until_s: float) -> float:
-        """Return Λ: how many arrivals are expected from 0 to `until_s`."""
+        """Return Λ, the expected number of arrivals from 0 to `until_s`."""
         position = bisect.bisect_right(self.pieces, until_s, key=lambda piece: piece.begin_s) - 1
         piece = self.pieces[position]
         return self._expected[position] + _area(piece, until_s - piece.begin_s)
 
     def when(self, expected: float) -> float:
-        """Return Λ⁻¹: when so many arrivals are expected to have come; infinite when they never will."""
+        """Return Λ⁻¹, the time until which `expected` arrivals are expected; infinite when there is none."""
         position = bisect.bisect_right(self._expected, expected) - 1
         piece, rest = self.pieces[position], expected - self._expected[position]
-        # rest = rate·t + slope·t²/2, solved in the form that does not cancel
+        # rest = rate·t + slope·t²/2, solved in the form without cancellation
         root = math.sqrt(max(0.0, piece.rate**2 + 2 * piece.slope * rest))
         denominator = piece.rate + root
         if not denominator:
@@ -85,7 +96,7 @@ class RateProfile:
         return when_s if is_last else min(when_s, self.pieces[position + 1].begin_s)
 
     def scaled(self, factor: float) -> "RateProfile":
-        """Return the profile with every rate multiplied."""
+        """Return the profile with all rates multiplied by `factor`."""
         return RateProfile(
             tuple(
                 RatePiece(begin_s=piece.begin_s, rate=piece.rate * factor, slope=piece.slope * factor)
@@ -97,10 +108,10 @@ class RateProfile:
 def arrival_times(profile: RateProfile, shape: float, random: Random) -> Iterator[float]:
     """Yield times in order, in seconds from 0; endless, unless the last rate is 0.
 
-    Intervals are gamma-distributed before the rate stretches them: `shape` 1 is a Poisson process, infinity has all
-    intervals equal.
+    Intervals are gamma-distributed before the rate stretches them: `shape` 1 is a Poisson process, with infinity all
+    intervals are equal.
     """
-    # The equilibrium distribution: a uniform point of an interval that is met in proportion to its length.
+    # equilibrium distribution: a uniform point in an interval chosen in proportion to its length
     is_even = shape == math.inf
     unit_s = random.random() * (1.0 if is_even else random.gammavariate(shape + 1.0, 1.0 / shape))
     while (when_s := profile.when(unit_s)) != math.inf:

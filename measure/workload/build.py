@@ -1,4 +1,4 @@
-"""From a specification to a workload."""
+"""Builds the workload of a specification."""
 
 import math
 from collections.abc import Iterator
@@ -10,12 +10,11 @@ from measure.workload.spec import StreamSpec, TraceStreamSpec, WorkloadError, Wo
 
 
 def build_workload(spec: WorkloadSpec, *, load: float | None = None, seed: int | None = None) -> Workload:
-    """Return the sessions of a specification; they are drawn while one iterates, each time the same.
+    """Return the workload of a specification; its sessions are drawn during iteration, the same each time.
 
-    `load` scales all open-loop arrivals, traces included, so that together they have so many requests per second in
-    the mean, later turns counted. Sessions are the same at every load and only begin at other times. `seed` takes the
-    place of the specification's. Raises WorkloadError for a load that nothing can carry; TraceError, OSError for a
-    trace that cannot be read.
+    `load` scales all open-loop arrivals, traces included, to a mean number of requests per second in total, later turns
+    counted. Sessions are the same at every load and only begin at other times. `seed` replaces that of the
+    specification. Raises WorkloadError for a load that cannot be reached; TraceError, OSError for an unreadable trace.
     """
     sources = [_source(stream) for stream in spec.streams]
     speed = 1.0 if load is None else _speed(spec, sources, load)
@@ -45,15 +44,15 @@ def build_workload(spec: WorkloadSpec, *, load: float | None = None, seed: int |
 def mean_request_rate(spec: WorkloadSpec) -> float:
     """Return the requests per second of all open-loop streams together, later turns counted; 0 without any.
 
-    Of a rate that changes it is the mean over the run's duration, else until it changes no more; of a trace, the mean
-    of the whole trace, infinite when all of it comes at once. Reads traces: raises TraceError, OSError.
+    A changing rate counts with its mean over the run's duration or, without one, until it is constant; a trace counts
+    with its mean, infinite when all requests come at once. Reads traces: raises TraceError, OSError.
     """
     return _request_rate(spec, [_source(stream) for stream in spec.streams])
 
 
 @dataclass(frozen=True, slots=True)
 class _Sessions:
-    """Draws a source's sessions anew for everybody who iterates."""
+    """Draws the sessions of a source again for each iteration."""
 
     source: SessionSource
     drawing: Drawing

@@ -1,8 +1,8 @@
-"""Contents written out: the tokens or words that a recipe's numbers stand for.
+"""Writes contents as the tokens or words that their numbers stand for.
 
-A content is an endless row of units, tokens or words, of which a segment takes the first. Unit i of content c is a hash
-of (seed, c, i): the same in every process, and never stored. Two contents, or one under two seeds, agree in a unit only
-by chance, so that blocks of a few units differ.
+A content is an endless sequence of units, tokens or words, of which a segment takes the first. Unit i of content c is a
+hash of (seed, c, i): the same in every process, and never stored. Two contents, or one under two seeds, agree in a unit
+only by chance, so that blocks of a few units differ.
 """
 
 from collections.abc import Sequence
@@ -28,11 +28,10 @@ class ContentWriter:
     """Writes contents as tokens or as text; writers with equal fields write the same."""
 
     seed: int
-    """Of the workload."""
     first_token: int = 0
-    """Lowest id that is used: above the tokens that mean something special."""
+    """Lowest id in use, above special tokens."""
     num_tokens: int = 1 << 20
-    """How many ids are used, 1 to 2**32."""
+    """Number of ids in use, 1 to 2**32."""
 
     def tokens(self, segments: Sequence[Segment]) -> TokenArray:
         """Return token ids from `first_token` on, below `first_token + num_tokens`; 0.2 ms for 16k of them."""
@@ -61,7 +60,7 @@ class ContentWriter:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Which units are wanted."""
+    """Units to write."""
 
     keys: _Words
     """[num_segments]: a hash of seed and content."""
@@ -69,18 +68,18 @@ class _Plan:
     """[num_segments], in units."""
 
     def places(self) -> npt.NDArray[np.int64]:
-        """Return each unit's place in its content, [num_units]."""
+        """Return the place of each unit in its content, [num_units]."""
         ends = np.cumsum(self.lengths)
         return np.arange(self.lengths.sum()) - np.repeat(ends - self.lengths, self.lengths)
 
     def hashes(self) -> _Words:
-        """Return each unit's hash, [num_units]: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) begun at its key."""
+        """Return the hash of each unit, [num_units]: SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) seeded by its key."""
         with np.errstate(over="ignore"):
             return _mixed(np.repeat(self.keys, self.lengths) + self.places().astype(np.uint64) * _STEP)
 
 
 def _mixed(values: _Words) -> _Words:
-    """Return the values scrambled, one to one."""
+    """Return the values mixed by a bijection."""
     with np.errstate(over="ignore"):
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

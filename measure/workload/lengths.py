@@ -1,13 +1,13 @@
-"""Distributions of lengths and times, as one writes them in YAML or on a command line.
+"""Distributions of lengths and times, as written in YAML or on a command line.
 
     300                          always 300
     uniform:20,60                between 20 and 60, both included
     normal:300,40                mean, standard deviation
     lognormal:400,0.8            median, standard deviation of the logarithm
     exponential:5                mean
-    lognormal:400,0.8,max=4096   moved to the bound where it lies beyond; also min=
+    lognormal:400,0.8,max=4096   clamped to a bound; also min=
 
-A value is a distribution's quantile at a number between 0 and 1, so that one random number is one value, whatever the
+A value is the quantile at a number between 0 and 1, so that each value takes one random number, whatever the
 distribution, and a run with longer prompts has otherwise the same requests.
 """
 
@@ -26,43 +26,43 @@ _GRAMMAR = "a number, or one of " + ", ".join(
 )
 _STANDARD_NORMAL = NormalDist()
 _MEAN_POINTS = 20_000
-"""Quantiles that a mean is taken of."""
+"""Quantiles over which a mean is taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A distribution of lengths or times; `str` gives back how it is written."""
+    """A distribution of lengths or times; `str` returns its notation."""
 
     kind: str
     parameters: tuple[float, ...]
     low: float | None = None
-    """What lies below is moved here."""
+    """Lower bound, to which values are clamped."""
     high: float | None = None
-    """What lies above is moved here."""
+    """Upper bound, to which values are clamped."""
 
     @property
     def is_constant(self) -> bool:
-        """Whether it has one value."""
+        """Whether it has a single value."""
         return self.kind == "constant"
 
     @property
     def least(self) -> float:
-        """The infimum of its values."""
+        """Infimum of its values."""
         lowest = {"uniform": self.parameters[0], "constant": self.parameters[0], "normal": -math.inf}
         return self._bounded(lowest.get(self.kind, 0.0))
 
     @property
     def most(self) -> float:
-        """The supremum of its values."""
+        """Supremum of its values."""
         highest = {"uniform": self.parameters[-1], "constant": self.parameters[0]}
         return self._bounded(highest.get(self.kind, math.inf))
 
     def quantile(self, share: float) -> float:
-        """Return the value that `share` (above 0, below 1) of all values do not exceed."""
+        """Return the value that a share (above 0, below 1) of all values does not exceed."""
         return self._bounded(self._unbounded(share))
 
     def count_at(self, share: float) -> int:
-        """Return the quantile as a count: rounded, at least 1; of uniform ones between integers each equally often."""
+        """Return the quantile as a count: rounded, at least 1. Uniform counts are equally frequent."""
         if self.kind == "uniform":
             first, last = math.ceil(self.parameters[0]), math.floor(self.parameters[1])
             if last >= first:
@@ -74,12 +74,12 @@ class Distribution:
         return self.quantile(_share(random))
 
     def draw_count(self, random: Random) -> int:
-        """Return a value as a count, see `count_at`."""
+        """Return a value as a count; see `count_at`."""
         return self.count_at(_share(random))
 
     @property
     def mean_count(self) -> float:
-        """Mean of the counts; exact for constants and integers, else to about a thousandth."""
+        """Mean of the counts; exact for constants and integers, otherwise to about a thousandth."""
         return _mean_count(self)
 
     def _bounded(self, value: float) -> float:
@@ -121,7 +121,7 @@ def _share(random: Random) -> float:
 
 
 def parse_distribution(value: object) -> Distribution:
-    """Return the distribution that a number or a string writes. Raises ValueError: what is wrong with it."""
+    """Return the distribution that a number or a string denotes. Raises ValueError with the reason."""
     if isinstance(value, Distribution):
         return value
     if isinstance(value, bool) or not isinstance(value, str | int | float):
@@ -131,7 +131,7 @@ def parse_distribution(value: object) -> Distribution:
         kind, rest = "constant", kind
     kind = kind.strip()
     if kind not in _NUM_PARAMETERS:
-        raise ValueError(f"{kind!r} is no distribution: must be {_GRAMMAR}")
+        raise ValueError(f"{kind!r} is not a distribution: must be {_GRAMMAR}")
     parameters: list[float] = []
     bounds: dict[str, float] = {}
     for part in rest.split(","):
@@ -141,7 +141,7 @@ def parse_distribution(value: object) -> Distribution:
         elif name in ("min", "max") and name not in bounds:
             bounds[name] = _number(number, whole=str(value))
         else:
-            raise ValueError(f"{value!r}: {name}= is not known, or comes twice; there are min= and max=")
+            raise ValueError(f"{value!r}: {name}= is unknown or repeated; there are min= and max=")
     if len(parameters) != _NUM_PARAMETERS[kind]:
         raise ValueError(f"{value!r}: {kind} takes {_NUM_PARAMETERS[kind]} numbers, not {len(parameters)}")
     distribution = Distribution(kind, tuple(parameters), bounds.get("min"), bounds.get("max"))
@@ -153,7 +153,7 @@ def _number(text: str, *, whole: str) -> float:
     try:
         number = float(text)
     except ValueError:
-        raise ValueError(f"{whole!r}: {text!r} is no number; must be {_GRAMMAR}") from None
+        raise ValueError(f"{whole!r}: {text!r} is not a number; must be {_GRAMMAR}") from None
     if not math.isfinite(number):
         raise ValueError(f"{whole!r}: {text!r} is not finite")
     return number
@@ -163,7 +163,7 @@ def _check(distribution: Distribution, text: str) -> None:
     first, last = distribution.parameters[0], distribution.parameters[-1]
     match distribution.kind:
         case "uniform" if last < first:
-            raise ValueError(f"{text!r}: its highest value is below its lowest")
+            raise ValueError(f"{text!r}: its upper end is below its lower end")
         case "normal" | "lognormal" if last < 0:
             raise ValueError(f"{text!r}: its spread is negative")
         case "lognormal" | "exponential" if first <= 0:
@@ -177,18 +177,18 @@ def _check_count(distribution: Distribution) -> Distribution:
     if distribution.most < 1:
         raise ValueError(f"{str(distribution)!r} never reaches 1")
     if distribution.is_constant and distribution.parameters[0] != int(distribution.parameters[0]):
-        raise ValueError(f"{str(distribution)!r} is no whole number")
+        raise ValueError(f"{str(distribution)!r} is not a whole number")
     return distribution
 
 
 def _check_seconds(distribution: Distribution) -> Distribution:
     if distribution.least < 0 and distribution.kind != "normal":
-        raise ValueError(f"{str(distribution)!r} holds negative times")
+        raise ValueError(f"{str(distribution)!r} includes negative times")
     return distribution
 
 
 _written = (BeforeValidator(parse_distribution), PlainSerializer(str, return_type=str))
 Count = Annotated[Distribution, *_written, AfterValidator(_check_count)]
-"""A field of a specification: a distribution of whole numbers from 1."""
+"""Field of a specification: a distribution of whole numbers from 1."""
 Seconds = Annotated[Distribution, *_written, AfterValidator(_check_seconds)]
-"""A field of a specification: a distribution of times; negative ones of a normal distribution count as 0."""
+"""Field of a specification: a distribution of times; negative values of a normal distribution count as 0."""

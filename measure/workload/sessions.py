@@ -1,7 +1,7 @@
 """A workload as data: sessions of turns, whose prompts are recipes.
 
-A recipe names pieces of content by number instead of holding them, so that a workload of millions of tokens is small,
-can be sent to another process, and means the same tokens wherever it is written out (`measure.workload.content`).
+A recipe refers to pieces of content by number, so that a workload of millions of tokens is small, can be sent to
+another process, and stands for the same tokens everywhere (`measure.workload.content`).
 """
 
 import enum
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 
 class Content(enum.StrEnum):
-    """What prompts are made of."""
+    """Form of prompts."""
 
     TOKENS = "tokens"
     """Exact token ids."""
     TEXT = "text"
-    """Words, about one for each token, to be continued."""
+    """Words, about one per token, to be continued."""
     CHAT = "chat"
     """The same words as messages of a conversation."""
 
@@ -33,23 +33,23 @@ class Turn:
     """One request of a session."""
 
     segments: tuple[Segment, ...]
-    """What it adds behind everything that was said before in its session, answers included."""
+    """Segments that it adds to the history of its session, answers included."""
     num_output_tokens: int
-    """Length of the answer, exactly."""
+    """Exact length of the answer."""
     think_s: float = 0.0
-    """From the end of the answer before to this request. 0 in the first turn."""
+    """Time from the end of the previous answer to this request; 0 in the first turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """Somebody who asks, reads the answer, thinks, and asks again."""
+    """A conversation: requests with think times between them."""
 
     index: int
-    """Unique in a workload."""
+    """Number, unique in a workload."""
     kind: str
-    """Name of the stream that it belongs to; results are told apart by it."""
+    """Name of the stream that it belongs to; results are grouped by it."""
     start_s: float
-    """When its first request is due, since the run began. In a closed loop 0: as soon as a place is free."""
+    """Due time of its first request, since the run began. 0 in a closed loop: as soon as a place is free."""
     turns: tuple[Turn, ...]
 
 
@@ -59,21 +59,21 @@ class Stream:
 
     kind: str
     sessions: Iterable[Session]
-    """In order of `start_s`; can be iterated over again, with equal results. May be endless in a closed loop."""
+    """Sessions in order of `start_s`; every iteration gives equal ones. May be endless in a closed loop."""
     concurrency: int | None = None
-    """Closed loop: so many sessions run at any time, the next one begins when one has ended. None: open loop."""
+    """Closed loop: number of sessions at any time; the next begins when one ends. None: open loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Everything that is asked in one run."""
+    """All requests of one run."""
 
     name: str
     content: Content
     streams: tuple[Stream, ...]
     duration_s: float
-    """No session begins later. Those that run then are served to their last turn."""
+    """Time after which no session begins; running ones continue to their last turn."""
     seed: int = 0
-    """Other seeds, other contents: nothing is shared between the prompts of runs with different seeds."""
+    """Seed of the contents: runs with different seeds share no prompts."""
     max_requests: int | None = None
-    """No session begins after so many requests."""
+    """Number of requests after which no session begins."""

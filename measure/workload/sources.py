@@ -1,11 +1,11 @@
-"""Where sessions come from: distributions, or a trace.
+"""Sources of sessions: distributions, or a trace.
 
-Every session has a random generator of its own, seeded by the workload's seed, the stream's name and the session's
-number: what a session asks does not depend on when it begins, so the same sessions come at every load, and another
-stream beside it changes none. Arrivals have a generator of theirs.
+Every session has its own random generator, seeded by the workload's seed, the stream's name and the session's number.
+Its requests do not depend on its start, so the same sessions come at every load, and other streams do not change them.
+Arrivals have another generator.
 
-Contents are numbered so that no two things have one number: (counter · 3 + sort) · streams + position of the stream,
-where the sort tells texts of a session's own, shared prefixes and blocks of a trace apart.
+Contents have unique numbers: (counter · 3 + sort) · streams + position of the stream, where the sort distinguishes a
+session's own texts, shared prefixes and blocks of a trace.
 """
 
 import bisect
@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from random import Random
-from typing import Protocol
 
 from measure.workload.arrivals import arrival_times
 from measure.workload.sessions import Segment, Session, Turn
@@ -28,21 +27,20 @@ _MAX_TURNS = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """How a stream's sessions are drawn."""
+    """Parameters for drawing the sessions of a stream."""
 
     seed: int
     position: int
-    """Of the stream in its workload."""
     num_streams: int
     speed: float
-    """Arrivals are so many times faster than specified."""
+    """Factor on the specified rate of arrivals."""
     duration_s: float
-    """No session begins later; infinity: no limit."""
+    """Time after which no session begins; infinity: no limit."""
     max_requests: float
-    """No session begins after so many requests of the stream."""
+    """Requests of the stream after which no session begins."""
 
     def random(self, name: str, purpose: str, number: int = 0) -> Random:
-        """Return the random generator that is the same whenever it is asked for."""
+        """Return a random generator that depends only on the seed and the arguments."""
         key = f"{self.seed}\0{name}\0{purpose}\0{number}".encode()
         return Random(int.from_bytes(blake2b(key, digest_size=16).digest()))
 
@@ -51,37 +49,16 @@ class Drawing:
         return (counter * len(Sort) + sort) * self.num_streams + self.position
 
     def index(self, number: int) -> int:
-        """Return the index of the stream's session of that number."""
+        """Return the index of the stream's session with this number."""
         return number * self.num_streams + self.position
 
 
 class Sort(enum.IntEnum):
-    """What a content is."""
+    """Sort of a content."""
 
     OWN = 0
     PREFIX = 1
     BLOCK = 2
-
-
-class SessionSource(Protocol):
-    """What a stream draws its sessions from."""
-
-    @property
-    def name(self) -> str:
-        """Of the stream."""
-
-    @property
-    def concurrency(self) -> int | None:
-        """Sessions that run at any time in a closed loop; None: open loop."""
-
-    def request_rate(self, duration_s: float | None) -> float:
-        """Return the requests per second that arrive in an open loop, in the mean; None: until the rate is steady."""
-
-    def last_start_s(self, speed: float) -> float:
-        """Return when no session begins any more."""
-
-    def sessions(self, drawing: Drawing) -> Iterator[Session]:
-        """Yield the sessions in order of their beginnings."""
 
 
 class Synthetic:
@@ -146,7 +123,7 @@ class Synthetic:
 
 
 class _Prefixes:
-    """A stream's shared prefixes and their popularity."""
+    """Shared prefixes of a stream, and their popularity."""
 
     def __init__(self, spec: PrefixSpec, name: str, drawing: Drawing) -> None:
         self._share = spec.share
@@ -157,7 +134,7 @@ class _Prefixes:
         self._popularity = list(itertools.accumulate((rank + 1) ** -spec.zipf for rank in range(spec.count)))
 
     def draw(self, random: Random) -> tuple[Segment, ...]:
-        """Return what a session begins with: a prefix, or nothing."""
+        """Return the beginning of a session: a prefix, or nothing."""
         has_one, which = random.random() < self._share, random.random() * self._popularity[-1]
         if not has_one:
             return ()
@@ -179,16 +156,16 @@ class Replay:
         self._trace = trace.shrunk(asked.shrink).faster(asked.speed)
 
     def request_rate(self, duration_s: float | None) -> float:
-        """Return the requests of the whole trace by its duration."""
+        """Return the mean rate over the whole trace."""
         return len(self._trace.requests) / self._trace.duration_s if self._trace.duration_s else math.inf
 
     def last_start_s(self, speed: float) -> float:
-        """Return when the last request arrives."""
+        """Return the arrival of the last request."""
         return self._trace.duration_s / speed
 
     def sessions(self, drawing: Drawing) -> Iterator[Session]:
         """Yield a session for each request that arrives within the drawing's limits."""
-        counters: dict[int, int] = {}  # a file's ids can be of any size
+        counters: dict[int, int] = {}  # ids in a file may have any size
         for number, request in enumerate(self._trace.requests):
             start_s = request.arrival_s / drawing.speed
             if start_s > drawing.duration_s or number >= drawing.max_requests:
@@ -202,3 +179,6 @@ class Replay:
             )
             turn = Turn(segments=segments, num_output_tokens=request.num_output_tokens)
             yield Session(index=drawing.index(number), kind=self.name, start_s=start_s, turns=(turn,))
+
+
+SessionSource = Synthetic | Replay

@@ -1,9 +1,8 @@
-"""A workload as somebody writes it down: YAML, or what a command line's options make; docs/loadtest.md lists the keys.
+"""Specifications of workloads, from YAML or command-line options; docs/loadtest.md lists the keys.
 
 Every problem is reported as `file:key: reason`.
 """
 
-import enum
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
-from measure.workload.arrivals import RateProfile
+from measure.workload.arrivals import Process, RateProfile
 from measure.workload.lengths import Count, Distribution, Seconds
 from measure.workload.sessions import Content
 
@@ -42,24 +41,13 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Process(enum.StrEnum):
-    """How intervals between arrivals vary around their mean."""
-
-    POISSON = "poisson"
-    """Exponential: sessions know nothing of each other."""
-    GAMMA = "gamma"
-    """Gamma-distributed, see `burstiness`."""
-    CONSTANT = "constant"
-    """All equal."""
-
-
 class ArrivalsSpec(_Section):
     """An open loop: sessions begin whether or not others have been answered."""
 
     rate: RateOrPoints | None = None
-    """Sessions per second; or points [second, rate], linear in between."""
+    """Sessions per second; or points [second, rate], with linear interpolation."""
     steps: tuple[Point, ...] | None = None
-    """Instead of `rate`: points [second, rate]; the rate jumps at each of them."""
+    """Alternative to `rate`: points [second, rate] at which the rate jumps."""
     process: Process = Process.POISSON
     burstiness: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Shape of a gamma process: 1 is Poisson, below 1 burstier, above 1 more even. The squared coefficient of variation
@@ -75,7 +63,7 @@ class ArrivalsSpec(_Section):
 
     @property
     def shape(self) -> float:
-        """Of the intervals' gamma distribution, as `measure.workload.arrivals` takes it."""
+        """Shape of the intervals' gamma distribution, for `measure.workload.arrivals`."""
         match self.process:
             case Process.POISSON:
                 return 1.0
@@ -108,34 +96,29 @@ class PrefixSpec(_Section):
     """System prompts that sessions share."""
 
     share: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """How many of the sessions begin with one."""
+    """Share of the sessions that begin with one."""
     tokens: Count
-    """How long each of them is."""
     count: Annotated[int, Field(ge=1)] = 1
-    """How many there are."""
     zipf: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Popularity of the k-th is k to the minus this; 0: all alike."""
+    """Exponent of popularity: the k-th prefix has weight k**-zipf; 0: equal weights."""
 
 
 class SessionStreamSpec(_Section):
-    """Sessions of turns that are drawn from distributions."""
+    """Sessions of turns, drawn from distributions."""
 
     name: Annotated[str, Field(min_length=1)]
     arrivals: ArrivalsSpec | None = None
-    """An open loop."""
     concurrency: Annotated[int, Field(ge=1)] | None = None
-    """A closed loop: so many sessions run at any time."""
+    """A closed loop: number of sessions at any time."""
     turns: Count = _ONE
-    """Requests of a session."""
     think_s: Seconds = _ZERO
-    """From an answer's end to the session's next request."""
+    """Time from the end of an answer to the next request."""
     prefix: PrefixSpec | None = None
     first_tokens: Count
-    """What the first turn adds to the prefix."""
+    """Tokens that the first turn adds to the prefix."""
     turn_tokens: Count | None = None
-    """What later turns add to everything said before."""
+    """Tokens that later turns add to the history."""
     output_tokens: Count
-    """Length of an answer."""
 
     @model_validator(mode="after")
     def _check(self) -> "SessionStreamSpec":
@@ -152,13 +135,13 @@ class TraceSpec(_Section):
     path: Path
     """Mooncake (.jsonl), Azure (.csv), or a recording; relative to the file that names it."""
     speed: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """Gaps between arrivals are divided by it."""
+    """Divisor of the gaps between arrivals."""
     shrink: Annotated[int, Field(ge=1)] = 1
-    """Prompts, answers and blocks are divided by it; divides the block size."""
+    """Divisor of prompts, answers and blocks; divides the block size."""
     limit: Annotated[int, Field(ge=1)] | None = None
-    """Only the first requests."""
+    """Number of requests to replay, from the first; default: all."""
     block_size: Annotated[int, Field(ge=1)] | None = None
-    """Tokens that one id of the file stands for; default: what the file says, else 512."""
+    """Tokens per block id; default: as stated in the file, else 512."""
 
 
 class TraceStreamSpec(_Section):
@@ -180,17 +163,17 @@ StreamSpec = Annotated[
 
 
 class WorkloadSpec(_Section):
-    """Everything that is asked in one run."""
+    """All requests of one run."""
 
     name: Annotated[str, Field(min_length=1)] = "workload"
     content: Content = Content.TOKENS
-    """What prompts are made of: tokens (exact ids), text (words to be continued) or chat (the words as messages)."""
+    """Form of prompts: tokens (exact ids), text (words to be continued) or chat (words as messages)."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Another one: other arrivals, lengths and contents."""
+    """Seed of arrivals, lengths and contents."""
     duration_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """No session begins later; default: until all streams end."""
+    """Time after which no session begins; default: until all streams end."""
     max_requests: Annotated[int, Field(ge=1)] | None = None
-    """No session begins after so many requests."""
+    """Number of requests after which no session begins."""
     streams: tuple[StreamSpec, ...]
 
     @model_validator(mode="after")
@@ -200,7 +183,7 @@ class WorkloadSpec(_Section):
         names = [stream.name for stream in self.streams]
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"streams: two are called {name!r}; results are told apart by name")
+                raise ValueError(f"streams: two are called {name!r}; results are grouped by name")
         if self.duration_s is None and self.max_requests is None:
             for stream in self.streams:
                 if _is_endless(stream):
@@ -215,7 +198,7 @@ def _is_endless(stream: SessionStreamSpec | TraceStreamSpec) -> bool:
 
 
 def load_workload(path: Path, *, changes: Mapping[str, object] | None = None) -> WorkloadSpec:
-    """Read and check a workload's YAML, with `changes` in place of the keys at its top.
+    """Read and check the YAML file of a workload; `changes` replace top-level keys.
 
     Raises WorkloadError with one `file:key: reason` line per problem.
     """
@@ -230,7 +213,7 @@ def load_workload(path: Path, *, changes: Mapping[str, object] | None = None) ->
 
 
 def parse_workload(raw: object, *, source: str, folder: Path | None = None) -> WorkloadSpec:
-    """Check a workload as YAML or options give it; traces are looked for in `folder`. Raises WorkloadError."""
+    """Check a workload from YAML or options; trace paths are relative to `folder`. Raises WorkloadError."""
     if not isinstance(raw, dict):
         raise WorkloadError(f"{source}: must be a mapping of keys to values, not {_type_name(raw)}")
     try:
@@ -265,6 +248,6 @@ _REASONS = {
 def _line(source: str, item: dict[str, object]) -> str:
     location = item["loc"]
     assert isinstance(location, tuple)
-    key = ".".join(str(part) for part in location if not str(part).startswith("<"))  # tags of alternatives
+    key = ".".join(str(part) for part in location if not str(part).startswith("<"))  # tags of unions
     reason = _REASONS.get(str(item["type"]), str(item["msg"]).removeprefix("Value error, "))
     return f"{source}:{key}: {reason}" if key else f"{source}:{reason}"

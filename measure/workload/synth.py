@@ -1,12 +1,12 @@
-"""A trace generator: the traffic of chats, agents and single prompts, without anybody's data.
+"""Generates traces of synthetic traffic: chats, agents and single prompts.
 
 Lengths, rates and bursts follow the published Mooncake conversation trace: prompts are log-normal with a median of
 7k and a 99th percentile near 80k tokens, answers have a median near 350, arrivals come in batches every three seconds,
-and in an hour about 37 % of all blocks were seen before, by the 37 % of requests that find more than the block that all
-begin with. Short traces find less: what came before them is not in them.
+and in an hour about 37 % of all blocks were seen before, by the 37 % of requests that find more than the first block,
+which all share. Short traces find less: they do not contain earlier requests.
 
-A *session* begins as all do, or with a system prompt that some others share (Zipf popularity), and asks in turns; each
-turn's prompt is everything so far and something new. Sessions already run when the trace begins.
+A *session* begins with the common block, or with a system prompt shared with some others (Zipf popularity), and has
+several turns; the prompt of each is the history with an addition. Sessions already run when the trace begins.
 """
 
 import itertools
@@ -32,22 +32,21 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionKind:
-    """How one sort of client behaves. Lengths in tokens."""
+    """Behaviour of one kind of client. Lengths in tokens."""
 
     name: str
     weight: float
-    """Sessions of this kind, relative to others."""
     mean_turns: float
-    """Geometric."""
+    """Mean of a geometric distribution."""
     system_share: float
-    """How many of its sessions have a system prompt of more than what all prompts begin with."""
+    """Share of sessions with a system prompt beyond the common beginning of all prompts."""
     first_tokens: LogNormal
-    """What the first turn adds to the system prompt: a question, documents, a repository."""
+    """Addition of the first turn to the system prompt: a question, documents, a repository."""
     turn_tokens: LogNormal
-    """What later turns add beside the answer: the next question, a tool's output."""
+    """Addition of later turns to the answer: the next question, output of a tool."""
     output_tokens: LogNormal
     gap_s: LogNormal
-    """From a request to the next one of the session: its answer, and thinking or a tool."""
+    """Time from a request to the next one of the session: the answer, and thinking or a tool."""
 
 
 CHAT = SessionKind(
@@ -84,29 +83,29 @@ SINGLE = SessionKind(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SynthSettings:
-    """What to generate."""
+    """Settings of a trace."""
 
     num_requests: int
     seed: int = 0
     requests_per_s: float = 3.4
     burst_period_s: float = 3.0
-    """Arrivals are collected and come together at multiples of it; 0: one by one."""
+    """Arrivals are batched at multiples of it; 0: no batches."""
     kinds: tuple[SessionKind, ...] = (CHAT, AGENT, SINGLE)
     num_system_prompts: int = 12
     system_zipf: float = 1.1
-    """Popularity of the k-th system prompt is k to the minus this."""
+    """Exponent of popularity: the k-th system prompt has weight k**-system_zipf."""
     system_tokens: LogNormal = LogNormal(median=1_100, sigma=0.6)
     num_common_tokens: int = MOONCAKE_BLOCK_SIZE
-    """With which all system prompts begin: a template and an assistant's name."""
+    """Length of the common beginning of all prompts: a template and the name of an assistant."""
     max_prompt_tokens: int = 126_000
-    """Sessions end before."""
+    """Length of a prompt at which its session ends."""
     max_output_tokens: int = 2_000
     warm_up_s: float = 900.0
-    """Sessions began up to this long before the trace."""
+    """Time before the trace in which sessions may have begun."""
 
 
 def synthesize(settings: SynthSettings) -> Trace:
-    """Return a trace; equal settings give an equal one."""
+    """Return a trace; equal settings give equal traces."""
     random = Random(settings.seed)
     sessions = _Sessions(settings, random)
     duration_s = settings.num_requests / settings.requests_per_s
@@ -123,7 +122,7 @@ def synthesize(settings: SynthSettings) -> Trace:
 
 
 class _Text:
-    """A growing text. `full` are the ids of its full blocks, which never change."""
+    """A growing text; `full` has the ids of its full blocks, which never change."""
 
     def __init__(self, ids: Iterator[int], *, of: "_Text | None" = None) -> None:
         self._ids = ids
@@ -136,7 +135,7 @@ class _Text:
             self.full.append(next(self._ids))
 
     def block_ids(self) -> tuple[int, ...]:
-        """Return the ids; the last block's, when it is not full, is a new one each time."""
+        """Return the block ids; a partial last block has a new id in each call."""
         tail = (next(self._ids),) if self.num_tokens % MOONCAKE_BLOCK_SIZE else ()
         return (*self.full, *tail)
 

@@ -1,4 +1,4 @@
-"""What a trace is like, and what its prefixes could save: numbers by which replays are checked."""
+"""Statistics of a trace, and the cache hits of two reference placements, which replays are checked against."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -22,17 +22,17 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementHits:
-    """What a placement finds in caches of limited size."""
+    """Cache hits of a placement with caches of limited size."""
 
     block_hit: float
     """Share of all blocks."""
     hot_spot: float
-    """Workers times the largest worker's share of the missed blocks; 1 is even."""
+    """Number of workers times the largest share of missed blocks on one of them; 1 is even."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceStats:
-    """Statistics of a trace. Blocks are counted with the partly filled last ones."""
+    """Statistics of a trace. Block counts include partial last blocks."""
 
     num_requests: int
     duration_s: float
@@ -44,9 +44,9 @@ class TraceStats:
     num_blocks: int
     num_unique_blocks: int
     infinite_cache_hit: float
-    """Share of blocks that came before, behind nothing but blocks that came before."""
+    """Share of blocks that are part of a prefix seen before."""
     share_beyond_first: float
-    """Share of requests that find more than one block: the first is often a system prompt that all share."""
+    """Share of requests that find more than one block; the first is often a common system prompt."""
 
 
 def trace_stats(trace: Trace) -> TraceStats:
@@ -75,12 +75,12 @@ def trace_stats(trace: Trace) -> TraceStats:
 
 
 def round_robin_hits(trace: Trace, *, num_workers: int, blocks_per_worker: int) -> PlacementHits:
-    """Return what is found when every worker gets each request in turn."""
+    """Return the hits when requests go to the workers in turn."""
     return _place(trace, [LruBlocks(blocks_per_worker) for _ in range(num_workers)], lambda index, _found, _miss: index)
 
 
 def sticky_hits(trace: Trace, *, num_workers: int, blocks_per_worker: int) -> PlacementHits:
-    """Return what is found when a request goes where most of its prefix is.
+    """Return the hits when each request goes to the worker with most of its prefix.
 
     A match of one block counts as none, see `TraceStats.share_beyond_first`; a request without a match goes to the
     worker that has computed least.
@@ -95,18 +95,18 @@ def sticky_hits(trace: Trace, *, num_workers: int, blocks_per_worker: int) -> Pl
 
 
 class LruBlocks:
-    """A cache of block ids: least recently used goes first, of one prompt its last blocks."""
+    """An LRU cache of block ids, which evicts the last blocks of a prompt first."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def leading(self, block_ids: Sequence[int]) -> int:
-        """Return how many leading blocks are there."""
+        """Return the number of leading blocks in the cache."""
         return _leading(block_ids, self._blocks)
 
     def use(self, block_ids: Sequence[int]) -> None:
-        """Put a prompt's blocks in, as most recently used. A prompt that is too long keeps its leading blocks."""
+        """Add the blocks of a prompt as most recently used; of a prompt beyond the capacity, the leading ones."""
         for block_id in reversed(block_ids[: self._capacity]):
             self._blocks[block_id] = None
             self._blocks.move_to_end(block_id)
@@ -117,7 +117,7 @@ class LruBlocks:
 def _place(
     trace: Trace, caches: list[LruBlocks], choose: Callable[[int, Sequence[int], Sequence[int]], int]
 ) -> PlacementHits:
-    """Run a placement: `choose` gets the request's number, blocks found and blocks missed so far, by worker."""
+    """Run a placement. `choose` gets the request's number, and by worker the blocks found and those missed so far."""
     missed = [0] * len(caches)
     num_hits = num_blocks = 0
     for index, request in enumerate(trace.requests):

@@ -1,13 +1,13 @@
-"""Request traces: who asked when, for how much, and which prompts begin alike.
+"""Request traces: arrivals, lengths, and the prefixes that prompts share.
 
-A trace says nothing about text. Prompts are lists of *block ids*, one for every `block_size` tokens and one for what
-is left at the end: equal leading ids mean equal leading tokens. Formats read here:
+A trace has no text. Prompts are lists of *block ids*, one for every `block_size` tokens and one for the rest at the
+end: equal leading ids mean equal leading tokens. Formats:
 
 - Mooncake (FAST '25), JSON lines: `timestamp` (ms), `input_length`, `output_length` (tokens), `hash_ids` (512-token
   blocks). `kvrelay trace synth` writes it too.
-- Recordings of `kvrelay bench record`: the same, and every row says in `block_size` what one of its ids stands for.
-- Azure LLM inference traces (Splitwise, ISCA '24), CSV: `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`; nothing is
-  known about prefixes, so no two prompts share any.
+- Recordings of `kvrelay bench record`: the same, with the tokens per block id in `block_size` of every row.
+- Azure LLM inference traces (Splitwise, ISCA '24), CSV: `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`; prefixes
+  are unknown, so prompts share none.
 """
 
 import csv
@@ -16,12 +16,16 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from measure.workload.sessions import Segment
 
+if TYPE_CHECKING:
+    from kvrelay.client.traffic import RecordedRequest
+
 MOONCAKE_BLOCK_SIZE = 512
-_AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 class TraceError(Exception):
@@ -33,11 +37,11 @@ class TraceRequest:
     """One request of a trace."""
 
     arrival_s: float
-    """Since the trace began."""
+    """Arrival since the start of the trace."""
     num_prompt_tokens: int
     num_output_tokens: int
     block_ids: tuple[int, ...]
-    """As many as the prompt has blocks, the partly filled last one included."""
+    """One id per block of the prompt, a partial last one included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,22 +50,22 @@ class Trace:
 
     name: str
     block_size: int
-    """Tokens that one block id stands for."""
+    """Tokens per block id."""
     requests: tuple[TraceRequest, ...]
 
     @property
     def duration_s(self) -> float:
-        """From the trace's beginning to its last arrival."""
+        """Time from the start of the trace to its last arrival."""
         return self.requests[-1].arrival_s if self.requests else 0.0
 
     def segments(self, request: TraceRequest) -> tuple[Segment, ...]:
-        """Return a prompt of the trace as segments, whose contents are its block ids."""
+        """Return a prompt as segments, whose contents are its block ids."""
         *full, last = request.block_ids
         rest = Segment(last, request.num_prompt_tokens - len(full) * self.block_size)
         return (*(Segment(block_id, self.block_size) for block_id in full), rest)
 
     def first(self, num_requests: int) -> "Trace":
-        """Return the trace cut behind its first requests."""
+        """Return the trace cut to its first requests."""
         return replace(self, requests=self.requests[:num_requests])
 
     def faster(self, speed: float) -> "Trace":
@@ -73,8 +77,8 @@ class Trace:
     def shrunk(self, factor: int) -> "Trace":
         """Return the trace with prompts, answers and blocks `factor` times shorter, for small machines.
 
-        Blocks that were shared still are. Lengths are rounded down, to one token at least. Raises TraceError unless
-        the factor divides the block size.
+        Shared blocks stay shared. Lengths are rounded down, to at least one token. Raises TraceError unless the factor
+        divides the block size.
         """
         if factor < 1 or self.block_size % factor:
             raise TraceError(f"{self.name}: the factor {factor} does not divide its blocks of {self.block_size} tokens")
@@ -95,8 +99,8 @@ class Trace:
 def read_trace(path: Path, *, block_size: int | None = None) -> Trace:
     """Read a trace: Mooncake or a recording when the name ends in `.jsonl`, Azure when it ends in `.csv`.
 
-    The first request arrives at 0. `block_size` is what one of the file's ids stands for; None: what the file says,
-    else 512. An Azure trace gets blocks of that size. Raises TraceError, OSError.
+    The first request arrives at 0. `block_size` is the number of tokens per block id; None: as stated in the file, else
+    512. An Azure trace gets blocks of that size. Raises TraceError, OSError.
     """
     readers: Mapping[str, Callable[[Path, int | None], _Rows]] = {".jsonl": _mooncake, ".csv": _azure}
     reader = readers.get(path.suffix.lower())
@@ -104,7 +108,7 @@ def read_trace(path: Path, *, block_size: int | None = None) -> Trace:
         raise TraceError(f"{path}: a trace's name ends in .jsonl (Mooncake, recordings) or .csv (Azure)")
     rows = list(reader(path, block_size))
     if not rows:
-        raise TraceError(f"{path}: holds no requests")
+        raise TraceError(f"{path}: has no requests")
     _, block_size = rows[0]
     requests = sorted((request for request, _ in rows), key=lambda request: request.arrival_s)
     start_s = requests[0].arrival_s
@@ -115,7 +119,7 @@ def read_trace(path: Path, *, block_size: int | None = None) -> Trace:
     )
 
 
-def trace_row(request: TraceRequest) -> dict[str, Any]:
+def _row(request: TraceRequest) -> dict[str, Any]:
     """Return a request in Mooncake's format; its arrival is rounded to milliseconds."""
     return {
         "timestamp": round(request.arrival_s * 1000),
@@ -130,11 +134,79 @@ def write_trace(path: Path, requests: Iterable[TraceRequest], *, block_size: int
     extra = {} if block_size == MOONCAKE_BLOCK_SIZE else {"block_size": block_size}
     with path.open("w", encoding="utf-8") as file:
         for request in requests:
-            file.write(json.dumps(trace_row(request) | extra, separators=(",", ":")) + "\n")
+            file.write(json.dumps(_row(request) | extra, separators=(",", ":")) + "\n")
+
+
+class TrafficTrace:
+    """Collects recorded requests and writes them in order of their arrivals."""
+
+    def __init__(self) -> None:
+        self._requests: list[RecordedRequest] = []
+
+    @property
+    def num_requests(self) -> int:
+        """Requests so far."""
+        return len(self._requests)
+
+    def add(self, request: "RecordedRequest") -> None:
+        """Add a request. Raises TraceError when its block size differs, as after a change of workers."""
+        if self._requests and request.block_size != self._requests[0].block_size:
+            raise TraceError(
+                f"blocks of {request.block_size} tokens after blocks of {self._requests[0].block_size}:"
+                " the recording ends where the cluster's block size changed"
+            )
+        self._requests.append(request)
+
+    def write(self, path: Path) -> None:
+        """Write the requests, with block keys as small numbers in order of first appearance. Raises OSError.
+
+        An answer without tokens is written as one token long, the least that the format allows; `outcome` tells why.
+        """
+        ids: dict[int, int] = {}
+        with path.open("w", encoding="utf-8") as file:
+            for request in sorted(self._requests, key=lambda request: request.arrival_s):
+                row = _row(
+                    TraceRequest(
+                        arrival_s=request.arrival_s,
+                        num_prompt_tokens=request.num_prompt_tokens,
+                        num_output_tokens=max(1, round(request.num_output_tokens)),
+                        block_ids=tuple(ids.setdefault(key, len(ids)) for key in request.block_keys),
+                    )
+                )
+                row |= {"block_size": request.block_size, "outcome": request.outcome}
+                file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
 
 _Rows: TypeAlias = Iterator[tuple[TraceRequest, int]]
-"""Requests, and what one of their block ids stands for."""
+"""Requests, each with its tokens per block id."""
+
+
+class _MooncakeRow(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    timestamp: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    """Milliseconds."""
+    input_length: PositiveInt
+    output_length: PositiveInt
+    hash_ids: list[NonNegativeInt]
+    block_size: PositiveInt | None = None
+
+
+class _AzureRow(BaseModel):
+    TIMESTAMP: datetime.datetime
+    ContextTokens: PositiveInt
+    GeneratedTokens: PositiveInt
+
+
+_Row = TypeVar("_Row", bound=BaseModel)
+
+
+def _checked(kind: type[_Row], raw: object, where: str) -> _Row:
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise TraceError(f"{where}: {'.'.join(map(str, first['loc'])) or 'row'}: {first['msg']}") from None
 
 
 def _mooncake(path: Path, block_size: int | None) -> _Rows:
@@ -144,88 +216,49 @@ def _mooncake(path: Path, block_size: int | None) -> _Rows:
                 continue
             where = f"{path}:{line}"
             try:
-                row = json.loads(text)
+                row = _checked(_MooncakeRow, json.loads(text), where)
             except ValueError as error:
                 raise TraceError(f"{where}: not JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise TraceError(f"{where}: a row must be an object, not {type(row).__name__}")
-            block_size = _block_size(row, block_size, where)
-            yield _mooncake_request(row, block_size, where), block_size
+            block_size = _block_size(row.block_size, block_size, where)
+            num_blocks = -(-row.input_length // block_size)
+            if len(row.hash_ids) != num_blocks:
+                raise TraceError(
+                    f"{where}: hash_ids: {len(row.hash_ids)} ids, but {row.input_length} tokens are {num_blocks} blocks"
+                    f" of {block_size}"
+                )
+            request = TraceRequest(
+                arrival_s=row.timestamp / 1000,
+                num_prompt_tokens=row.input_length,
+                num_output_tokens=row.output_length,
+                block_ids=tuple(row.hash_ids),
+            )
+            yield request, block_size
 
 
-def _block_size(row: dict[str, Any], known: int | None, where: str) -> int:
-    """Return what an id stands for: the same in all rows, and what the caller said."""
-    if "block_size" not in row:
-        return MOONCAKE_BLOCK_SIZE if known is None else known
-    stated = _count(row["block_size"], "block_size", where)
-    if known is not None and stated != known:
+def _block_size(stated: int | None, known: int | None, where: str) -> int:
+    """Return the tokens per block id, which must agree in all rows and with the caller."""
+    if stated is not None and known is not None and stated != known:
         raise TraceError(f"{where}: block_size: is {stated}, which contradicts {known} before it or from the caller")
-    return stated
-
-
-def _mooncake_request(row: dict[str, Any], block_size: int, where: str) -> TraceRequest:
-    timestamp = row.get("timestamp")
-    if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or not 0 <= timestamp < float("inf"):
-        raise TraceError(f"{where}: timestamp: must be milliseconds, not {_show(timestamp)}")
-    num_prompt_tokens = _count(row.get("input_length"), "input_length", where)
-    num_output_tokens = _count(row.get("output_length"), "output_length", where)
-    ids = row.get("hash_ids")
-    if not isinstance(ids, list) or not all(type(block_id) is int and block_id >= 0 for block_id in ids):
-        raise TraceError(f"{where}: hash_ids: must be a list of non-negative integers, not {_show(ids)}")
-    num_blocks = -(-num_prompt_tokens // block_size)
-    if len(ids) != num_blocks:
-        raise TraceError(
-            f"{where}: hash_ids: {len(ids)} ids, but {num_prompt_tokens} tokens are {num_blocks} blocks of {block_size}"
-        )
-    return TraceRequest(
-        arrival_s=timestamp / 1000,
-        num_prompt_tokens=num_prompt_tokens,
-        num_output_tokens=num_output_tokens,
-        block_ids=tuple(ids),
-    )
+    return stated or known or MOONCAKE_BLOCK_SIZE
 
 
 def _azure(path: Path, block_size: int | None) -> _Rows:
     next_id = 0
-    block_size = MOONCAKE_BLOCK_SIZE if block_size is None else block_size
+    block_size = block_size or MOONCAKE_BLOCK_SIZE
     with path.open(encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file)
-        missing = [name for name in _AZURE_FIELDS if name not in (rows.fieldnames or ())]
+        missing = [name for name in _AzureRow.model_fields if name not in (rows.fieldnames or ())]
         if missing:
-            raise TraceError(f"{path}:1: {missing[0]}: no such column; an Azure trace has {', '.join(_AZURE_FIELDS)}")
-        for row in rows:
-            where = f"{path}:{rows.line_num}"
-            num_prompt_tokens = _count(_integer(row["ContextTokens"]), "ContextTokens", where)
-            num_blocks = -(-num_prompt_tokens // block_size)
+            columns = ", ".join(_AzureRow.model_fields)
+            raise TraceError(f"{path}:1: {missing[0]}: no such column; an Azure trace has {columns}")
+        for raw in rows:
+            row = _checked(_AzureRow, raw, f"{path}:{rows.line_num}")
+            num_blocks = -(-row.ContextTokens // block_size)
             request = TraceRequest(
-                arrival_s=_seconds(row["TIMESTAMP"], where),
-                num_prompt_tokens=num_prompt_tokens,
-                num_output_tokens=_count(_integer(row["GeneratedTokens"]), "GeneratedTokens", where),
+                arrival_s=row.TIMESTAMP.replace(tzinfo=datetime.UTC).timestamp(),
+                num_prompt_tokens=row.ContextTokens,
+                num_output_tokens=row.GeneratedTokens,
                 block_ids=tuple(range(next_id, next_id + num_blocks)),
             )
             yield request, block_size
             next_id += num_blocks
-
-
-def _seconds(value: str, where: str) -> float:
-    try:
-        return datetime.datetime.fromisoformat(value).replace(tzinfo=datetime.UTC).timestamp()
-    except (TypeError, ValueError):
-        raise TraceError(f"{where}: TIMESTAMP: must be a date and time, not {_show(value)}") from None
-
-
-def _integer(value: str | None) -> int | str | None:
-    try:
-        return int(value or "")
-    except ValueError:
-        return value
-
-
-def _count(value: object, field: str, where: str) -> int:
-    if type(value) is not int or value < 1:
-        raise TraceError(f"{where}: {field}: must be a positive integer, not {_show(value)}")
-    return value
-
-
-def _show(value: object) -> str:
-    return "missing" if value is None else repr(value)[:40]

@@ -1,7 +1,7 @@
-"""Traces whose rate follows a day: quiet at night, a fast rise in the morning, two humps, a slow evening.
+"""Traces with a daily rate: a quiet night, a fast rise in the morning, two peaks, a slow evening.
 
-A recording of an hour knows nothing of days, so its clock is warped: it runs fast where the day is busy, slowly where
-it is quiet. Order, lengths, prefixes and what bursts there are stay the recording's own.
+A recording of an hour has no daily pattern, so its clock is warped: it runs fast in busy hours and slowly in quiet
+ones. Order, lengths, prefixes and bursts stay those of the recording.
 """
 
 from dataclasses import dataclass, replace
@@ -13,13 +13,13 @@ from measure.workload.traces import Trace, TraceError
 
 _HOURS = (0, 2, 4, 6, 8, 9, 11, 13, 15, 18, 20, 22, 24)
 _RATES = (0.35, 0.22, 0.18, 0.20, 0.60, 0.90, 1.00, 0.88, 0.97, 0.80, 0.72, 0.50, 0.35)
-"""Of the peak, as chat services show on a working day: the morning triples the load within two hours."""
+"""Shares of the peak rate, as in chat services on a working day: the morning triples the load within two hours."""
 _GRID = 24 * 60 + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Day:
-    """A day of some length: midnight to midnight."""
+    """A day from midnight to midnight, scaled to some length."""
 
     length_s: float
 
@@ -28,7 +28,7 @@ class Day:
         return np.interp(np.asarray(at_s, dtype=np.float64) / self.length_s * 24, _HOURS, _RATES)
 
     def warp(self, shares: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Return when these shares of the day's requests have come, in seconds since midnight."""
+        """Return the seconds since midnight at which these shares of the day's requests have come."""
         times = np.linspace(0, self.length_s, _GRID)
         rates = self.rate(times)
         done = np.concatenate([[0.0], np.cumsum((rates[1:] + rates[:-1]) / 2)])
@@ -36,7 +36,7 @@ class Day:
 
 
 def repeated(trace: Trace, times: int) -> Trace:
-    """Return the trace played several times on end, each time with contents of its own. Raises TraceError."""
+    """Return the trace repeated `times` times, each time with other contents. Raises TraceError."""
     if times < 1:
         raise TraceError(f"{trace.name}: cannot be repeated {times} times")
     num_ids = 1 + max(block_id for request in trace.requests for block_id in request.block_ids)
@@ -56,9 +56,9 @@ def repeated(trace: Trace, times: int) -> Trace:
 
 
 def over_a_day(trace: Trace, day: Day) -> Trace:
-    """Return the trace with its arrivals spread over a day. It must last some time."""
+    """Return the trace with its arrivals spread over a day. Raises TraceError for a trace without duration."""
     if not trace.duration_s > 0:
-        raise TraceError(f"{trace.name}: all requests come at once; there is no rate that could follow a day")
+        raise TraceError(f"{trace.name}: all requests come at once, so it cannot be spread over a day")
     times = day.warp([request.arrival_s / trace.duration_s for request in trace.requests])
     return replace(
         trace,

@@ -170,7 +170,7 @@ def test_bench_run_replays_a_trace(run: Run, load: FakeLoad, folder: Path) -> No
         ("--prefix-share 0.5", "--prefix-share and --prefix-count need --prefix-tokens"),
         ("--prompt-tokens many", "--prompt-tokens: "),
         ("--arrivals constant --burstiness 2", "--burstiness: "),
-        ("--label pool", "--label: 'pool'; say KEY=VALUE"),
+        ("--label pool", "--label: 'pool' is not KEY=VALUE"),
         ("-w none.yaml", "none.yaml: cannot be read"),
         ("-k 4 --load 2", "cannot be scaled to 2 requests/s"),
     ],
@@ -301,7 +301,7 @@ def test_bench_compare_writes_its_page_where_it_is_asked_to(run: Run, folder: Pa
 def test_bench_compare_of_one_run_is_refused(run: Run, folder: Path) -> None:
     result = run("bench", "compare", "alone")
     assert result.exit_code == 1
-    assert "compare takes two folders of results or more" in result.stderr
+    assert "compare takes two or more folders of results" in result.stderr
 
 
 def test_compared_runs_of_one_name_are_told_apart_by_folder_or_number() -> None:

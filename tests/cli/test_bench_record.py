@@ -53,7 +53,7 @@ def test_record_tells_what_is_missing(run: Run, fake: FakeInference, address: st
 
 
 @pytest.mark.parametrize(
-    ("name", "complaint"), [("out.csv", "a recording is called .jsonl"), ("out.jsonl", "no request ended")]
+    ("name", "complaint"), [("out.csv", "a recording must end in .jsonl"), ("out.jsonl", "no request ended")]
 )
 def test_record_writes_nothing_when_it_cannot(
     run: Run, address: str, tmp_path: Path, name: str, complaint: str

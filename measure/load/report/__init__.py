@@ -1,1 +1,1 @@
-"""Load tests as pages: one run (`page`), or several over each other (`comparison`)."""
+"""Pages of load tests: one run (`page`), or several compared (`comparison`)."""

@@ -1,4 +1,4 @@
-"""What was asked, what of it was cached, and what failed."""
+"""Panels on the requests: lengths, cache hits and failures."""
 
 from typing import Any
 
@@ -14,26 +14,24 @@ from measure.pages.wording import number
 
 _MAX_TURNS = 12
 _WIDE = 5
-"""Lengths that differ by more than this factor are drawn on a logarithmic axis."""
-_NOT_TOLD = "the target does not tell how much was cached"
+"""Ratio of lengths above which the axis is logarithmic."""
+_UNKNOWN = "the target does not report cached tokens"
 
 
 def cache_panels(columns: Columns) -> tuple[Panel, ...]:
     """Return cache hits by turn and over time."""
     cached = columns.server("num_cached_tokens")
-    told = columns.is_complete & ~np.isnan(cached)
-    if not told.any():
-        return (Panel(title="Cache hits", content=Absent(why=_NOT_TOLD)),)
-    return (_by_turn(columns, cached, told), _over_time(columns, cached, told))
+    reported = columns.is_complete & ~np.isnan(cached)
+    if not reported.any():
+        return (Panel(title="Cache hits", content=Absent(why=_UNKNOWN)),)
+    return (_by_turn(columns, cached, reported), _over_time(columns, cached, reported))
 
 
 def asked_panels(columns: Columns) -> tuple[Panel, ...]:
     """Return the lengths of prompts and answers."""
     wanted = np.array([request.num_wanted_tokens for request in columns.requests])
     return (
-        _lengths(
-            columns, columns.num_prompt_tokens, "Prompt lengths", "Latencies hold for such prompts and no others."
-        ),
+        _lengths(columns, columns.num_prompt_tokens, "Prompt lengths", "Latencies hold for prompts of these lengths."),
         _lengths(
             columns, wanted, "Answer lengths", "Long answers fill the decode pool, long prompts the prefill pool."
         ),
@@ -41,27 +39,27 @@ def asked_panels(columns: Columns) -> tuple[Panel, ...]:
 
 
 def failures_panel(summary: Summary) -> Panel:
-    """Return how requests ended that were not answered to their ends."""
+    """Return the table of incomplete requests by reason."""
     title = "Failures by reason"
     if not summary.failures:
-        return Panel(title=title, content=Prose(paragraphs=("Every counted request was answered to its end.",)))
+        return Panel(title=title, content=Prose(paragraphs=("Every counted request was answered completely.",)))
     rows = tuple((each.outcome, each.error, f"{each.num_requests:,}") for each in summary.failures)
     return Panel(
         title=title,
-        look_for="Refusals say that the load is too high; anything else says that something is broken.",
+        look_for="Refusals mean that the load is too high; anything else means a defect.",
         content=Table(columns=("outcome", "error", "requests"), rows=rows, text_columns=frozenset(["error"])),
-        note="Numbers in messages are left out, so that equal reasons stand together.",
+        note="Messages that differ only in ids and numbers are counted together.",
     )
 
 
-def _by_turn(columns: Columns, cached: np.ndarray, told: Mask) -> Panel:
+def _by_turn(columns: Columns, cached: np.ndarray, reported: Mask) -> Panel:
     turns = np.minimum([request.turn for request in columns.requests], _MAX_TURNS - 1)
-    present = sorted(set(turns[told].tolist()))
+    present = sorted(set(turns[reported].tolist()))
     series = []
     for kind, color in colors_of(columns.kinds).items():
         shares = []
         for turn in present:
-            rows = told & columns.of_kind(kind) & (turns == turn)
+            rows = reported & columns.of_kind(kind) & (turns == turn)
             total = columns.num_prompt_tokens[rows].sum()
             shares.append(float(cached[rows].sum() / total) if total else np.nan)
         series.append(Bars(name=kind, values=shares, color=color))
@@ -71,28 +69,28 @@ def _by_turn(columns: Columns, cached: np.ndarray, told: Mask) -> Panel:
     figure.update_yaxes(range=[0, 1.0])
     return Panel(
         title="Cache hits by turn",
-        look_for="From the second turn on a session's past should be found; what is missing was evicted.",
+        look_for="From the second turn on, the session's history should be cached; the rest was evicted.",
         content=figure,
         width=Width.HALF,
     )
 
 
-def _over_time(columns: Columns, cached: np.ndarray, told: Mask) -> Panel:
+def _over_time(columns: Columns, cached: np.ndarray, reported: Mask) -> Panel:
     edges = np.linspace(0, max(1e-3, float(columns.due_s.max(initial=0.0))), 41)
     curves = []
     for name, values, color in (
         ("cached", cached, PALETTE[0]),
         ("pulled from another worker", columns.server("num_pulled_tokens"), PALETTE[1]),
     ):
-        total, _ = np.histogram(columns.due_s[told], edges, weights=columns.num_prompt_tokens[told])
-        part, _ = np.histogram(columns.due_s[told], edges, weights=np.nan_to_num(values[told]))
+        total, _ = np.histogram(columns.due_s[reported], edges, weights=columns.num_prompt_tokens[reported])
+        part, _ = np.histogram(columns.due_s[reported], edges, weights=np.nan_to_num(values[reported]))
         has = total > 0
         curves.append(Curve(name=name, x=((edges[1:] + edges[:-1]) / 2)[has], y=(part[has] / total[has]), color=color))
     figure = line_figure(curves, Frame(x=RUN_TIME, y=Axis(title="of prompt tokens", unit=Unit.SHARE), height=320))
     figure.update_yaxes(range=[0, 1.0])
     return Panel(
         title="Cache hits over time",
-        look_for="It rises while caches fill; what comes after is the steady state.",
+        look_for="It rises while caches fill, then stays at the steady state.",
         content=figure,
         width=Width.HALF,
     )

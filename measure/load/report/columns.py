@@ -1,16 +1,42 @@
-"""A run as columns, which is what plots are made of. Times in seconds since the run began; NaN where there is none."""
+"""A run as columns, the data of all plots. Times in seconds since the run began; NaN where there is none."""
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from common.slo import Slo
 from measure.load.records import RequestRecord, Run
 from measure.load.summary import Window
+from measure.pages.distributions import View
+from measure.pages.figures import Curve, Limit
+from measure.pages.thinning import rolling
+from measure.pages.wording import duration
 
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
+
+
+class Measure(enum.Enum):
+    """A latency whose distribution is drawn."""
+
+    TTFT = "Time to first token (TTFT)"
+    TPOT = "Time per output token (TPOT)"
+    ITL = "Inter-token latency (ITL)"
+    E2E = "End to end (E2E)"
+
+    @property
+    def view(self) -> View:
+        """View that shows the distribution first: the tail of single gaps."""
+        return View.TAIL if self is Measure.ITL else View.EVEN
+
+    def limits(self, slo: Slo) -> tuple[Limit, ...]:
+        """Return the objective as a line across the figure; nothing where there is none."""
+        if self is Measure.E2E:
+            return ()
+        return (objective(slo.ttft_s if self is Measure.TTFT else slo.tpot_s),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -18,19 +44,17 @@ class Gaps:
     """Gaps between pieces of the answers of complete requests, in order of the requests."""
 
     end_s: Floats
-    """When the piece came that ended the gap."""
+    """Arrival of the piece that ended the gap."""
     gap_s: Floats
     request: npt.NDArray[np.int64]
-    """Row of its request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Columns:
-    """Requests of a run, a row each, in the order in which they were due."""
+    """Requests of a run, one per row, in the order in which they were due."""
 
     requests: tuple[RequestRecord, ...]
     kinds: tuple[str, ...]
-    """Distinct ones, by name."""
     kind: npt.NDArray[np.str_]
     due_s: Floats
     end_s: Floats
@@ -40,20 +64,28 @@ class Columns:
     num_prompt_tokens: npt.NDArray[np.int64]
     is_complete: Mask
     is_counted: Mask
-    """Due within the window that the summary is of."""
+    """Due within the window of the summary."""
     gaps: Gaps
 
     @property
     def is_measured(self) -> Mask:
-        """Counted and complete: those that have latencies in the summary."""
+        """Counted and complete requests, whose latencies are in the summary."""
         return self.is_counted & self.is_complete
 
     def of_kind(self, kind: str) -> Mask:
-        """Return which requests are of a kind."""
+        """Return the mask of the requests of a kind."""
         return np.asarray(self.kind == kind, dtype=np.bool_)
 
+    def measured(self, measure: Measure, kind: str | None = None) -> Floats:
+        """Return the values of a latency over the measured requests, of one kind or of all."""
+        rows = self.is_measured if kind is None else self.is_measured & self.of_kind(kind)
+        if measure is Measure.ITL:
+            return self.gaps.gap_s[rows[self.gaps.request]]
+        times = {Measure.TTFT: self.ttft_s, Measure.TPOT: self.tpot_s, Measure.E2E: self.e2e_s}
+        return known(times[measure][rows])
+
     def server(self, name: str) -> Floats:
-        """Return a number of the server's report, NaN where it says nothing."""
+        """Return a field of the server's reports, NaN where it is missing."""
         return _floats([getattr(request.server, name) for request in self.requests])
 
 
@@ -80,12 +112,26 @@ def columns_of(run: Run, window: Window) -> Columns:
 
 
 def known(values: Floats) -> Floats:
-    """Return the values that there are."""
+    """Return the values that are not NaN."""
     return values[~np.isnan(values)]
 
 
+def objective(value_s: float) -> Limit:
+    """Return an objective as a line across a figure."""
+    return Limit(value=value_s, text=f"objective {duration(value_s)}")
+
+
+def rolling_curves(prefix: str, at_s: Floats, values: Floats, *, color: str) -> list[Curve]:
+    """Return the median and the 99th percentile over time, named after `prefix`."""
+    bins = rolling(at_s, values, percentiles=(50.0, 99.0))
+    return [
+        Curve(name=f"{prefix}p{p:g}", x=bins.at_s, y=bins.values[p], color=color, dash=dash)
+        for p, dash in ((50.0, "dot"), (99.0, "solid"))
+    ]
+
+
 def open_requests(columns: Columns, num_moments: int = 400) -> tuple[Floats, Floats]:
-    """Return (moments, how many requests were due and not ended then), evenly over the run."""
+    """Return (moments, open requests (due, not ended) at each), evenly over the run."""
     at_s = np.linspace(0, float(columns.end_s.max(initial=0.0)), num_moments)
     due, ended = np.sort(columns.due_s), np.sort(columns.end_s)
     num_open = np.searchsorted(due, at_s, side="right") - np.searchsorted(ended, at_s, side="right")

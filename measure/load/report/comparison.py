@@ -1,4 +1,4 @@
-"""The page of several load tests, laid over each other and compared with the first."""
+"""The page of several load tests: plots laid over each other, and comparisons with the first."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -7,31 +7,31 @@ from typing import Any
 
 import numpy as np
 
+from measure.figures import ALL
 from measure.load.comparison import Comparison, Row, Unit, compare
 from measure.load.estimates import Estimate
 from measure.load.records import Run
-from measure.load.report.columns import Columns, Floats, columns_of, known, open_requests
-from measure.load.report.headline import NOT_TOLD
-from measure.load.report.phases import lengths_of
-from measure.load.summary import ALL, Summary
-from measure.pages import axes, figures
+from measure.load.report.columns import Columns, Measure, columns_of, open_requests, rolling_curves
+from measure.load.report.phases import phases_figure
+from measure.load.summary import Summary
+from measure.load.tables import UNKNOWN
+from measure.pages import axes
 from measure.pages.axes import RUN_TIME, Axis, Scale
-from measure.pages.distributions import Sample, View, ecdf_figure
-from measure.pages.figures import Bars, Curve, Frame, Limit, bar_figure, line_figure
+from measure.pages.distributions import Sample, ecdf_figure
+from measure.pages.figures import Bars, Curve, Frame, bar_figure, line_figure
 from measure.pages.page import Absent, Page, Panel, Section, Table, Width, write_page
-from measure.pages.theme import DASHES, PHASE_COLORS, Phase, colors_of
-from measure.pages.thinning import rolling
+from measure.pages.theme import DASHES, Phase, colors_of
 from measure.pages.wording import duration, number, percent
 
 MAX_KINDS = 3
-"""More kinds than these are not told apart in plots."""
+"""Most kinds that plots separate."""
 _WORDS = {"good": "share of good requests"}
 _VERDICT = ("good", "goodput", "TTFT p99", "ITL p99", "TPOT p99")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Arm:
-    """A run, as it is drawn."""
+    """A run with its name and colour in plots."""
 
     name: str
     color: str
@@ -40,7 +40,7 @@ class _Arm:
 
 
 def write_comparison(runs: Sequence[tuple[Run, Summary]], path: Path) -> None:
-    """Write the page of two or more runs, of which the first is what others are compared with. Raises OSError."""
+    """Write the page of two or more runs, compared with the first of them. Raises OSError."""
     write_page(path, comparison_page(runs))
 
 
@@ -69,7 +69,7 @@ def comparison_page(runs: Sequence[tuple[Run, Summary]]) -> Page:
 
 
 def distinct_names(runs: Sequence[Run]) -> list[str]:
-    """Return a name for each run: its own, numbered where several have the same."""
+    """Return a name for each run: its own, numbered where several are equal."""
     given = [run.info.name for run in runs]
     return [
         name if given.count(name) == 1 else f"{name} ({given[: place + 1].count(name)})"
@@ -82,14 +82,14 @@ def _warnings(arm: _Arm) -> tuple[str, ...]:
 
 
 def _verdicts(comparison: Comparison, names: Sequence[str]) -> Iterator[str]:
-    """Yield a sentence for each run but the first: what differs by more than chance."""
+    """Yield a sentence for each run but the first on figures that differ by more than chance."""
     for place, name in enumerate(names[1:], 1):
         changed = []
         for row in comparison.rows:
             if row.kind == ALL and row.name in _VERDICT and row.is_significant(place):
                 changed.append(f"{_WORDS.get(row.name, row.name)} {_change_text(row, place)}")
-        told = "; ".join(changed) if changed else "no headline figure differs by more than chance"
-        yield f"{name} against {names[0]}: {told}."
+        found = "; ".join(changed) if changed else "no headline figure differs by more than chance"
+        yield f"{name} against {names[0]}: {found}."
 
 
 def _table_panel(comparison: Comparison, names: Sequence[str]) -> Panel:
@@ -104,17 +104,15 @@ def _table_panel(comparison: Comparison, names: Sequence[str]) -> Panel:
     paired = [name for name, is_paired in zip(names[1:], comparison.is_paired[1:], strict=True) if is_paired]
     return Panel(
         title="Side by side",
-        look_for="Rows in bold differ by more than runs of the same system would, in 19 of 20 cases.",
+        look_for="Rows in bold differ by more than equal systems would in 19 of 20 cases.",
         content=Table(
             columns=tuple(columns),
             rows=tuple(tuple(_cells(row)) for row in comparison.rows),
             text_columns=frozenset(["kind"]),
             strong_rows=strong,
         ),
-        note=(
-            f"Compared request by request: {', '.join(paired)}. " if paired else "The runs asked different requests. "
-        )
-        + "Intervals (95 %) know what happened in these runs, not what another hour would bring.",
+        note=(f"Compared request by request: {', '.join(paired)}. " if paired else "The runs sent different requests. ")
+        + "Intervals (95 %) cover the variation within these runs, not between runs at different times.",
     )
 
 
@@ -123,7 +121,7 @@ def _cells(row: Row) -> Iterator[str]:
     yield row.name
     yield row.kind
     for place, cell in enumerate(row.cells):
-        yield NOT_TOLD if cell is None else ("" if cell.is_sufficient else "~") + write(cell.value.value)
+        yield UNKNOWN if cell is None else ("" if cell.is_sufficient else "~") + write(cell.value.value)
         if place:
             yield _change_text(row, place)
 
@@ -139,10 +137,10 @@ def _writer(unit: Unit) -> Callable[[float], str]:
 
 
 def _change_text(row: Row, place: int) -> str:
-    """Return a run's change against the first, with its interval, and which way it goes where that is certain."""
+    """Return the change of a run against the first, with its interval and, where certain, "better" or "worse"."""
     cell = row.cells[place]
     if cell is None or cell.change is None:
-        return NOT_TOLD
+        return UNKNOWN
     change, same = cell.change, 1.0
     text = f"×{number(change.value)} ({number(change.low)} to {number(change.high)})"
     if row.unit is Unit.SHARE:
@@ -158,7 +156,7 @@ def _bar_panels(arms: Sequence[_Arm]) -> tuple[Panel, ...]:
     return (
         Panel(
             title="Goodput",
-            look_for="Requests per second answered as promised; whiskers that do not overlap are a difference.",
+            look_for="Requests per second within both objectives; whiskers that do not overlap are a difference.",
             content=_bars(
                 arms, [kind.goodput_per_s for kind in overall], Axis(unit=axes.Unit.RATE, starts_at_zero=True)
             ),
@@ -166,7 +164,7 @@ def _bar_panels(arms: Sequence[_Arm]) -> tuple[Panel, ...]:
         ),
         Panel(
             title="Within both objectives",
-            look_for="Shares can only be compared where both runs were offered the same load.",
+            look_for="Shares are only comparable at the same offered load.",
             content=_bars(arms, [kind.good_share for kind in overall], Axis(unit=axes.Unit.SHARE, starts_at_zero=True)),
             width=Width.HALF,
         ),
@@ -189,56 +187,30 @@ def _bars(arms: Sequence[_Arm], estimates: Sequence[Estimate], axis: Axis) -> An
 def _distributions(arms: Sequence[_Arm]) -> Iterator[Panel]:
     slos = {arm.summary.slo for arm in arms}
     slo = slos.pop() if len(slos) == 1 else None
-    for title, of, limit_s in (
-        ("Time to first token (TTFT)", _ttft, slo.ttft_s if slo else None),
-        ("Time per output token (TPOT)", _tpot, slo.tpot_s if slo else None),
-        ("Inter-token latency (ITL)", _gaps, slo.tpot_s if slo else None),
-        ("End to end (E2E)", _e2e, None),
-    ):
-        samples = list(_samples(arms, of))
-        limits = () if limit_s is None else (Limit(value=limit_s, text=f"objective {duration(limit_s)}"),)
+    for measure in Measure:
+        samples = list(_samples(arms, measure))
+        limits = () if slo is None else measure.limits(slo)
         frame = Frame(x=Axis(title="time", unit=axes.Unit.SECONDS, scale=Scale.LOG), x_limits=limits, height=380)
         yield Panel(
-            title=title,
-            look_for="The curve further left is faster; curves that cross are better for most, worse for the unlucky.",
-            content=ecdf_figure(samples, frame, View.TAIL if of is _gaps else View.EVEN)
+            title=measure.value,
+            look_for="The curve further left is faster; where curves cross, one is better for most, one in the tail.",
+            content=ecdf_figure(samples, frame, measure.view)
             if samples
-            else Absent(why="no request was answered to its end"),
+            else Absent(why="no request was answered completely"),
             width=Width.HALF,
         )
 
 
-def _samples(arms: Sequence[_Arm], of: Callable[[Columns, str | None], Floats]) -> Iterator[Sample]:
-    """Yield a sample per run and kind; runs differ by colour, kinds by dash. Empty ones are left out."""
+def _samples(arms: Sequence[_Arm], measure: Measure) -> Iterator[Sample]:
+    """Yield a sample per run and kind; runs differ by colour, kinds by dash. Empty samples are left out."""
     kinds = sorted({kind for arm in arms for kind in arm.columns.kinds})
     shown: list[str | None] = [*kinds] if 1 < len(kinds) <= MAX_KINDS else [None]
     for arm in arms:
         for kind, dash in zip(shown, DASHES, strict=False):
-            values = of(arm.columns, kind)
+            values = arm.columns.measured(measure, kind)
             if values.size:
                 name = arm.name if kind is None else f"{arm.name}, {kind}"
                 yield Sample(name=name, values=values, color=arm.color, dash=dash)
-
-
-def _measured(columns: Columns, kind: str | None) -> np.ndarray:
-    return columns.is_measured if kind is None else columns.is_measured & columns.of_kind(kind)
-
-
-def _ttft(columns: Columns, kind: str | None) -> Floats:
-    return known(columns.ttft_s[_measured(columns, kind)])
-
-
-def _tpot(columns: Columns, kind: str | None) -> Floats:
-    return known(columns.tpot_s[_measured(columns, kind)])
-
-
-def _e2e(columns: Columns, kind: str | None) -> Floats:
-    return known(columns.e2e_s[_measured(columns, kind)])
-
-
-def _gaps(columns: Columns, kind: str | None) -> Floats:
-    rows: np.ndarray = _measured(columns, kind)[columns.gaps.request]
-    return np.asarray(columns.gaps.gap_s[rows])
 
 
 def _over_time(arms: Sequence[_Arm]) -> Iterator[Panel]:
@@ -251,21 +223,17 @@ def _over_time(arms: Sequence[_Arm]) -> Iterator[Panel]:
             ("TTFT", columns.due_s[has], columns.ttft_s[has]),
             ("ITL", columns.gaps.end_s, columns.gaps.gap_s),
         ):
-            bins = rolling(at_s, values, percentiles=(50.0, 99.0))
-            curves[name] += [
-                Curve(name=f"{arm.name}, p{p:g}", x=bins.at_s, y=bins.values[p], color=arm.color, dash=dash)
-                for p, dash in ((50.0, "dot"), (99.0, "solid"))
-            ]
+            curves[name] += rolling_curves(f"{arm.name}, ", at_s, values, color=arm.color)
     for name, drawn in curves.items():
         yield Panel(
             title=f"{name} over time",
-            look_for="Lines that drift apart: one run keeps up with the load and the other does not.",
+            look_for="Lines that drift apart: one run keeps up with the load, the other does not.",
             content=line_figure(drawn, Frame(x=RUN_TIME, y=latency, height=320)),
             note="Percentiles of each sixtieth of the run, warm-up included.",
         )
     yield Panel(
         title="Open requests",
-        look_for="Requests that are due and not ended. With equal arrivals, the lower line serves them sooner.",
+        look_for="Requests that are due and have not ended. With equal arrivals, the lower line serves them sooner.",
         content=line_figure(
             [
                 Curve(name=arm.name, x=at_s, y=num_open, color=arm.color, shape="hv")
@@ -279,24 +247,13 @@ def _over_time(arms: Sequence[_Arm]) -> Iterator[Panel]:
 
 def _phases_panel(arms: Sequence[_Arm]) -> Panel:
     title = "Mean time in each phase"
-    told = [arm for arm in arms if (arm.columns.is_measured & ~np.isnan(arm.columns.server("queue_s"))).any()]
-    if not told:
-        return Panel(title=title, content=Absent(why="no target tells stamps of its own"))
-    means = [[lengths_of(arm.columns.requests[row]) for row in np.flatnonzero(arm.columns.is_measured)] for arm in told]
-    series = [
-        Bars(
-            name=phase.value,
-            values=[float(np.mean([each[phase] for each in lengths])) for lengths in means],
-            color=PHASE_COLORS[phase],
-        )
-        for phase in Phase
-    ]
-    axis = Axis(title="mean time", unit=axes.Unit.SECONDS, starts_at_zero=True)
-    figure = figures.bar_figure([arm.name for arm in told], series, Frame(y=axis, height=340), mode="stack")
-    figure.update_layout(legend={"traceorder": "normal"})
+    found = [arm for arm in arms if (arm.columns.is_measured & ~np.isnan(arm.columns.server("queue_s"))).any()]
+    if not found:
+        return Panel(title=title, content=Absent(why="no target reports its own time stamps"))
+    groups = {arm.name: [arm.columns.requests[row] for row in np.flatnonzero(arm.columns.is_measured)] for arm in found}
     return Panel(
         title=title,
-        look_for="What one run has more of is what it pays for; pink is the transfer that prefill did not hide.",
-        content=figure,
-        note="From sending to end, complete requests. Targets that tell no stamps of their own are not here.",
+        look_for="A larger part of a bar is where a run loses time; pink is the transfer that prefill did not hide.",
+        content=phases_figure(groups, tuple(Phase)),
+        note="From sending to end, complete requests. Targets that report no time stamps are left out.",
     )

@@ -1,8 +1,7 @@
-"""A Gantt chart of requests: a row each, its phases as coloured bars, with everything known under the mouse."""
+"""A Gantt chart of requests: one per row, phases as coloured bars, details on hover."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,7 @@ import numpy as np
 from common.slo import Slo
 from measure.load.records import RequestRecord
 from measure.load.report.columns import Columns, Floats
-from measure.load.report.hover import hover_text
-from measure.load.report.phases import Span, spans_of
+from measure.load.report.phases import Span, hover_text, spans_of
 from measure.pages.axes import RUN_TIME, Axis
 from measure.pages.figures import Frame, compact, new_figure
 from measure.pages.page import Absent, Panel
@@ -20,14 +18,14 @@ from measure.pages.wording import duration
 
 MAX_ROWS, MIN_ROWS = 120, 25
 _MAX_LENGTHS = 25
-"""More than so many lengths of a request side by side are too short to be seen."""
+"""Width of the chart, in median request lengths, beyond which bars are too short to be seen."""
 _MAX_STALLS = 500
 _ROW_HEIGHT = 7
 _PHASE_NAMES = {
     Phase.QUEUE: "queue",
     Phase.PREFILL: "prefill",
     Phase.OTHER: "network and the rest, to the first token",
-    Phase.TRANSFER: "transfer that shows",
+    Phase.TRANSFER: "exposed transfer",
     Phase.DECODE: "decode",
 }
 
@@ -37,44 +35,43 @@ class _Track:
     """Bars or marks of one colour."""
 
     owners: list[int]
-    """Place of the request that each belongs to."""
+    """Index of the request that each belongs to."""
     at_s: list[float]
     lengths_s: list[float] | None = None
-    """None: marks."""
+    """Lengths of bars; None for marks."""
     look: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Arrangement:
-    """A way to lay requests out."""
+    """A layout of the requests."""
 
     name: str
     x_title: str
     rows: np.ndarray
-    """Of each request."""
     origins_s: Floats
-    """What each request's times are counted from."""
+    """Origin of the times of each request."""
 
 
 def gantt_panel(columns: Columns, slo: Slo) -> Panel:
-    """Return the chart of at most `MAX_ROWS` requests that follow each other, around the one that waited longest."""
+    """Return the chart of at most `MAX_ROWS` consecutive requests around the one that waited longest."""
     title = "Requests through queue, prefill, transfer and decode"
     if not columns.requests:
         return Panel(title=title, content=Absent(why="no request was sent"))
     shown, note = _selection(columns)
     if not any(request.server.queue_s is not None for request in shown):
-        note += " The target tells no stamps: until the first token nothing can be told apart."
+        note += " The target reports no time stamps: phases before the first token are unknown."
     return Panel(
         title=title,
-        look_for="Long bars of one colour are where the time goes; orange marks in a decode bar are gaps above the"
-        " objective: look what the others did at that moment.",
+        look_for="Long bars of one colour are where the time goes. Orange marks in a decode bar are gaps above the"
+        " objective: look at the other requests at that moment.",
         content=_figure(shown, slo),
         note=note,
     )
 
 
 def _selection(columns: Columns) -> tuple[tuple[RequestRecord, ...], str]:
-    """Return the requests to draw, so many that their bars are still to be seen, and a sentence that says which."""
+    """Return the requests to draw, few enough for visible bars, and a sentence that names them."""
     requests = columns.requests
     waits = np.where(columns.is_counted & ~np.isnan(columns.ttft_s), columns.ttft_s, -1.0)
     middle = int(waits.argmax())
@@ -162,51 +159,37 @@ def _stalls(requests: Sequence[RequestRecord], slo: Slo) -> _Track:
 
 
 def _arrangements(requests: Sequence[RequestRecord]) -> list[_Arrangement]:
-    """Return the ways to lay requests out: by arrival, by what they differ in, and side by side from their start."""
-    keys: list[tuple[str, Callable[[RequestRecord], str]]] = []
-    for field in ("prefill_worker", "decode_worker"):
-        keys.append((f"by {field.replace('_', ' ')}", partial(_worker_of, field)))
-    keys.append(("by kind", _kind_of))
-    groupings = [(name, key) for name, key in keys if len({key(request) for request in requests}) > 1]
+    """Return the layouts: by arrival, by workers and kinds where they differ, and aligned at their due times."""
+    groupings = {
+        "by arrival": [""] * len(requests),
+        "by prefill worker": [request.server.prefill_worker or "" for request in requests],
+        "by decode worker": [request.server.decode_worker or "" for request in requests],
+        "by kind": [request.kind for request in requests],
+    }
+    due_s = np.array([request.due_s for request in requests])
     along = [
-        _Arrangement(name=name, x_title=RUN_TIME.title, rows=_rows_by(requests, key), origins_s=np.zeros(len(requests)))
-        for name, key in (("by arrival", _nothing), *groupings)
+        _Arrangement(name=name, x_title=RUN_TIME.title, rows=_rows_by(groups, due_s), origins_s=np.zeros(len(requests)))
+        for name, groups in groupings.items()
+        if name == "by arrival" or len(set(groups)) > 1
     ]
     rows = np.empty(len(requests), dtype=np.int64)
     rows[np.argsort([-request.e2e_s for request in requests], kind="stable")] = np.arange(len(requests))
-    origins_s = np.array([request.due_s for request in requests])
-    side_by_side = _Arrangement(
-        name="side by side, the longest first", x_title="time since it was due", rows=rows, origins_s=origins_s
-    )
-    return [*along, side_by_side]
+    name = "side by side, the longest first"
+    return [*along, _Arrangement(name=name, x_title="time since it was due", rows=rows, origins_s=due_s)]
 
 
-def _nothing(_: RequestRecord) -> str:
-    return ""
-
-
-def _kind_of(request: RequestRecord) -> str:
-    return request.kind
-
-
-def _worker_of(field: str, request: RequestRecord) -> str:
-    return getattr(request.server, field) or ""
-
-
-def _rows_by(requests: Sequence[RequestRecord], key: Callable[[RequestRecord], str]) -> np.ndarray:
-    """Return each request's row, with an empty one between groups."""
-    order = sorted(range(len(requests)), key=lambda place: (key(requests[place]), requests[place].due_s))
-    rows = np.zeros(len(requests), dtype=np.int64)
-    row, before = 0, key(requests[order[0]])
-    for place in order:
-        group = key(requests[place])
-        row += 2 if group != before else 1
-        rows[place], before = row, group
+def _rows_by(groups: Sequence[str], due_s: Floats) -> np.ndarray:
+    """Return the row of each request, in order of groups and due times, with an empty row between groups."""
+    names = np.array(groups)
+    order = np.lexsort((due_s, names))
+    ordered = names[order]
+    rows = np.empty(len(groups), dtype=np.int64)
+    rows[order] = np.arange(1, len(groups) + 1) + np.cumsum(np.append(False, ordered[1:] != ordered[:-1]))
     return rows
 
 
 def _menu(arrangements: Sequence[_Arrangement], tracks: Sequence[_Track]) -> dict[str, Any]:
-    """Return buttons that move every bar and mark to its place in an arrangement."""
+    """Return buttons that move every bar and mark to its place in a layout."""
     buttons = []
     for each in arrangements:
         starts = [np.round(np.array(track.at_s) - each.origins_s[track.owners], 6).tolist() for track in tracks]

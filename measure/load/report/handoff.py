@@ -1,82 +1,66 @@
-"""What the handoff costs: where requests spend their time, and what of a transfer users see."""
+"""Panels on the cost of the handoff: time per phase, and the exposed part of transfers."""
 
 from typing import Any
 
 import numpy as np
 
+from measure.figures import ALL, by_kind
 from measure.load.report.columns import Columns, Floats, Mask
-from measure.load.report.phases import lengths_of
+from measure.load.report.phases import phases_figure
 from measure.pages.axes import Axis, Scale, Unit
-from measure.pages.figures import Bars, Frame, bar_figure, compact, dots, new_figure, plain
+from measure.pages.figures import Frame, compact, dots, new_figure, plain
 from measure.pages.page import Absent, Panel, Width
-from measure.pages.theme import PHASE_COLORS, Phase, colors_of
+from measure.pages.theme import Phase, colors_of
 from measure.pages.thinning import scatter_indices
 from measure.pages.wording import count, duration, percent
 
 _GROUPS = (("fastest half", 0.0, 0.5), ("p50–90", 0.5, 0.9), ("p90–99", 0.9, 0.99), ("slowest 1 %", 0.99, 1.0))
 _TTFT_PHASES = (Phase.QUEUE, Phase.PREFILL, Phase.OTHER)
-_NO_STAMPS = "the target tells no stamps of its own"
+_NO_STAMPS = "the target reports no time stamps"
 _NO_TRANSFERS = "no KV moved between workers"
 
 
 def handoff_panels(columns: Columns) -> tuple[Panel, ...]:
-    """Return where the time to the first token and the whole time go, and transfers by size."""
+    """Return TTFT and total time by phase, and transfers by size."""
     return (_ttft_panel(columns), _whole_panel(columns), *_transfer_panels(columns))
 
 
 def _ttft_panel(columns: Columns) -> Panel:
-    title = "What TTFT is made of"
+    title = "TTFT by phase"
     rows = np.flatnonzero(columns.is_measured & ~np.isnan(columns.server("queue_s")))
     if not rows.size:
         return Panel(title=title, content=Absent(why=_NO_STAMPS), width=Width.HALF)
     order = rows[np.argsort(columns.ttft_s[rows], kind="stable")]
-    groups = [
-        (name, order[round(low * order.size) : round(high * order.size)])
+    groups = {
+        name: [columns.requests[row] for row in order[round(low * order.size) : round(high * order.size)]]
         for name, low, high in _GROUPS
         if round(low * order.size) < round(high * order.size)
-    ]
+    }
     return Panel(
         title=title,
-        look_for="What grows from left to right is what makes slow first tokens slow.",
-        content=_stack(columns, groups, _TTFT_PHASES),
+        look_for="The phase that grows from left to right is what makes first tokens slow.",
+        content=phases_figure(groups, _TTFT_PHASES),
         width=Width.HALF,
         note=f"Means over {count(order.size, 'complete request')}, sorted by TTFT. The first token comes from the"
-        " worker that computed the prompt, so that no transfer is in it.",
+        " worker that computed the prompt, so it includes no transfer.",
     )
 
 
 def _whole_panel(columns: Columns) -> Panel:
-    title = "Where the whole time goes"
+    title = "Total time by phase"
     has = columns.is_measured & ~np.isnan(columns.server("queue_s"))
     if not has.any():
         return Panel(title=title, content=Absent(why=_NO_STAMPS), width=Width.HALF)
-    groups = [(kind, np.flatnonzero(has & columns.of_kind(kind))) for kind in columns.kinds]
-    if len(groups) > 1:
-        groups.insert(0, ("all", np.flatnonzero(has)))
-    groups = [(name, members) for name, members in groups if members.size]
+    groups = by_kind([columns.requests[row] for row in np.flatnonzero(has)])
+    if len(columns.kinds) == 1:
+        del groups[ALL]
     return Panel(
         title=title,
         look_for="The pink part is what the handoff costs users: the transfer that prefill did not hide.",
-        content=_stack(columns, groups, tuple(Phase)),
+        content=phases_figure(groups, tuple(Phase)),
         width=Width.HALF,
         note="Means over complete requests, from sending to end.",
     )
-
-
-def _stack(columns: Columns, groups: list[tuple[str, np.ndarray]], phases: tuple[Phase, ...]) -> Any:
-    lengths = [[lengths_of(columns.requests[row]) for row in members] for _, members in groups]
-    series = [
-        Bars(
-            name=phase.value,
-            values=[float(np.mean([each[phase] for each in group])) for group in lengths],
-            color=PHASE_COLORS[phase],
-        )
-        for phase in phases
-    ]
-    frame = Frame(y=Axis(title="mean time", unit=Unit.SECONDS, starts_at_zero=True), height=340)
-    figure = bar_figure([name for name, _ in groups], series, frame, mode="stack")
-    figure.update_layout(legend={"traceorder": "normal"})
-    return figure
 
 
 def _transfer_panels(columns: Columns) -> tuple[Panel, ...]:
@@ -91,7 +75,7 @@ def _transfer_panels(columns: Columns) -> tuple[Panel, ...]:
         hidden = 1 - exposed_s[seen].sum() / max(1e-12, transfer_s[seen].sum())
         panels.append(
             Panel(
-                title="Transfer that shows, by prompt length",
+                title="Exposed transfer by prompt length",
                 look_for="Flat and low: blocks travel while the prompt is computed. Rising: they wait for its end.",
                 content=_cloud(
                     columns,
@@ -114,7 +98,7 @@ def _transfer_panels(columns: Columns) -> tuple[Panel, ...]:
         panels.append(
             Panel(
                 title="Time and size of transfers",
-                look_for="A slope is bandwidth; a flat bottom is what every handoff costs at least.",
+                look_for="The slope is bandwidth; a flat bottom is the least cost of a handoff.",
                 content=_cloud(
                     columns,
                     timed,
@@ -125,8 +109,8 @@ def _transfer_panels(columns: Columns) -> tuple[Panel, ...]:
                         height=340,
                     ),
                 ),
-                note=f"Median {Unit.BYTES.text(float(np.median(rate)))}/s while blocks come, the waits for prefill"
-                " to make the next ones included.",
+                note=f"Median {Unit.BYTES.text(float(np.median(rate)))}/s from the first to the last block, waits for"
+                " prefill included.",
                 width=Width.HALF,
             )
         )
@@ -134,10 +118,10 @@ def _transfer_panels(columns: Columns) -> tuple[Panel, ...]:
 
 
 def _cloud(columns: Columns, mask: Mask, values: tuple[Floats, Floats], frame: Frame) -> Any:
-    """Return points by transport."""
+    """Return a scatter plot, coloured by transport."""
     figure = new_figure(frame)
     x, y = values
-    transports = np.array([request.server.transport or "not told" for request in columns.requests])
+    transports = np.array([request.server.transport or "unknown" for request in columns.requests])
     for transport, color in colors_of(sorted(set(transports[mask].tolist()))).items():
         rows = np.flatnonzero(mask & (transports == transport))
         shown = rows[scatter_indices(y[rows], 1500)]

@@ -1,29 +1,28 @@
-"""What a reader sees first: headline figures beside their objectives, and the table of kinds."""
+"""Top of a page: headline figures beside their objectives, and the table of kinds."""
 
 from collections.abc import Iterable
 
-from measure.load.estimates import Distribution, Estimate, Percentile
+from measure.load.estimates import Distribution, Estimate
 from measure.load.summary import KindSummary, Summary
+from measure.load.tables import UNKNOWN, Writer, quoted
 from measure.pages.page import Card, Panel, Table, Tone
 from measure.pages.wording import count, duration, number, percent, scaled
 
-NOT_TOLD = "–"
-
 
 def cards(summary: Summary) -> tuple[Card, ...]:
-    """Return the headline figures; those that nobody told are left out."""
+    """Return the headline figures; those that the target does not report are left out."""
     overall, slo = summary.overall, summary.slo
     latencies, cache = overall.latencies, overall.cache
     shown = [
         Card(
             label="Goodput, requests",
             value=f"{number(overall.goodput_per_s.value)}/s",
-            note=f"{interval(overall.goodput_per_s)}; offered {number(summary.throughput.offered_per_s)}/s",
+            note=f"{_interval(overall.goodput_per_s, number)}; offered {number(summary.throughput.offered_per_s)}/s",
         ),
         Card(
             label="Within both objectives",
             value=percent(overall.good_share.value),
-            note=f"{_percent_interval(overall.good_share)}; of {count(overall.num_requests, 'request')}",
+            note=f"{_interval(overall.good_share, percent)}; of {count(overall.num_requests, 'request')}",
         ),
         *_latency_cards("TTFT", latencies.ttft, slo.ttft_s),
         *_latency_cards("TPOT", latencies.tpot, slo.tpot_s),
@@ -47,7 +46,7 @@ def cards(summary: Summary) -> tuple[Card, ...]:
         exposed = latencies.transfer_exposed
         shown.append(
             Card(
-                label="Handoff that shows: p50 / p99",
+                label="Exposed transfer: p50 / p99",
                 value=_both(exposed),
                 note=f"{count(overall.num_transfers, 'transfer')}; the part that prefill did not hide",
             )
@@ -70,29 +69,19 @@ def kinds_panel(summary: Summary) -> Panel:
         "E2E p50 / p99",
         "cache hit",
     )
-    # with one kind, "all" says the same again
-    kinds = summary.kinds if len(summary.kinds) > 2 else summary.kinds[:1]
     return Panel(
         title="What each kind of session got",
-        look_for="A kind whose p99 is far from its p50 pays for somebody else.",
-        content=Table(columns=columns, rows=tuple(_kind_row(kind) for kind in kinds), strong_rows=frozenset([0])),
+        look_for="A kind whose p99 is far from its p50 pays for other kinds.",
+        content=Table(
+            columns=columns, rows=tuple(_kind_row(kind) for kind in summary.distinct_kinds), strong_rows=frozenset([0])
+        ),
         note=f"Counted: {summary.window.rule}. Latencies are of complete requests, from when they were due."
-        " A percentile with ~ rests on fewer requests than it takes to quote it.",
+        " A percentile marked ~ rests on too few requests.",
     )
 
 
-def interval(estimate: Estimate) -> str:
-    """Return an estimate's interval in words."""
-    return f"95 %: {number(estimate.low)} to {number(estimate.high)}"
-
-
-def quoted(percentile: Percentile) -> str:
-    """Return a percentile of a time, marked where too few requests stand behind it."""
-    return ("" if percentile.is_sufficient else "~") + duration(percentile.value)
-
-
-def _percent_interval(estimate: Estimate) -> str:
-    return f"95 %: {percent(estimate.low)} to {percent(estimate.high)}"
+def _interval(estimate: Estimate, write: Writer) -> str:
+    return f"95 %: {write(estimate.low)} to {write(estimate.high)}"
 
 
 def _latency_cards(name: str, times: Distribution | None, objective_s: float | None) -> Iterable[Card]:
@@ -104,7 +93,7 @@ def _latency_cards(name: str, times: Distribution | None, objective_s: float | N
     yield Card(
         label=f"{name}: p50 / p99",
         value=_both(times),
-        note=f"p99, 95 %: {duration(p99.estimate.low)} to {duration(p99.estimate.high)}{objective}",
+        note=f"p99, {_interval(p99.estimate, duration)}{objective}",
         tone=tone,
     )
 
@@ -124,7 +113,7 @@ def _failures_card(overall: KindSummary) -> Card:
     return Card(
         label="Not complete",
         value=count(overall.num_not_complete, "request"),
-        note=", ".join(f"{number} {word}" for number, word in parts if number) or "every answer came to its end",
+        note=", ".join(f"{number} {word}" for number, word in parts if number) or "every answer is complete",
         tone=Tone.BAD if overall.num_not_complete else Tone.GOOD,
     )
 
@@ -132,7 +121,7 @@ def _failures_card(overall: KindSummary) -> Card:
 def _generator_card(summary: Summary) -> Card:
     generator = summary.info.generator
     return Card(
-        label="Generator's own delay, p99",
+        label="Delay of the generator, p99",
         value=duration(generator.lag_p99_s),
         note=f"{count(generator.num_processes, 'process', 'processes')}, {percent(generator.cpu_share, 0)} of a core",
         tone=Tone.BAD if generator.warnings else Tone.GOOD,
@@ -149,9 +138,9 @@ def _kind_row(kind: KindSummary) -> tuple[str, ...]:
         f"{kind.num_ttft_misses:,}",
         f"{kind.num_itl_misses:,}",
         *(_both(distribution) for distribution in (times.ttft, times.tpot, times.itl, times.e2e)),
-        NOT_TOLD if kind.cache is None else percent(kind.cache.hit_share.value),
+        UNKNOWN if kind.cache is None else percent(kind.cache.hit_share.value),
     )
 
 
 def _both(times: Distribution | None) -> str:
-    return NOT_TOLD if times is None else f"{quoted(times.at(0.5))} / {quoted(times.at(0.99))}"
+    return UNKNOWN if times is None else f"{quoted(times.at(0.5))} / {quoted(times.at(0.99))}"

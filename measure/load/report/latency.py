@@ -1,4 +1,4 @@
-"""Latencies: their distributions, what long prompts pay, and how they went over the run."""
+"""Panels on latencies: distributions, TTFT by prompt length, and latencies over time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,58 +8,27 @@ from plotly.subplots import make_subplots
 
 from common.slo import Slo
 from measure.load.records import PoolSample
-from measure.load.report.columns import Columns, Floats, Mask, known, open_requests
+from measure.load.report.columns import Columns, Measure, known, objective, open_requests, rolling_curves
 from measure.load.summary import Window
 from measure.pages.axes import RUN_TIME, Axis, Scale, Unit
-from measure.pages.distributions import Sample, View, ecdf_figure
-from measure.pages.figures import Curve, Frame, Limit, compact, dots, line_figure, new_figure, plain
+from measure.pages.distributions import Sample, ecdf_figure
+from measure.pages.figures import Curve, Frame, add_curve, compact, dots, line_figure, new_figure, plain
 from measure.pages.page import Absent, Panel, Width
 from measure.pages.theme import BLUE, GREY, LIMIT, PURPLE, colors_of, translucent
-from measure.pages.thinning import rolling, scatter_indices
-from measure.pages.wording import duration
+from measure.pages.thinning import scatter_indices
 
-_NO_ANSWER = "no request was answered to its end"
+_NO_ANSWER = "no request was answered completely"
+_LOOK_FOR = {
+    Measure.TTFT: "The height at which a curve crosses the objective is the share of requests in time.",
+    Measure.TPOT: "Mean gap of a request, to which the objective applies.",
+    Measure.ITL: "Single gaps: a long tail to the right of the objective means answers that stutter.",
+    Measure.E2E: "Time to the complete answer, which depends on its length.",
+}
 
 
 def distribution_panels(columns: Columns, slo: Slo) -> tuple[Panel, ...]:
-    """Return a panel per measure, of the counted requests that were answered to their ends."""
-    measured = columns.is_measured
-    gap_counted = measured[columns.gaps.request]
-    gap_kind = columns.kind[columns.gaps.request]
-    ttft_limit = (Limit(value=slo.ttft_s, text=f"objective {duration(slo.ttft_s)}"),)
-    itl_limit = (Limit(value=slo.tpot_s, text=f"objective {duration(slo.tpot_s)}"),)
-    longer = np.any(columns.num_prompt_tokens > slo.ttft_tokens)
-    return (
-        _distribution(
-            "Time to first token (TTFT)",
-            "Read the share of users in time where a curve crosses the objective.",
-            _by_kind(columns, columns.ttft_s, measured),
-            ttft_limit,
-            note=f"The objective grows with prompts above {slo.ttft_tokens:,} tokens." if longer else "",
-        ),
-        _distribution(
-            "Time per output token (TPOT)",
-            "A request's mean gap, to which the objective applies: how fast its answer reads.",
-            _by_kind(columns, columns.tpot_s, measured),
-            itl_limit,
-        ),
-        _distribution(
-            "Inter-token latency (ITL)",
-            "Single gaps: a long tail to the right of the objective is an answer that stutters.",
-            [
-                Sample(name=kind, values=columns.gaps.gap_s[gap_counted & (gap_kind == kind)], color=color)
-                for kind, color in colors_of(columns.kinds).items()
-            ],
-            itl_limit,
-            view=View.TAIL,
-        ),
-        _distribution(
-            "End to end (E2E)",
-            "How long users waited for the whole answer; it depends on how long answers are.",
-            _by_kind(columns, columns.e2e_s, measured),
-            (),
-        ),
-    )
+    """Return a panel per measure, over the counted complete requests."""
+    return tuple(_distribution(columns, measure, slo) for measure in Measure)
 
 
 def prompt_length_panel(columns: Columns, slo: Slo) -> Panel:
@@ -95,13 +64,13 @@ def prompt_length_panel(columns: Columns, slo: Slo) -> Panel:
     figure.update_yaxes(frame.y.ticks(np.append(columns.ttft_s[rows], slo.ttft_s)))
     return Panel(
         title=title,
-        look_for="Short prompts that wait as long as long ones stand in a line behind them.",
+        look_for="Short prompts with the TTFT of long ones are queued behind them.",
         content=figure,
     )
 
 
 def over_time_panels(columns: Columns, slo: Slo, window: Window, samples: Sequence[PoolSample]) -> tuple[Panel, ...]:
-    """Return latencies, and arrivals and lines below, over the run."""
+    """Return latencies over time, then arrivals and queues."""
     return (
         _ttft_over_time(columns, slo, window),
         _itl_over_time(columns, slo, window),
@@ -110,7 +79,7 @@ def over_time_panels(columns: Columns, slo: Slo, window: Window, samples: Sequen
 
 
 def shade_uncounted(figure: Any, window: Window, end_s: float) -> None:
-    """Mark what the summary leaves out. Mutates the figure."""
+    """Shade the times that the summary leaves out. Mutates the figure."""
     for start_s, stop_s in ((0.0, window.start_s), (window.end_s, end_s)):
         if stop_s - start_s > 0.005 * end_s:
             figure.add_vrect(x0=start_s, x1=stop_s, fillcolor=translucent(GREY, 0.13), line_width=0, layer="below")
@@ -120,7 +89,7 @@ def _ttft_over_time(columns: Columns, slo: Slo, window: Window) -> Panel:
     frame = Frame(
         x=RUN_TIME,
         y=_log_time("TTFT"),
-        y_limits=(Limit(value=slo.ttft_s, text=f"objective {duration(slo.ttft_s)}"),),
+        y_limits=(objective(slo.ttft_s),),
         height=360,
     )
     figure = new_figure(frame)
@@ -138,7 +107,8 @@ def _ttft_over_time(columns: Columns, slo: Slo, window: Window) -> Panel:
             marker=dots(color, columns.ttft_s.size),
             hovertemplate=f"due {Unit.CLOCK.shows('x')}: {Unit.SECONDS.shows('y')}<extra>{plain(kind)}</extra>",
         )
-    _add_rolling(figure, columns.due_s[has], columns.ttft_s[has])
+    for curve in rolling_curves("", columns.due_s[has], columns.ttft_s[has], color=PURPLE):
+        add_curve(figure, curve, frame)
     _add_failures(figure, columns)
     figure.update_yaxes(frame.y.ticks(np.append(known(columns.ttft_s), slo.ttft_s)))
     _finish(figure, columns, window)
@@ -149,7 +119,7 @@ def _ttft_over_time(columns: Columns, slo: Slo, window: Window) -> Panel:
     )
     return Panel(
         title="TTFT over time",
-        look_for="A cloud that climbs from left to right is a growing line: the load is above what the system holds.",
+        look_for="A cloud that climbs from left to right is a growing queue: the load is above capacity.",
         content=figure,
         note=f"{note} Shaded: not counted in the summary. Crosses at the lower edge have no latency.".strip(),
     )
@@ -158,26 +128,22 @@ def _ttft_over_time(columns: Columns, slo: Slo, window: Window) -> Panel:
 def _itl_over_time(columns: Columns, slo: Slo, window: Window) -> Panel:
     gaps = columns.gaps
     if not gaps.gap_s.size:
-        return Panel(title="ITL over time", content=Absent(why="no answer came in more than one piece"))
+        return Panel(title="ITL over time", content=Absent(why="every answer came in one piece"))
     frame = Frame(
         x=RUN_TIME,
         y=_log_time("gap"),
-        y_limits=(Limit(value=slo.tpot_s, text=f"objective {duration(slo.tpot_s)}"),),
+        y_limits=(objective(slo.tpot_s),),
         height=320,
     )
-    curves = []
+    curves: list[Curve] = []
     for kind, color in colors_of(columns.kinds).items():
         of_kind = columns.kind[gaps.request] == kind
-        bins = rolling(gaps.end_s[of_kind], gaps.gap_s[of_kind], percentiles=(50.0, 99.0))
-        curves += [
-            Curve(name=f"{kind}, p{p:g}", x=bins.at_s, y=bins.values[p], color=color, dash=dash)
-            for p, dash in ((50.0, "dot"), (99.0, "solid"))
-        ]
+        curves += rolling_curves(f"{kind}, ", gaps.end_s[of_kind], gaps.gap_s[of_kind], color=color)
     figure = line_figure(curves, frame)
     _finish(figure, columns, window)
     return Panel(
         title="ITL over time",
-        look_for="Where the p99 jumps and the p50 stays, something held up a few steps: a long prompt, a transfer.",
+        look_for="Where p99 jumps and p50 does not, something delayed a few steps: a long prompt, a transfer.",
         content=figure,
         note="Percentiles of the gaps that ended in each sixtieth of the run.",
     )
@@ -201,10 +167,10 @@ def _traffic_over_time(columns: Columns, window: Window, samples: Sequence[PoolS
             hovertemplate=f"{name}: %{{y:.2f}}/s<extra></extra>",
         )
     at_s, num_open = open_requests(columns)
-    lines = [("open: due and not ended", at_s, num_open, BLUE)]
+    lines = [("open (due, not ended)", at_s, num_open, BLUE)]
     if samples:
         queued = np.array([sample.num_queued for sample in samples], dtype=np.float64)
-        lines.append(("in the router's line", np.array([s.at_s for s in samples]), queued, PURPLE))
+        lines.append(("in the router's queue", np.array([s.at_s for s in samples]), queued, PURPLE))
     for name, x, y, color in lines:
         figure.add_scatter(
             x=compact(x),
@@ -222,27 +188,14 @@ def _traffic_over_time(columns: Columns, window: Window, samples: Sequence[PoolS
     figure.update_xaxes(RUN_TIME.layout(), row=2)
     _finish(figure, columns, window)
     return Panel(
-        title="Arrivals, and what is open",
-        look_for="With a load that the system holds, the line of open requests goes up and down but does not climb.",
+        title="Arrivals and open requests",
+        look_for="Below capacity the line of open requests goes up and down but does not climb.",
         content=figure,
     )
 
 
-def _add_rolling(figure: Any, at_s: Floats, values: Floats) -> None:
-    bins = rolling(at_s, values, percentiles=(50.0, 99.0))
-    for percentile, dash in ((50.0, "dot"), (99.0, "solid")):
-        figure.add_scatter(
-            x=compact(bins.at_s),
-            y=compact(bins.values[percentile]),
-            mode="lines",
-            name=f"p{percentile:g}",
-            line={"color": PURPLE, "dash": dash, "width": 2.2},
-            hovertemplate=f"p{percentile:g}: {Unit.SECONDS.shows('y')}<extra></extra>",
-        )
-
-
 def _add_failures(figure: Any, columns: Columns) -> None:
-    """Mark requests without an answer along the lower edge: they have no latency."""
+    """Mark incomplete requests along the lower edge: they have no latency."""
     height = 0.7 * float(known(columns.ttft_s).min(initial=1.0))
     rows = np.flatnonzero(~columns.is_complete)
     if not rows.size:
@@ -269,24 +222,19 @@ def _log_time(title: str) -> Axis:
     return Axis(title=title, unit=Unit.SECONDS, scale=Scale.LOG)
 
 
-def _by_kind(columns: Columns, values: Floats, mask: Mask) -> list[Sample]:
-    return [
-        Sample(name=kind, values=known(values[mask & columns.of_kind(kind)]), color=color)
+def _distribution(columns: Columns, measure: Measure, slo: Slo) -> Panel:
+    samples = [
+        Sample(name=kind, values=columns.measured(measure, kind), color=color)
         for kind, color in colors_of(columns.kinds).items()
     ]
-
-
-def _distribution(
-    title: str,
-    look_for: str,
-    samples: Sequence[Sample],
-    limits: tuple[Limit, ...],
-    *,
-    note: str = "",
-    view: View = View.EVEN,
-) -> Panel:
     if not any(len(sample.values) for sample in samples):
-        return Panel(title=title, content=Absent(why=_NO_ANSWER), width=Width.HALF)
-    frame = Frame(x=_log_time("time"), x_limits=limits, height=380)
-    content = ecdf_figure(samples, frame, view)
-    return Panel(title=title, look_for=look_for, content=content, note=note, width=Width.HALF)
+        return Panel(title=measure.value, content=Absent(why=_NO_ANSWER), width=Width.HALF)
+    frame = Frame(x=_log_time("time"), x_limits=measure.limits(slo), height=380)
+    is_longer = measure is Measure.TTFT and np.any(columns.num_prompt_tokens > slo.ttft_tokens)
+    return Panel(
+        title=measure.value,
+        look_for=_LOOK_FOR[measure],
+        content=ecdf_figure(samples, frame, measure.view),
+        note=f"The objective grows with prompts above {slo.ttft_tokens:,} tokens." if is_longer else "",
+        width=Width.HALF,
+    )

@@ -17,7 +17,7 @@ def write_report(run: Run, summary: Summary, path: Path) -> None:
 
 
 def report_page(run: Run, summary: Summary) -> Page:
-    """Return the page of a run. What nobody measured is left out, with a line why."""
+    """Return the page of a run. Panels without data give the reason."""
     columns = columns_of(run, summary.window)
     workers = pools.series_of(run.samples)
     return Page(
@@ -29,7 +29,7 @@ def report_page(run: Run, summary: Summary) -> Page:
             Section(title="Overview", panels=(headline.kinds_panel(summary), asked.failures_panel(summary))),
             Section(
                 title="Latency",
-                intro="Counted from when a request was due, so that a late generator hides no wait.",
+                intro="From the due time of a request, so that a late generator hides no wait.",
                 panels=(
                     *latency.distribution_panels(columns, summary.slo),
                     latency.prompt_length_panel(columns, summary.slo),
@@ -43,7 +43,7 @@ def report_page(run: Run, summary: Summary) -> Page:
             Section(title="Handoff", panels=handoff.handoff_panels(columns)),
             Section(title="Pools", panels=pools.pool_panels(workers, summary)),
             Section(title="Caches", panels=asked.cache_panels(columns)),
-            Section(title="What was asked", panels=asked.asked_panels(columns)),
+            Section(title="Requests sent", panels=asked.asked_panels(columns)),
         ),
         settings=asdict(run.info),
     )

@@ -1,4 +1,4 @@
-"""Pools over time: what ran and waited on each worker, how busy it was, and what its KV pages held."""
+"""Panels on pools: running and waiting requests, busy share and KV pages of each worker over time."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from plotly.subplots import make_subplots
 
 from measure.load.records import PoolSample, WorkerSample
 from measure.load.report.columns import Floats
-from measure.load.report.headline import NOT_TOLD
 from measure.load.summary import Summary, WorkerSummary
+from measure.load.tables import or_unknown
 from measure.pages.axes import RUN_TIME, Axis, Unit
 from measure.pages.figures import Curve, Frame, compact, line_figure, new_figure, plain
 from measure.pages.page import Absent, Panel, Table
@@ -18,15 +18,15 @@ from measure.pages.theme import BLUE, GREY, TEAL, colors_of, translucent
 from measure.pages.wording import number, percent, scaled
 
 MAX_LINES = 4
-"""More workers than these are drawn as a heat map, a row each."""
+"""Most workers drawn as lines; more are drawn as rows of a heat map."""
 MAX_SAMPLES = 600
 _BUSY_BINS = 60
-NO_SAMPLES = "the target tells nothing of its workers"
+NO_SAMPLES = "the target does not report its workers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WorkerSeries:
-    """A worker's samples, thinned to `MAX_SAMPLES`."""
+    """Samples of a worker, thinned to `MAX_SAMPLES`."""
 
     worker_id: str
     role: str
@@ -34,12 +34,12 @@ class WorkerSeries:
     samples: tuple[WorkerSample, ...]
 
     def values(self, of: Callable[[WorkerSample], float | None]) -> Floats:
-        """Return a number of each sample; NaN where it is not told."""
+        """Return a value of each sample; NaN where it is missing."""
         return np.array([of(sample) for sample in self.samples], dtype=np.float64)
 
 
 def series_of(samples: Sequence[PoolSample]) -> tuple[WorkerSeries, ...]:
-    """Return every worker's samples, by role (prefill first) and name."""
+    """Return the samples of every worker, by role (prefill first) and name."""
     step = -(-len(samples) // MAX_SAMPLES) or 1
     held: dict[tuple[str, str], list[tuple[float, WorkerSample]]] = {}
     for sample in samples[::step]:
@@ -57,7 +57,7 @@ def series_of(samples: Sequence[PoolSample]) -> tuple[WorkerSeries, ...]:
 
 
 def pool_panels(workers: Sequence[WorkerSeries], summary: Summary) -> tuple[Panel, ...]:
-    """Return what ran where, how busy it was, KV usage, and the table of workers."""
+    """Return requests, busy share and KV pages over time, and the table of workers."""
     if not workers:
         return (Panel(title="Workers", content=Absent(why=NO_SAMPLES)),)
     roles = dict.fromkeys(worker.role for worker in workers)
@@ -66,18 +66,18 @@ def pool_panels(workers: Sequence[WorkerSeries], summary: Summary) -> tuple[Pane
 
 
 def kv_panel(workers: Sequence[WorkerSeries]) -> Panel:
-    """Return what the KV pages of each worker hold over time."""
+    """Return the use of KV pages of each worker over time."""
     title = "KV pages"
     if len(workers) > MAX_LINES:
         return Panel(
             title=title,
-            look_for="Rows that stay dark have no room: what arrives there waits or preempts.",
+            look_for="Rows that stay dark have no room: requests there wait or preempt others.",
             content=_heat_map(workers, lambda w: w.num_used_blocks / max(1, w.num_blocks), "pages in use"),
-            note="Share of pages that running requests hold.",
+            note="Share of pages held by running requests.",
         )
     return Panel(
         title=title,
-        look_for="Used pages near the top mean waits and preemptions. Cached pages are free for whoever needs them.",
+        look_for="Used pages near the top mean waits and preemptions. Cached pages can be evicted for new requests.",
         content=_kv_areas(workers),
         note="Used: referenced or reserved. Cached: kept for their prefixes, evicted when pages are needed.",
     )
@@ -89,13 +89,14 @@ def _running_panel(role: str, workers: Sequence[WorkerSeries]) -> Panel:
         content = _heat_map(workers, lambda w: float(w.num_running + w.num_waiting), "requests", unit=Unit.COUNT)
         return Panel(
             title=title,
-            look_for="Uneven rows are an uneven spread of the load.",
+            look_for="Uneven rows mean an uneven spread of the load.",
             content=content,
             note="Running and waiting together.",
         )
     curves = []
-    for name, color in colors_of(worker.worker_id for worker in workers).items():
-        worker = next(w for w in workers if w.worker_id == name)
+    colors = colors_of(worker.worker_id for worker in workers)
+    for worker in workers:
+        name, color = worker.worker_id, colors[worker.worker_id]
         running = worker.values(lambda w: w.num_running)
         waiting = worker.values(lambda w: w.num_waiting)
         curves.append(Curve(name=f"{name} running", x=worker.at_s, y=running, color=color, shape="hv"))
@@ -104,17 +105,17 @@ def _running_panel(role: str, workers: Sequence[WorkerSeries]) -> Panel:
     frame = Frame(x=RUN_TIME, y=Axis(title="requests", unit=Unit.COUNT, starts_at_zero=True), height=290)
     return Panel(
         title=title,
-        look_for="Dotted lines above zero: requests stand in line here, so this pool is the narrow one.",
+        look_for="Dotted lines above zero: requests wait here, so this pool is the bottleneck.",
         content=line_figure(curves, frame),
     )
 
 
 def _busy_panel(workers: Sequence[WorkerSeries]) -> Panel:
     title = "Busy share"
-    told = [(worker, *_busy(worker)) for worker in workers]
-    curves = [(worker, at_s, busy) for worker, at_s, busy in told if at_s.size]
+    shares = [(worker, *_busy(worker)) for worker in workers]
+    curves = [(worker, at_s, busy) for worker, at_s, busy in shares if at_s.size]
     if not curves:
-        return Panel(title=title, content=Absent(why="no worker tells how long its engine computed"))
+        return Panel(title=title, content=Absent(why="no worker reports the time in steps"))
     if len(curves) > MAX_LINES:
         figure = _heat_rows([(w.worker_id, at_s, busy) for w, at_s, busy in curves], "busy", Unit.SHARE)
     else:
@@ -135,23 +136,23 @@ def _busy_panel(workers: Sequence[WorkerSeries]) -> Panel:
         figure.update_yaxes(range=[0, 1.03])
     return Panel(
         title=title,
-        look_for="A pool at 100 % limits the whole; a pool far below it has workers to spare.",
+        look_for="A pool at 100 % limits the system; a pool far below it has workers to spare.",
         content=figure,
-        note="Time that the engine spent in steps, of each sixtieth of the run.",
+        note="Share of time in engine steps, in each sixtieth of the run.",
     )
 
 
 def _busy(worker: WorkerSeries) -> tuple[Floats, Floats]:
-    """Return (middle of each interval, share of it that the engine was in steps), from differences of the counter."""
+    """Return (middle of each interval, busy share in it), from differences of the counter."""
     busy_s = worker.values(lambda w: w.busy_s)
-    told = ~np.isnan(busy_s) & (np.diff(worker.at_s, prepend=-np.inf) > 0)
-    at_s, busy_s = worker.at_s[told], busy_s[told]
+    is_known = ~np.isnan(busy_s) & (np.diff(worker.at_s, prepend=-np.inf) > 0)
+    at_s, busy_s = worker.at_s[is_known], busy_s[is_known]
     if at_s.size < 2:
         return np.zeros(0), np.zeros(0)
     step = max(1, at_s.size // _BUSY_BINS)
     at_s, busy_s = at_s[::step], busy_s[::step]
     share = np.diff(busy_s) / np.diff(at_s)
-    is_valid = share >= 0  # a worker that began anew counts from zero
+    is_valid = share >= 0  # a restarted worker counts from zero
     return ((at_s[1:] + at_s[:-1]) / 2)[is_valid], np.minimum(share[is_valid], 1.0)
 
 
@@ -203,7 +204,7 @@ def _heat_map(
 
 
 def _heat_rows(rows: Sequence[tuple[str, Floats, Floats]], label: str, unit: Unit) -> Any:
-    """Return a row of colours per worker: means over each 240th of the time."""
+    """Return a heat map with a row per worker: means over each 240th of the time."""
     end_s = max(float(at_s[-1]) for _, at_s, _ in rows)
     edges = np.linspace(0, end_s, min(240, max(len(at_s) for _, at_s, _ in rows)) + 1)
     table = np.full((len(rows), edges.size - 1), np.nan)
@@ -256,19 +257,16 @@ def _table_panel(summary: Summary) -> Panel:
 
 
 def _row(name: str, worker: WorkerSummary) -> tuple[str, ...]:
-    def told(value: float | None, write: Callable[[float], str] = number) -> str:
-        return NOT_TOLD if value is None else write(value)
-
     return (
         name,
         worker.role,
         f"{worker.num_prefilled:,}",
         f"{worker.num_decoded:,}",
-        told(worker.computed_tokens_per_s, scaled),
+        or_unknown(worker.computed_tokens_per_s, scaled),
         scaled(worker.output_tokens_per_s),
-        told(worker.busy, percent),
-        told(worker.mean_running),
-        told(worker.mean_waiting),
-        told(worker.mean_kv, percent),
-        told(worker.peak_kv, percent),
+        or_unknown(worker.busy, percent),
+        or_unknown(worker.mean_running, number),
+        or_unknown(worker.mean_waiting, number),
+        or_unknown(worker.mean_kv, percent),
+        or_unknown(worker.peak_kv, percent),
     )

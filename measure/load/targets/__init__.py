@@ -1,1 +1,1 @@
-"""Servers that can be put under load, behind one interface."""
+"""Servers under load, behind one interface."""

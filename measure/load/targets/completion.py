@@ -1,12 +1,12 @@
-"""Reads the events of a streamed completion: text, tokens, and what the server says of them.
+"""Reads a streamed completion: its events, and their text, tokens and report.
 
-How many tokens an event brings: as many as it has token ids. Without ids it is one, with or without text, except for a
-chat's first event that brings the role alone, and a last one that brings the reason alone. Where a server puts several
-tokens into an event, the total of `usage` makes up for it in the end (`sending.settled`).
+An event brings as many tokens as it has token ids. Without ids it counts as one token, with or without text, except for
+the first event of a chat, which has only the role, and a last event that has only the reason. Where a server puts
+several tokens into an event, the total in `usage` corrects the count (`sending.settled`).
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from common.errors import EngineFault
@@ -17,8 +17,32 @@ from measure.load.targets.interface import TargetAnswer
 DONE = b"[DONE]"
 
 
+class SseReader:
+    """Cuts a stream of bytes into the data of server-sent events (WHATWG HTML, 9.2).
+
+    Lines end with LF or CRLF; other fields are skipped.
+
+    A line may have any length: an event that repeats the token ids of a long prompt has hundreds of kilobytes.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, received: bytes) -> Iterator[bytes]:
+        """Yield the data of each event that `received` completes; several `data` lines are joined by LF."""
+        *lines, self._rest = (self._rest + received).split(b"\n")
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                yield b"\n".join(self._data)
+                self._data.clear()
+
+
 class CompletionReader:
-    """Gathers one answer."""
+    """Collects one answer."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -28,11 +52,11 @@ class CompletionReader:
         self._id: str | None = None
         self._num_tokens = 0
         self._ends_silently = False
-        """The last event had neither text nor ids; whether it stands for a token, only the total tells."""
+        """Whether the last event had neither text nor ids; only the total tells whether it was a token."""
         self._is_over = False
 
     def take(self, data: bytes) -> int:
-        """Take an event's data; return how many tokens it brings. Raises KvrelayError."""
+        """Take the data of an event; return its number of tokens. Raises KvrelayError."""
         if data == DONE:
             self._is_over = True
             return 0
@@ -41,7 +65,7 @@ class CompletionReader:
         except ValueError:
             raise EngineFault(f"an event is not JSON: {data[:80]!r}") from None
         if not isinstance(event, dict):
-            raise EngineFault(f"an event is no object: {data[:80]!r}")
+            raise EngineFault(f"an event is not an object: {data[:80]!r}")
         if event.get("error"):
             raise error_in_stream(event["error"])
         self._id = self._id or event.get("id")
@@ -89,36 +113,12 @@ class CompletionReader:
 
     def _server_report(self) -> ServerReport:
         details = self._usage.get("prompt_tokens_details") or {}
-        told = (self._report.get("requests") or [None])[0]
-        if told is None:
+        report = (self._report.get("requests") or [None])[0]
+        if report is None:
             return ServerReport(request_id=self._id, num_cached_tokens=details.get("cached_tokens"))
-        return report_of(told)
-
-
-def report_of(told: Mapping[str, Any]) -> ServerReport:
-    """Return what our own front door says of a request (docs/openai.md)."""
-    plan, usage, timings, transfer = told["plans"][-1], told["usage"], told["timings"], told["transfer"]
-    return ServerReport(
-        request_id=told["request_id"],
-        queue_s=timings["queue_s"],
-        prefill_s=timings["prefill_s"],
-        transfer_s=timings["transfer_s"],
-        transfer_exposed_s=timings["transfer_exposed_s"],
-        ttft_s=timings["ttft_s"],
-        e2e_s=timings["e2e_s"],
-        num_cached_tokens=usage["num_cached_tokens"],
-        num_pulled_tokens=usage["num_pulled_tokens"],
-        num_decode_cached_tokens=usage["num_decode_cached_tokens"],
-        transfer_bytes=transfer["kv_bytes"],
-        transport=transfer["transport"],
-        prefill_worker=plan["prefill_worker_id"] or None,
-        decode_worker=plan["decode_worker_id"],
-        num_attempts=told["num_attempts"],
-        predicted_ttft_s=plan["predicted_ttft_s"] or None,
-        predicted_cached_tokens=plan["predicted_cached_tokens"],
-    )
+        return ServerReport.of(report)
 
 
 def _said(delta: Mapping[str, Any]) -> str:
-    """Return the text of a chat's event, thoughts included: they are tokens that somebody waits for."""
+    """Return the text of an event of a chat, reasoning included: users wait for those tokens, too."""
     return "".join(delta.get(name) or "" for name in ("reasoning_content", "reasoning", "content"))

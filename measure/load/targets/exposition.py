@@ -1,6 +1,6 @@
-"""What servers tell in Prometheus' text format, as samples of their pools.
+"""Reads pool samples from metrics in Prometheus' text format.
 
-Known are vLLM's metrics, one worker for each engine, and our router's, which tell of its line alone.
+It knows vLLM's metrics, one worker per engine, and those of our router, which cover only its queue.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,8 +21,8 @@ _Values = Mapping[tuple[str, str], float]
 
 
 def pool_sample(text: str, at_s: float) -> PoolSample | None:
-    """Return what the text tells; None: nothing that is known."""
-    # the parser is slow and the lines are thousands
+    """Return the sample in a text; None when it has no known metric."""
+    # the parser is slow, and there are thousands of lines
     lines = [line for line in text.splitlines() if line.startswith(_WANTED)]
     values, num_blocks = _read("\n".join(lines))
     engines = sorted({engine for name, engine in values if name in (_RUNNING, _WAITING)})
@@ -37,15 +37,15 @@ def pool_sample(text: str, at_s: float) -> PoolSample | None:
 
 
 def _read(text: str) -> tuple[_Values, Mapping[str, int]]:
-    """Return the values of engines, and how many blocks each has."""
+    """Return the values by engine, and the number of blocks of each engine."""
     values: dict[tuple[str, str], float] = {}
     num_blocks: dict[str, int] = {}
     for family in text_string_to_metric_families(text + "\n"):
         for sample in family.samples:
             engine = sample.labels.get("engine", "0")
             if sample.name == _CACHE_CONFIG:
-                told = sample.labels.get("num_gpu_blocks", "")
-                num_blocks[engine] = int(told) if told.isdecimal() else 0
+                count = sample.labels.get("num_gpu_blocks", "")
+                num_blocks[engine] = int(count) if count.isdecimal() else 0
             else:
                 values[sample.name, engine] = sample.value
     return values, num_blocks

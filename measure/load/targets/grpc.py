@@ -1,6 +1,7 @@
-"""Our own gRPC API under load."""
+"""Load target for our own gRPC API."""
 
 from contextlib import suppress
+from dataclasses import asdict
 
 from common.errors import AccessDenied, EngineFault, UnknownModel
 from kvrelay.client import AsyncClient, AsyncGenerationStream, SamplingOptions
@@ -24,8 +25,8 @@ _UNARY_TIMEOUT_S = 10.0
 class GrpcTarget:
     """A kvrelay cluster, through its Python client; a `Target`.
 
-    Prompts of token ids are answered with token ids (`detokenize=False`), which costs client and router least; text and
-    chats are answered with text, as their users want it. Greedy. What a message brings is one piece of the answer.
+    Prompts of token ids are answered with token ids (`detokenize=False`), the cheapest way for client and router; text
+    and chats are answered with text. Greedy. Each message is one piece of the answer.
     """
 
     def __init__(self, spec: TargetSpec, address: str) -> None:
@@ -40,13 +41,13 @@ class GrpcTarget:
         return f"{how} at {','.join(self._client.addresses)}"
 
     async def describe(self) -> TargetInfo:
-        """Ask for models and workers. Raises Unreachable, another KvrelayError."""
+        """Ask for models and workers. Raises Unreachable or another KvrelayError."""
         models = await self._client.models(timeout_s=_UNARY_TIMEOUT_S)
         if not models:
             raise UnknownModel(f"{self.name} serves no model")
         model = next((one for one in models if one.name == self._model), models[0])
         num_workers: dict[str, int] = {}
-        with suppress(AccessDenied):  # a tenant learns nothing of the cluster
+        with suppress(AccessDenied):  # tenants may not see the cluster
             for worker in (await self._client.status(timeout_s=_UNARY_TIMEOUT_S)).workers:
                 num_workers[worker.role] = num_workers.get(worker.role, 0) + 1
         return TargetInfo(
@@ -93,7 +94,7 @@ class GrpcTarget:
         return answer.build()
 
     async def sample(self, at_s: float) -> PoolSample | None:
-        """Return what the router and its workers hold. Raises KvrelayError."""
+        """Return the state of the router and its workers. Raises KvrelayError."""
         status = await self._client.status(timeout_s=_UNARY_TIMEOUT_S)
         return PoolSample(
             at_s=at_s,
@@ -107,7 +108,7 @@ class GrpcTarget:
 
 
 class _Answer:
-    """Gathers the events of one answer."""
+    """Collects the events of one answer."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -117,7 +118,7 @@ class _Answer:
         self._completed: Completed | None = None
 
     async def read(self, stream: AsyncGenerationStream, on_chunk: ChunkSink) -> None:
-        """Read to the end. Raises KvrelayError."""
+        """Read the stream to its end. Raises KvrelayError."""
         while batch := await stream.next_batch():
             num_before = len(self._token_ids)
             for event in batch:
@@ -137,40 +138,17 @@ class _Answer:
                 on_chunk(num_tokens)
 
     def build(self) -> TargetAnswer:
-        """Return the answer. Raises EngineFault when the server has left out a part of it."""
+        """Return the answer. Raises EngineFault when the server omitted a part of it."""
         accepted, plan, completed = self._accepted, self._plan, self._completed
         if accepted is None or plan is None or completed is None:
-            raise EngineFault("the server ended an answer well without having sent accepted, plan and completed")
+            raise EngineFault("the server completed an answer without sending accepted, plan and completed")
         return TargetAnswer(
             text="".join(self._texts),
             token_ids=tuple(self._token_ids),
             num_prompt_tokens=accepted.num_prompt_tokens,
             num_output_tokens=completed.usage.num_output_tokens,
-            report=_server_report(accepted, plan, completed),
+            report=ServerReport.of({"request_id": accepted.request_id, "plans": [asdict(plan)], **asdict(completed)}),
         )
-
-
-def _server_report(accepted: Accepted, plan: PlanChosen, completed: Completed) -> ServerReport:
-    timings, usage, transfer = completed.timings, completed.usage, completed.transfer
-    return ServerReport(
-        request_id=accepted.request_id,
-        queue_s=timings.queue_s,
-        prefill_s=timings.prefill_s,
-        transfer_s=timings.transfer_s,
-        transfer_exposed_s=timings.transfer_exposed_s,
-        ttft_s=timings.ttft_s,
-        e2e_s=timings.e2e_s,
-        num_cached_tokens=usage.num_cached_tokens,
-        num_pulled_tokens=usage.num_pulled_tokens,
-        num_decode_cached_tokens=usage.num_decode_cached_tokens,
-        transfer_bytes=transfer.kv_bytes,
-        transport=transfer.transport,
-        prefill_worker=plan.prefill_worker_id,
-        decode_worker=plan.decode_worker_id,
-        num_attempts=completed.num_attempts,
-        predicted_ttft_s=plan.predicted_ttft_s or None,
-        predicted_cached_tokens=plan.predicted_cached_tokens,
-    )
 
 
 def _worker_sample(view: WorkerView) -> WorkerSample | None:

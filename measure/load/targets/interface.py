@@ -1,45 +1,47 @@
-"""What a load test needs of a server."""
+"""Interface between a load test and the servers under load."""
 
 import enum
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
+from urllib.parse import urlsplit
 
+from common.errors import InvalidRequest
 from kvrelay.client.records import ChatMessage
 from measure.load.records import PoolSample, ServerReport
 
 
 class Feature(enum.StrEnum):
-    """What not every OpenAI-compatible server takes."""
+    """Extension that not every OpenAI-compatible server has."""
 
     IGNORE_EOS = "ignore_eos"
     MIN_TOKENS = "min_tokens"
     TOKEN_IDS = "return_token_ids"
-    """Tells the ids of an answer's tokens when asked."""
+    """Returns the token ids of an answer on request."""
     REPORT = "kvrelay"
-    """Takes objectives and tells plan and timings (docs/openai.md)."""
+    """Takes objectives and returns plan and timings (docs/openai.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetSpec:
-    """What a process needs to know in order to reach a target."""
+    """Everything that a process needs to reach a target."""
 
     url: str
     """`HOST:PORT` or `grpc://HOST:PORT`: our gRPC API. `http(s)://HOST[:PORT]/v1`: an OpenAI-compatible server."""
     api_key: str | None = None
     model: str | None = None
-    """None: the first one that is served."""
+    """None: the first model that is served."""
     tls: bool | str | None = None
-    """How to connect, as `kvrelay.client.tls.Tls`: a file with certificates, or a word."""
+    """How to connect, in the form of `kvrelay.client.tls.Tls`: a file with certificates, or a keyword."""
     direct: bool = False
-    """gRPC: tokens come straight from the decode workers."""
+    """gRPC only: tokens come directly from the decode workers."""
     features: tuple[Feature, ...] | None = None
-    """Of an OpenAI-compatible server; None: not known before `describe`."""
+    """Extensions of an OpenAI-compatible server; None before `describe`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetInfo:
-    """What a target says of itself."""
+    """Description of a target by itself."""
 
     system: str
     """"kvrelay 0.1.0", "vllm 0.12.1", …"""
@@ -47,20 +49,20 @@ class TargetInfo:
     max_model_len: int | None
     vocab_size: int | None
     num_workers: dict[str, int]
-    """By role; empty: not told."""
+    """By role; empty when the target does not report them."""
     notes: tuple[str, ...] = ()
-    """What the server does not offer, and what that means for the numbers, in words."""
+    """Features that the server does not have, and what follows for the numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetRequest:
-    """A request, written out."""
+    """A request with its full prompt."""
 
     prompt: str | Sequence[int] | Sequence[ChatMessage]
     num_prompt_tokens: int
-    """As planned; text has about so many."""
+    """Planned length; approximate for text."""
     num_output_tokens: int
-    """Exactly so many are wanted: end-of-sequence tokens are ignored."""
+    """Exact length of the answer: end-of-sequence tokens are ignored."""
     seed: int
     timeout_s: float
     ttft_slo_s: float | None = None
@@ -71,27 +73,27 @@ class TargetRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetAnswer:
-    """What came, but for its times."""
+    """An answer without its times."""
 
     text: str
     token_ids: tuple[int, ...] | None
-    """None: the server told no ids."""
+    """None when the server returned no ids."""
     num_prompt_tokens: int | None
     num_output_tokens: int | None
-    """By the server's own count; None: not told."""
+    """Server's own count; None when it is not reported."""
     report: ServerReport
 
 
 class ChunkSink(Protocol):
-    """Takes the times of an answer."""
+    """Notes the arrival of tokens."""
 
     def __call__(self, num_tokens: int, /) -> None:
-        """Note that tokens came just now."""
+        """Note that tokens have just arrived."""
 
 
 PreparedCall: TypeAlias = Callable[[ChunkSink], Coroutine[Any, Any, TargetAnswer]]
 """Sends a request and reads the answer to its end; to be called once. The sink is called as soon as tokens are read,
-and once for all that came together.
+once for all that arrived together.
 
 Raises Overloaded for a refusal, DeadlineExceeded after the timeout, another KvrelayError for a failure. Cancelling the
 call cancels the request on the server.
@@ -103,20 +105,48 @@ class Target(Protocol):
 
     @property
     def name(self) -> str:
-        """Kind and address, for people."""
+        """Kind and address, for display."""
 
     @property
     def spec(self) -> TargetSpec:
-        """What another process makes the same target from; after `describe`, with what that has found."""
+        """Specification from which another process makes the same target; complete after `describe`."""
 
     async def describe(self) -> TargetInfo:
-        """Return what it says of itself. Raises Unreachable, or another KvrelayError."""
+        """Return the description of the target. Raises Unreachable or another KvrelayError."""
 
     def prepare(self, request: TargetRequest) -> PreparedCall:
-        """Write a request out ahead of its time, so that little is left to do when it is due. Raises KvrelayError."""
+        """Prepare a request ahead of its time, so that little is left to do when it is due. Raises KvrelayError."""
 
     async def sample(self, at_s: float) -> PoolSample | None:
-        """Return the workers' state now, stamped with `at_s`; None: the target tells nothing. Raises KvrelayError."""
+        """Return the current state, stamped with `at_s`; None when the target reports nothing. Raises KvrelayError."""
 
     async def aclose(self) -> None:
-        """Close its connections."""
+        """Close the connections."""
+
+
+def make_target(spec: TargetSpec) -> Target:
+    """Return an unconnected target, which belongs to the event loop that first uses it. Raises InvalidRequest.
+
+    Imports only the modules of its kind: a generator process starts while others measure.
+    """
+    scheme, separator, rest = spec.url.partition("://")
+    if separator and scheme in ("http", "https"):
+        from measure.load.targets.openai import OpenAiTarget
+
+        if not urlsplit(spec.url).hostname:
+            raise InvalidRequest(f"target {spec.url!r} has no host", field="target")
+        return OpenAiTarget(spec)
+    address = rest if separator else spec.url
+    if (separator and scheme != "grpc") or not all(map(_is_address, address.split(","))):
+        raise InvalidRequest(
+            f"target {spec.url!r} is neither HOST:PORT[,…], grpc://HOST:PORT[,…] nor http(s)://HOST[:PORT]/v1",
+            field="target",
+        )
+    from measure.load.targets.grpc import GrpcTarget
+
+    return GrpcTarget(spec, address)
+
+
+def _is_address(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    return bool(host) and port.isdecimal() and int(port) < 1 << 16

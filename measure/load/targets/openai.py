@@ -1,4 +1,4 @@
-"""Any server that speaks OpenAI's HTTP API, under load."""
+"""Load target for servers with OpenAI's HTTP API."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from common.errors import DeadlineExceeded, InvalidRequest, KvrelayError, Unknow
 from kvrelay.client.records import ChatMessage
 from kvrelay.client.tls import resolve
 from measure.load.records import PoolSample
-from measure.load.targets.completion import CompletionReader
+from measure.load.targets.completion import CompletionReader, SseReader
 from measure.load.targets.exposition import pool_sample
 from measure.load.targets.http_errors import error_of
 from measure.load.targets.interface import (
@@ -27,20 +27,19 @@ from measure.load.targets.interface import (
     TargetSpec,
 )
 from measure.load.targets.probing import find_features, find_small_vocab
-from measure.load.targets.sse import SseReader
 
 _SHORT_TIMEOUT_S = 10.0
 _KEEPALIVE_S = 2.0
-"""Servers drop idle connections after 5 s (uvicorn) or more, without a word: one that is about to be dropped must not
-be taken for the next request."""
+"""Servers silently drop idle connections after 5 s (uvicorn) or more: a request must not use one that is about to be
+dropped."""
 _OUR_OWN = "kvrelay"
 
 
 class OpenAiTarget:
     """A `Target` for `/v1/completions` (token ids, text) and `/v1/chat/completions`. Streams; greedy.
 
-    Everything that came in one read of the socket counts as one piece of the answer. As many connections as there are
-    requests in flight; setting one up is part of the latency, since users have to do it too.
+    All data of one socket read counts as one piece of the answer. There is a connection per request in flight; setting
+    one up is part of the latency, as it is for users.
     """
 
     def __init__(self, spec: TargetSpec) -> None:
@@ -59,7 +58,7 @@ class OpenAiTarget:
         return f"OpenAI API at {self._base}"
 
     async def describe(self) -> TargetInfo:
-        """Ask for models and version, and try with a short request what the server takes. Raises KvrelayError."""
+        """Ask for models and version, and probe extensions with short requests. Raises KvrelayError."""
         models = [model for model in (await self._get_json(f"{self._base}/models")).get("data", ()) if "id" in model]
         model = next((one for one in models if one["id"] == self._model), models[0] if models else None)
         if model is None:
@@ -82,7 +81,7 @@ class OpenAiTarget:
         )
 
     def prepare(self, request: TargetRequest) -> PreparedCall:
-        """Return a call whose body is already written."""
+        """Return a call with a finished body."""
         path, body = self._body(request, self.spec.features or ())
         raw = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
 
@@ -92,12 +91,12 @@ class OpenAiTarget:
         return call
 
     async def sample(self, at_s: float) -> PoolSample | None:
-        """Return what `/metrics` tells. Raises KvrelayError."""
+        """Return the state in `/metrics`. Raises KvrelayError."""
         if not self._has_metrics:
             return None
         try:
             sample = pool_sample((await self._get(f"{self._root}/metrics")).decode(), at_s)
-        except InvalidRequest:  # there is no such page
+        except InvalidRequest:  # no such page
             sample = None
         self._has_metrics = sample is not None
         return sample
@@ -163,7 +162,7 @@ class OpenAiTarget:
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise InvalidRequest(f"{url} answers with something else than a JSON object")
+            raise InvalidRequest(f"{url} does not answer with a JSON object")
         return found
 
     async def _get(self, url: str) -> bytes:
@@ -184,7 +183,7 @@ class OpenAiTarget:
         return Unreachable(f"{self._base} broke the connection: {error or type(error).__name__}")
 
     def _connections(self) -> aiohttp.ClientSession:
-        if self._session is None:  # not in __init__: it belongs to the loop that runs when it is made
+        if self._session is None:  # not in __init__: it belongs to the loop that is running now
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=_ssl(self.spec)),
                 timeout=aiohttp.ClientTimeout(total=None),
@@ -196,7 +195,7 @@ class OpenAiTarget:
 
 
 def _ssl(spec: TargetSpec) -> ssl.SSLContext | bool:
-    """Return what vouches for the server of an https URL: a file, or the well-known authorities. Raises OSError."""
+    """Return the trust for https URLs: certificates from a file, or the well-known authorities. Raises OSError."""
     tls = resolve(spec.tls)
     return True if isinstance(tls, bool) else ssl.create_default_context(cafile=tls)
 
@@ -209,10 +208,10 @@ def _message(turn: object) -> dict[str, str]:
 def _notes(features: Sequence[Feature]) -> tuple[str, ...]:
     notes = []
     if Feature.IGNORE_EOS not in features:
-        notes.append("the server takes no ignore_eos: answers may be shorter than asked for")
+        notes.append("the server does not support ignore_eos: answers may be shorter than asked for")
     if Feature.TOKEN_IDS not in features:
         notes.append(
-            "the server tells no token ids: later turns of token-id sessions continue other tokens than it answered, "
+            "the server returns no token ids: later turns of token-id sessions continue other tokens than its answers, "
             "which no cache holds"
         )
     return tuple(notes)

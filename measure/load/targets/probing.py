@@ -1,4 +1,4 @@
-"""Finds out, with requests of two tokens, what an OpenAI-compatible server takes."""
+"""Probes an OpenAI-compatible server for extensions and vocabulary, with requests of two tokens."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -8,22 +8,22 @@ from kvrelay.client.records import ChatMessage
 from measure.load.targets.interface import Feature, TargetAnswer, TargetRequest
 
 USUAL_VOCAB = 32_000
-"""Nearly all vocabularies are larger."""
+"""Vocabulary size that nearly all models exceed."""
 _LEAST_VOCAB = 125
 _EXTRAS = (Feature.IGNORE_EOS, Feature.MIN_TOKENS, Feature.TOKEN_IDS)
 _TIMEOUT_S = 120.0
-"""A server's first request may have to compile something."""
+"""The first request may compile kernels."""
 _TEXT = "Hello"
 _CHAT = (ChatMessage(role="user", content=_TEXT),)
 
 Send = Callable[[TargetRequest, Sequence[Feature]], Awaitable[TargetAnswer]]
-"""Sends a request with the extras named. Raises KvrelayError."""
+"""Sends a request with the given extensions. Raises KvrelayError."""
 
 
 async def find_features(send: Send, *, takes_report: bool) -> tuple[Feature, ...]:
-    """Return the extras that the server takes: all, those without token ids, or none. Raises KvrelayError.
+    """Return the extensions of the server: all, all but token ids, or none. Raises KvrelayError.
 
-    Asks for a chat where text cannot be completed.
+    Sends a chat where the server cannot complete text.
     """
     ours = (Feature.REPORT,) if takes_report else ()
     refusal: KvrelayError | None = None
@@ -38,11 +38,11 @@ async def find_features(send: Send, *, takes_report: bool) -> tuple[Feature, ...
                 continue
             has_ids = answer.token_ids is not None
             return tuple(one for one in features if has_ids or one is not Feature.TOKEN_IDS)
-    raise refusal or InvalidRequest("the server takes neither text nor chats")
+    raise refusal or InvalidRequest("the server accepts neither text nor chats")
 
 
 async def find_small_vocab(send: Send) -> int | None:
-    """Return how many token ids can be used for sure, when that is less than usual; None when it is not.
+    """Return a number of token ids that the vocabulary has for certain, where it is below `USUAL_VOCAB`; else None.
 
     Raises Unreachable.
     """
@@ -56,7 +56,7 @@ async def find_small_vocab(send: Send) -> int | None:
             num_tokens //= 2
             continue
         except KvrelayError:
-            return None  # it takes no token ids at all
+            return None  # no token ids at all
         return num_tokens if num_tokens < USUAL_VOCAB else None
     return None
 

@@ -20,7 +20,7 @@ from measure.load.records import (
 def make_request(
     index: int = 0, *, due_s: float = 0.0, ttft_s: float = 0.1, gaps_s: Sequence[float] = (), **fields: Any
 ) -> RequestRecord:
-    """A request whose answer comes in pieces of one token; without an outcome of its own it is complete."""
+    """Return a request whose answer comes in pieces of one token; complete unless `outcome` is given."""
     chunk_s = tuple(float(at_s) for at_s in due_s + ttft_s + np.cumsum([0.0, *gaps_s]))
     given: dict[str, Any] = {
         "index": index,
@@ -40,7 +40,7 @@ def make_request(
 
 
 def make_failure(index: int, outcome: Outcome, *, due_s: float = 0.0, error: str = "", **fields: Any) -> RequestRecord:
-    """A request without an answer, which took a second to fail."""
+    """Return a request that failed after a second, without an answer."""
     nothing: dict[str, Any] = {"chunk_s": (), "chunk_tokens": (), "end_s": due_s + 1, "num_wanted_tokens": 1}
     return make_request(index, due_s=due_s, outcome=outcome, error=error, **(nothing | fields))
 
@@ -83,7 +83,7 @@ def make_worker(worker_id: str, role: str, **fields: Any) -> WorkerSample:
 
 
 def queue_run(*, load: float, num_requests: int, num_servers: int = 1, seed: int = 0) -> list[RequestRecord]:
-    """Requests through an M/M/c queue at `load` of its capacity; a service takes a second in the mean."""
+    """Return requests through an M/M/c queue at `load` of its capacity; the mean service time is a second."""
     rng = np.random.default_rng(seed)
     free_s = [0.0] * num_servers
     requests = []

@@ -1,4 +1,4 @@
-"""Runs a load test against the address given, as the command line does: `python -m tests.measure.load.one_run URL DIR`.
+"""Runs a load test like the command line: `python -m tests.measure.load.one_run URL DIR`.
 
 Ends early on SIGINT. Prints "started" when requests are about to be sent.
 """
@@ -9,15 +9,15 @@ import sys
 from pathlib import Path
 
 from measure.load.run import run_load
-from measure.load.spec import LoadSpec, RunStart
+from measure.load.spec import LoadSpec
 from measure.load.store import RunWriter
-from measure.load.targets.interface import TargetSpec
+from measure.load.targets.interface import TargetInfo, TargetSpec
 from tests.measure.load.workloads import open_loop, workload
 
 
 class _Loud(RunWriter):
-    def started(self, start: RunStart) -> None:
-        super().started(start)
+    def started(self, spec: LoadSpec, target: TargetInfo) -> None:
+        super().started(spec, target)
         sys.stdout.write("started\n")
         sys.stdout.flush()
 

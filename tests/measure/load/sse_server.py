@@ -12,32 +12,30 @@ from aiohttp import web
 
 @dataclass(slots=True, kw_only=True)
 class ScriptedServer:
-    """Streams tokens "t0 ", "t1 ", … with the ids 100, 101, …, as vLLM does. What it does not know it refuses."""
+    """Streams tokens "t0 ", "t1 ", … with the ids 100, 101, …, like vLLM. It refuses unknown fields."""
 
     known: frozenset[str] = frozenset({"ignore_eos", "min_tokens", "return_token_ids"})
     tells_ids: bool = True
     owned_by: str = "vllm"
-    tokens_per_event: int = 1
-    line_end: str = "\n"
     completes_text: bool = True
     tells_reason_apart: bool = False
-    """The last event has a reason and no text, and is no token."""
+    """Whether the last event has only a reason, and is no token."""
     refuse_with: tuple[int, dict[str, str], Any] | None = None
     """Status, headers and body instead of an answer."""
     break_after: int | None = None
-    """Drops the connection after so many events."""
+    """Number of events after which the connection breaks."""
     error_after: int | None = None
-    """Tells an error after so many events."""
+    """Number of events after which the stream has an error."""
     vocab_size: int = 50_000
     hold: asyncio.Event | None = None
-    """Holds answers after their first event until this is set; not those to probes."""
+    """Event that answers, except to probes, wait for after their first token."""
     metrics: str | None = None
     report: dict[str, Any] | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     authorizations: list[str | None] = field(default_factory=list)
     client_left: asyncio.Event = field(default_factory=asyncio.Event)
     began: asyncio.Event = field(default_factory=asyncio.Event)
-    """An answer to a request of a load test has begun."""
+    """Set when an answer to a request of a load test has begun."""
     url: str = ""
 
     async def models(self, _request: web.Request) -> web.Response:
@@ -92,12 +90,12 @@ class ScriptedServer:
     ) -> None:
         async def send(event: dict[str, Any] | str) -> None:
             data = event if isinstance(event, str) else json.dumps({"id": "cmpl-1", **event})
-            await response.write(f"data: {data}{self.line_end}{self.line_end}".encode())
+            await response.write(f"data: {data}\n\n".encode())
 
-        num_tokens, size = body["max_tokens"], self.tokens_per_event
+        num_tokens = body["max_tokens"]
         if "messages" in body:
             await send({"choices": [{"index": 0, **part("", True)}]})
-        for number, first in enumerate(range(0, num_tokens, size)):
+        for number in range(num_tokens):
             if number == self.break_after:
                 assert request.transport is not None
                 request.transport.abort()
@@ -105,12 +103,11 @@ class ScriptedServer:
             if number == self.error_after:
                 await send({"error": {"message": "the engine died", "code": 500}})
                 return
-            some = range(first, min(first + size, num_tokens))
-            is_last = some.stop == num_tokens and not self.tells_reason_apart
-            choice = {"index": 0, **part("".join(f"t{i} " for i in some), False)}
+            is_last = number + 1 == num_tokens and not self.tells_reason_apart
+            choice = {"index": 0, **part(f"t{number} ", False)}
             choice["finish_reason"] = "length" if is_last else None
             if body.get("return_token_ids") and self.tells_ids:
-                choice["token_ids"] = [100 + i for i in some]
+                choice["token_ids"] = [100 + number]
             await send({"choices": [choice]})
             if not _is_probe(body):
                 self.began.set()
@@ -118,11 +115,7 @@ class ScriptedServer:
                     await self.hold.wait()
         if self.tells_reason_apart:
             await send({"choices": [{"index": 0, **part("", False), "finish_reason": "length"}]})
-        usage = {
-            "prompt_tokens": 7,
-            "completion_tokens": num_tokens,
-            "prompt_tokens_details": {"cached_tokens": 3},
-        }
+        usage = {"prompt_tokens": 7, "completion_tokens": num_tokens, "prompt_tokens_details": {"cached_tokens": 3}}
         last: dict[str, Any] = {"choices": [], "usage": usage}
         if self.report is not None and body.get("kvrelay"):
             last["kvrelay"] = self.report
@@ -137,7 +130,7 @@ def _is_probe(body: dict[str, Any]) -> bool:
 
 @asynccontextmanager
 async def serving(server: ScriptedServer) -> AsyncIterator[ScriptedServer]:
-    """Serve until the block is left; `server.url` is then set."""
+    """Serve within the block, and set `server.url`."""
     app = web.Application()
     app.add_routes(
         [

@@ -1,7 +1,7 @@
-"""Runs that look like real ones: a small deterministic model of two pools under load, with all that a server tells.
+"""Realistic runs: a small deterministic model of two pools under load, with full reports of the server.
 
-Chats of several turns and long documents arrive as Poisson processes. Prefill workers serve one prompt after the other;
-a decode worker's steps take longer the more it runs. Too long a line refuses, and now and then a request fails.
+Chats of several turns and long documents arrive as Poisson processes. Prefill workers serve one prompt at a time; steps
+of a decode worker take longer with more requests. Long waits are refused, and a few requests fail.
 """
 
 import heapq
@@ -9,16 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from measure.load.records import (
-    GeneratorReport,
-    Outcome,
-    PoolSample,
-    RequestRecord,
-    Run,
-    RunInfo,
-    ServerReport,
-    WorkerSample,
-)
+from measure.load.records import Outcome, PoolSample, RequestRecord, Run, RunInfo, ServerReport, WorkerSample
+from tests.measure.load.made_runs import make_generator, make_info
 
 NUM_BLOCKS = 4000
 BLOCK_SIZE = 16
@@ -26,18 +18,18 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What to make up."""
+    """Parameters of a run."""
 
     num_requests: int = 400
     rate: float = 4.0
     num_prefill: int = 1
-    """0: aggregated."""
+    """0 for aggregated serving."""
     num_decode: int = 2
     document_share: float = 0.15
     max_wait_s: float = 8.0
-    """Longer waits are refusals."""
+    """Longest wait; longer ones are refused."""
     is_silent: bool = False
-    """The server tells nothing but the answer."""
+    """Whether the server sends only answers, no reports."""
     seed: int = 1
     name: str = "synthetic"
     warnings: tuple[str, ...] = ()
@@ -49,7 +41,7 @@ class _Pools:
     prefill_free_s: list[float]
     decode_ends: list[list[float]]
     intervals: list[tuple[str, float, float, int]] = field(default_factory=list)
-    """(worker, from, to, blocks) of what ran there."""
+    """(worker, start, end, blocks) of each piece of work."""
     waits: list[tuple[float, float]] = field(default_factory=list)
 
 
@@ -121,7 +113,7 @@ def _request(index: int, due_s: float, pools: _Pools, rng: np.random.Generator) 
 def _chunks(
     pools: _Pools, decode: int, start: tuple[float, float], num_output: int, rng: np.random.Generator
 ) -> list[float]:
-    """Return when tokens come: the first one, and the others once the transfer is over."""
+    """Return the arrival of the tokens: the first, then the others after the transfer."""
     first_s, ready_s = start
     running = pools.decode_ends[decode]
     while running and running[0] < first_s:
@@ -168,18 +160,11 @@ def _worker(name: str, rows: np.ndarray, at_s: float) -> WorkerSample:
 
 def _info(shape: Shape, end_s: float) -> RunInfo:
     workers = {"prefill": shape.num_prefill, "decode": shape.num_decode}
-    return RunInfo(
+    return make_info(
         name=shape.name,
-        target="grpc 127.0.0.1:50051",
-        system="kvrelay 0.1.0",
-        model="SmolLM2-135M",
         workload={"name": "chats beside documents", "seed": shape.seed, "rate": shape.rate},
-        started_at="2026-01-02T03:04:05Z",
         duration_s=end_s,
         num_workers={} if shape.is_silent else {role: number for role, number in workers.items() if number},
-        generator=GeneratorReport(
-            num_processes=1, lag_p50_s=0.0003, lag_p99_s=0.002, lag_max_s=0.004, loop_lag_p99_s=0.001, cpu_share=0.3,
-            num_late=0, warnings=shape.warnings,
-        ),
+        generator=make_generator(*shape.warnings),
         labels={"arm": f"{shape.num_prefill}P{shape.num_decode}D" if shape.num_prefill else "aggregated"},
-    )  # fmt: skip
+    )

@@ -11,7 +11,7 @@ SLO = Slo(ttft_s=0.5, tpot_s=0.05)
 
 
 def drawn(*, seed: int = 0, factor: float = 1.0, noise: int | None = None, num_requests: int = 400) -> Run:
-    """Requests with lognormal TTFTs; `noise` seeds what differs between runs of the same requests."""
+    """Return a run with lognormal TTFTs; `noise` seeds the differences between runs of the same requests."""
     rng, own = np.random.default_rng(seed), np.random.default_rng(noise)
     due_s = np.cumsum(rng.exponential(0.25, size=num_requests)).tolist()
     ttft_s = factor * rng.lognormal(-1.5, 0.6, size=num_requests)
@@ -34,7 +34,7 @@ def row(comparison: Comparison, name: str, kind: str = "all") -> Row:
     return next(row for row in comparison.rows if (row.kind, row.name) == (kind, name))
 
 
-def test_compare_of_the_same_requests_cancels_what_they_have_in_common() -> None:
+def test_compare_of_the_same_requests_cancels_their_differences() -> None:
     comparison = compared(drawn(), drawn(factor=1.1))
     assert comparison.is_paired == (True, True)
     cell = row(comparison, "TTFT p50").cells[1]
@@ -53,7 +53,7 @@ def test_compare_of_other_requests_finds_less() -> None:
 
 
 @pytest.mark.parametrize("is_paired", [True, False])
-def test_compare_calls_equal_runs_different_as_rarely_as_it_says(is_paired: bool) -> None:
+def test_compare_finds_false_differences_at_its_nominal_rate(is_paired: bool) -> None:
     num_trials = 60
     num_found = dict.fromkeys(("TTFT p50", "good", "goodput"), 0)
     for trial in range(num_trials):
@@ -77,7 +77,7 @@ def test_compare_of_shares_gives_their_difference() -> None:
     assert good.more_is_better
 
 
-def test_compare_matches_requests_whatever_order_they_came_in() -> None:
+def test_compare_matches_requests_in_any_order() -> None:
     run = drawn(num_requests=60)
     late = [
         make_request(r.index, due_s=100 - r.due_s, ttft_s=r.ttft_s or 0, num_wanted_tokens=r.num_wanted_tokens)
@@ -97,7 +97,7 @@ def test_compare_without_good_requests_in_the_first_run_has_no_ratio() -> None:
     assert not found.is_significant(1)
 
 
-def test_compare_tells_kinds_apart_that_runs_have_in_common() -> None:
+def test_compare_separates_common_kinds() -> None:
     def kinds(*names: str) -> Run:
         return make_run([make_request(i, due_s=float(i), kind=names[i % len(names)]) for i in range(40)])
 

@@ -1,4 +1,4 @@
-"""Every session is handed out once, in time and in order; closed loops keep to their places."""
+"""Every session is handed out once, in time and in order; closed loops never exceed their places."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def plays(steps: Sequence[Step]) -> list[Play]:
 
 
 @given(first=STARTS, second=STARTS, looks=st.lists(st.floats(0.001, 5), max_size=20), num_processes=st.integers(1, 3))
-def test_open_loops_are_handed_out_once_in_order_and_never_later_than_they_can_be(
+def test_open_loops_are_handed_out_once_in_order_and_without_delay(
     first: list[float], second: list[float], looks: list[float], num_processes: int
 ) -> None:
     dispatcher = Dispatcher(workload(open_loop(first), open_loop(second, first_index=100), duration_s=15.0))
@@ -43,7 +43,7 @@ def test_session_is_handed_out_just_in_time() -> None:
     assert [play.session.index for play in plays(dispatcher.take(5.0 - AHEAD_S))] == [0]
 
 
-def test_open_loop_goes_to_the_process_with_the_fewest_sessions_answered_or_not() -> None:
+def test_open_loop_goes_to_the_process_with_the_fewest_sessions() -> None:
     dispatcher = Dispatcher(workload(open_loop([0.0, 0.0, 0.0, 9.0, 9.0])))
     dispatcher.add_process(0)
     assert [play.process for play in plays(dispatcher.take(0.0))] == [0, 0, 0]
@@ -51,13 +51,13 @@ def test_open_loop_goes_to_the_process_with_the_fewest_sessions_answered_or_not(
     assert [play.process for play in plays(dispatcher.take(9.0))] == [1, 1]
 
 
-def test_max_requests_counts_turns_and_begins_no_session_after_so_many() -> None:
+def test_max_requests_counts_turns_and_ends_the_sessions() -> None:
     dispatcher = Dispatcher(workload(open_loop([0.0, 1.0, 2.0], turns=3), max_requests=4))
     dispatcher.add_process(0)
     assert len(plays(dispatcher.take(100.0))) == 2
 
 
-def test_closed_loop_without_end_is_done_when_its_duration_is_over_and_all_sessions_are() -> None:
+def test_endless_closed_loop_is_done_after_its_duration_and_its_last_session() -> None:
     dispatcher = Dispatcher(workload(closed_loop(10_000, 2), duration_s=3.0))
     handed = plays(dispatcher.add_process(0))
     assert len(handed) == 2  # one for each place; more as they begin
@@ -70,7 +70,7 @@ def test_closed_loop_without_end_is_done_when_its_duration_is_over_and_all_sessi
 
 
 class Fleet:
-    """Processes as a player is one: places, waiting sessions, running ones, places that are asked back."""
+    """A model of the processes: places, waiting and running sessions, and places to give back."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher

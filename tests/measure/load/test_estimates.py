@@ -18,18 +18,14 @@ def distribution(values: list[float]) -> Distribution:
 
 def test_distribution_of_one_to_a_hundred_is_exact() -> None:
     found = distribution([float(value) for value in range(100, 0, -1)])
-    assert [found.at(p).value for p in (0.5, 0.9, 0.95, 0.99)] == [50, 90, 95, 99]
+    assert [found.at(p).value for p in PERCENTILES] == pytest.approx([50.5, 90.1, 95.05, 99.01])
     assert (found.mean.value, found.max, found.num_requests, found.num_values) == (50.5, 100, 100, 100)
 
 
 @given(TIMES)
-def test_percentile_is_the_smallest_value_that_the_share_does_not_exceed(values: list[float]) -> None:
+def test_percentiles_are_those_of_numpy(values: list[float]) -> None:
     found = distribution(values)
-    for p in PERCENTILES:
-        value = found.at(p).value
-        assert value in values
-        assert sum(other <= value for other in values) >= p * len(values) - 1e-6
-        assert sum(other < value for other in values) < p * len(values)
+    assert [found.at(p).value for p in PERCENTILES] == np.quantile(values, PERCENTILES).tolist()
 
 
 @given(TIMES)
@@ -71,7 +67,7 @@ def test_percentile_of_gaps_that_come_from_few_requests_is_insufficient() -> Non
     assert found.at(0.99).num_needed == 400
 
 
-def test_interval_of_gaps_is_wider_when_they_differ_between_requests_than_within() -> None:
+def test_interval_of_gaps_is_wider_when_requests_differ() -> None:
     rng = np.random.default_rng(0)
     num_requests, num_gaps = 200, 50
     owners = np.repeat(np.arange(num_requests), num_gaps)
@@ -85,7 +81,7 @@ def test_interval_of_gaps_is_wider_when_they_differ_between_requests_than_within
     assert widths[0] > 4 * widths[1]  # sqrt(50) = 7 in theory
 
 
-def test_intervals_of_independent_values_cover_the_truth_as_often_as_they_say() -> None:
+def test_intervals_of_independent_values_have_their_nominal_coverage() -> None:
     num_trials = 150
     hits = dict.fromkeys((0.5, 0.9, 0.95), 0)
     for trial in range(num_trials):
@@ -96,7 +92,7 @@ def test_intervals_of_independent_values_cover_the_truth_as_often_as_they_say() 
         assert 0.88 <= count / num_trials <= 0.99, p
 
 
-def test_interval_of_values_that_resemble_their_neighbours_is_wider_than_of_shuffled_ones() -> None:
+def test_interval_of_correlated_values_is_wider_than_of_shuffled_ones() -> None:
     rng = np.random.default_rng(1)
     steps = rng.normal(size=2000)
     values = np.zeros(2000)
@@ -113,7 +109,7 @@ def test_share_has_wilsons_interval_at_none_and_all() -> None:
         assert (share.value, share.low, share.high) == pytest.approx((good / 50, low, high), abs=1e-6)
 
 
-def test_interval_of_a_share_covers_the_truth_as_often_as_it_says() -> None:
+def test_interval_of_a_share_has_its_nominal_coverage() -> None:
     num_trials, hits = 400, 0
     for trial in range(num_trials):
         share = Resampler(300).share(np.random.default_rng(trial).random(300) < 0.95)
@@ -134,6 +130,6 @@ def test_interval_of_a_share_is_wider_when_failures_come_together() -> None:
 def test_percentiles_of_very_many_values_are_exact_and_their_intervals_tight() -> None:
     values = np.random.default_rng(0).permutation(np.arange(50_000, dtype=np.float64))
     found = distribution(values.tolist())
-    assert found.at(0.99).value == 49_499
+    assert found.at(0.99).value == pytest.approx(49_499.01)
     assert found.at(0.99).estimate.low == pytest.approx(49_420, abs=60)
     assert found.at(0.99).estimate.high == pytest.approx(49_580, abs=60)

@@ -1,7 +1,8 @@
-"""Small parts of a generator process: its alarm, its lateness, its messages, its counts."""
+"""Parts of a generator process: alarm, delays, messages, counts, and the process itself."""
 
 import asyncio
 import itertools
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -14,26 +15,15 @@ from common.clock import SystemClock
 from common.slo import Slo
 from measure.load.alarm import Alarm, KernelAlarm, LoopAlarm
 from measure.load.player import Terms
+from measure.load.processes import GeneratorProcess
 from measure.load.pulse import BEAT_S, LoopMeter
-from measure.load.records import Outcome, ServerReport
+from measure.load.records import Outcome, RequestRecord, ServerReport
 from measure.load.sending import settled
 from measure.load.targets.interface import Feature, TargetSpec
-from measure.load.wire import (
-    Order,
-    Unpacker,
-    pack,
-    record_from_wire,
-    record_to_wire,
-    session_from_wire,
-    session_to_wire,
-    target_from_wire,
-    target_to_wire,
-    terms_from_wire,
-    terms_to_wire,
-)
+from measure.load.wire import Order, Unpacker, from_wire, pack, to_wire
 from measure.simulate.loop import VirtualClock, VirtualLoop
-from measure.workload.sessions import Content
-from tests.measure.load.records import record
+from measure.workload.sessions import Content, Session
+from tests.measure.load.made_runs import make_request
 from tests.measure.load.virtual import VirtualAlarm, in_virtual_time
 from tests.measure.load.workloads import session
 
@@ -44,7 +34,7 @@ ALARMS = [
 
 
 @pytest.mark.parametrize("make", ALARMS)
-async def test_alarm_wakes_everybody_and_never_early(make: Callable[[], Alarm]) -> None:
+async def test_alarm_wakes_every_task_and_never_early(make: Callable[[], Alarm]) -> None:
     alarm, now_s, woken = make(), time.monotonic(), []
 
     async def sleeper(after_s: float) -> None:
@@ -62,8 +52,8 @@ async def test_alarm_wakes_everybody_and_never_early(make: Callable[[], Alarm]) 
 @pytest.mark.parametrize("make", ALARMS)
 async def test_alarm_when_the_next_sleeper_is_cancelled_wakes_the_others(make: Callable[[], Alarm]) -> None:
     alarm, now_s = make(), time.monotonic()
-    first = asyncio.ensure_future(alarm.until(now_s + 0.002))
-    second = asyncio.ensure_future(alarm.until(now_s + 0.004))
+    first = asyncio.ensure_future(alarm.until(now_s + 0.2))
+    second = asyncio.ensure_future(alarm.until(now_s + 0.3))
     await asyncio.sleep(0)
     first.cancel()
     async with asyncio.timeout(60):
@@ -92,7 +82,7 @@ def test_loop_meter_counts_a_stall_for_every_beat_that_it_swallowed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("counts", "told", "expected"),
+    ("counts", "num_counted", "expected"),
     [
         ([1, 1, 1], None, (1, 1, 1)),
         ([1, 1, 1], 3, (1, 1, 1)),
@@ -101,19 +91,19 @@ def test_loop_meter_counts_a_stall_for_every_beat_that_it_swallowed() -> None:
         ([], 5, ()),
     ],
 )
-def test_settled_spreads_what_the_server_counted(
-    counts: list[int], told: int | None, expected: tuple[int, ...]
+def test_settled_spreads_the_servers_count_over_the_pieces(
+    counts: list[int], num_counted: int | None, expected: tuple[int, ...]
 ) -> None:
-    assert settled(counts, told) == expected
+    assert settled(counts, num_counted) == expected
 
 
 @given(cuts=st.lists(st.integers(0, 400), max_size=8))
 def test_messages_are_the_same_wherever_the_pipe_cuts_them(cuts: list[int]) -> None:
-    stream = pack(Order.PLAY, session_to_wire(session(3, turns=2))) + pack(Order.STOP) + pack(Order.GRANT, 1, 4)
+    stream = pack(Order.PLAY, to_wire(session(3, turns=2))) + pack(Order.STOP) + pack(Order.MOVE_PLACES, 1, 4)
     unpacker, edges = Unpacker(), [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
     found = [m for begin, end in itertools.pairwise(edges) for m in unpacker.feed(stream[begin:end])]
-    assert [message[0] for message in found] == [Order.PLAY, Order.STOP, Order.GRANT]
-    assert session_from_wire(found[0][1]) == session(3, turns=2)
+    assert [message[0] for message in found] == [Order.PLAY, Order.STOP, Order.MOVE_PLACES]
+    assert from_wire(Session, found[0][1]) == session(3, turns=2)
 
 
 def test_records_terms_and_targets_survive_the_pipe() -> None:
@@ -121,11 +111,28 @@ def test_records_terms_and_targets_survive_the_pipe() -> None:
         (message,) = Unpacker().feed(pack(Order.BEGIN, value))
         return message[1]  # type: ignore[no-any-return]
 
-    ended = record(outcome=Outcome.REFUSED, server=ServerReport(queue_s=0.5, transport="shm"))
-    assert record_from_wire(through(record_to_wire(ended))) == ended
+    ended = make_request(gaps_s=[0.01] * 3, outcome=Outcome.REFUSED, server=ServerReport(queue_s=0.5, transport="shm"))
+    assert from_wire(RequestRecord, through(to_wire(ended))) == ended
     terms = Terms(
         content=Content.CHAT, seed=3, origin_s=1.5, duration_s=9.0, timeout_s=5.0, slo=Slo(ttft_s=1.0, tpot_s=0.1)
     )
-    assert terms_from_wire(through(terms_to_wire(terms))) == terms
+    assert from_wire(Terms, through(to_wire(terms))) == terms
     target = TargetSpec(url="http://host/v1", model="m", features=(Feature.IGNORE_EOS,))
-    assert target_from_wire(through(target_to_wire(target))) == target
+    assert from_wire(TargetSpec, through(to_wire(target))) == target
+
+
+async def test_generator_process_does_not_get_the_terminals_ctrl_c() -> None:
+    process = await GeneratorProcess.start(0)
+    try:
+        assert os.getpgid(process.pid) == process.pid != os.getpgrp()
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def test_kill_keeps_the_exit_code_for_the_description() -> None:
+    process = await GeneratorProcess.start(3)
+
+    process.kill()
+
+    assert await process.epitaph() == "generator process 3 was killed by signal 9"

@@ -1,4 +1,4 @@
-"""The gRPC target against a scripted front door."""
+"""The gRPC target against a scripted server."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -10,8 +10,7 @@ import pytest
 from common.errors import EngineFault, Overloaded, Unreachable
 from kvrelay.client.records import ChatMessage
 from kvrelay.v1 import inference_pb2, sampling_pb2
-from measure.load.targets.interface import Target, TargetRequest, TargetSpec
-from measure.load.targets.select import make_target
+from measure.load.targets.interface import Target, TargetRequest, TargetSpec, make_target
 from tests.client.fake_server import (
     LIMIT_S,
     FakeInference,
@@ -26,7 +25,7 @@ from tests.client.fake_server import (
 
 
 def run(first_index: int, ids: Sequence[int], *, last: bool = False) -> Step:
-    """One message with a run of tokens."""
+    """Return a message with a run of tokens."""
     delta = inference_pb2.TokenDelta()
     delta.runs.add(
         first_token_index=first_index,
@@ -124,7 +123,7 @@ async def test_describe_and_sample_tell_model_workers_and_pages() -> None:
     assert (worker.num_computed_tokens, worker.num_cached_tokens) == (70, 30)
 
 
-async def test_describe_when_nobody_listens_is_unreachable() -> None:
+async def test_describe_without_a_server_is_unreachable() -> None:
     with serving(FakeInference()) as address:
         pass
     target = make_target(TargetSpec(url=address))
@@ -133,9 +132,9 @@ async def test_describe_when_nobody_listens_is_unreachable() -> None:
     await target.aclose()
 
 
-async def test_answer_of_which_the_server_has_left_out_a_part_is_a_fault_and_no_crash() -> None:
+async def test_answer_with_a_missing_part_is_an_engine_fault() -> None:
     fake = FakeInference()
     fake.script = [accepted(), run(0, [5, 6, 7], last=True), completed()]
     async with target_of(fake) as target:
-        with pytest.raises(EngineFault, match="without having sent accepted, plan and completed"):
+        with pytest.raises(EngineFault, match="without sending accepted, plan and completed"):
             await target.prepare(request([1, 2, 3]))(lambda _num_tokens: None)

@@ -5,17 +5,18 @@ from rich.console import Console
 from common.clock import ManualClock
 from measure.load.live import LiveView
 from measure.load.records import Outcome, PoolSample
-from measure.load.spec import RunStart
-from measure.load.targets.interface import TargetInfo
+from measure.load.spec import LoadSpec
+from measure.load.targets.interface import TargetInfo, TargetSpec
 from measure.workload.sessions import Content, Workload
 from tests.measure.load.made_runs import make_failure, make_request, make_worker
 
-START = RunStart(
+SPEC = LoadSpec(
     name="chats",
-    target=TargetInfo(
-        system="kvrelay 0", model="fake", max_model_len=None, vocab_size=None, num_workers={"prefill": 1, "decode": 2}
-    ),
+    target=TargetSpec(url="fake"),
     workload=Workload(name="chats", content=Content.TOKENS, streams=(), duration_s=60.0),
+)
+INFO = TargetInfo(
+    system="kvrelay 0", model="fake", max_model_len=None, vocab_size=None, num_workers={"prefill": 1, "decode": 2}
 )
 
 
@@ -32,8 +33,8 @@ def console(*, is_terminal: bool) -> Console:
 async def test_live_view_on_a_pipe_prints_a_line_of_the_last_ten_seconds() -> None:
     pipe, clock = console(is_terminal=False), ManualClock()
     with LiveView(pipe, clock) as view:
-        view.started(START)
-        view.record(make_request(0, due_s=1.0, ttft_s=9.0))  # too long ago
+        view.started(SPEC, INFO)
+        view.record(make_request(0, due_s=1.0, ttft_s=9.0))  # ended too long ago
         view.record(make_request(1, due_s=19.0, ttft_s=0.2, gaps_s=[0.05]))
         view.record(make_request(2, due_s=20.0, ttft_s=0.4, gaps_s=[0.07]))
         view.record(make_failure(3, Outcome.REFUSED, due_s=19.0))
@@ -48,15 +49,15 @@ async def test_live_view_on_a_pipe_prints_a_line_of_the_last_ten_seconds() -> No
     first, line = printed(pipe).splitlines()
     assert first.startswith("chats: kvrelay 0, fake (1 prefill, 2 decode); open loop for 60 s; Ctrl-C ends it")
     assert line == (
-        "  22.0 s  4 requests ended, 1 of them failed · 0.3/s, 0.4 tokens/s; TTFT p50 200 ms, p99 400 ms;"
-        " TPOT p50 50 ms, p99 70 ms; 7 in line; prefill 0 running, 4 waiting, KV 0 %; decode 3 running, KV 40 %"
+        "  22.0 s  4 requests ended, 1 of them failed · 0.3/s, 0.4 tokens/s; TTFT p50 300 ms, p99 398 ms;"
+        " TPOT p50 60 ms, p99 69.8 ms; 7 in line; prefill 0 running, 4 waiting, KV 0 %; decode 3 running, KV 40 %"
     )
 
 
-async def test_live_view_on_a_terminal_draws_a_bar_and_says_when_it_only_waits() -> None:
+async def test_live_view_on_a_terminal_draws_a_bar_and_tells_when_it_only_waits() -> None:
     terminal, clock = console(is_terminal=True), ManualClock()
     with LiveView(terminal, clock) as view:
-        view.started(START)
+        view.started(SPEC, INFO)
         clock.advance(30.0)
         view.show()
         assert "30 s of 60 s" in printed(terminal)

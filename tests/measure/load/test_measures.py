@@ -10,7 +10,7 @@ SLO = Slo(ttft_s=0.5, tpot_s=0.05)
 
 
 def mixed() -> Summary:
-    """Ten seconds of a request a second: seven complete, of which four are good, and three failures."""
+    """Return ten seconds with a request per second: seven complete, four of them good, and three failures."""
     requests = [
         make_request(0, due_s=0, ttft_s=0.1, gaps_s=[0.01, 0.03]),
         make_request(1, due_s=1, ttft_s=0.2, gaps_s=[0.02, 0.04], kind="batch"),
@@ -55,7 +55,7 @@ def test_summary_measures_latencies_of_complete_requests() -> None:
     assert latencies.queue is None
 
 
-def test_summary_tells_kinds_apart() -> None:
+def test_summary_separates_kinds() -> None:
     overall, batch, chat = mixed().kinds
     assert (overall.kind, batch.kind, chat.kind) == ("all", "batch", "chat")
     assert (batch.num_requests, batch.num_good, batch.num_itl_misses, batch.num_timed_out) == (3, 1, 1, 1)
@@ -70,7 +70,7 @@ def test_summary_groups_failures_that_differ_in_numbers_only() -> None:
     ]
 
 
-def test_throughput_counts_what_passed_in_the_window_whoever_asked_for_it() -> None:
+def test_throughput_counts_tokens_in_the_window_also_of_earlier_requests() -> None:
     requests = [
         make_request(0, due_s=0, ttft_s=4.5, gaps_s=[1.0, 5.0]),  # warm-up, but two tokens come in the window
         make_request(1, due_s=5, ttft_s=1.0, gaps_s=[1.0]),
@@ -99,7 +99,7 @@ def test_summary_of_server_reports_has_cache_transfers_replans_and_forecasts() -
         make_request(0, due_s=0, server=report(50, moved=0, foreseen_s=0.5)),
         make_request(1, due_s=1, server=report(100, moved=4000, foreseen_s=1.0, attempts=3)),
         make_request(2, due_s=2, server=report(0, moved=2000, foreseen_s=1.25)),
-        make_request(3, due_s=3),  # whose server says nothing
+        make_request(3, due_s=3),  # its server reports nothing
     ]
     overall = summarize(make_run(requests), slo=SLO, warm_up_s=0).overall
     assert overall.cache is not None
@@ -108,12 +108,13 @@ def test_summary_of_server_reports_has_cache_transfers_replans_and_forecasts() -
     assert (overall.num_transfers, overall.transfer_bytes, overall.bytes_per_transfer) == (2, 6000, 3000)
     assert overall.num_replans == 2
     assert overall.prediction is not None
-    assert (overall.prediction.num_requests, overall.prediction.median_s, overall.prediction.p90_abs_s) == (3, 0.0, 0.5)
+    off = overall.prediction
+    assert (off.num_requests, off.median_s, off.p90_abs_s) == pytest.approx((3, 0.0, 0.45))
     assert overall.latencies.queue is not None
     assert (overall.latencies.queue.num_values, overall.latencies.queue.p50) == (3, 0.25)
 
 
-def test_summary_of_workers_takes_rates_from_counters_and_shares_from_samples() -> None:
+def test_worker_summary_takes_rates_from_counters_and_shares_from_samples() -> None:
     served = [
         make_request(
             i,
@@ -161,21 +162,21 @@ def test_summary_counts_tokens_of_pieces() -> None:
     assert summary.overall.tokens_per_piece == 3.0
     assert summary.overall.mean_output_tokens == 6.0
     assert summary.warnings == (
-        "a piece of an answer holds 3.00 tokens in the mean: ITL is the gap between pieces, so compare systems by TPOT",
+        "a piece of an answer holds 3.00 tokens on average, and ITL is the gap between pieces; compare systems by TPOT",
     )
 
 
-def test_summary_of_an_untroubled_run_warns_of_nothing() -> None:
+def test_summary_of_a_steady_run_has_no_warnings() -> None:
     assert summarize(make_run(queue_run(load=0.5, num_requests=400)), slo=SLO).warnings == ()
 
 
-def test_summary_above_capacity_says_that_it_is_unstable() -> None:
+def test_summary_above_capacity_warns_that_it_is_unstable() -> None:
     (warning,) = summarize(make_run(queue_run(load=1.5, num_requests=400)), slo=SLO).warnings
-    assert warning.startswith("unstable: requests that wait or run grew from ")
+    assert warning.startswith("unstable: open requests grew from ")
     assert "the load is above capacity" in warning
 
 
-def test_summary_warns_of_the_generator_first_and_of_what_was_cut_short() -> None:
+def test_summary_warns_of_the_generator_first_then_of_cancelled_requests() -> None:
     requests = [
         make_request(0, due_s=0),
         make_request(1, due_s=5),
@@ -185,5 +186,5 @@ def test_summary_warns_of_the_generator_first_and_of_what_was_cut_short() -> Non
     warnings = summarize(run, slo=SLO, warm_up_s=0).warnings
     assert warnings[0] == "the generator was late"
     assert warnings[1] == "only 3 requests counted: intervals are rough"
-    assert warnings[2].startswith("what the load test cancelled counts as not good")
+    assert warnings[2].startswith("requests cancelled by the load test count as not good")
     assert warnings[3:] == ("no token ids",)

@@ -1,8 +1,9 @@
-"""The OpenAI target against scripted servers: what it finds out, sends, counts, and what errors become."""
+"""The OpenAI target against scripted servers: probes, requests, counts and errors."""
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -19,11 +20,9 @@ from common.errors import (
     Unreachable,
 )
 from kvrelay.client.records import ChatMessage
-from measure.load.targets.completion import CompletionReader
-from measure.load.targets.interface import Feature, TargetAnswer, TargetRequest, TargetSpec
-from measure.load.targets.openai import OpenAiTarget
-from measure.load.targets.select import make_target
-from measure.load.targets.sse import SseReader
+from measure.load.records import ServerReport
+from measure.load.targets.completion import CompletionReader, SseReader
+from measure.load.targets.interface import Feature, Target, TargetAnswer, TargetRequest, TargetSpec, make_target
 from tests.measure.load.sse_server import ScriptedServer, serving
 
 ALL = (Feature.IGNORE_EOS, Feature.MIN_TOKENS, Feature.TOKEN_IDS)
@@ -36,17 +35,22 @@ def request(
     return TargetRequest(prompt=prompt, num_prompt_tokens=3, num_output_tokens=num_output_tokens, **values)
 
 
-async def ask(
-    server: ScriptedServer, asked: TargetRequest, spec: dict[str, Any] | None = None
-) -> tuple[TargetAnswer, int]:
-    """Return an answer, and the sum of what its pieces brought."""
+@asynccontextmanager
+async def target_of(server: ScriptedServer, **spec: Any) -> AsyncIterator[Target]:
+    """Serve, and yield an unconnected target."""
     async with serving(server):
-        target = OpenAiTarget(TargetSpec(url=server.url, model="m", features=ALL, **(spec or {})))
-        counts: list[int] = []
+        target = make_target(TargetSpec(url=server.url, **spec))
         try:
-            return await target.prepare(asked)(counts.append), sum(counts)
+            yield target
         finally:
             await target.aclose()
+
+
+async def ask(server: ScriptedServer, asked: TargetRequest, **spec: Any) -> tuple[TargetAnswer, int]:
+    """Return an answer, and the number of tokens that its pieces brought."""
+    counts: list[int] = []
+    async with target_of(server, model="m", **{"features": ALL} | spec) as target:
+        return await target.prepare(asked)(counts.append), sum(counts)
 
 
 @pytest.mark.parametrize(
@@ -60,15 +64,11 @@ async def ask(
         (ScriptedServer(owned_by="kvrelay"), (*ALL, Feature.REPORT)),
     ],
 )
-async def test_describe_finds_what_the_server_takes_and_says_what_it_does_not(
+async def test_describe_finds_the_servers_extensions_and_notes_missing_ones(
     server: ScriptedServer, features: tuple[Feature, ...]
 ) -> None:
-    async with serving(server):
-        target = make_target(TargetSpec(url=server.url))
-        try:
-            info = await target.describe()
-        finally:
-            await target.aclose()
+    async with target_of(server) as target:
+        info = await target.describe()
     assert target.spec.features == features
     assert target.spec.model == info.model == "m"
     assert (info.system, info.max_model_len) == (f"{server.owned_by} 9.9", 512)
@@ -76,17 +76,14 @@ async def test_describe_finds_what_the_server_takes_and_says_what_it_does_not(
 
 
 @pytest.mark.parametrize(("has", "finds"), [(50_000, None), (32_000, None), (31_999, 16_000), (300, 250), (10, None)])
-async def test_describe_finds_token_ids_that_a_small_vocabulary_has(has: int, finds: int | None) -> None:
-    async with serving(ScriptedServer(vocab_size=has)) as server:
-        target = make_target(TargetSpec(url=server.url))
-        info = await target.describe()
-        await target.aclose()
-    assert info.vocab_size == finds
+async def test_describe_finds_a_small_vocabulary(has: int, finds: int | None) -> None:
+    async with target_of(ScriptedServer(vocab_size=has)) as target:
+        assert (await target.describe()).vocab_size == finds
 
 
-async def test_token_prompt_asks_for_exactly_so_many_tokens_and_ids_only_where_they_are_needed() -> None:
+async def test_token_prompt_asks_for_an_exact_length_and_ids_only_where_needed() -> None:
     server = ScriptedServer()
-    answer, num_tokens = await ask(server, request(wants_token_ids=True), {"api_key": "secret"})
+    answer, num_tokens = await ask(server, request(wants_token_ids=True), api_key="secret")
     body = server.bodies[0]
     assert body["prompt"] == [1, 2, 3]
     assert (body["max_tokens"], body["min_tokens"], body["ignore_eos"], body["temperature"]) == (4, 4, True, 0)
@@ -102,7 +99,7 @@ async def test_token_prompt_asks_for_exactly_so_many_tokens_and_ids_only_where_t
     assert answer.text == "t0 t1 t2 t3 "
 
 
-async def test_chat_goes_to_its_own_endpoint_and_the_role_alone_is_no_token() -> None:
+async def test_chat_goes_to_its_own_endpoint_and_a_bare_role_is_no_token() -> None:
     server = ScriptedServer()
     answer, num_tokens = await ask(server, request((ChatMessage(role="user", content="hi"),)))
     assert server.bodies[0]["messages"] == [{"role": "user", "content": "hi"}]
@@ -110,12 +107,12 @@ async def test_chat_goes_to_its_own_endpoint_and_the_role_alone_is_no_token() ->
 
 
 @pytest.mark.parametrize("prompt", ["text", (ChatMessage(role="user", content="hi"),)])
-async def test_last_event_with_a_reason_alone_is_no_token(prompt: Any) -> None:
+async def test_last_event_with_only_a_reason_is_no_token(prompt: Any) -> None:
     _answer, num_tokens = await ask(ScriptedServer(tells_reason_apart=True), request(prompt))
     assert num_tokens == 4
 
 
-def test_last_event_without_text_is_a_token_when_the_total_says_so() -> None:
+def test_last_event_without_text_is_a_token_if_the_total_counts_it() -> None:
     reader = CompletionReader()
     assert reader.take(b'{"choices":[{"text":"a","finish_reason":null}]}') == 1
     assert reader.take(b'{"choices":[{"text":"","finish_reason":null}]}') == 1  # half a character
@@ -124,43 +121,33 @@ def test_last_event_without_text_is_a_token_when_the_total_says_so() -> None:
     assert reader.build().num_output_tokens == 3
 
 
-async def test_report_of_our_own_door_is_asked_for_and_read() -> None:
+async def test_report_of_our_own_server_is_requested_and_read() -> None:
+    predicted = {"predicted_ttft_s": 0.5, "predicted_cached_tokens": 16}
+    timings = {"queue_s": 0.1, "prefill_s": 0.2, "transfer_s": 0.3, "transfer_exposed_s": 0.05, "ttft_s": 0.4}
+    timings["e2e_s"] = 0.9
     told = {
         "request_id": "req-9",
-        "plans": [
-            {
-                "kind": "remote",
-                "prefill_worker_id": "p0",
-                "decode_worker_id": "d0",
-                "predicted_ttft_s": 0.5,
-                "predicted_cached_tokens": 16,
-            }
-        ],
+        "plans": [{"prefill_worker_id": "p0", "decode_worker_id": "d0", **predicted}],
         "usage": {"num_cached_tokens": 16, "num_pulled_tokens": 0, "num_decode_cached_tokens": 8},
-        "timings": {
-            "queue_s": 0.1,
-            "prefill_s": 0.2,
-            "transfer_s": 0.3,
-            "transfer_exposed_s": 0.05,
-            "ttft_s": 0.4,
-            "e2e_s": 0.9,
-        },
+        "timings": timings,
         "transfer": {"kv_bytes": 1024, "transport": "shm"},
         "num_attempts": 1,
     }
     server = ScriptedServer(report={"requests": [told]})
-    async with serving(server):
-        target = OpenAiTarget(TargetSpec(url=server.url, model="m", features=(*ALL, Feature.REPORT)))
-        answer = await target.prepare(request(ttft_slo_s=1.5))(lambda _num: None)
-        await target.aclose()
+    answer, _ = await ask(server, request(ttft_slo_s=1.5), features=(*ALL, Feature.REPORT))
     assert server.bodies[0]["kvrelay"] == {"report": True, "timeout_s": 10.0, "ttft_s": 1.5}
-    report = answer.report
-    assert (report.request_id, report.prefill_worker, report.decode_worker) == ("req-9", "p0", "d0")
-    assert (report.queue_s, report.transfer_exposed_s, report.transfer_bytes, report.transport) == (
-        0.1,
-        0.05,
-        1024,
-        "shm",
+    assert answer.report == ServerReport(
+        request_id="req-9",
+        prefill_worker="p0",
+        decode_worker="d0",
+        num_attempts=1,
+        num_cached_tokens=16,
+        num_pulled_tokens=0,
+        num_decode_cached_tokens=8,
+        transfer_bytes=1024,
+        transport="shm",
+        **timings,  # type: ignore[arg-type]
+        **predicted,  # type: ignore[arg-type]
     )
 
 
@@ -198,10 +185,10 @@ async def test_answer_that_breaks_off_is_an_error(server: ScriptedServer, expect
         await ask(server, request())
 
 
-async def test_nobody_listens_is_unreachable() -> None:
+async def test_closed_port_is_unreachable() -> None:
     async with serving(ScriptedServer()) as server:
         pass
-    target = OpenAiTarget(TargetSpec(url=server.url, model="m"))
+    target = make_target(TargetSpec(url=server.url, model="m"))
     with pytest.raises(Unreachable):
         await target.prepare(request())(lambda _num: None)
     with pytest.raises(Unreachable):
@@ -209,21 +196,17 @@ async def test_nobody_listens_is_unreachable() -> None:
     await target.aclose()
 
 
-async def test_answer_that_takes_too_long_is_a_timeout_and_the_server_sees_the_client_leave() -> None:
+async def test_slow_answer_times_out_and_the_server_sees_the_disconnect() -> None:
     server = ScriptedServer(hold=asyncio.Event())
-    async with serving(server):
-        target = OpenAiTarget(TargetSpec(url=server.url, model="m"))
+    async with target_of(server, model="m") as target, asyncio.timeout(60):
         with pytest.raises(DeadlineExceeded):
             await target.prepare(request(timeout_s=0.05))(lambda _num: None)
-        async with asyncio.timeout(60):
-            await server.client_left.wait()
-        await target.aclose()
+        await server.client_left.wait()
 
 
-async def test_cancelled_call_leaves_the_server_at_once() -> None:
+async def test_cancelled_call_disconnects_at_once() -> None:
     server = ScriptedServer(hold=asyncio.Event())
-    async with serving(server), asyncio.timeout(60):
-        target = OpenAiTarget(TargetSpec(url=server.url, model="m"))
+    async with target_of(server, model="m") as target, asyncio.timeout(60):
         began = asyncio.Event()
         call = asyncio.ensure_future(target.prepare(request())(lambda _num: began.set()))
         await began.wait()
@@ -231,7 +214,6 @@ async def test_cancelled_call_leaves_the_server_at_once() -> None:
         with pytest.raises(asyncio.CancelledError):
             await call
         await server.client_left.wait()
-        await target.aclose()
 
 
 VLLM_METRICS = """
@@ -249,10 +231,8 @@ vllm:time_to_first_token_seconds_bucket{engine="0",le="0.001"} 0.0
 
 
 async def test_sample_reads_the_engines_of_vllm() -> None:
-    async with serving(ScriptedServer(metrics=VLLM_METRICS)) as server:
-        target = OpenAiTarget(TargetSpec(url=server.url))
+    async with target_of(ScriptedServer(metrics=VLLM_METRICS)) as target:
         sample = await target.sample(1.5)
-        await target.aclose()
     assert sample is not None and sample.at_s == 1.5
     first, second = sample.workers
     assert (first.worker_id, first.num_running, first.num_waiting) == ("engine-0", 3, 2)
@@ -262,23 +242,19 @@ async def test_sample_reads_the_engines_of_vllm() -> None:
 
 
 @pytest.mark.parametrize("metrics", [None, "# nothing that is known\nup 1\n"])
-async def test_sample_is_none_when_the_server_tells_nothing(metrics: str | None) -> None:
-    async with serving(ScriptedServer(metrics=metrics)) as server:
-        target = OpenAiTarget(TargetSpec(url=server.url))
+async def test_sample_is_none_when_the_server_reports_nothing(metrics: str | None) -> None:
+    async with target_of(ScriptedServer(metrics=metrics)) as target:
         assert await target.sample(0.0) is None
-        await target.aclose()
 
 
-async def test_sample_of_our_router_tells_its_line() -> None:
-    async with serving(ScriptedServer(metrics="kvrelay_requests_queued 4.0\n")) as server:
-        target = OpenAiTarget(TargetSpec(url=server.url))
+async def test_sample_of_our_router_has_its_queue() -> None:
+    async with target_of(ScriptedServer(metrics="kvrelay_requests_queued 4.0\n")) as target:
         sample = await target.sample(0.0)
-        await target.aclose()
     assert sample is not None and (sample.num_queued, sample.workers) == (4, ())
 
 
 @pytest.mark.parametrize("url", ["localhost", "host:99999", "grpc://host", "ftp://host:1", "http:///v1", ":80"])
-def test_make_target_refuses_what_is_no_address(url: str) -> None:
+def test_make_target_refuses_bad_addresses(url: str) -> None:
     with pytest.raises(InvalidRequest, match="target"):
         make_target(TargetSpec(url=url))
 

@@ -28,7 +28,7 @@ def played(target: ScriptedTarget, *sessions: Session, content: Content = Conten
     return told.records
 
 
-def test_request_when_the_server_stalls_shows_the_whole_stall_to_all_that_came_due_in_it() -> None:
+def test_requests_due_during_a_stall_show_the_whole_rest_of_it() -> None:
     target = ScriptedTarget(ttft_s=0.1, gap_s=0.01, stall=(2.0, 5.0))
     records = played(target, *(session(i, start_s=0.5 * i) for i in range(14)))
 
@@ -63,7 +63,7 @@ def test_turn_that_fails_is_recorded_and_ends_its_session(failure: Exception, ou
     assert second.chunk_s == ()
 
 
-def test_later_prompt_continues_what_the_server_really_answered() -> None:
+def test_later_prompt_continues_the_servers_real_answer() -> None:
     target = ScriptedTarget()
     played(target, session(0, turns=2, tokens=3))
     assert list(target.requests[0].prompt) == [0, 1, 2]
@@ -97,19 +97,19 @@ def test_closed_loop_begins_a_session_the_moment_a_place_is_free() -> None:
         async with playing(target, told) as player:
             for index in range(3):
                 player.play_in_place(session(index), 0)
-            player.grant(0, 1)
+            player.move_places(0, 1)
 
     in_virtual_time(main)
     assert [record.due_s for record in told.records] == pytest.approx([0.0, 0.11, 0.22])
     assert all(record.lag_s == pytest.approx(0.0) for record in told.records)
 
 
-def test_closed_loop_session_that_comes_late_was_due_when_its_place_became_free() -> None:
+def test_late_session_of_a_closed_loop_was_due_when_its_place_became_free() -> None:
     target, told = ScriptedTarget(), Told()
 
     async def main() -> None:
         async with playing(target, told) as player:
-            player.grant(0, 1)
+            player.move_places(0, 1)
             await asyncio.sleep(0.7)
             player.play_in_place(session(0), 0)
 
@@ -122,7 +122,7 @@ def test_closed_loop_begins_nothing_after_the_duration() -> None:
 
     async def main() -> None:
         async with playing(target, told, terms(duration_s=1.0)) as player:
-            player.grant(0, 1)
+            player.move_places(0, 1)
             for index in range(5):
                 player.play_in_place(session(index), 0)
 
@@ -145,11 +145,11 @@ def test_closed_loop_never_exceeds_its_places_and_plays_every_session_once(
 
     async def main() -> None:
         async with playing(target, told) as player:
-            player.grant(0, concurrency)
+            player.move_places(0, concurrency)
             for index in range(num_sessions):
                 player.play_in_place(session(index, turns=turns), 0)
             await asyncio.sleep(0.05)  # the first answers are under way
-            player.ask_back(0, asked_back)
+            player.move_places(0, -asked_back)
 
     in_virtual_time(main)
     expected = [(index, turn) for index in range(num_sessions) for turn in range(turns)]
@@ -158,7 +158,7 @@ def test_closed_loop_never_exceeds_its_places_and_plays_every_session_once(
     assert told.returned == [0] * asked_back
 
 
-def test_stop_cancels_what_runs_and_records_it_and_sends_nothing_more() -> None:
+def test_stop_cancels_and_records_running_requests_and_sends_nothing_more() -> None:
     target, told = ScriptedTarget(ttft_s=1.0), Told()
 
     async def main() -> None:
@@ -167,7 +167,7 @@ def test_stop_cancels_what_runs_and_records_it_and_sends_nothing_more() -> None:
             player.play(session(1, start_s=5.0))
             player.play_in_place(session(2), 0)
             player.play_in_place(session(3), 0)
-            player.grant(0, 1)
+            player.move_places(0, 1)
             await asyncio.sleep(0.5)
             player.stop()
 

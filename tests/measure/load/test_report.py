@@ -1,9 +1,10 @@
-"""Pages of load tests: every panel where there is data, a line why where there is none, small however long the run."""
+"""Pages of load tests: every panel with data, a reason where there is none, small for runs of any length."""
 
 import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from measure.load.report.page import report_page, write_report
 from measure.load.report.phases import lengths_of, spans_of
 from measure.pages.page import Absent, Page, Panel, Tone, render_page
 from measure.pages.theme import Phase
+from tests.measure.load.made_runs import make_request
 from tests.measure.load.synthetic import Shape, make_run
 from tests.measure.pages.test_page import HOSTILE, check
 
@@ -35,33 +37,29 @@ def left_out(page: Page) -> set[str]:
     return {title for title, panel in panels_of(page).items() if isinstance(panel.content, Absent)}
 
 
-def make_record(**changes: object) -> RequestRecord:
-    record = RequestRecord(
-        index=0, session=0, turn=0, kind="chat", due_s=1.0, sent_s=1.0, chunk_s=(2.0, 2.5, 3.0), chunk_tokens=(1, 1, 1),
-        end_s=3.0, outcome=Outcome.COMPLETED, num_prompt_tokens=10, num_wanted_tokens=3,
-        server=ServerReport(queue_s=0.5, prefill_s=0.25, transfer_s=0.3, transfer_exposed_s=0.125),
-    )  # fmt: skip
-    return replace(record, **changes)  # type: ignore[arg-type]
+def make_record(**changes: Any) -> RequestRecord:
+    server = ServerReport(queue_s=0.5, prefill_s=0.25, transfer_s=0.3, transfer_exposed_s=0.125)
+    return make_request(due_s=1.0, ttft_s=1.0, gaps_s=[0.5, 0.5], **{"server": server} | changes)
 
 
-def test_page_of_a_run_that_tells_everything_leaves_nothing_out() -> None:
+def test_page_of_a_run_with_full_reports_leaves_nothing_out() -> None:
     page = page_of(make_run())
     assert left_out(page) == set()
     assert [section.title for section in page.sections] == [
-        "Overview", "Latency", "Over time", "Requests", "Handoff", "Pools", "Caches", "What was asked",
+        "Overview", "Latency", "Over time", "Requests", "Handoff", "Pools", "Caches", "Requests sent",
     ]  # fmt: skip
     assert all(panel.look_for for title, panel in panels_of(page).items())
     check(render_page(page))
 
 
-def test_page_of_a_silent_server_says_what_is_missing_and_why() -> None:
+def test_page_of_a_server_without_reports_says_what_is_missing_and_why() -> None:
     page = page_of(make_run(Shape(is_silent=True)))
     assert left_out(page) == {
-        "What TTFT is made of", "Where the whole time goes", "Transfers", "Workers", "Cache hits",
+        "TTFT by phase", "Total time by phase", "Transfers", "Workers", "Cache hits",
     }  # fmt: skip
     text = render_page(page)
     check(text)
-    assert "the target tells nothing of its workers" in text
+    assert "the target does not report its workers" in text
 
 
 @pytest.mark.parametrize("num_requests", [1, 2, 5])
@@ -70,7 +68,7 @@ def test_page_of_a_tiny_run_is_whole(num_requests: int) -> None:
     check(render_page(report_page(run, summarize(run, slo=SLO, warm_up_s=0.0))))
 
 
-def test_page_of_a_run_in_which_nobody_was_answered_is_whole() -> None:
+def test_page_of_a_run_without_answers_is_whole() -> None:
     run = make_run(Shape(num_requests=20, is_silent=True))
     refused = tuple(
         replace(request, chunk_s=(), chunk_tokens=(), outcome=Outcome.REFUSED, error="Overloaded: full")
@@ -141,14 +139,14 @@ def test_phases_follow_each_other_from_sending_to_end() -> None:
     ]
 
 
-def test_phases_without_stamps_are_other_and_decode() -> None:
+def test_phases_without_time_stamps_are_other_and_decode() -> None:
     lengths = lengths_of(make_record(server=ServerReport()))
     assert lengths == {
         Phase.QUEUE: 0.0, Phase.PREFILL: 0.0, Phase.OTHER: 1.0, Phase.TRANSFER: 0.0, Phase.DECODE: 1.0,
     }  # fmt: skip
 
 
-def test_phases_that_the_server_counts_longer_than_the_client_end_with_the_first_token() -> None:
+def test_server_phases_longer_than_the_clients_end_at_the_first_token() -> None:
     spans = spans_of(make_record(server=ServerReport(queue_s=0.5, prefill_s=9.0, transfer_exposed_s=9.0)))
     assert [(span.phase, span.end_s) for span in spans] == [
         (Phase.QUEUE, 1.5),

@@ -1,4 +1,4 @@
-"""Pages that lay runs over each other."""
+"""Pages that compare runs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ def table_of(page: Page) -> Table:
     return table
 
 
-def test_page_says_what_differs_and_by_how_much() -> None:
+def test_page_names_differences_and_their_size() -> None:
     aggregated = Shape(num_requests=300, rate=3, num_prefill=0, name="2 aggregated")
     page = comparison_page(make_pair(aggregated, Shape(num_requests=300, rate=3, num_decode=1, name="1P1D")))
     assert page.title == "1P1D against 2 aggregated"
@@ -55,7 +55,7 @@ def test_equal_runs_do_not_differ() -> None:
     assert not table_of(page).strong_rows
 
 
-def test_server_without_stamps_is_compared_by_what_users_see() -> None:
+def test_server_without_time_stamps_is_compared_by_client_latencies() -> None:
     page = comparison_page(make_pair(Shape(num_requests=80), Shape(num_requests=80, is_silent=True, name="other")))
     check(render_page(page))
     silent = comparison_page(make_pair(Shape(num_requests=80, is_silent=True), Shape(num_requests=80, is_silent=True)))

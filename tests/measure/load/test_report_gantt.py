@@ -1,4 +1,4 @@
-"""The chart of requests: what it shows, and where its buttons move it."""
+"""The chart of requests: its content, and its buttons."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def test_long_run_is_shown_around_the_longest_wait() -> None:
     assert any(f"<b>request {slowest.index}</b>" in text for text in trace(figure, "decode").customdata)
 
 
-def test_requests_that_are_far_apart_are_few() -> None:
+def test_requests_far_apart_fill_few_rows() -> None:
     panel = gantt_panel(make_columns(Shape(num_requests=200, rate=0.01)), SLO)
     assert len(rows_of(panel.content)) == MIN_ROWS
     assert panel.note.startswith(f"{MIN_ROWS} of 200 requests")
@@ -84,6 +84,6 @@ def test_gaps_above_the_objective_are_marked() -> None:
     np.testing.assert_allclose(sorted(marks.customdata), expected, rtol=1e-5)
 
 
-def test_target_without_stamps_is_said_to_be_one() -> None:
+def test_target_without_time_stamps_is_noted() -> None:
     panel = gantt_panel(make_columns(Shape(num_requests=20, is_silent=True)), SLO)
-    assert "tells no stamps" in panel.note
+    assert "reports no time stamps" in panel.note

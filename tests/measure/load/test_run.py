@@ -14,34 +14,33 @@ from common.errors import Unreachable
 from common.slo import Slo
 from measure.load.records import Outcome, PoolSample, RequestRecord
 from measure.load.run import run_load
-from measure.load.spec import LoadSpec, LoadTestFailed, RunStart
+from measure.load.spec import LoadSpec, LoadTestFailed
 from measure.load.store import read_run
-from measure.load.targets.interface import TargetSpec
+from measure.load.targets.interface import TargetInfo, TargetSpec
 from tests.e2e.in_process import running_system
 from tests.measure.load.sse_server import ScriptedServer, serving
 from tests.measure.load.workloads import closed_loop, open_loop, workload
 
 
 def generators() -> list[psutil.Process]:
-    """Return this process's generator processes, oldest first: other tests may have left helpers of Python's own."""
+    """Return the generator processes of this process, oldest first."""
     found = []
     for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ends just now
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
             if "measure.load.process" in child.cmdline():
                 found.append(child)
     return sorted(found, key=lambda child: child.pid)
 
 
 class Watching:
-    """An observer that remembers."""
+    """An observer that records everything."""
 
     def __init__(self) -> None:
-        self.starts: list[RunStart] = []
         self.records: list[RequestRecord] = []
         self.samples: list[PoolSample] = []
 
-    def started(self, start: RunStart) -> None:
-        self.starts.append(start)
+    def started(self, spec: LoadSpec, target: TargetInfo) -> None:
+        pass
 
     def record(self, request: RequestRecord) -> None:
         self.records.append(request)
@@ -50,7 +49,7 @@ class Watching:
         self.samples.append(sample)
 
 
-async def test_run_load_against_our_grpc_api_measures_every_turn_of_open_and_closed_loops() -> None:
+async def test_run_against_our_grpc_api_measures_every_turn_of_both_loops() -> None:
     streams = (open_loop([0.0, 0.05, 0.1], turns=2), closed_loop(4, 2, first_index=10))
     observer = Watching()
     async with running_system() as system:
@@ -70,7 +69,7 @@ async def test_run_load_against_our_grpc_api_measures_every_turn_of_open_and_clo
     assert all(r.server.request_id and r.server.decode_worker for r in run.requests)
 
 
-async def test_run_load_against_our_http_door_gets_the_servers_report_and_continues_real_answers() -> None:
+async def test_run_against_our_http_api_gets_server_reports_and_continues_answers() -> None:
     async with running_system(router={"http_port": 0}) as system:
         spec = LoadSpec(
             name="http",
@@ -85,14 +84,14 @@ async def test_run_load_against_our_http_door_gets_the_servers_report_and_contin
     assert all(r.num_output_tokens == r.num_wanted_tokens for r in run.requests)
     assert all(r.num_prompt_tokens == 4 + 2 + 4 for r in run.requests if r.turn == 1)
     assert all(r.server.decode_worker == "d0" and r.server.queue_s is not None for r in run.requests)
-    assert run.samples[0].workers == ()  # the router tells of its line alone
+    assert run.samples[0].workers == ()  # the router reports only its queue
 
 
 def target_of(server: ScriptedServer) -> TargetSpec:
     return TargetSpec(url=server.url)
 
 
-async def test_stop_cancels_what_runs_on_the_server_and_keeps_what_was_measured() -> None:
+async def test_stop_cancels_running_requests_and_keeps_the_records() -> None:
     server = ScriptedServer(hold=asyncio.Event())
     stop = asyncio.Event()
 
@@ -105,11 +104,11 @@ async def test_stop_cancels_what_runs_on_the_server_and_keeps_what_was_measured(
             run = await running
             await server.client_left.wait()
     assert [(r.session, r.outcome) for r in run.requests] == [(0, Outcome.CANCELLED)]
-    assert run.info.notes[-1] == "ended early by whoever ran it; 1 requests were cancelled"
+    assert run.info.notes[-1] == "ended early by its user; 1 requests were cancelled"
     assert generators() == []
 
 
-async def test_cancelled_run_leaves_no_process_and_tells_the_observer_what_it_cancelled() -> None:
+async def test_cancelled_run_leaves_no_process_and_reports_cancelled_requests() -> None:
     server, observer = ScriptedServer(hold=asyncio.Event()), Watching()
     async with serving(server):
         spec = LoadSpec(name="cancelled", target=target_of(server), workload=workload(open_loop([0.0])))
@@ -124,7 +123,7 @@ async def test_cancelled_run_leaves_no_process_and_tells_the_observer_what_it_ca
     assert generators() == []
 
 
-async def test_generator_process_that_dies_fails_the_run_with_its_words_and_what_was_measured() -> None:
+async def test_generator_process_that_dies_fails_the_run_and_keeps_the_records() -> None:
     server = ScriptedServer(hold=asyncio.Event())
     async with serving(server):
         spec = LoadSpec(name="dies", target=target_of(server), workload=workload(open_loop([0.0, 0.0])), processes=2)
@@ -148,10 +147,10 @@ async def test_session_that_outlasts_the_drain_is_cancelled_and_noted() -> None:
     assert run.info.notes[-1].startswith("1 requests ran longer than 0.1 s after the load ended")
 
 
-async def test_target_that_is_not_there_is_told_before_any_process_is_started() -> None:
+async def test_unreachable_target_is_reported_before_any_process_starts() -> None:
     with pytest.raises(Unreachable):
         await run_load(
-            LoadSpec(name="nobody", target=TargetSpec(url="127.0.0.1:1"), workload=workload(open_loop([0.0])))
+            LoadSpec(name="unreachable", target=TargetSpec(url="127.0.0.1:1"), workload=workload(open_loop([0.0])))
         )
     assert generators() == []
 
@@ -168,7 +167,7 @@ async def test_observer_that_fails_ends_the_run_with_its_error() -> None:
     assert generators() == []
 
 
-async def test_generator_that_is_kept_from_running_says_so() -> None:
+async def test_generator_that_is_kept_from_running_warns() -> None:
     server = ScriptedServer()
     load = workload(open_loop([0.1 * i for i in range(8)]))
     async with serving(server), asyncio.timeout(60):
@@ -180,7 +179,7 @@ async def test_generator_that_is_kept_from_running_says_so() -> None:
 
 
 async def throttle_children(began: asyncio.Event) -> None:
-    """Stop all children for 150 ms out of 200, as a machine does that has no time for them."""
+    """Stop the child for 150 ms out of 200, like an overloaded machine."""
     await began.wait()
     (child,) = generators()
     try:
@@ -207,7 +206,7 @@ async def test_sigint_to_the_whole_group_ends_the_run_in_order(tmp_path: Path) -
             assert await process.stdout.readline() == b"started\n"
             await server.began.wait()
             left = psutil.Process(process.pid).children()
-            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            os.killpg(process.pid, signal.SIGINT)  # like a terminal
             assert await process.wait() == 0
         finally:
             with contextlib.suppress(ProcessLookupError):

@@ -16,7 +16,7 @@ def of_queue(**settings: float) -> Steadiness:
     ("load", "least", "most"), [(0.5, 0, 0), (0.8, 0, 1), (1.3, 23, 25), (1.6, 25, 25)], ids=lambda value: str(value)
 )
 @pytest.mark.parametrize("num_servers", [1, 8])
-def test_steadiness_of_a_queue_tells_load_below_capacity_from_load_above(
+def test_steadiness_detects_load_above_the_capacity_of_a_queue(
     num_servers: int, load: float, least: int, most: int
 ) -> None:
     seeds = range(25)
@@ -37,7 +37,7 @@ def test_steadiness_measures_backlog_and_growth() -> None:
     assert found.is_steady  # one step of latency; nothing piles up
 
 
-def test_steadiness_with_too_few_requests_says_nothing() -> None:
+def test_steadiness_with_too_few_requests_is_assumed() -> None:
     found = steadiness([make_request(i, due_s=float(i), ttft_s=i**2 + 1.0) for i in range(20)], start_s=0, end_s=20)
     assert found.e2e_growth is None
     assert found.is_steady

@@ -1,43 +1,41 @@
-"""Results survive the disk, and a broken file says where it is broken."""
+"""Results read back as they were written; errors name the place in a broken file."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from measure.load.records import Outcome, PoolSample, Run, ServerReport, WorkerSample
+from measure.load.records import Outcome, PoolSample, ServerReport
 from measure.load.store import RunWriter, StoreError, read_run, write_run
-from tests.measure.load.records import info, record
+from tests.measure.load.made_runs import make_failure, make_info, make_request, make_run, make_worker
 
-WORKER = WorkerSample(worker_id="p0", role="prefill", num_running=1, num_waiting=0, num_blocks=8, num_used_blocks=2)
-RUN = Run(
-    info=info(labels={"shape": "1P1D"}, notes=("short",)),
-    requests=(
-        record(index=0, server=ServerReport(request_id="req-1", queue_s=0.25, transport="shm")),
-        record(
-            index=1, session=1, due_s=2.0, outcome=Outcome.FAILED, error="Overloaded: full", chunk_s=(), chunk_tokens=()
-        ),
-    ),
-    samples=(PoolSample(at_s=0.5, num_queued=3, workers=(WORKER,)),),
+RUN = make_run(
+    [
+        make_request(0, gaps_s=[0.01], server=ServerReport(request_id="req-1", queue_s=0.25, transport="shm")),
+        make_failure(1, Outcome.FAILED, due_s=2.0, error="Overloaded: full"),
+    ],
+    samples=[PoolSample(at_s=0.5, num_queued=3, workers=(make_worker("p0", "prefill", num_running=1),))],
+    labels={"shape": "1P1D"},
+    notes=("short",),
 )
 
 
-def test_read_run_returns_what_write_run_was_given(tmp_path: Path) -> None:
+def test_run_reads_back_as_it_was_written(tmp_path: Path) -> None:
     write_run(RUN, tmp_path / "run")
     assert read_run(tmp_path / "run") == RUN
 
 
 def test_requests_are_written_as_they_end_and_read_as_they_were_due(tmp_path: Path) -> None:
     with RunWriter(tmp_path) as writer:
-        writer.record(record(session=1, due_s=2.0))
-        writer.record(record(session=0, due_s=1.0))
-        writer.finish(info())
+        writer.record(make_request(1, due_s=2.0))
+        writer.record(make_request(0, due_s=1.0))
+        writer.finish(make_info())
     assert [(request.index, request.session) for request in read_run(tmp_path).requests] == [(0, 0), (1, 1)]
 
 
 def test_line_is_compact_and_rounded_to_microseconds(tmp_path: Path) -> None:
     with RunWriter(tmp_path) as writer:
-        writer.record(record(sent_s=1.00000049))
+        writer.record(make_request(sent_s=1.00000049))
     line = (tmp_path / "requests.jsonl").read_text()
     assert '"sent_s":1.0,' in line
     assert "server" not in line and "index" not in line and "error" not in line
@@ -45,12 +43,12 @@ def test_line_is_compact_and_rounded_to_microseconds(tmp_path: Path) -> None:
 
 def test_run_without_its_end_is_refused(tmp_path: Path) -> None:
     with RunWriter(tmp_path) as writer:
-        writer.record(record())
-    with pytest.raises(StoreError, match=r"has no run\.json: the run did not come to its end"):
+        writer.record(make_request())
+    with pytest.raises(StoreError, match=r"has no run\.json: the run was not finished"):
         read_run(tmp_path)
 
 
-def test_folder_with_results_is_not_written_over(tmp_path: Path) -> None:
+def test_folder_with_results_is_not_overwritten(tmp_path: Path) -> None:
     write_run(RUN, tmp_path)
     with pytest.raises(StoreError, match="holds the results of another run"):
         RunWriter(tmp_path)
@@ -65,7 +63,7 @@ def test_missing_folder_is_named(tmp_path: Path) -> None:
     ("line", "reason"),
     [
         ("{", r"requests\.jsonl:2: is not JSON"),
-        ("[]", r"requests\.jsonl:2: is not an object"),
+        ("[]", r"requests\.jsonl:2: RequestRecord: Input should be a dictionary"),
         ('{"session": 1}', r"requests\.jsonl:2: turn: .*[Ff]ield required|requests\.jsonl:2: turn: Missing"),
     ],
 )

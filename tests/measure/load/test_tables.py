@@ -43,7 +43,7 @@ def shown(run: Run, required_share: float = 0.99) -> str:
     return text(summary_view(summarize(run, slo=SLO, warm_up_s=0), required_share=required_share))
 
 
-def test_summary_view_begins_with_what_was_run_and_whether_the_objectives_are_met() -> None:
+def test_summary_view_begins_with_the_run_and_the_verdict() -> None:
     printed = shown(chats())
     assert printed.startswith(
         "chats · kvrelay 0, 1 prefill + 1 decode · fake · grpc://127.0.0.1:50051\n40 requests, due"
@@ -51,7 +51,7 @@ def test_summary_view_begins_with_what_was_run_and_whether_the_objectives_are_me
     assert "SLOs are met: 100.0 % good [91.2 % – 100.0 %], 99 % wanted" in printed
 
 
-def test_summary_view_of_missed_objectives_says_whether_that_is_certain() -> None:
+def test_summary_view_distinguishes_certain_misses_of_the_objectives() -> None:
     assert "SLOs are not met: 66.7 % good" in shown(chats(num_refused=20))
     assert "SLOs are not met, by less than the uncertainty: 97.6 % good" in shown(chats(num_refused=1))
     assert "SLOs are met: 66.7 % good" in shown(chats(num_refused=20), required_share=0.6)
@@ -77,11 +77,11 @@ def test_summary_view_marks_percentiles_of_too_few_requests() -> None:
     assert "~" not in shown(chats(num_requests=1000))
 
 
-def test_summary_view_of_one_kind_shows_everybody_once() -> None:
+def test_summary_view_of_one_kind_has_one_row_of_counts() -> None:
     assert not any(words and words[0] == "chat" for words in map(str.split, shown(chats()).splitlines()))
 
 
-def test_comparison_view_shows_values_ratios_and_what_they_mean() -> None:
+def test_comparison_view_shows_values_and_ratios_with_a_legend() -> None:
     runs = [chats(), chats(ttft_s=0.3)]
     comparison = compare(runs, [summarize(run, slo=SLO, warm_up_s=0) for run in runs])
     printed = text(comparison_view(comparison, ["before", "after"]))
@@ -91,7 +91,7 @@ def test_comparison_view_shows_values_ratios_and_what_they_mean() -> None:
     assert "Compared request by request: B." in printed
 
 
-def test_summary_view_of_a_run_in_which_everything_failed_has_reasons_and_no_latencies() -> None:
+def test_summary_view_of_a_failed_run_has_reasons_and_no_latencies() -> None:
     printed = shown(make_run([make_failure(i, Outcome.FAILED, due_s=float(i), error="Boom: gone") for i in range(3)]))
     assert "SLOs are not met: 0.0 % good" in printed
     assert line(printed, "failed") == ["failed", "3", "Boom:", "gone"]

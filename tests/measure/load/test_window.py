@@ -21,7 +21,7 @@ def test_window_of_a_long_run_leaves_out_a_minute() -> None:
 
 
 @pytest.mark.parametrize(("warm_up_s", "num_counted"), [(0.0, 101), (5.0, 96), (5.1, 95)])
-def test_window_with_a_warm_up_counts_what_was_due_then_or_later(warm_up_s: float, num_counted: int) -> None:
+def test_window_with_a_warm_up_counts_requests_due_then_or_later(warm_up_s: float, num_counted: int) -> None:
     requests = steady()
     window = find_window(requests, warm_up_s=warm_up_s, cool_down_s=None)
     assert window.num_counted == num_counted == len(counted(requests, window))
@@ -47,14 +47,14 @@ def test_window_of_sessions_that_begin_together_holds_all_their_turns() -> None:
     assert (window.start_s, window.end_s, window.num_after) == (0.9, 9.0, 0)
 
 
-def test_window_of_a_burst_counts_everybody_and_rates_until_the_last_answer() -> None:
+def test_window_of_a_burst_counts_all_and_rates_extend_to_the_last_answer() -> None:
     requests = [make_request(i, due_s=0.0, ttft_s=1.0 + i) for i in range(10)]
     window = find_window(requests, warm_up_s=None, cool_down_s=None)
     assert (window.num_counted, window.end_s, window.rates_end_s) == (10, 0.0, 10.0)
 
 
 @pytest.mark.parametrize(("warm_up_s", "cool_down_s"), [(100.1, None), (60.0, 60.0), (None, 101.0)])
-def test_window_without_requests_says_when_they_were_due(warm_up_s: float | None, cool_down_s: float | None) -> None:
+def test_empty_window_names_the_last_due_time(warm_up_s: float | None, cool_down_s: float | None) -> None:
     with pytest.raises(NothingMeasured, match="requests were due until 100 s"):
         find_window(steady(), warm_up_s=warm_up_s, cool_down_s=cool_down_s)
 

@@ -2,10 +2,10 @@
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from common.tokens import TokenArray
 from measure.load.player import Player, Terms, Tools
@@ -26,14 +26,10 @@ _T = TypeVar("_T")
 ORIGIN_S = 100.0
 
 
-def in_virtual_time(main: Callable[[], Awaitable[_T]]) -> _T:
-    """Run `main` on a loop whose time is virtual."""
-
-    async def run() -> _T:
-        return await main()
-
+def in_virtual_time(main: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+    """Run `main` on a loop with virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(run())
+        return runner.run(main())
 
 
 class VirtualAlarm:
@@ -44,7 +40,7 @@ class VirtualAlarm:
             await asyncio.sleep(wait_s)
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing."""
 
 
 class CountingWriter:
@@ -59,15 +55,15 @@ class CountingWriter:
 
 @dataclass(slots=True)
 class ScriptedTarget:
-    """Answers with tokens 1, 2, … at the pace that it is told, or not at all."""
+    """Answers with tokens 1, 2, … at a given pace, or fails."""
 
     ttft_s: float = 0.1
     gap_s: float = 0.01
     tells_ids: bool = True
     failures: dict[int, Exception] = field(default_factory=dict)
-    """By number of the call; raised after `ttft_s`."""
+    """Errors by number of the call, raised after `ttft_s`."""
     stall: tuple[float, float] | None = None
-    """No answer begins between these two times of the run."""
+    """Interval of the run in which no answer begins."""
     requests: list[TargetRequest] = field(default_factory=list)
     num_running: int = 0
     most_running: int = 0
@@ -98,7 +94,7 @@ class ScriptedTarget:
         return None
 
     async def aclose(self) -> None:
-        """There is nothing to close."""
+        """Do nothing."""
 
     async def _answer(self, request: TargetRequest, on_chunk: ChunkSink, failure: Exception | None) -> TargetAnswer:
         now_s = asyncio.get_running_loop().time() - ORIGIN_S
@@ -123,7 +119,7 @@ class ScriptedTarget:
 
 @dataclass(slots=True)
 class Told:
-    """A reporter that remembers."""
+    """A reporter that records everything."""
 
     records: list[RequestRecord] = field(default_factory=list)
     over: list[int | None] = field(default_factory=list)
@@ -149,7 +145,7 @@ def terms(*, content: Content = Content.TOKENS, duration_s: float = 100.0) -> Te
 
 @asynccontextmanager
 async def playing(target: ScriptedTarget, told: Told, agreed: Terms | None = None) -> AsyncIterator[Player]:
-    """A player whose run began just now; leaving waits for everything it plays."""
+    """Yield a player whose run begins now; leaving waits for all its sessions."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
     await asyncio.sleep(ORIGIN_S - loop.time())

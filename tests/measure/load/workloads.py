@@ -8,7 +8,7 @@ from measure.workload.sessions import Content, Segment, Session, Stream, Turn, W
 def session(
     index: int, *, start_s: float = 0.0, turns: int = 1, think_s: float = 0.0, tokens: int = 4, kind: str = "chat"
 ) -> Session:
-    """A session whose turns each add one segment of its own and want two tokens."""
+    """Return a session whose turns each add a segment of their own and ask for two tokens."""
     return Session(
         index=index,
         kind=kind,

@@ -1,4 +1,4 @@
-"""Distributions are drawn as they are, and their tail is to be seen."""
+"""Curves of distributions, and the view of their tail."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Pages: whole, safe with whatever texts they hold, and in need of nothing but themselves."""
+"""Pages are well-formed, safe with hostile texts, and self-contained."""
 
 import base64
 import gzip
@@ -20,7 +20,7 @@ VOID = {"meta", "br", "link", "img", "input", "hr"}
 
 
 class Checker(HTMLParser):
-    """Holds that elements are nested and closed, and keeps attributes and texts of scripts."""
+    """Checks that elements are nested and closed, and keeps attributes and texts of scripts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Checker(HTMLParser):
 
 
 def check(page: str) -> Checker:
-    """Return the page's parts after a look at its structure."""
+    """Check the structure of a page and return its parts."""
     checker = Checker()
     checker.feed(page)
     checker.close()
@@ -92,7 +92,7 @@ def make_page(text: str = "plain") -> Page:
     )
 
 
-def test_page_is_whole_and_leads_nowhere_outside() -> None:
+def test_page_is_well_formed_and_has_no_outside_links() -> None:
     checker = check(render_page(make_page()))
     assert {"section-1", "section-2", "settings", "figure-0", "data-0"} <= set(checker.ids)
     policy = next(value for _, name, value in checker.attributes if name == "content" and value and "default" in value)

@@ -1,4 +1,4 @@
-"""Thinned data draws the picture of the whole."""
+"""Thinned data gives the same plot as all data."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Numbers read as people write them."""
+"""Formats of numbers and ticks."""
 
 import numpy as np
 import pytest

@@ -78,7 +78,7 @@ def test_arrivals_end_when_the_last_rate_is_zero() -> None:
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 0.5, 1.0, 4.0])
-def test_intervals_vary_as_their_burstiness_says(burstiness: float) -> None:
+def test_intervals_have_the_variance_of_their_burstiness(burstiness: float) -> None:
     times = list(itertools.islice(arrival_times(RateProfile.constant(3), burstiness, Random(5)), 40_000))
     intervals = [after - before for before, after in itertools.pairwise(times)]
     mean = statistics.fmean(intervals)

@@ -62,7 +62,7 @@ def test_sessions_are_drawn_again_alike() -> None:
     assert list(stream.sessions) == sessions(build_workload(make_spec(CHATS)), "chats")
 
 
-def test_sessions_begin_in_order_within_the_duration_and_have_indices_of_their_own() -> None:
+def test_sessions_begin_in_order_within_the_duration_with_unique_indices() -> None:
     workload = build_workload(make_spec(CHATS, SINGLE))
     for kind in ("chats", "single"):
         starts = [session.start_s for session in sessions(workload, kind)]
@@ -73,7 +73,7 @@ def test_sessions_begin_in_order_within_the_duration_and_have_indices_of_their_o
     assert len(indices) == len(set(indices))
 
 
-def test_turns_add_what_the_specification_says() -> None:
+def test_turns_follow_the_specification() -> None:
     for session in sessions(build_workload(make_spec(CHATS)), "chats"):
         first, *later = session.turns
         assert len(later) <= 4
@@ -94,7 +94,7 @@ def test_sessions_are_the_same_at_every_load_and_beside_other_streams() -> None:
     assert [session.turns for session in other] == [session.turns for session in alone]
 
 
-def test_another_seed_draws_other_sessions_at_other_times_with_other_contents() -> None:
+def test_another_seed_changes_sessions_times_and_contents() -> None:
     one, two = (build_workload(make_spec(CHATS), seed=seed) for seed in (1, 2))
     assert (one.seed, two.seed) == (1, 2)
     first, second = sessions(one, "chats")[0], sessions(two, "chats")[0]
@@ -259,7 +259,7 @@ def test_load_is_refused_where_nothing_can_be_scaled(tmp_path: Path) -> None:
         build_workload(make_spec({"name": "replay", "trace": {"path": str(path)}}), load=1)
 
 
-def test_trace_of_another_block_size_is_read_without_being_told(tmp_path: Path) -> None:
+def test_trace_with_another_block_size_is_read_without_options(tmp_path: Path) -> None:
     requests = (request(0, 20, 1, 2), request(0.5, 3, 4))
     path = trace_file(tmp_path, *requests)
     assert read_trace(path) == Trace(name="trace", block_size=16, requests=requests)

@@ -31,9 +31,7 @@ def test_prompt_is_its_segments_in_a_row(recipe: list[Segment]) -> None:
 
 
 @given(st.integers(0, 2**40), st.integers(1, 50), st.integers(1, 50))
-def test_shorter_segment_is_the_beginning_of_a_longer_one_of_the_same_content(
-    content: int, length: int, more: int
-) -> None:
+def test_shorter_segment_is_a_prefix_of_a_longer_one_of_the_same_content(content: int, length: int, more: int) -> None:
     short, long = [Segment(content, length)], [Segment(content, length + more)]
     assert WRITER.tokens(long)[:length] == WRITER.tokens(short)
     assert WRITER.text(long).startswith(WRITER.text(short))

@@ -52,7 +52,7 @@ def test_distribution_is_read_back_as_it_was_written(distribution: Distribution)
         ("uniform:0,10,min=10", 10),
     ],
 )
-def test_counts_have_the_mean_that_is_told(text: object, mean: float) -> None:
+def test_counts_have_the_reported_mean(text: object, mean: float) -> None:
     distribution = parse_distribution(text)
     random = Random(1)
     drawn = [distribution.draw_count(random) for _ in range(20_000)]
@@ -79,22 +79,22 @@ def test_lognormal_has_its_median_and_sigma() -> None:
         (True, "must be a number, or one of uniform:LOW,HIGH"),
         (None, "must be a number"),
         ([1], "must be a number"),
-        ("", "'' is no number"),
-        ("many", "'many' is no number"),
+        ("", "'' is not a number"),
+        ("many", "'many' is not a number"),
         ("inf", "'inf' is not finite"),
-        ("zipf:3", "'zipf' is no distribution"),
+        ("zipf:3", "'zipf' is not a distribution"),
         ("uniform:3", "uniform takes 2 numbers, not 1"),
         ("exponential:3,4", "exponential takes 1 numbers, not 2"),
-        ("uniform:4,3", "its highest value is below its lowest"),
+        ("uniform:4,3", "its upper end is below its lower end"),
         ("normal:4,-3", "its spread is negative"),
         ("lognormal:0,1", "must have a positive first number"),
         ("exponential:-1", "must have a positive first number"),
-        ("normal:4,3,mean=2", "mean= is not known"),
-        ("normal:4,3,min=2,min=3", "comes twice"),
+        ("normal:4,3,mean=2", "mean= is unknown"),
+        ("normal:4,3,min=2,min=3", "is unknown or repeated"),
         ("normal:4,3,min=5,max=2", "max is below min"),
-        ("normal:4,3,max=", "'' is no number"),
+        ("normal:4,3,max=", "'' is not a number"),
     ],
 )
-def test_what_is_no_distribution_is_refused_with_the_reason(text: object, complaint: str) -> None:
+def test_bad_distribution_is_refused_with_the_reason(text: object, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         parse_distribution(text)

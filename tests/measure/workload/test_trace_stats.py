@@ -7,7 +7,7 @@ BLOCK = 512
 
 
 def make_trace(*prompts: tuple[int, ...]) -> Trace:
-    """One request a second, full blocks only."""
+    """Return a trace with one request per second and full blocks only."""
     return Trace(
         name="made",
         block_size=BLOCK,
@@ -30,7 +30,7 @@ def test_stats_count_leading_blocks_that_came_before() -> None:
     assert stats.output_tokens.p50 == 2.5
 
 
-def test_lru_of_one_prompt_forgets_its_last_blocks_first() -> None:
+def test_lru_evicts_the_last_blocks_of_a_prompt_first() -> None:
     cache = LruBlocks(4)
     cache.use((0, 1, 2))
     cache.use((7, 8))
@@ -44,7 +44,7 @@ def test_prompt_longer_than_the_cache_keeps_its_beginning() -> None:
     assert cache.leading((0, 1, 2, 3)) == 2
 
 
-def test_round_robin_finds_only_what_the_same_worker_had() -> None:
+def test_round_robin_finds_only_prefixes_on_the_same_worker() -> None:
     hits = round_robin_hits(make_trace((0, 1), (0, 1), (0, 1), (5, 6)), num_workers=2, blocks_per_worker=8)
     assert hits.block_hit == pytest.approx(2 / 8)
     assert hits.hot_spot == pytest.approx(2 * 4 / 6)

@@ -44,7 +44,7 @@ def test_over_a_day_keeps_requests_and_their_order() -> None:
     assert warped.duration_s == pytest.approx(600.0)
 
 
-def test_over_a_day_when_all_come_at_once_says_so() -> None:
+def test_over_a_day_refuses_requests_that_come_at_once() -> None:
     with pytest.raises(TraceError, match="all requests come at once"):
         over_a_day(make_trace(gap_s=0.0), Day(length_s=600.0))
 
@@ -58,10 +58,10 @@ def test_repeated_trace_shares_no_content_between_its_parts() -> None:
     assert first == trace.requests
     assert [r.num_output_tokens for r in second] == [r.num_output_tokens for r in first]
     assert not {b for r in first for b in r.block_ids} & {b for r in second for b in r.block_ids}
-    assert len({r.block_ids[0] for r in second}) == 1  # what was shared still is
+    assert len({r.block_ids[0] for r in second}) == 1  # shared blocks stay shared
     assert np.diff([r.arrival_s for r in twice.requests]).min() > 0
 
 
-def test_repeated_trace_no_times_says_so() -> None:
+def test_trace_cannot_be_repeated_zero_times() -> None:
     with pytest.raises(TraceError, match="0 times"):
         repeated(make_trace(2), 0)

@@ -1,4 +1,4 @@
-"""Recordings as traces, and the whole way round: a workload is served, recorded, and replayed."""
+"""Recordings as traces, and the round trip of a workload: served, recorded, and replayed."""
 
 import itertools
 import json
@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from kvrelay.client import AsyncClient, RecordedRequest
-from measure.load.recording import TrafficTrace
 from measure.workload.build import build_workload
 from measure.workload.content import ContentWriter
 from measure.workload.sessions import Session
 from measure.workload.spec import parse_workload
-from measure.workload.traces import TraceError, TraceRequest, read_trace, write_trace
+from measure.workload.traces import TraceError, TraceRequest, TrafficTrace, read_trace, write_trace
 from tests.router.fake_service import VOCAB_SIZE
 from tests.router.fakes import BLOCK_SIZE, DECODE, PREFILL, FakeWorker, running_cluster
 
@@ -55,7 +54,7 @@ def test_recording_is_read_back_in_order_of_arrival_with_small_ids(tmp_path: Pat
     assert [request.num_output_tokens for request in trace.requests] == [5, 2]
 
 
-def test_request_without_an_answer_is_kept_and_its_outcome_told(tmp_path: Path) -> None:
+def test_request_without_an_answer_is_kept_with_its_outcome(tmp_path: Path) -> None:
     path = written(tmp_path, recorded(0, (1,), num_output_tokens=0, outcome="Overloaded"))
     (row,) = (json.loads(line) for line in path.read_text().splitlines())
     assert row == {
@@ -76,7 +75,7 @@ def test_recording_ends_where_the_block_size_changes() -> None:
     assert trace.num_requests == 1
 
 
-# The whole way round.
+# The round trip.
 
 CONVERSATION = (
     (10, 3, (90, 31, 52)),
@@ -87,7 +86,7 @@ CONVERSATION = (
     (3, 2, (28,)),
     (8, 1, (17, 9)),
 )
-"""Tokens in and out, and ids of the prompt's blocks."""
+"""Prompt and output tokens, and block ids of the prompt."""
 
 
 def conversation(folder: Path) -> Path:
@@ -106,7 +105,7 @@ def sessions(trace: Path) -> tuple[list[Session], ContentWriter]:
 
 
 def num_shared_blocks(prompts: Iterable[list[int]]) -> list[int]:
-    """How many leading blocks each two of the prompts have in common."""
+    """Return the number of leading blocks that each pair of prompts shares."""
     split = [[prompt[start : start + BLOCK_SIZE] for start in range(0, len(prompt), BLOCK_SIZE)] for prompt in prompts]
     return [
         sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False)))
