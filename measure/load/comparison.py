@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from measure.figures import ALL
 from measure.load.estimates import Distribution, Estimate, Floats, Resampler
 from measure.load.records import RequestRecord, Run
-from measure.load.summary import ALL, Summary, Window
+from measure.load.summary import Summary, Window
 from measure.load.window import counted
 
 

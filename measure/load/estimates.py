@@ -5,8 +5,6 @@ one by one. `Resampler` cuts the requests, in the order in which they were due, 
 (Carlstein 1986; the length n^(1/3) is that of Hall, Horowitz and Jing 1995). What is measured more than once in a
 request, such as its gaps, moves with the request. An interval is between the 2.5th and 97.5th percentile of what the
 resamples give. It holds for more of the same run; another run on another day may differ by more.
-
-A percentile is an order statistic: the smallest value that at least this share of all values does not exceed.
 """
 
 import math
@@ -15,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from measure.figures import histogram_quantiles
 
 CONFIDENCE = 0.95
 """Of every interval."""
@@ -26,7 +26,7 @@ _NUM_RESAMPLES = 1000
 _MIN_BLOCKS, _MAX_BLOCKS = 20, 512
 _MAX_GRID = 2048
 _FEW = 5  # with fewer requests an interval goes from the least value to the greatest
-_ROUNDING = 1e-9  # 0.99 * 1000 is 990, not a little more
+_ROUNDING = 1e-9  # 0.99 * 1000 is 990, not slightly more
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -131,19 +131,11 @@ class Resampler:
 
         NaN in resamples without any value. Exact in resample 0, and in all where values are few enough.
         """
-        ordered = np.sort(values)
-        grid = _grid(ordered)
+        grid = _grid(np.sort(values))
         bins = np.minimum(np.searchsorted(grid, values), grid.size - 1)
         cells = np.bincount(self._block_of[owners] * grid.size + bins, minlength=self._num_blocks * grid.size)
-        table = cells.reshape(self._num_blocks, grid.size).astype(np.float64)
-        cumulated = np.cumsum(self._counts @ table, axis=1)
-        totals = cumulated[:, -1]
-        found = np.empty((totals.size, len(shares)))
-        for column, share in enumerate(shares):
-            ranks = np.ceil(share * totals - _ROUNDING)
-            found[:, column] = grid[np.minimum(np.sum(cumulated < ranks[:, None], axis=1), grid.size - 1)]
-            found[0, column] = ordered[_rank(share, ordered.size)]
-        found[totals == 0] = np.nan
+        found = histogram_quantiles(grid, self._counts @ cells.reshape(self._num_blocks, grid.size), shares)
+        found[0] = np.quantile(values, shares)
         return found
 
     def ratios(self, numerators: Floats, denominators: Floats) -> Floats:
@@ -167,7 +159,7 @@ class Resampler:
         bounds = (float(values[order[0]]), float(values[order[-1]])) if num_owners < _FEW else None
         percentiles = []
         for column, share in enumerate(PERCENTILES):
-            beyond = owners[order[_rank(share, values.size) + 1 :]]
+            beyond = owners[order[math.floor(share * (values.size - 1) + _ROUNDING) + 1 :]]
             needed = _num_needed(share, num_owners, values.size, beyond)
             percentiles.append(
                 Percentile(
@@ -207,11 +199,6 @@ def _block_length(num_requests: int) -> int:
     """Return n^(1/3), less where that leaves too few blocks, more where blocks would be too many to be quick."""
     length = min(round(math.cbrt(num_requests)), num_requests // _MIN_BLOCKS)
     return max(1, length, -(-num_requests // _MAX_BLOCKS))
-
-
-def _rank(share: float, num_values: int) -> int:
-    """Return the place, from 0, of a percentile among sorted values."""
-    return max(0, math.ceil(share * num_values - _ROUNDING) - 1)
 
 
 def _grid(ordered: Floats) -> Floats:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from common.slo import Slo
+from measure.figures import summarize
 from measure.load.estimates import Distribution, Estimate, Resampler
 from measure.load.records import Outcome, RequestRecord
 from measure.load.summary import CacheUse, KindSummary, Latencies, PredictionError
@@ -16,6 +17,7 @@ def summarize_kind(requests: Sequence[RequestRecord], *, kind: str, slo: Slo, du
     resampler = Resampler(len(requests))
     outcomes = Counter(request.outcome for request in requests)
     complete = [request for request in requests if request.is_complete]
+    figures = summarize(requests, slo=slo)
     is_good = np.array([slo.is_good(request) for request in requests])
     good_share = resampler.share(is_good)
     num_pieces = sum(len(request.chunk_s) for request in complete)
@@ -23,15 +25,15 @@ def summarize_kind(requests: Sequence[RequestRecord], *, kind: str, slo: Slo, du
     moved = [request.server.transfer_bytes for request in requests if request.server.transfer_bytes]
     return KindSummary(
         kind=kind,
-        num_requests=len(requests),
-        num_complete=len(complete),
+        num_requests=figures.num_requests,
+        num_complete=figures.num_complete,
         num_refused=outcomes[Outcome.REFUSED],
         num_failed=outcomes[Outcome.FAILED],
         num_timed_out=outcomes[Outcome.TIMED_OUT],
         num_cancelled=outcomes[Outcome.CANCELLED],
-        num_good=int(is_good.sum()),
-        num_ttft_misses=sum(not slo.meets_ttft(request) for request in complete),
-        num_itl_misses=sum(not slo.meets_itl(request) for request in complete),
+        num_good=figures.num_good,
+        num_ttft_misses=figures.num_ttft_misses,
+        num_itl_misses=figures.num_itl_misses,
         good_share=good_share,
         goodput_per_s=good_share.scaled(len(requests) / duration_s if duration_s > 0 else 0.0),
         latencies=_latencies(requests, resampler),
@@ -97,5 +99,5 @@ def _prediction(complete: Sequence[RequestRecord]) -> PredictionError | None:
     ]
     if not errors:
         return None
-    p90 = np.quantile(np.abs(errors), 0.9, method="inverted_cdf")
+    p90 = np.quantile(np.abs(errors), 0.9)
     return PredictionError(num_requests=len(errors), median_s=float(np.median(errors)), p90_abs_s=float(p90))

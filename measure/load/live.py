@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -16,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.clock import Clock, SystemClock
+from measure.figures import percentiles
 from measure.load.records import PoolSample, RequestRecord, WorkerSample
 from measure.load.spec import RunStart
 from measure.pages.wording import count, duration, number, percent, scaled
@@ -145,13 +145,11 @@ class LiveView:
         )
 
     def _latencies(self) -> list[str]:
-        ttfts_s = [ended.ttft_s for ended in self._recent if ended.ttft_s is not None]
-        tpots_s = [ended.tpot_s for ended in self._recent if ended.tpot_s is not None]
+        times = {"TTFT": [ended.ttft_s for ended in self._recent], "TPOT": [ended.tpot_s for ended in self._recent]}
         parts = []
-        for name, values in (("TTFT", ttfts_s), ("TPOT", tpots_s)):
-            if values:
-                p50, p99 = np.quantile(values, [0.5, 0.99], method="inverted_cdf")
-                parts.append(f"{name} p50 {duration(float(p50))}, p99 {duration(float(p99))}")
+        for name, values in times.items():
+            if found := percentiles(values):
+                parts.append(f"{name} p50 {duration(found.p50)}, p99 {duration(found.p99)}")
         return parts
 
     def _pools(self) -> list[str]:

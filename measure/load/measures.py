@@ -5,11 +5,12 @@ import re
 from collections.abc import Sequence
 
 from common.slo import Slo
+from measure.figures import by_kind
 from measure.load.cautions import cautions
 from measure.load.kinds import summarize_kind
 from measure.load.records import Outcome, RequestRecord, Run
 from measure.load.steadiness import steadiness
-from measure.load.summary import ALL, FailureCount, KindSummary, Summary, Throughput, Window
+from measure.load.summary import FailureCount, KindSummary, Summary, Throughput, Window
 from measure.load.window import counted, find_window
 from measure.load.workers import peak_queued, summarize_workers, tokens_between
 
@@ -45,14 +46,10 @@ def summarize(run: Run, *, slo: Slo, warm_up_s: float | None = None, cool_down_s
 
 
 def _kinds(requests: Sequence[RequestRecord], slo: Slo, window: Window) -> tuple[KindSummary, ...]:
-    overall = summarize_kind(requests, kind=ALL, slo=slo, duration_s=window.duration_s)
-    names = sorted({request.kind for request in requests})
-    if len(names) == 1:
-        return overall, dataclasses.replace(overall, kind=names[0])
-    of_kind = {name: [request for request in requests if request.kind == name] for name in names}
-    return overall, *(
-        summarize_kind(own, kind=name, slo=slo, duration_s=window.duration_s) for name, own in of_kind.items()
-    )
+    groups = by_kind(requests)
+    duration_s = window.duration_s
+    overall, *kinds = (summarize_kind(own, kind=kind, slo=slo, duration_s=duration_s) for kind, own in groups.items())
+    return overall, *kinds
 
 
 def _throughput(requests: Sequence[RequestRecord], window: Window) -> Throughput:

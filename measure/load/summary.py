@@ -10,9 +10,6 @@ from common.slo import Slo
 from measure.load.estimates import Distribution, Estimate
 from measure.load.records import RunInfo
 
-ALL = "all"
-"""The kind that is everybody."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:

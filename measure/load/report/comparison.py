@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from measure.figures import ALL
 from measure.load.comparison import Comparison, Row, Unit, compare
 from measure.load.estimates import Estimate
 from measure.load.records import Run
 from measure.load.report.columns import Columns, Floats, columns_of, known, open_requests
 from measure.load.report.headline import NOT_TOLD
 from measure.load.report.phases import lengths_of
-from measure.load.summary import ALL, Summary
+from measure.load.summary import Summary
 from measure.pages import axes, figures
 from measure.pages.axes import RUN_TIME, Axis, Scale
 from measure.pages.distributions import Sample, View, ecdf_figure

@@ -48,8 +48,8 @@ async def test_live_view_on_a_pipe_prints_a_line_of_the_last_ten_seconds() -> No
     first, line = printed(pipe).splitlines()
     assert first.startswith("chats: kvrelay 0, fake (1 prefill, 2 decode); open loop for 60 s; Ctrl-C ends it")
     assert line == (
-        "  22.0 s  4 requests ended, 1 of them failed · 0.3/s, 0.4 tokens/s; TTFT p50 200 ms, p99 400 ms;"
-        " TPOT p50 50 ms, p99 70 ms; 7 in line; prefill 0 running, 4 waiting, KV 0 %; decode 3 running, KV 40 %"
+        "  22.0 s  4 requests ended, 1 of them failed · 0.3/s, 0.4 tokens/s; TTFT p50 300 ms, p99 398 ms;"
+        " TPOT p50 60 ms, p99 69.8 ms; 7 in line; prefill 0 running, 4 waiting, KV 0 %; decode 3 running, KV 40 %"
     )
 
 

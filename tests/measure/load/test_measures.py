@@ -108,7 +108,8 @@ def test_summary_of_server_reports_has_cache_transfers_replans_and_forecasts() -
     assert (overall.num_transfers, overall.transfer_bytes, overall.bytes_per_transfer) == (2, 6000, 3000)
     assert overall.num_replans == 2
     assert overall.prediction is not None
-    assert (overall.prediction.num_requests, overall.prediction.median_s, overall.prediction.p90_abs_s) == (3, 0.0, 0.5)
+    off = overall.prediction
+    assert (off.num_requests, off.median_s, off.p90_abs_s) == pytest.approx((3, 0.0, 0.45))
     assert overall.latencies.queue is not None
     assert (overall.latencies.queue.num_values, overall.latencies.queue.p50) == (3, 0.25)
 
