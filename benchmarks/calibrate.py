@@ -179,10 +179,10 @@ def _simulate(trace: Trace, workers: dict[str, WorkerFacts], config: ServingConf
         Arrival(at_s=request.arrival_s, prompt=prompt, num_output_tokens=request.num_output_tokens)
         for request, prompt in zip(trace.requests, _prompts(trace, 1), strict=True)
     )
-    results = run(shape, settings, arrivals).results
-    refused = [result.refusal for result in results if not result.is_complete]
+    requests = run(shape, settings, arrivals).requests
+    refused = [request.error for request in requests if not request.is_complete]
     assert not refused, f"the simulated workers refused: {refused[0]}"
-    return [Times(ttft_s=result.ttft_s or 0.0, itl_s=result.itl_s) for result in results]
+    return [Times(ttft_s=request.ttft_s or 0.0, itl_s=request.itl_s) for request in requests]
 
 
 def _prompts(trace: Trace, number: int) -> list[TokenArray]:

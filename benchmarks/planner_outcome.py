@@ -1,15 +1,17 @@
 """What a day was worth with one way of sizing the pools; kept as JSON."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 from pydantic import BaseModel
 
 from benchmarks.planner_arms import Arm
 from cluster.planner.observation import Pool
 from common.slo import Slo
-from measure.simulate.records import RequestResult, SimRun
+from measure.figures import summarize
+from measure.simulate.elasticity import Stay
+from measure.simulate.records import SimRun
+from measure.simulate.results import num_cached
 
 GPUS_PER_WORKER = 4
 NUM_BINS = 72
@@ -24,16 +26,6 @@ class Change(BaseModel):
     prefill: int
     decode: int
     reason: str
-
-
-class Presence(BaseModel):
-    """One worker's time in a pool."""
-
-    pool: Pool
-    asked_s: float
-    serving_s: float | None
-    gone_s: float | None
-    is_flipped: bool
 
 
 class Outcome(BaseModel):
@@ -66,7 +58,7 @@ class Outcome(BaseModel):
     """Cached tokens of all prompt tokens."""
     wall_s: float
     changes: list[Change]
-    presences: list[Presence]
+    stays: list[Stay]
     arrived: list[int]
     good: list[int]
     """By part of the day."""
@@ -88,64 +80,51 @@ class Outcome(BaseModel):
     def size(self, pool: Pool, times: Sequence[float]) -> list[int]:
         """Return a pool's workers that are paid for at these times."""
         return [
-            sum(p.pool is pool and p.asked_s <= at_s and (p.gone_s is None or at_s < p.gone_s) for p in self.presences)
+            sum(
+                stay.pool is pool and stay.asked_s <= at_s and (stay.gone_s is None or at_s < stay.gone_s)
+                for stay in self.stays
+            )
             for at_s in times
         ]
 
 
 def outcome_of(finished: SimRun, *, arm: Arm, slo: Slo, day_s: float) -> Outcome:
-    """Return what a finished run was worth."""
-    results = finished.results
-    good = [slo.is_good(result) for result in results]
-    bins = [min(NUM_BINS - 1, int(result.arrival_s / day_s * NUM_BINS)) for result in results]
-    arrived, num_good = Counter(bins), Counter(b for b, is_good in zip(bins, good, strict=True) if is_good)
-    ttfts = [result.ttft_s for result in results if result.ttft_s is not None]
-    gaps = [result.itl_s for result in results if result.itl_s is not None]
-    stays = finished.stays
+    """Return what a finished run was worth. Raises ValueError when no request was answered."""
+    requests, stays = finished.requests, finished.stays
+    figures = summarize(requests, slo=slo)
+    if figures.ttft is None or figures.tpot is None:
+        raise ValueError(f"{arm.name}: no request was answered")
+    bins = [min(NUM_BINS - 1, int(request.due_s / day_s * NUM_BINS)) for request in requests]
+    arrived = Counter(bins)
+    num_good = Counter(part for part, request in zip(bins, requests, strict=True) if slo.is_good(request))
     num_flips = sum(stay.is_flipped for stay in stays)
+    num_tokens = sum(request.num_prompt_tokens for request in requests if request.is_complete)
     return Outcome(
         name=arm.name,
         kind=arm.kind,
         day_s=day_s,
         gpu_hours=GPUS_PER_WORKER * sum(stay.paid_s(until_s=day_s) for stay in stays) / 3600,
-        num_requests=len(results),
-        num_refused=sum(not result.is_complete for result in results),
-        good_share=sum(good) / len(results),
-        ttft_share=sum(slo.meets_ttft(result) for result in results) / len(results),
-        itl_share=sum(result.is_complete and slo.meets_itl(result) for result in results) / len(results),
-        ttft_p50_s=float(np.percentile(ttfts, 50)),
-        ttft_p99_s=float(np.percentile(ttfts, 99)),
-        itl_p99_s=float(np.percentile(gaps, 99)),
-        worst_bin=min(num_good[b] / arrived[b] for b in arrived),
+        num_requests=figures.num_requests,
+        num_refused=figures.num_not_complete,
+        good_share=figures.good_share,
+        ttft_share=sum(map(slo.meets_ttft, requests)) / len(requests),
+        itl_share=(figures.num_complete - figures.num_itl_misses) / len(requests),
+        ttft_p50_s=figures.ttft.p50,
+        ttft_p99_s=figures.ttft.p99,
+        itl_p99_s=figures.tpot.p99,
+        worst_bin=min(num_good[part] / arrived[part] for part in arrived),
         num_starts=len(stays) - num_flips - arm.first.prefill - arm.first.decode,
         num_flips=num_flips,
         num_leaves=sum(stay.leaving_s is not None for stay in stays) - num_flips,
         num_moves=finished.num_moves,
-        hit=_hit(results),
+        hit=sum(map(num_cached, requests)) / max(1, num_tokens),
         wall_s=finished.wall_s,
-        changes=list(_changes(finished)),
-        presences=[
-            Presence(
-                pool=stay.pool,
-                asked_s=stay.asked_s,
-                serving_s=stay.serving_s,
-                gone_s=stay.gone_s,
-                is_flipped=stay.is_flipped,
-            )
-            for stay in stays
+        changes=[
+            Change(at_s=note.at_s, prefill=sizes.prefill, decode=sizes.decode, reason=note.plan.reason)
+            for note in finished.plans
+            if (sizes := note.plan.sizes) != note.before
         ],
-        arrived=[arrived[b] for b in range(NUM_BINS)],
-        good=[num_good[b] for b in range(NUM_BINS)],
+        stays=list(stays),
+        arrived=[arrived[part] for part in range(NUM_BINS)],
+        good=[num_good[part] for part in range(NUM_BINS)],
     )
-
-
-def _changes(finished: SimRun) -> Iterator[Change]:
-    for note in finished.plans:
-        if note.is_change:
-            sizes = note.plan.sizes
-            yield Change(at_s=note.at_s, prefill=sizes.prefill, decode=sizes.decode, reason=note.plan.reason)
-
-
-def _hit(results: Sequence[RequestResult]) -> float:
-    num_tokens = sum(result.num_prompt_tokens for result in results if result.is_complete)
-    return sum(result.num_cached_tokens for result in results) / max(1, num_tokens)

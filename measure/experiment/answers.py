@@ -3,14 +3,16 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from measure.experiment.analysis import ArmFinding, Balance, Findings, Ranking
 from measure.experiment.curves import Reading
 from measure.experiment.limits import Limit
 from measure.experiment.payoff import Payoff, Reached, Verdict
 from measure.experiment.phrases import change, change_value, listed, ranged, rate, reach_text, workers
-from measure.experiment.points import KindPoint, Latency, Source
+from measure.experiment.points import Source
 from measure.experiment.reach import KNEE_SHARE
+from measure.figures import ALL
 from measure.pages.wording import duration, number, percent
 
 
@@ -204,12 +206,12 @@ def _trade(findings: Findings) -> Iterator[tuple[str, str]]:
     for kind in _kinds(payoff.split, load):
         pairs = [
             f"{name} {duration(ours.value)} against {duration(theirs.value)}"
-            for name, pick in (("first token", _ttft), ("gap between tokens", _itl))
-            if (ours := _at(payoff.split, load).latency(kind, pick)) is not None
-            and (theirs := _at(payoff.whole, load).latency(kind, pick)) is not None
+            for name, pick in (("first token", attrgetter("ttft")), ("gap between tokens", attrgetter("itl")))
+            if (ours := _at(payoff.split, load).p99(kind, pick)) is not None
+            and (theirs := _at(payoff.whole, load).p99(kind, pick)) is not None
         ]
         if pairs:
-            parts.append(f"{'everybody' if kind == 'all' else kind}: {', '.join(pairs)}")
+            parts.append(f"{'everybody' if kind == ALL else kind}: {', '.join(pairs)}")
     if parts:
         names = f"{payoff.split.arm.name} against {payoff.whole.arm.name}"
         yield "What does one pay for the other?", f"99th percentiles of {names} at {rate(load)}. {'; '.join(parts)}."
@@ -235,14 +237,6 @@ def _at(arm: Reached, load: float) -> Reading:
 def _kinds(arm: Reached, load: float) -> tuple[str, ...]:
     kinds = _at(arm, load).kinds
     return kinds[1:] or kinds
-
-
-def _ttft(kind: KindPoint) -> Latency | None:
-    return kind.ttft
-
-
-def _itl(kind: KindPoint) -> Latency | None:
-    return kind.itl
 
 
 # ── size, and others ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -23,8 +23,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import isotonic_regression
 
-from measure.experiment.points import Arm, KindPoint, Point, Source
+from measure.experiment.points import Arm, Point, Source
 from measure.experiment.spec import CapacitySpec, ExperimentError
+from measure.figures import Figures
 
 _Z = 1.959964
 """Of 95 %."""
@@ -172,14 +173,13 @@ def tally(load: float, points: Sequence[Point], spec: CapacitySpec) -> ProbedLoa
     )
 
 
-def _counted(point: Point, kinds: tuple[str, ...]) -> Sequence[KindPoint]:
+def _counted(point: Point, kinds: tuple[str, ...]) -> Sequence[Figures]:
     if not kinds:
         return (point.overall,)
-    by_name = {kind.kind: kind for kind in point.kinds}
-    unknown = [kind for kind in kinds if kind not in by_name]
+    unknown = [kind for kind in kinds if kind not in point.kinds]
     if unknown:
-        raise ExperimentError(f"capacity.kinds: nobody sends {unknown[0]!r}; there are {', '.join(by_name)}")
-    return [by_name[kind] for kind in kinds]
+        raise ExperimentError(f"capacity.kinds: no stream sends {unknown[0]!r}; there are {', '.join(point.kinds)}")
+    return [point.kinds[kind] for kind in kinds]
 
 
 def _next_load(probes: Sequence[ProbedLoad], spec: CapacitySpec) -> float | None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from measure.experiment.points import Arm, KindPoint, Latency, Point, Source
+from measure.experiment.points import Arm, Point, Source
+from measure.figures import Figures, Percentiles
 from measure.load.estimates import CONFIDENCE, Estimate
 
 NUM_DRAWS = 1000
@@ -35,11 +36,11 @@ class Reading:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Every kind that asked, "all" first."""
-        return tuple(dict.fromkeys(kind.kind for point in self.points for kind in point.kinds))
+        """All kinds of requests, `ALL` first."""
+        return tuple(dict.fromkeys(kind for point in self.points for kind in point.kinds))
 
-    def share_of(self, count: Callable[[KindPoint], int]) -> float:
-        """Return how many of all requests are counted so."""
+    def share_of(self, count: Callable[[Figures], int]) -> float:
+        """Return a count as a share of all requests."""
         total = sum(count(point.overall) for point in self.points)
         return total / self.num_requests if self.num_requests else 0.0
 
@@ -48,18 +49,14 @@ class Reading:
         values = [value for point in self.points if (value := measure(point)) is not None]
         return statistics.fmean(values) if values else None
 
-    def latency(self, kind: str, pick: Callable[[KindPoint], Latency | None], share: str = "p99") -> Estimate | None:
-        """Return the mean of a kind's percentile over the runs, with the least and the greatest of them."""
-        found = [
-            latency
+    def p99(self, kind: str, pick: Callable[[Figures], Percentiles | None]) -> Estimate | None:
+        """Return the mean of a kind's 99th percentile over the runs, with the smallest and the largest value."""
+        values = [
+            latency.p99
             for point in self.points
-            for each in point.kinds
-            if each.kind == kind and (latency := pick(each)) is not None
+            if kind in point.kinds and (latency := pick(point.kinds[kind])) is not None
         ]
-        values: list[float] = [getattr(latency, share) for latency in found]
-        if not values:
-            return None
-        return Estimate(value=statistics.fmean(values), low=min(values), high=max(values))
+        return Estimate(value=statistics.fmean(values), low=min(values), high=max(values)) if values else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

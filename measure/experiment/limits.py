@@ -44,9 +44,9 @@ def diagnose(reading: Reading, curve: Curve, *, share: float) -> Diagnosis:
     if bad <= 1 - share:
         why = f"{reading.good_share.value:.1%} of the requests were good"
         return Diagnosis(limit=Limit.NOTHING, load=reading.load, why=why)
-    late = reading.share_of(lambda kind: kind.num_ttft_misses)
-    slow = reading.share_of(lambda kind: kind.num_itl_misses)
-    refused = reading.share_of(lambda kind: kind.num_refused)
+    late = reading.share_of(lambda figures: figures.num_ttft_misses)
+    slow = reading.share_of(lambda figures: figures.num_itl_misses)
+    refused = reading.share_of(lambda figures: figures.num_not_complete)
     kv_peak = reading.mean_of(lambda point: point.kv_peak)
     busy = reading.mean_of(lambda point: point.prefill_busy)
     is_full = kv_peak is not None and kv_peak >= _FULL_SHARE

@@ -5,6 +5,7 @@ Clusters of very different sizes are compared by the load for each of their work
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Self
 
 from common.slo import Slo
@@ -12,7 +13,8 @@ from measure.experiment.analysis import Findings
 from measure.experiment.curves import Reading
 from measure.experiment.looks import Shown, shown_arms
 from measure.experiment.means import Unit as Means
-from measure.experiment.points import KindPoint, Latency, Point
+from measure.experiment.points import Point
+from measure.figures import ALL, Figures, Percentiles
 from measure.load.estimates import Estimate
 from measure.pages.axes import Axis, Scale, Unit
 from measure.pages.figures import Curve, Frame, Limit, compact, line_figure
@@ -154,10 +156,10 @@ def latency_panels(findings: Sequence[Findings], slo: Slo | None) -> tuple[Panel
     itl_limit = () if slo is None else (Limit(value=slo.itl_s, text="objective of the mean gap"),)
     panels = []
     for kind in kinds:
-        whose = "everybody" if kind == "all" else kind
+        whose = "everybody" if kind == ALL else kind
         panels += [
-            _latency_panel(sheet, kind, _ttft, f"First token, {whose}: p99", ttft_limit),
-            _latency_panel(sheet, kind, _itl, f"Gap between tokens, {whose}: p99", itl_limit),
+            _latency_panel(sheet, kind, attrgetter("ttft"), f"First token, {whose}: p99", ttft_limit),
+            _latency_panel(sheet, kind, attrgetter("itl"), f"Gap between tokens, {whose}: p99", itl_limit),
         ]
     return tuple(panels)
 
@@ -223,11 +225,11 @@ def _mean_panel(
 def _latency_panel(
     sheet: _Sheet,
     kind: str,
-    pick: Callable[[KindPoint], Latency | None],
+    pick: Callable[[Figures], Percentiles | None],
     title: str,
     limits: tuple[Limit, ...],
 ) -> Panel:
-    curves = sheet.curves(lambda reading: reading.latency(kind, pick))
+    curves = sheet.curves(lambda reading: reading.p99(kind, pick))
     if not any(len(curve.x) for curve in curves):
         return Panel(title=title, content=Absent(why="nothing was answered"), width=Width.HALF)
     frame = Frame(x=sheet.axis, y=Axis(unit=Unit.SECONDS, scale=Scale.LOG), y_limits=limits, height=340)
@@ -249,11 +251,3 @@ def _small(figure: Any, sheet: _Sheet) -> Any:
 
 def _exact(value: float | None) -> Estimate | None:
     return None if value is None else Estimate(value=value, low=value, high=value)
-
-
-def _ttft(kind: KindPoint) -> Latency | None:
-    return kind.ttft
-
-
-def _itl(kind: KindPoint) -> Latency | None:
-    return kind.itl

@@ -13,7 +13,7 @@ from cluster.trust import operator_proof, reach_of
 from common.errors import KvrelayError
 from kvrelay.client import AsyncClient
 from measure.experiment.arms import ArmPlan
-from measure.experiment.measured import to_point
+from measure.experiment.measured import point_of
 from measure.experiment.points import Arm, Point, Source
 from measure.experiment.runner import ArmFailed, CellFailed, Measure, Report
 from measure.experiment.spec import ExperimentSpec
@@ -96,7 +96,9 @@ class RealBench:
         except (KvrelayError, LoadTestFailed, NothingMeasured) as error:
             raise CellFailed(str(error)) from error
         write_report(run, summary, folder / REPORT_FILE)
-        return to_point(arm, cell, summary)
+        slo = self._spec.objectives
+        point = point_of(run, summary.window, arm=arm, cell=cell, source=Source.REAL, slo=slo)
+        return replace(point, warnings=summary.warnings)
 
     def _load(self, name: str, target: TargetSpec, workload: Workload) -> LoadSpec:
         return LoadSpec(

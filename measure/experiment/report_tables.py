@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from urllib.parse import quote
 
 from measure.experiment.analysis import ArmFinding, Findings
-from measure.experiment.points import Latency, Point
+from measure.experiment.points import Point
 from measure.experiment.store import Cell, Store
+from measure.figures import Percentiles
 from measure.pages.page import Panel, Section, Table
 from measure.pages.wording import duration, number, percent
 
@@ -120,7 +121,7 @@ def _point_row(point: Point) -> tuple[str, ...]:
         number(point.goodput_per_s),
         str(everybody.num_ttft_misses),
         str(everybody.num_itl_misses),
-        str(everybody.num_refused),
+        str(everybody.num_not_complete),
         *_times(everybody.ttft),
         *_times(everybody.itl),
         *(_NONE if share is None else percent(share, 0) for share in (point.prefill_busy, point.decode_busy)),
@@ -129,7 +130,7 @@ def _point_row(point: Point) -> tuple[str, ...]:
     )
 
 
-def _times(latency: Latency | None) -> tuple[str, str]:
+def _times(latency: Percentiles | None) -> tuple[str, str]:
     return (_NONE, _NONE) if latency is None else (duration(latency.p50), duration(latency.p99))
 
 

@@ -4,11 +4,11 @@ A cell takes an arm's serving.yaml as a real one does: pools, pages, budgets, po
 take comes from a roofline or from timings fitted on real workers. Equal cells give equal points.
 """
 
-import json
+import math
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from common.config import PoolConfig, ServingConfig
 from common.slo import Slo
 from common.timing import TimingModel
 from measure.experiment.arms import ArmPlan
-from measure.experiment.outcome import point_of
+from measure.experiment.measured import fixed_window, point_of
 from measure.experiment.points import Arm, Point, Source
 from measure.experiment.runner import Measure
 from measure.experiment.spec import ExperimentError, ExperimentSpec
@@ -24,7 +24,7 @@ from measure.experiment.store import Cell
 from measure.experiment.users import Users
 from measure.experiment.workloads import Workloads
 from measure.simulate.cluster import run
-from measure.simulate.records import ClusterShape, NetworkShape, SimRun, SimSettings
+from measure.simulate.records import ClusterShape, NetworkShape, SimRun, SimSettings, write_requests
 from measure.simulate.replay import Hardware
 from measure.simulate.roofline import DEVICES, MODELS, Roofline
 from measure.simulate.timing import FittedTimes, StepTimes
@@ -33,12 +33,14 @@ from measure.workload.content import ContentWriter
 from measure.workload.sessions import Workload
 
 _DEFAULT_KV_TOKENS = 3000 * 512
-"""KV that a worker holds when its pool's size is left to the worker."""
+"""KV of a worker that chooses the size of its pool itself."""
 _MAX_MODEL_LEN = 1 << 20
 _NUM_SAMPLES = 200
-"""Looks at the workers in a run."""
+"""Samples of the workers in a run."""
 _REQUESTS_PER_S = 60.0
-"""How fast a core simulates, roughly; for forecasts only."""
+"""Rough speed of a simulation on one core; for forecasts only."""
+_TOLERATED = 0.1
+"""Share by which fewer requests than expected may come without a warning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +59,9 @@ class Simulation:
 
 
 def simulate_point(
-    arm: Arm, serving: ServingConfig, workload: Workload, simulation: Simulation, *, load: float, repeat: int
+    arm: Arm, serving: ServingConfig, workload: Workload, simulation: Simulation, cell: Cell
 ) -> tuple[Point, SimRun]:
-    """Serve a workload on a simulated arm and return what came of it.
+    """Serve a cell's workload on a simulated arm and return the results.
 
     Blocks, some ten milliseconds of a core for each request; needs a thread without a running loop. Raises
     ExperimentError when the arm cannot be simulated.
@@ -69,17 +71,20 @@ def simulate_point(
         workload, writer, slo=simulation.slo, warm_up_s=simulation.warm_up_s, max_tokens=simulation.max_tokens
     )
     shape, settings = _simulation(arm, serving, simulation)
-    settings = replace(settings, seed=workload.seed, sample_interval_s=_sample_interval_s(workload, load))
+    settings = replace(settings, seed=workload.seed, sample_interval_s=_sample_interval_s(workload, cell.load))
     finished = run(shape, settings, users.arrivals())
-    point = point_of(
-        finished,
-        arm=arm,
-        slo=simulation.slo,
-        window_s=(simulation.warm_up_s, users.last_start_s),
-        load=load,
-        repeat=repeat,
-    )
-    return point, finished
+    window = fixed_window(finished.requests, start_s=simulation.warm_up_s, end_s=users.last_start_s)
+    point = point_of(finished, window, arm=arm, cell=cell, source=Source.SIMULATED, slo=simulation.slo)
+    return replace(point, warnings=_warnings(window.num_counted, cell.load * window.duration_s)), finished
+
+
+def _warnings(num_counted: int, num_expected: float) -> tuple[str, ...]:
+    """Return why fewer requests count than the load says, unless that is by chance."""
+    if not num_counted:
+        return ("no request came after the warm-up",)
+    if num_counted < (1 - _TOLERATED) * num_expected - 3 * math.sqrt(num_expected):
+        return ("much less than the load came while it was measured: the warm-up is too short for its sessions",)
+    return ()
 
 
 def _sample_interval_s(workload: Workload, load: float) -> float:
@@ -180,8 +185,6 @@ class SimulatedBench:
 
     def _measure(self, arm: Arm, serving: ServingConfig, cell: Cell, folder: Path) -> Point:
         workload = self._workloads.simulated(cell, seconds=self._duration_s(cell.load))
-        point, finished = simulate_point(arm, serving, workload, self._simulation, load=cell.load, repeat=cell.repeat)
-        with (folder / "requests.jsonl").open("w", encoding="utf-8") as file:
-            for result in finished.results:
-                file.write(json.dumps(asdict(result)) + "\n")
+        point, finished = simulate_point(arm, serving, workload, self._simulation, cell)
+        write_requests(folder / "requests.jsonl", finished.requests)
         return point

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from rich.table import Table
 
 from measure.experiment.capacity import Capacity
-from measure.experiment.points import Latency, Point, Source
+from measure.experiment.points import Point, Source
+from measure.figures import Percentiles
 
 _LEFT = ("arm", "")
 
@@ -74,9 +75,9 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _latencies(latencies: Sequence[Latency | None], form: str, factor: float) -> tuple[str, str]:
+def _latencies(latencies: Sequence[Percentiles | None], form: str, factor: float) -> tuple[str, str]:
     known = [latency for latency in latencies if latency is not None]
-    picks: tuple[Callable[[Latency], float], ...] = (lambda latency: latency.p50, lambda latency: latency.p99)
+    picks: tuple[Callable[[Percentiles], float], ...] = (lambda latency: latency.p50, lambda latency: latency.p99)
     p50, p99 = (_range([factor * pick(latency) for latency in known], form) for pick in picks)
     return p50, p99
 

@@ -4,13 +4,26 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 
-from measure.load.records import PoolSample, RequestRecord, Run, WorkerSample
+from measure.load.records import PoolSample, RequestRecord, WorkerSample
 from measure.load.summary import Window, WorkerSummary
 
 _PREFILL, _DECODE = "prefill", "decode"
+
+
+class Recorded(Protocol):
+    """Records of a run, measured or simulated."""
+
+    @property
+    def requests(self) -> Sequence[RequestRecord]:
+        """All requests."""
+
+    @property
+    def samples(self) -> Sequence[PoolSample]:
+        """Samples of the workers."""
 
 
 @dataclass(slots=True)
@@ -25,7 +38,7 @@ class _Seen:
 
 
 def summarize_workers(
-    run: Run, requests: Sequence[RequestRecord], window: Window
+    run: Recorded, requests: Sequence[RequestRecord], window: Window
 ) -> tuple[tuple[WorkerSummary, ...], tuple[WorkerSummary, ...]]:
     """Return pools by role, and workers by role and name; `requests` are those that are counted.
 
@@ -53,7 +66,7 @@ def _inside(samples: Sequence[PoolSample], window: Window) -> list[PoolSample]:
     return [sample for sample in samples if window.start_s <= sample.at_s <= window.rates_end_s]
 
 
-def _collect(run: Run, requests: Sequence[RequestRecord], window: Window) -> dict[str, _Seen]:
+def _collect(run: Recorded, requests: Sequence[RequestRecord], window: Window) -> dict[str, _Seen]:
     seen: dict[str, _Seen] = {}
     for sample in _inside(run.samples, window):
         for worker in sample.workers:

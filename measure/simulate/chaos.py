@@ -31,7 +31,7 @@ from measure.simulate.network import SimNetwork
 from measure.simulate.questions import Question, QuestionBook
 from measure.simulate.records import NetworkShape
 from measure.simulate.timing import FittedTimes
-from measure.simulate.token_log import TokenLog
+from measure.simulate.tokens import TokenLog
 from measure.simulate.worker import Pace, SimWorker, Surroundings, endpoints, simulated_reach
 from router.admission.ticket import Ticket
 from router.parts import RouterParts, build_router

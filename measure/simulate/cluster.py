@@ -17,26 +17,19 @@ from common.config import PoolConfig, PoolsConfig, ServingConfig, TransferConfig
 from common.errors import Refused, WorkerLost
 from common.ids import RequestId, seeded_ids
 from kvrelay.v1 import worker_pb2
+from measure.load.records import PoolSample, RequestRecord
 from measure.simulate.client import SimClient
 from measure.simulate.crowd import Crowd, Progress
-from measure.simulate.elasticity import Elasticity, PlanNote
+from measure.simulate.elasticity import PlanNote
 from measure.simulate.executor import Answer, SimExecutor, sim_shape
 from measure.simulate.guard import collecting_rarely, ending_on_faults
 from measure.simulate.loop import VirtualClock, VirtualLoop
 from measure.simulate.network import SimNetwork
 from measure.simulate.planning import PlanningLoop
 from measure.simulate.pools import SimPools
-from measure.simulate.records import (
-    Arrival,
-    ClusterShape,
-    LoadSample,
-    RequestResult,
-    SimRun,
-    SimSettings,
-    WorkerResult,
-)
+from measure.simulate.records import Arrival, ClusterShape, SimRun, SimSettings, WorkerResult
 from measure.simulate.sampler import Sampler
-from measure.simulate.token_log import TokenLog
+from measure.simulate.tokens import TokenLog
 from measure.simulate.worker import Pace, SimWorker, Surroundings, simulated_reach
 from router.booking import Booking
 from router.facts import Endpoint
@@ -70,8 +63,8 @@ async def _serve_all(
     cluster = SimCluster(loop, shape, settings)
     with ending_on_faults(loop):
         await cluster.start()
-        results = await cluster.serve_all(arrivals, progress)
-        finished = cluster.finished(results)
+        requests = await cluster.serve_all(arrivals, progress)
+        finished = cluster.finished(requests)
         await cluster.aclose()
     return finished
 
@@ -99,7 +92,7 @@ class SimCluster:
         self.routers = [self._router(number) for number in range(shape.num_routers)]
         self.pools = SimPools(loop, self._worker, self.routers)
         self.clients = [SimClient(router, loop, settings, self._answers, self.log) for router in self.routers]
-        self.samples: Sequence[LoadSample] = ()
+        self.samples: tuple[PoolSample, ...] = ()
         self.plans: Sequence[PlanNote] = ()
         self._begin_s = 0.0
 
@@ -118,38 +111,37 @@ class SimCluster:
         for client in self.clients:
             client.begin_s = self._begin_s
 
-    async def serve_all(self, arrivals: Iterable[Arrival], progress: Progress | None = None) -> list[RequestResult]:
-        """Serve a workload; returns when its last request, what follows from others included, has ended."""
+    async def serve_all(
+        self, arrivals: Iterable[Arrival], progress: Progress | None = None
+    ) -> tuple[RequestRecord, ...]:
+        """Serve a workload; returns its requests when the last one, those that follow from others included, has ended.
+
+        With a planner no samples are taken: they would be of the initial workers only.
+        """
         crowd = Crowd(self._loop, self.clients, begin_s=self._begin_s, progress=progress)
         if self.settings.elasticity is not None:
-            await self._serve_elastically(crowd, arrivals, self.settings.elasticity)
-            return crowd.results
-        sampler = Sampler(self._loop, self.pools.workers, self.settings.sample_interval_s)
+            planning = PlanningLoop(self._loop, self.pools, self.routers, self.settings.elasticity)
+            planning.start()
+            requests = await crowd.serve(arrivals)
+            await planning.stop()
+            self.plans = planning.notes
+            return requests
+        sampler = Sampler(self._loop, self.pools.workers, self.routers, self.settings.sample_interval_s)
         sampler.start()
-        await crowd.serve(arrivals)
+        requests = await crowd.serve(arrivals)
         self.samples = sampler.stop()
-        return crowd.results
+        return requests
 
-    async def _serve_elastically(self, crowd: Crowd, arrivals: Iterable[Arrival], elasticity: Elasticity) -> None:
-        """Serve while a planner changes the pools. Samples are of the workers of the beginning, so there are none."""
-        planning = PlanningLoop(self._loop, self.pools, self.routers, elasticity)
-        planning.start()
-        await crowd.serve(arrivals)
-        await planning.stop()
-        self.plans = planning.notes
-
-    def finished(self, results: list[RequestResult]) -> SimRun:
-        """Return the run's record."""
+    def finished(self, requests: tuple[RequestRecord, ...]) -> SimRun:
+        """Return the record of the run."""
         return SimRun(
-            results=results,
+            requests=requests,
             workers=[_worker_result(worker) for worker in self.pools.workers],
-            gaps=self.log.gaps(),
-            kind_gaps=self.log.gaps_by_kind(),
             samples=self.samples,
             stays=self.pools.stays,
             plans=self.plans,
             num_moves=sum(router.orchestrator.totals.num_moves for router in self.routers),
-            end_s=self._now_s(),
+            end_s=self._loop.time() - self._begin_s,
             wall_s=0.0,
             choice_s=self.choice_s,
         )
@@ -159,9 +151,6 @@ class SimCluster:
         for router in self.routers:
             await router.fleet.aclose()
         await self.pools.aclose()
-
-    def _now_s(self) -> float:
-        return self._loop.time() - self._begin_s
 
     def _worker(self, endpoint: Endpoint) -> SimWorker:
         shape, settings = self.shape, self.settings

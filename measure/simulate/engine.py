@@ -1,8 +1,9 @@
 """Steps a real engine core in virtual time, in place of the engine thread.
 
-Commands run between two steps, as there; a step takes the time that `StepTimes` says, then its results are taken. With
-a `SimExecutor`, which knows the tokens beforehand, decodes are not planned one by one (`measure/simulate/leap.py`),
-and tokens go out in runs (`measure/simulate/bundle.py`): neither changes what happens, or when.
+Commands run between two steps, as on the thread; a step takes the time that `StepTimes` says, then its results are
+taken. With a `SimExecutor`, which knows the tokens beforehand, decodes are not planned one by one
+(`measure/simulate/leap.py`), and tokens go out in runs (`measure/simulate/tokens.py`): neither changes what happens, or
+when.
 """
 
 import asyncio
@@ -15,12 +16,11 @@ from common.timing import StepShape
 from engine.core import Emitted, EngineCore
 from engine.events import Load, StepReport, Tokens
 from engine.scheduler import NOBODY
-from measure.simulate.bundle import KeptTokens
 from measure.simulate.executor import SimExecutor
 from measure.simulate.leap import DecodeLeap
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.timing import StepTimes
-from measure.simulate.token_log import TokenLog
+from measure.simulate.tokens import KeptTokens, TokenLog
 
 T = TypeVar("T")
 
@@ -236,6 +236,6 @@ class SimEngine:
             if isinstance(event, Tokens):
                 for output in event.tokens:
                     if output.sample_index == 0:
-                        self._log.note(group.request.request_id, output.token_index, now_s)
+                        self._log.note(group.request.request_id, output.token_index, (now_s,))
             for due in [event] if self._leap is None else self._kept.take(group, event):
                 group.sink(due)

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 from plotly.subplots import make_subplots
 
+from measure.load.records import RequestRecord
 from measure.pages.axes import Axis, Scale, Unit
 from measure.pages.distributions import Sample, ecdf_figure
 from measure.pages.figures import Curve, Frame, Limit, compact, line_figure, new_figure, plain
 from measure.pages.theme import colors_of, dash_of, symbol_of
-from measure.simulate.records import RequestResult
 from measure.simulate.replay import CellResult
+from measure.simulate.results import num_cached
 
 _LOAD_BINS = 60
 _SPEED = Axis(title="speed of the trace", unit=Unit.PLAIN)
@@ -49,18 +50,18 @@ class _Look:
     symbol: str
 
 
-def outcome(result: CellResult, requests: Iterable[RequestResult]) -> Outcome:
+def outcome(result: CellResult, requests: Iterable[RequestRecord]) -> Outcome:
     """Return a cell with the curves of its requests."""
     rows = list(requests)
     complete = [row for row in rows if row.is_complete]
-    edges = np.linspace(0, max((row.arrival_s for row in rows), default=0.0) + 1e-9, _LOAD_BINS + 1)
+    edges = np.linspace(0, max((row.due_s for row in rows), default=0.0) + 1e-9, _LOAD_BINS + 1)
     arrivals: dict[str, list[float]] = defaultdict(list)
     tokens: dict[str, list[int]] = defaultdict(list)
     for row in rows:
-        worker = row.prefill_worker or row.decode_worker
-        if worker and row.num_cached_tokens < row.num_prompt_tokens:
-            arrivals[worker].append(row.arrival_s)
-            tokens[worker].append(row.num_prompt_tokens - row.num_cached_tokens)
+        worker = row.server.prefill_worker or row.server.decode_worker
+        if worker and num_cached(row) < row.num_prompt_tokens:
+            arrivals[worker].append(row.due_s)
+            tokens[worker].append(row.num_prompt_tokens - num_cached(row))
     return Outcome(
         result=result,
         ttft_s=np.array([row.ttft_s for row in complete if row.ttft_s is not None]),
@@ -74,7 +75,7 @@ def outcome(result: CellResult, requests: Iterable[RequestResult]) -> Outcome:
 def good_share_by_speed(outcomes: Sequence[Outcome]) -> Any:
     """Return the share of good requests against the trace's speed."""
     figure = line_figure(
-        _by_speed(outcomes, lambda cell: cell.result.summary.good_share),
+        _by_speed(outcomes, lambda cell: cell.result.summary.figures.good_share),
         Frame(x=_SPEED, y=Axis(title="good requests of all", unit=Unit.SHARE)),
     )
     figure.update_yaxes(range=[0, 1.01])

@@ -1,13 +1,13 @@
-"""Replays a trace under one policy at one speed, and keeps what came of it.
+"""Replays a trace under one policy at one speed, and keeps the results.
 
-    OUT/settings.json                 what all cells have in common
+    OUT/settings.json                 settings that all cells share
     OUT/cells/POLICY@SPEED/           a cell; complete once it has a summary
-        requests.jsonl                every request's fate
-        workers.json, gaps.json       the workers' counters; gaps between tokens, by bins
+        requests.jsonl                every request, see `measure.simulate.records.write_requests`
+        workers.json                  the workers' counters
         summary.json                  `measure.simulate.results.Summary`
-        clock.json                    real time: of the run, and of the router's choices
+        clock.json                    real time of the run, and of the router's choices
 
-All but `clock.json` is a function of the settings: two runs are equal byte for byte.
+All files but `clock.json` are functions of the settings: two runs are equal byte for byte.
 """
 
 import hashlib
@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from common.config import RouterConfig
 from common.slo import Slo
 from common.timing import TimingModel
-from measure.simulate.records import Arrival, ClusterShape, NetworkShape, RequestResult, SimRun, SimSettings
-from measure.simulate.results import Summary, summarize
+from measure.simulate.records import Arrival, ClusterShape, NetworkShape, SimRun, SimSettings, write_requests
+from measure.simulate.results import Summary, summarize_run
 from measure.simulate.roofline import Roofline
 from measure.simulate.timing import FittedTimes, StepTimes
 from measure.simulate.timing_file import read_timing
@@ -31,12 +32,12 @@ from measure.workload.content import ContentWriter
 from measure.workload.traces import Trace, read_trace
 
 MAX_TOKENS = 2048
-"""What every request allows: a router cannot know how long an answer will be."""
-
-
+"""Limit that every request states: a router cannot know the length of the answer."""
 ORACLE = "oracle"
-"""The policy that hears of everything at once and knows how long answers will be."""
+"""The policy that hears of everything at once and knows the lengths of the answers."""
 ORACLE_REPORT_INTERVAL_S = 1e-3
+REQUESTS_FILE = "requests.jsonl"
+_SUMMARY = TypeAdapter(Summary)
 
 
 class ReplayError(Exception):
@@ -154,7 +155,7 @@ def run_cell(settings: ReplaySettings, cell: Cell, folder: Path) -> CellResult:
     trace = load_trace(settings).faster(cell.speed)
     shape, sim_settings = _simulation(settings, cell)
     done = run(shape, sim_settings, _arrivals(settings, cell, trace))
-    summary = summarize(done, slo=settings.slo, num_prefill=settings.num_prefill)
+    summary = summarize_run(done, slo=settings.slo, num_prefill=settings.num_prefill)
     result = CellResult(cell=cell, summary=summary, clock=_clock(done))
     _write(folder, done, result)
     return result
@@ -166,16 +167,9 @@ def read_cell(cell: Cell, folder: Path) -> CellResult | None:
         return None
     return CellResult(
         cell=cell,
-        summary=Summary.from_json(json.loads((folder / "summary.json").read_text(encoding="utf-8"))),
-        clock=Clock(**json.loads((folder / "clock.json").read_text(encoding="utf-8"))),
+        summary=_SUMMARY.validate_json((folder / "summary.json").read_bytes()),
+        clock=Clock(**json.loads((folder / "clock.json").read_bytes())),
     )
-
-
-def read_requests(folder: Path) -> Iterator[RequestResult]:
-    """Yield the results of a finished cell. Raises OSError."""
-    with (folder / "requests.jsonl").open(encoding="utf-8") as file:
-        for line in file:
-            yield RequestResult(**json.loads(line))
 
 
 def _simulation(settings: ReplaySettings, cell: Cell) -> tuple[ClusterShape, SimSettings]:
@@ -243,11 +237,8 @@ def _write(folder: Path, done: SimRun, result: CellResult) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     summary = folder / "summary.json"
     summary.unlink(missing_ok=True)
-    with (folder / "requests.jsonl").open("w", encoding="utf-8") as file:
-        for request in done.results:
-            file.write(json.dumps(asdict(request)) + "\n")
+    write_requests(folder / REQUESTS_FILE, done.requests)
     _write_json(folder / "workers.json", [asdict(worker) for worker in done.workers])
-    _write_json(folder / "gaps.json", list(done.gaps))
     _write_json(folder / "clock.json", asdict(result.clock))
     _write_json(summary, asdict(result.summary))  # last, and at once: it says that the cell is complete
 

@@ -9,7 +9,8 @@ from rich.console import Console
 from measure.pages.page import Listing, Page, Panel, Section, Width, write_page
 from measure.simulate import plots
 from measure.simulate.comparison import Comparison
-from measure.simulate.replay import CellResult, read_requests
+from measure.simulate.records import read_requests
+from measure.simulate.replay import REQUESTS_FILE, CellResult
 from measure.simulate.tables import comparison_table
 
 _TABLE_WIDTH = 200
@@ -33,7 +34,9 @@ def write_report(comparison: Comparison, results: Sequence[CellResult]) -> Path:
 
 
 def _sections(comparison: Comparison, results: Sequence[CellResult]) -> Iterator[Section]:
-    outcomes = [plots.outcome(result, read_requests(comparison.folder(result.cell))) for result in results]
+    outcomes = [
+        plots.outcome(result, read_requests(comparison.folder(result.cell) / REQUESTS_FILE)) for result in results
+    ]
     yield Section(
         title="Goodput and load",
         panels=(

@@ -24,13 +24,14 @@ from measure.simulate.engine import SimEngine
 from measure.simulate.loop import VirtualClock, VirtualLoop
 from measure.simulate.network import SimNetwork, SimServer
 from measure.simulate.timing import StepTimes
-from measure.simulate.token_log import TokenLog
+from measure.simulate.tokens import TokenLog
 from router.facts import Endpoint
 from worker.runtime import Outside, ServedPorts, WorkerRuntime
 from worker.serving import common_services
 from worker.timing import WorkerTiming
 
 ROLES = {Pool.PREFILL: worker_pb2.WORKER_ROLE_PREFILL, Pool.DECODE: worker_pb2.WORKER_ROLE_DECODE}
+POOLS = {role: pool for pool, role in ROLES.items()}
 _PORT = 1
 _NO_TIME_S = 1e-9
 """In which everything happens that is ready."""

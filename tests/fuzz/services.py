@@ -38,7 +38,7 @@ from measure.simulate.loop import VirtualClock
 from measure.simulate.network import SimNetwork, SimServer
 from measure.simulate.records import NetworkShape
 from measure.simulate.timing import FittedTimes
-from measure.simulate.token_log import TokenLog
+from measure.simulate.tokens import TokenLog
 from measure.simulate.worker import Pace, SimWorker, Surroundings
 from router.admission.terms import Terms
 from router.doorkeeper import make_doorkeeper

@@ -15,7 +15,7 @@ from measure.experiment.limits import Limit, first_limit
 from measure.experiment.means import Unit
 from measure.experiment.payoff import Verdict
 from measure.experiment.points import Point, Source
-from tests.measure.experiment.truths import LOADS, NUM_REQUESTS, make_arm, make_point, served_up_to
+from tests.measure.experiment.builders import LOADS, NUM_REQUESTS, make_arm, make_point, served_up_to
 
 
 def findings(*points: Sequence[Point], share: float = 0.99) -> Findings:

@@ -87,7 +87,7 @@ def test_experiment_measures_every_arm_keeps_raw_data_and_does_nothing_twice(tmp
     points = {point.arm.name: point for point in store.points()}
     assert set(points) == set(ARMS)
     for name, point in points.items():
-        assert [kind.kind for kind in point.kinds] == ["all", "chats", "documents"]
+        assert list(point.kinds) == ["all", "chats", "documents"]
         assert point.overall.good_share == 1.0
         assert point.overall.num_requests > 5
         assert point.decode_busy is not None

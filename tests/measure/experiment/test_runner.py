@@ -10,8 +10,7 @@ from measure.experiment.runner import CellFailed, Keeper, Outcome, cell_order, r
 from measure.experiment.search import find_capacities
 from measure.experiment.spec import CapacitySpec, Order
 from measure.experiment.store import Cell, Store, slug
-from tests.measure.experiment.builders import make_arm, make_point
-from tests.measure.experiment.fakes import FakeBench, make_plan
+from tests.measure.experiment.builders import FakeBench, make_arm, make_plan, make_point
 
 ARMS = ("one", "two")
 PLANS = tuple(map(make_plan, ARMS))
@@ -129,7 +128,7 @@ def test_run_says_beforehand_how_long_it_takes(tmp_path: Path) -> None:
     run_cells(cells[:1], PLANS, keeper(tmp_path), FakeBench())
     run_cells(cells, PLANS, keeper(tmp_path, lines), FakeBench())
     assert lines[0] == "1 runs, about 2 s; 1 are kept from earlier"
-    assert lines[1].startswith("[1/1] two at 1/s: 10.00 good requests/s (100.0% of 100), p99 TTFT 0.30 s")
+    assert lines[1].startswith("[1/1] two at 1/s: 1.00 good requests/s (100.0% of 100), p99 TTFT 0.50 s")
 
 
 def test_searches_use_what_was_measured_before_and_keep_what_they_find(tmp_path: Path) -> None:
@@ -201,5 +200,5 @@ def test_countdown_tells_what_is_left_by_the_mean_so_far() -> None:
 
 
 def test_arm_has_its_own_goodput_per_worker() -> None:
-    point = make_point(arm=make_arm("2P2D", num_prefill=2, num_decode=2))
+    point = make_point(make_arm(2, 2))
     assert point.goodput_per_worker == point.goodput_per_s / 4

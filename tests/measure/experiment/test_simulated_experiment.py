@@ -14,7 +14,7 @@ from measure.experiment.report import write_report
 from measure.experiment.side_by_side import Errand, measure_side_by_side
 from measure.experiment.spec import ExperimentError
 from measure.experiment.store import Cell, Store
-from tests.measure.experiment.truths import make_arm, served_up_to
+from tests.measure.experiment.builders import make_arm, served_up_to
 
 FILE = """
 name: tiny

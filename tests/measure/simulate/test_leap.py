@@ -25,7 +25,7 @@ from measure.simulate.engine import SimEngine
 from measure.simulate.executor import Answer, SimExecutor, sim_shape
 from measure.simulate.loop import VirtualClock, VirtualLoop
 from measure.simulate.timing import FittedTimes
-from measure.simulate.token_log import TokenLog
+from measure.simulate.tokens import TokenLog
 
 BLOCK = 4
 ROOT = hash_root(model_fingerprint="test")
@@ -76,7 +76,6 @@ class Outcome:
     num_steps: int = 0
     busy_s: float = 0.0
     num_context_tokens: list[int] = field(default_factory=list)
-    num_gaps: int = 0
 
 
 class Bench:
@@ -174,7 +173,7 @@ class Bench:
             self.groups.append((name, group))
             core.commit(group, len(request.prompt_token_ids))
             answer = self.answers[request.request_id]
-            self.log.note(request.request_id, 0, self.loop.time())
+            self.log.note(request.request_id, 0, (self.loop.time(),))
             core.start(group, [(answer.token(0), min(request.sampling.max_tokens, answer.num_tokens) == 1)])
 
     def _look(self) -> Outcome:
@@ -182,7 +181,7 @@ class Bench:
         for name, group in self.groups:
             if name in self.cancelled:  # nobody reads its tokens any more: they are not brought up to date
                 continue
-            outcome.times[name] = self.log.times(RequestId(name))
+            outcome.times[name] = list(self.log.take(RequestId(name)))
             outcome.sequences[name] = [
                 (s.state, list(s.token_ids), s.num_computed, s.num_ready, s.num_published, list(s.block_table),
                  s.retired_blocks, s.block_hashes)
@@ -200,8 +199,6 @@ class Bench:
         outcome.num_steps, outcome.busy_s = self.engine.num_steps, self.engine.busy_s
         for name in self.cancelled:
             outcome.tokens.pop(name, None)
-        if not self.cancelled:
-            outcome.num_gaps = sum(count for _bound, count in self.log.gaps())
         return outcome
 
 
@@ -218,7 +215,7 @@ def run_bench(ops: Sequence[Op], *, leaps: bool, stop_after: int) -> Outcome:
 def assert_same(ops: Sequence[Op], stop_after: int) -> None:
     leaping = run_bench(ops, leaps=True, stop_after=stop_after)
     stepping = run_bench(ops, leaps=False, stop_after=stop_after)
-    for name in ("others", "ends", "tokens", "sequences", "pool", "times", "num_context_tokens", "num_gaps"):
+    for name in ("others", "ends", "tokens", "sequences", "pool", "times", "num_context_tokens"):
         assert getattr(leaping, name) == getattr(stepping, name), name
     for name, tokens in leaping.tokens.items():
         assert [index for index, _token in tokens] == list(range(tokens[0][0], tokens[0][0] + len(tokens))), name

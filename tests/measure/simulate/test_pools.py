@@ -41,8 +41,8 @@ def run_scripted(
 
 def assert_all_answered(finished: SimRun, count: int) -> None:
     arrivals = make_arrivals(count)
-    assert len(finished.results) == count
-    for result, arrival in zip(finished.results, arrivals, strict=True):
+    assert len(finished.requests) == count
+    for result, arrival in zip(finished.requests, arrivals, strict=True):
         assert result.is_complete, result
         assert result.num_output_tokens == arrival.num_output_tokens
 
@@ -59,7 +59,7 @@ def test_pools_when_asked_for_more_pay_from_then_and_serve_after_the_start_up() 
     assert new.paid_s(until_s=10.0) == 8.0
     assert [w.phase for w in planner.seen[1].workers if w.worker_id == new.worker_id] == [WorkerPhase.STARTING]
     assert [w.phase for w in planner.seen[2].workers if w.worker_id == new.worker_id] == [WorkerPhase.SERVING]
-    assert any(result.prefill_worker == new.worker_id for result in finished.results)
+    assert any(result.server.prefill_worker == new.worker_id for result in finished.requests)
     assert_all_answered(finished, 120)
 
 
@@ -72,8 +72,8 @@ def test_pools_when_asked_for_fewer_move_answers_and_lose_no_token() -> None:
         assert stay.leaving_s == 2.0
         assert stay.gone_s is not None and 2.0 <= stay.gone_s < 10.0
     assert finished.num_moves > 0
-    assert max(result.num_attempts for result in finished.results) > 1
-    assert not any(result.arrival_s > 2.1 and result.decode_worker == "decode-1" for result in finished.results)
+    assert max(result.server.num_attempts or 0 for result in finished.requests) > 1
+    assert not any(result.due_s > 2.1 and result.server.decode_worker == "decode-1" for result in finished.requests)
     assert_all_answered(finished, 120)
 
 
@@ -144,7 +144,7 @@ def test_pools_that_change_all_the_time_answer_everybody(seed: int) -> None:
 _PRINT_RUN = """
 from tests.measure.simulate.test_pools import run_scripted
 finished, _ = run_scripted([(3, 1), (1, 3), (4, 4), (2, 2)], flip_s=0.5)
-print(finished.results, finished.workers, finished.stays, finished.plans, finished.gaps, finished.end_s)
+print(finished.requests, finished.workers, finished.stays, finished.plans, finished.end_s)
 """
 
 
