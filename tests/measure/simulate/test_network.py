@@ -12,8 +12,9 @@ from common.rpc import abort, error_boundary
 from kvrelay.v1 import kv_transfer_pb2
 from measure.simulate.faults import Fate, FaultRates, SeededFaults
 from measure.simulate.loop import VirtualLoop
-from measure.simulate.network import KEEPALIVE_S, SimChannel, SimNetwork, SimServer
+from measure.simulate.network import SimChannel, SimNetwork, SimServer
 from measure.simulate.records import NetworkShape
+from measure.simulate.wire import KEEPALIVE_S
 
 LATENCY_S = 0.25
 SHAPE = NetworkShape(latency_s=LATENCY_S, kv_bytes_per_s=1000.0)
