@@ -35,7 +35,7 @@ from kvrelay.client import AsyncClient, Token
 from measure.experiment.worker_facts import WorkerFacts, ask_worker
 from measure.simulate.cluster import run
 from measure.simulate.records import Arrival, ClusterShape, NetworkShape, SimSettings
-from measure.simulate.timing import FittedTimes
+from measure.simulate.timing import FittedTimes, Pace
 from measure.workload.content import ContentWriter
 from measure.workload.traces import Trace, TraceRequest, read_trace
 
@@ -169,8 +169,8 @@ def _simulate(trace: Trace, workers: dict[str, WorkerFacts], config: ServingConf
     )
     link = decode.timing.links.get(None, LinkModel(latency_s=0.0, bytes_per_s=1e9))
     settings = SimSettings(
-        prefill_times=FittedTimes(prefill.timing),
-        decode_times=FittedTimes(decode.timing),
+        prefill=Pace(times=FittedTimes(prefill.timing)),
+        decode=Pace(times=FittedTimes(decode.timing)),
         network=NetworkShape(latency_s=MESSAGE_LATENCY_S, kv_bytes_per_s=link.bytes_per_s),
         router=RouterConfig(policy=config.router.policy),
         report_interval_s=0.02,

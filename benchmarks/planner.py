@@ -26,7 +26,7 @@ Each arm's result lies in DIR as JSON, and is not computed again. DIR also gets 
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -36,10 +36,9 @@ from benchmarks.planner_page import markdown_table, write_report
 from common.slo import Slo
 from measure.simulate.cluster import run
 from measure.simulate.elasticity import Elasticity
-from measure.simulate.records import Arrival, ClusterShape, NetworkShape, SimSettings
-from measure.simulate.replay import MAX_TOKENS
-from measure.simulate.roofline import Roofline
-from measure.workload.content import ContentWriter
+from measure.simulate.records import ClusterShape, NetworkShape, SimSettings
+from measure.simulate.replay import trace_arrivals
+from measure.simulate.roofline import Hardware
 from measure.workload.traces import Trace, TraceError, read_trace
 from measure.workload.waves import Day, over_a_day, repeated
 
@@ -50,8 +49,7 @@ _INTERVAL_S = 15.0
 
 def simulate(trace: Trace, arm: Arm, *, day: Day) -> Outcome:
     """Serve the wave with one arm; takes minutes. Needs a thread without a running loop."""
-    roofline = Roofline.preset("llama-70b", "h100-tp4")
-    timing = roofline.linearized(max_step_tokens=_STEP_TOKENS)
+    pace, link, kv_bytes_per_token = Hardware().pace(_STEP_TOKENS)
     elasticity = None
     if arm.make_planner is not None:
         elasticity = Elasticity(
@@ -64,33 +62,18 @@ def simulate(trace: Trace, arm: Arm, *, day: Day) -> Outcome:
     shape = ClusterShape(
         num_prefill=arm.first.prefill,
         num_decode=arm.first.decode,
-        block_bytes=512 * roofline.model.kv_bytes_per_token,
+        block_bytes=512 * kv_bytes_per_token,
         max_step_tokens=_STEP_TOKENS,
     )
     settings = SimSettings(
-        prefill_times=roofline,
-        decode_times=roofline,
-        prefill_timing=timing,
-        decode_timing=timing,
-        network=NetworkShape(kv_bytes_per_s=timing.links[None].bytes_per_s),
+        prefill=pace,
+        decode=pace,
+        network=NetworkShape(kv_bytes_per_s=link.bytes_per_s),
         event_lag_s=0.02,
         itl_slo_s=SLO.itl_s,
         elasticity=elasticity,
     )
-    return outcome_of(run(shape, settings, _arrivals(trace)), arm=arm, slo=SLO, day_s=day.length_s)
-
-
-def _arrivals(trace: Trace) -> Iterator[Arrival]:
-    """Yield the requests; every one states its objective and allows an answer of any length."""
-    writer = ContentWriter(seed=0)
-    for request in trace.requests:
-        yield Arrival(
-            at_s=request.arrival_s,
-            prompt=writer.tokens(trace.segments(request)),
-            num_output_tokens=request.num_output_tokens,
-            max_tokens=max(MAX_TOKENS, request.num_output_tokens),
-            ttft_slo_s=SLO.ttft_of(request.num_prompt_tokens),
-        )
+    return outcome_of(run(shape, settings, trace_arrivals(trace, slo=SLO)), arm=arm, slo=SLO, day_s=day.length_s)
 
 
 def _settings(args: argparse.Namespace) -> dict[str, object]:

@@ -120,9 +120,14 @@ def outcome_of(finished: SimRun, *, arm: Arm, slo: Slo, day_s: float) -> Outcome
         hit=sum(map(num_cached, requests)) / max(1, num_tokens),
         wall_s=finished.wall_s,
         changes=[
-            Change(at_s=note.at_s, prefill=sizes.prefill, decode=sizes.decode, reason=note.plan.reason)
+            Change(
+                at_s=note.at_s,
+                prefill=note.plan.sizes.prefill,
+                decode=note.plan.sizes.decode,
+                reason=note.plan.reason,
+            )
             for note in finished.plans
-            if (sizes := note.plan.sizes) != note.before
+            if note.is_change
         ],
         stays=list(stays),
         arrived=[arrived[part] for part in range(NUM_BINS)],

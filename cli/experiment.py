@@ -7,6 +7,7 @@ import typer
 
 from cli.console import Progress, err, print_wide
 from cli.errors import EXIT_FAILURE, CliError
+from cli.options import positive_numbers
 from common.signals import sigterm_interrupts
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def run(
     chosen = tuple(name.strip() for name in only.split(",") if name.strip())
     if jobs > 1 and not simulate:
         raise CliError("--jobs: real arms would be in each other's way; it is for --simulate")
-    choices = Choices(source=source, only=chosen, loads=_loads(loads))
+    choices = Choices(source=source, only=chosen, loads=positive_numbers(loads, option="--loads") if loads else ())
     prepared = prepare(path, choices)
     _tell_added(prepared)
     store = Store(out)
@@ -175,13 +176,3 @@ def _tell_plan(prepared: "Experiment", bench: "Bench", *, find_capacity: bool) -
         f" about {span(bench.seconds(len(cells), num_starts))}",
         soft_wrap=True,
     )
-
-
-def _loads(text: str) -> tuple[float, ...]:
-    try:
-        loads = tuple(dict.fromkeys(float(part) for part in text.split(",") if part.strip()))
-    except ValueError:
-        loads = (-1.0,)
-    if not all(0 < load < float("inf") for load in loads):
-        raise CliError(f"--loads: {text!r}; say positive numbers with commas between them, such as 0.5,1,2")
-    return loads

@@ -27,7 +27,7 @@ from measure.load.spec import LoadSpec, LoadTestFailed
 from measure.load.store import RunWriter
 from measure.load.targets.interface import TargetSpec
 from measure.load.window import NothingMeasured
-from measure.simulate.timing_file import write_timing
+from measure.simulate.timing import write_timing
 from measure.workload.sessions import Workload
 
 TIMING_FILE = "timing.json"

@@ -24,15 +24,14 @@ from common.lifecycle import LifeCycle
 from common.timing import StepModel, TimingModel
 from engine.fake import FakeExecutor
 from measure.simulate.faults import FaultRates, SeededFaults
-from measure.simulate.guard import collecting_rarely, ending_on_faults
 from measure.simulate.invariants import AnswerCheck, Violation, leftovers
-from measure.simulate.loop import VirtualClock, VirtualLoop
+from measure.simulate.loop import VirtualClock, VirtualLoop, collecting_rarely, ending_on_faults
 from measure.simulate.network import SimNetwork
 from measure.simulate.questions import Question, QuestionBook
 from measure.simulate.records import NetworkShape
-from measure.simulate.timing import FittedTimes
+from measure.simulate.timing import FittedTimes, Pace
 from measure.simulate.tokens import TokenLog
-from measure.simulate.worker import Pace, SimWorker, Surroundings, endpoints, simulated_reach
+from measure.simulate.worker import SimWorker, Surroundings, endpoints, simulated_reach
 from router.admission.ticket import Ticket
 from router.parts import RouterParts, build_router
 from router.record import Job
@@ -260,7 +259,7 @@ class _Walk:
 
     def _worker(self, number: int) -> SimWorker:
         executor = FakeExecutor(num_blocks=_NUM_BLOCKS, block_size=BLOCK_SIZE, max_steps_in_flight=1 + number % 2)
-        return SimWorker(self._endpoints[number], self._surroundings, executor, Pace(times=_TIMES, timing=None))
+        return SimWorker(self._endpoints[number], self._surroundings, executor, Pace(times=_TIMES))
 
 
 def _admit(router: RouterParts) -> Ticket:

@@ -22,15 +22,14 @@ from measure.simulate.client import SimClient
 from measure.simulate.crowd import Crowd, Progress
 from measure.simulate.elasticity import PlanNote
 from measure.simulate.executor import Answer, SimExecutor, sim_shape
-from measure.simulate.guard import collecting_rarely, ending_on_faults
-from measure.simulate.loop import VirtualClock, VirtualLoop
+from measure.simulate.loop import VirtualClock, VirtualLoop, collecting_rarely, ending_on_faults
 from measure.simulate.network import SimNetwork
 from measure.simulate.planning import PlanningLoop
 from measure.simulate.pools import SimPools
 from measure.simulate.records import Arrival, ClusterShape, SimRun, SimSettings, WorkerResult
 from measure.simulate.sampler import Sampler
 from measure.simulate.tokens import TokenLog
-from measure.simulate.worker import Pace, SimWorker, Surroundings, simulated_reach
+from measure.simulate.worker import SimWorker, Surroundings, simulated_reach
 from router.booking import Booking
 from router.facts import Endpoint
 from router.parts import RouterParts, build_router
@@ -154,17 +153,13 @@ class SimCluster:
 
     def _worker(self, endpoint: Endpoint) -> SimWorker:
         shape, settings = self.shape, self.settings
-        is_prefill = endpoint.role == worker_pb2.WORKER_ROLE_PREFILL
         executor = SimExecutor(
             shape=sim_shape(block_size=shape.block_size, block_bytes=shape.block_bytes),
             num_blocks=shape.num_blocks,
             max_model_len=shape.max_model_len,
             answers=self._answers,
         )
-        pace = Pace(
-            times=settings.prefill_times if is_prefill else settings.decode_times,
-            timing=settings.prefill_timing if is_prefill else settings.decode_timing,
-        )
+        pace = settings.prefill if endpoint.role == worker_pb2.WORKER_ROLE_PREFILL else settings.decode
         return SimWorker(endpoint, self._surroundings, executor, pace)
 
     def _router(self, number: int) -> RouterParts:

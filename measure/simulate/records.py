@@ -2,18 +2,16 @@
 
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
 from common.config import RouterConfig
-from common.timing import TimingModel
 from measure.load.records import PoolSample, RequestRecord
 from measure.simulate.elasticity import Elasticity, PlanNote, Stay
-from measure.simulate.timing import StepTimes
-from router.tenants import Tenant
+from measure.simulate.timing import Pace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +64,10 @@ class NetworkShape:
 class SimSettings:
     """Everything else that a run depends on. Equal shape, settings and arrivals give equal results, byte for byte."""
 
-    prefill_times: StepTimes
-    """Step times of prefill workers."""
-    decode_times: StepTimes
-    """Step times of decode workers, aggregated ones included."""
-    prefill_timing: TimingModel | None = None
-    """Timing model that prefill workers report; None: the model that they fit to their own steps."""
-    decode_timing: TimingModel | None = None
-    """Timing model that decode workers report, likewise."""
+    prefill: Pace
+    """Speed of prefill workers."""
+    decode: Pace
+    """Speed of decode workers, including aggregated ones."""
     network: NetworkShape = field(default_factory=NetworkShape)
     router: RouterConfig = field(default_factory=RouterConfig)
     """Router settings, the policy among them."""
@@ -83,8 +77,6 @@ class SimSettings:
     """Extra latency of reports over other messages."""
     ttft_slo_s: float = float("inf")
     itl_slo_s: float = float("inf")
-    tenants: Mapping[str, Tenant] = field(default_factory=dict)
-    """Tenants by the name that arrivals give; all other names mean `ANYBODY`."""
     timeout_s: float = 3600.0
     """Deadline of each request."""
     sample_interval_s: float | None = None
@@ -112,8 +104,6 @@ class Arrival:
     """Number of its session; None: a session of its own."""
     turn: int = 0
     """Position in its session."""
-    tenant: str = ""
-    priority: int = 0
     ttft_slo_s: float | None = None
     """Objective that the client states; None: the run's."""
     kind: str = ""

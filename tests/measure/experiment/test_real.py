@@ -13,7 +13,7 @@ import yaml
 from measure.experiment.points import Source
 from measure.experiment.store import Cell, Store
 from measure.load.store import read_run
-from measure.simulate.timing_file import read_timing
+from measure.simulate.timing import read_timing
 
 WHOLE = {"name": "whole", "workers": 1, "threads": 2}
 EXPERIMENT: dict[str, Any] = {

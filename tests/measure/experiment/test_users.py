@@ -13,7 +13,7 @@ from measure.experiment.users import WARM_UP, Users
 from measure.load.records import Outcome
 from measure.simulate.cluster import run
 from measure.simulate.records import Arrival, SimRun
-from measure.simulate.replay import Hardware
+from measure.simulate.roofline import Hardware
 from measure.workload.build import build_workload
 from measure.workload.content import ContentWriter
 from measure.workload.lengths import Distribution

@@ -7,7 +7,7 @@ from typing import Any
 from common.config import RouterConfig
 from common.timing import StepModel, TimingModel
 from measure.simulate.records import Arrival, ClusterShape, SimSettings
-from measure.simulate.timing import FittedTimes
+from measure.simulate.timing import FittedTimes, Pace
 
 MODEL = TimingModel(
     prefill=StepModel(
@@ -39,8 +39,8 @@ def make_settings(policy: str = "predictive", **changes: Any) -> SimSettings:
     """Return settings with a linear model of time."""
     router = RouterConfig.model_validate({"policy": policy, "metrics_port": None})
     fields: dict[str, Any] = {
-        "prefill_times": FittedTimes(MODEL),
-        "decode_times": FittedTimes(MODEL),
+        "prefill": Pace(times=FittedTimes(MODEL)),
+        "decode": Pace(times=FittedTimes(MODEL)),
         "router": router,
     }
     return SimSettings(**(fields | changes))
