@@ -9,7 +9,7 @@ from benchmarks.planner_arms import Arm
 from cluster.planner.observation import Pool
 from common.slo import Slo
 from measure.figures import summarize
-from measure.simulate.elasticity import Stay
+from measure.simulate.elasticity import PlanNote, Stay
 from measure.simulate.records import SimRun
 from measure.simulate.results import num_cached
 
@@ -17,15 +17,6 @@ GPUS_PER_WORKER = 4
 NUM_BINS = 72
 """Equal parts of the day, over which load and attainment are told."""
 _KINDS = ("fixed", "ray", "dynamo", "ours")
-
-
-class Change(BaseModel):
-    """A plan for other sizes."""
-
-    at_s: float
-    prefill: int
-    decode: int
-    reason: str
 
 
 class Outcome(BaseModel):
@@ -57,7 +48,7 @@ class Outcome(BaseModel):
     hit: float
     """Cached tokens of all prompt tokens."""
     wall_s: float
-    changes: list[Change]
+    changes: list[PlanNote]
     stays: list[Stay]
     arrived: list[int]
     good: list[int]
@@ -119,16 +110,7 @@ def outcome_of(finished: SimRun, *, arm: Arm, slo: Slo, day_s: float) -> Outcome
         num_moves=finished.num_moves,
         hit=sum(map(num_cached, requests)) / max(1, num_tokens),
         wall_s=finished.wall_s,
-        changes=[
-            Change(
-                at_s=note.at_s,
-                prefill=note.plan.sizes.prefill,
-                decode=note.plan.sizes.decode,
-                reason=note.plan.reason,
-            )
-            for note in finished.plans
-            if note.is_change
-        ],
+        changes=[note for note in finished.plans if note.is_change],
         stays=list(stays),
         arrived=[arrived[part] for part in range(NUM_BINS)],
         good=[num_good[part] for part in range(NUM_BINS)],

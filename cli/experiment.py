@@ -156,7 +156,7 @@ def _tell_added(prepared: "Experiment") -> None:
 def _tell_plan(prepared: "Experiment", bench: "Bench", *, find_capacity: bool) -> None:
     from itertools import groupby
 
-    from measure.experiment.progress import span
+    from measure.experiment.runner import span
 
     for plan in prepared.arms.plans:
         arm = plan.arm

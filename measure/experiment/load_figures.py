@@ -12,8 +12,8 @@ from common.slo import Slo
 from measure.experiment.analysis import Findings
 from measure.experiment.curves import Reading
 from measure.experiment.looks import Shown, shown_arms
-from measure.experiment.means import Unit as Means
 from measure.experiment.points import Point
+from measure.experiment.points import Unit as Means
 from measure.figures import ALL, Figures, Percentiles
 from measure.load.estimates import Estimate
 from measure.pages.axes import Axis, Scale, Unit

@@ -1,6 +1,7 @@
 """Points, the measurements of an experiment: one for each arm, load and repeat, real or simulated."""
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from measure.figures import ALL, Figures
@@ -37,6 +38,29 @@ class Arm:
         """CPU threads of all workers; None: not stated."""
         threads = self.settings.get("threads", "")
         return int(threads) * self.num_workers if threads.isdecimal() else None
+
+    def equals(self, other: "Arm") -> bool:
+        """Return whether two arms have as many workers, or as many threads in total."""
+        same_threads = self.num_threads is not None and self.num_threads == other.num_threads
+        return self.num_workers == other.num_workers or same_threads
+
+    def num_units(self, unit: "Unit") -> int:
+        """Return the number of units of the arm; at least 1."""
+        count = self.num_threads if unit is Unit.THREAD else self.num_workers
+        return max(1, count or self.num_workers)
+
+
+class Unit(enum.StrEnum):
+    """Unit by which arms of different size are compared."""
+
+    WORKER = "worker"
+    THREAD = "thread"
+
+    @classmethod
+    def of(cls, arms: Iterable[Arm]) -> "Unit":
+        """Return THREAD if all arms state their threads and their workers differ in it, else WORKER."""
+        counts = {None if arm.num_threads is None else arm.num_threads / arm.num_workers for arm in arms}
+        return cls.THREAD if None not in counts and len(counts) > 1 else cls.WORKER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,8 +104,8 @@ def _verdict(findings: Sequence[Findings]) -> tuple[str, ...]:
     """Return the first answer of each source: whether it pays."""
     said = []
     for each in findings:
-        first = answers_of(each)[0]
-        said.append((f"{each.source.value.capitalize()}: " if len(findings) > 1 else "") + first.text)
+        _, first = answers_of(each)[0]
+        said.append((f"{each.source.value.capitalize()}: " if len(findings) > 1 else "") + first)
     return tuple(said)
 
 
@@ -162,11 +162,11 @@ def _words(findings: Sequence[Findings]) -> Section:
     panels = [
         Panel(
             title=f"What the {each.source.value} arms say" if len(findings) > 1 else "",
-            content=Answers(pairs=tuple((answer.question, answer.text) for answer in answers_of(each))),
+            content=Answers(pairs=answers_of(each)),
         )
         for each in findings
     ]
-    compared = tuple((answer.question, answer.text) for answer in agreement(findings))
+    compared = tuple(agreement(findings))
     if compared:
         panels.append(Panel(title="Both together", content=Answers(pairs=compared)))
     return Section(

@@ -12,9 +12,8 @@ from measure.experiment.analysis import Findings, analyze
 from measure.experiment.answers import agreement, answers_of
 from measure.experiment.curves import curves_of, dispersion_of
 from measure.experiment.limits import Limit, first_limit
-from measure.experiment.means import Unit
 from measure.experiment.payoff import Verdict
-from measure.experiment.points import Point, Source
+from measure.experiment.points import Point, Source, Unit
 from tests.measure.experiment.builders import LOADS, NUM_REQUESTS, make_arm, make_point, served_up_to
 
 
@@ -24,7 +23,7 @@ def findings(*points: Sequence[Point], share: float = 0.99) -> Findings:
 
 
 def said(found: Findings) -> str:
-    return "\n".join(f"{answer.question} {answer.text}" for answer in answers_of(found))
+    return "\n".join(" ".join(answer) for answer in answers_of(found))
 
 
 def test_capacity_lies_between_the_last_load_that_was_served_and_the_first_that_was_not() -> None:
@@ -208,8 +207,8 @@ def test_real_and_simulated_points_have_findings_of_their_own_and_are_compared()
     real = [replace(point, source=Source.REAL, duration_s=point.duration_s * 1.25) for point in simulated]
     found = analyze([*simulated, *real])
     assert [each.source for each in found] == [Source.REAL, Source.SIMULATED]
-    (answer,) = agreement(found)
-    assert answer.text.startswith("At 6 loads that were measured and simulated, its goodput is off by 25 %")
+    ((_, answer),) = agreement(found)
+    assert answer.startswith("At 6 loads that were measured and simulated, its goodput is off by 25 %")
     assert not list(agreement(found[:1]))
 
 
