@@ -21,13 +21,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import isotonic_regression
-from scipy.stats import binomtest
+from scipy.special import ndtri
 
 from measure.experiment.points import Arm, Point, Source
 from measure.experiment.spec import CapacitySpec, ExperimentError
 from measure.figures import Figures
 from measure.load.estimates import CONFIDENCE
 
+_Z = float(ndtri((1 + CONFIDENCE) / 2))
 _NUM_DRAWS = 1000
 _DOUBTFUL_REPEATS = 2
 """Factor on the number of runs at loads that are in doubt at the end."""
@@ -102,6 +103,14 @@ def find_capacity(arm: Arm, source: Source, spec: CapacitySpec, *, start: float,
     )
 
 
+def wilson(num_good: int, num_requests: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share of at least one request. scipy's takes milliseconds: it tests, too."""
+    share, over = num_good / num_requests, _Z * _Z / num_requests
+    middle = share + over / 2
+    reach = _Z * math.sqrt(share * (1 - share) / num_requests + over / (4 * num_requests))
+    return max(0.0, (middle - reach) / (1 + over)), min(1.0, (middle + reach) / (1 + over))
+
+
 class _Search:
     """Loads that were tried."""
 
@@ -154,13 +163,13 @@ def tally(load: float, points: Sequence[Point], spec: CapacitySpec) -> ProbedLoa
     if not num_requests:
         asked = f"of the kinds {', '.join(spec.kinds)} " if spec.kinds else ""
         raise ExperimentError(f"no request {asked}was sent at {load:g}/s: measure longer, or at higher loads")
-    low, high = binomtest(num_good, num_requests).proportion_ci(CONFIDENCE, method="wilson")
+    low, high = wilson(num_good, num_requests)
     return ProbedLoad(
         load=load,
         num_requests=num_requests,
         num_good=num_good,
         num_runs=len(points),
-        is_clear=bool(low >= spec.share or high < spec.share),
+        is_clear=low >= spec.share or high < spec.share,
     )
 
 

@@ -1,4 +1,4 @@
-"""An experiment's numbers as tables: what was found of each arm, and every run."""
+"""Tables of an experiment's page: findings on each arm, and every run."""
 
 import math
 import os
@@ -16,7 +16,7 @@ _NONE = "–"
 
 
 def tables_section(findings: Sequence[Findings], store: Store) -> Section:
-    """Return the tables; runs lead to their own pages, where the store has these."""
+    """Return the tables; runs link to their own pages, if the store has them."""
     panels = [_arms_table(each) for each in findings]
     return Section(title="All numbers", panels=(*panels, _points_table(findings, store)))
 
@@ -105,7 +105,7 @@ def _points_table(findings: Sequence[Findings], store: Store) -> Panel:
             text_columns=frozenset(["source"]),
             links=tuple(links) if any(links) else (),
         ),
-        note="Arms lead to the pages of their runs, where there are some.",
+        note="Arms link to the pages of their runs, if there are any.",
     )
 
 
@@ -135,7 +135,7 @@ def _times(latency: Percentiles | None) -> tuple[str, str]:
 
 
 def _link(point: Point, store: Store) -> str:
-    """Return where a run's own page is, from the experiment's."""
+    """Return the link from the experiment's page to a run's own page; empty without one."""
     folder = store.folder(point.source, Cell(arm=point.arm.name, load=point.load, repeat=point.repeat))
     page = folder / "report.html"
     return quote(os.path.relpath(page, store.out)) if page.exists() else ""

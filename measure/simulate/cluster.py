@@ -1,8 +1,8 @@
-"""A whole cluster in one process under a virtual clock, and one workload on it.
+"""Runs a workload on a whole cluster in one process, under a virtual clock.
 
 Real are the router (fleet, index, policy, admission, orchestration), the workers' services, the engines' bookkeeping
 and the transfer protocol. Simulated are the network (`network.py`), the passing of time in engines (`engine.py`) and
-what a model says (`executor.py`). Requests enter behind the router's front door: already tokenized.
+the model's answers (`executor.py`). Requests enter behind the router's front door, already tokenized.
 
 Everything happens on one virtual loop, ids are minted from the seed, and time begins at the first arrival: a run is a
 function of shape, settings and arrivals.
@@ -36,16 +36,16 @@ from router.parts import RouterParts, build_router
 from router.placement.search import Search
 
 _WARM_UP_S = 10.0
-"""Before the first arrival: routers get to know the workers. Taken off every reported time."""
+"""Time before the first arrival, in which routers meet the workers. Subtracted from all reported times."""
 _WATCH = "/kvrelay.v1.WorkerService/WatchWorker"
 
 
 def run(
     shape: ClusterShape, settings: SimSettings, arrivals: Iterable[Arrival], *, progress: Progress | None = None
 ) -> SimRun:
-    """Serve a workload to its end and return what became of it. Blocks; needs a thread without a running loop.
+    """Serve a workload to its end and return its record. Blocks; needs a thread without a running loop.
 
-    Raises what a bug in any part raises.
+    Raises the errors of bugs in any part.
     """
     started_s = time.perf_counter()
     with collecting_rarely(), seeded_ids(settings.seed), asyncio.Runner(loop_factory=VirtualLoop) as runner:
@@ -96,7 +96,7 @@ class SimCluster:
         self._begin_s = 0.0
 
     async def start(self) -> None:
-        """Start workers and routers and wait until these know each other."""
+        """Start workers and routers and wait until the routers know the workers."""
         self.pools.open(PoolSizes(prefill=self.shape.num_prefill, decode=self.shape.num_decode))
         await asyncio.sleep(_WARM_UP_S)
         for router in self.routers:
@@ -146,7 +146,7 @@ class SimCluster:
         )
 
     async def aclose(self) -> None:
-        """End routers and workers."""
+        """Close routers and workers."""
         for router in self.routers:
             await router.fleet.aclose()
         await self.pools.aclose()
@@ -193,7 +193,7 @@ _Choose = Callable[[Search], Booking | Refused]
 
 
 def _timed(choose: _Choose, seconds: list[float]) -> _Choose:
-    """Return a function that chooses and notes the real time that it took."""
+    """Return `choose`, extended to note the real time that it takes."""
 
     def timed(search: Search) -> Booking | Refused:
         started_s = time.perf_counter()

@@ -28,9 +28,9 @@ T = TypeVar("T")
 class SimEngine:
     """An `engine.thread.EngineDriver` on a virtual loop. All methods on the loop.
 
-    At any moment one thing at most is pending, and `_timer` is set for it: the beginning of a step, the end of one, or
-    a boundary of steps that hold nothing but decodes. What a step or a command without a caller raises goes to the
-    loop's exception handler.
+    At most one event is pending at any time, and `_timer` is set for it: the beginning or the end of a step, or a
+    boundary of steps that hold nothing but decodes. Errors of steps, and of commands without a caller, go to the loop's
+    exception handler.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class SimEngine:
 
     @property
     def num_steps(self) -> int:
-        """Steps taken, up to the last change of the batch."""
+        """Number of steps, up to the last change of the batch."""
         return self._num_steps + (self._leap.num_steps if self._leap is not None else 0)
 
     @property
     def busy_s(self) -> float:
-        """The time that steps took up to now; that of a step with prompts in it as soon as it begins."""
+        """Time spent in steps until now; a step with prompts counts in full as soon as it begins."""
         return self._busy_s + (self._leap.busy_until(self._loop.time()) if self._leap is not None else 0.0)
 
     def load(self) -> Load:
@@ -84,7 +84,7 @@ class SimEngine:
         self.stop()
 
     def stop(self) -> None:
-        """Stop at once; nothing is answered any more. Tokens kept back that exist by now go out."""
+        """Stop at once. Tokens that are held back go out; nothing else is answered."""
         self._is_running = False
         if self._timer is not None:
             self._timer.cancel()
@@ -95,7 +95,7 @@ class SimEngine:
             group.sink(event)
 
     def hand_out(self) -> None:
-        """Let tokens that are kept back go out when the running step is over: somebody waits for the next one."""
+        """Send tokens that are held back after the running step: a caller waits for the next one."""
         self.post(lambda _core: self._hand_out())
 
     def post(self, command: Callable[[EngineCore], object]) -> None:
@@ -127,7 +127,7 @@ class SimEngine:
     # ── between steps ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _wake(self) -> None:
-        """See to it that commands run when the running step is over."""
+        """Make sure that commands run after the running step."""
         if not self._is_running:
             return
         if self._timer is None:
@@ -139,7 +139,7 @@ class SimEngine:
                 self._set_boundary(self._leap, boundary, ends_s)
 
     def _run_commands(self) -> None:
-        """Run what was asked for."""
+        """Run all pending commands."""
         core, commands = self.core, self._commands
         while commands:
             command, done = commands.popleft()
@@ -163,11 +163,11 @@ class SimEngine:
     # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _begin(self) -> None:
-        """Run commands, then plan what comes next and let its time pass."""
+        """Run commands, then plan the next steps and let their time pass."""
         self._timer = None
         self._run_commands()
         core, leap = self.core, self._leap
-        core.wake()  # what waits may fit now: nobody comes here unless something has happened
+        core.wake()  # something has happened: waiting requests may fit now
         num_decodes = 0 if leap is None else leap.gather(self._loop.time())
         if leap is None or num_decodes == 0:
             self._plan(None)
@@ -178,7 +178,7 @@ class SimEngine:
         self._report()
 
     def _plan(self, leap: DecodeLeap | None) -> None:
-        """Plan a step beside the decodes that a leap looks after, and let it take its time."""
+        """Plan a step beside the decodes of a leap, and let its time pass."""
         core = self.core
         emitted = core.begin_step(NOBODY if leap is None else leap.elsewhere) if core.has_work else []
         if core.plan.batch:
@@ -192,7 +192,7 @@ class SimEngine:
             emitted += core.finish_step()
             if leap is not None:
                 self._set_boundary(leap, *leap.run())
-            elif core.has_work:  # the results of the last steps in flight have brought some
+            elif core.has_work:  # results of the last steps in flight have brought work
                 self._timer = self._loop.call_soon(self._begin)
         self._dispatch(emitted)
 
@@ -208,7 +208,7 @@ class SimEngine:
         self._timer = self._loop.call_at(at_s, self._reach, leap, boundary)
 
     def _reach(self, leap: DecodeLeap, boundary: int) -> None:
-        """Go on at a boundary of steps that hold nothing but decodes."""
+        """Continue at a boundary of steps that hold nothing but decodes."""
         self._dispatch(leap.complete(boundary, self._loop.time()))
         self._begin()
 
@@ -218,10 +218,10 @@ class SimEngine:
         constant_s, per_context_token_s = self._times.decode_line(shape.num_decodes)
         return constant_s + shape.num_context_tokens * per_context_token_s
 
-    # ── telling ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── reports ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _report(self) -> None:
-        """Tell the worker of load and cache."""
+        """Report load and cache to the worker."""
         samples = self.core.drain_samples()
         if self._leap is not None:
             samples += self._leap.drain_samples()

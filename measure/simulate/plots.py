@@ -22,28 +22,28 @@ _SPEED = Axis(title="speed of the trace", unit=Unit.PLAIN)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A cell and what plots need of its requests."""
+    """A cell and the data of its plots."""
 
     result: CellResult
     ttft_s: np.ndarray
     itl_s: np.ndarray
     load: Mapping[str, np.ndarray]
-    """Prompt tokens to compute that each worker was sent, by equal parts of the run's arrivals."""
+    """Prompt tokens to compute that each worker got, by equal parts of the run."""
 
     @property
     def policy(self) -> str:
-        """Of the cell."""
+        """Policy of the cell."""
         return self.result.cell.policy
 
     @property
     def speed(self) -> float:
-        """Of the cell."""
+        """Speed of the cell."""
         return self.result.cell.speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Look:
-    """How a policy is drawn, everywhere alike."""
+    """Look of a policy in all plots."""
 
     color: str
     dash: str
@@ -51,7 +51,7 @@ class _Look:
 
 
 def outcome(result: CellResult, requests: Iterable[RequestRecord]) -> Outcome:
-    """Return a cell with the curves of its requests."""
+    """Return a cell with the data of its plots."""
     rows = list(requests)
     complete = [row for row in rows if row.is_complete]
     edges = np.linspace(0, max((row.due_s for row in rows), default=0.0) + 1e-9, _LOAD_BINS + 1)
@@ -127,7 +127,7 @@ def hits_and_balance(outcomes: Sequence[Outcome]) -> Any:
 
 
 def load_over_time(outcomes: Sequence[Outcome]) -> Any:
-    """Return, for cells of one speed, how many tokens to compute each worker was sent, a small plot per policy."""
+    """Return the tokens to compute that each worker got, for cells of one speed, a small plot per policy."""
     num_columns = min(3, len(outcomes))
     num_rows = -(-len(outcomes) // num_columns)
     figure = make_subplots(

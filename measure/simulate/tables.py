@@ -42,7 +42,7 @@ def comparison_table(results: Sequence[CellResult]) -> Table:
 
 
 def stats_table(stats: TraceStats) -> Table:
-    """Return a trace's statistics, one a line."""
+    """Return a trace's statistics, one per line."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, value in (
         ("requests", f"{stats.num_requests:,}"),
@@ -59,7 +59,7 @@ def stats_table(stats: TraceStats) -> Table:
 
 
 def placement_line(name: str, hits: PlacementHits) -> tuple[str, str]:
-    """Return a placement's name and what it finds."""
+    """Return a placement's name and its hits."""
     return name, f"{hits.block_hit:.2%} of all blocks, hot spot {hits.hot_spot:.2f}"
 
 

@@ -1,4 +1,4 @@
-"""What is said of points whose truth is known."""
+"""Findings from points whose truth is known."""
 
 import math
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def said(found: Findings) -> str:
     return "\n".join(" ".join(answer) for answer in answers_of(found))
 
 
-def test_capacity_lies_between_the_last_load_that_was_served_and_the_first_that_was_not() -> None:
+def test_capacity_lies_between_the_last_served_load_and_the_first_failed_one() -> None:
     (arm,) = findings(served_up_to(3.0, make_arm(1, 1))).arms
     assert 3.0 < arm.reach.load < 3.1  # where a line from 100 % at 3 to 67 % at 4 passes 99 %
     assert arm.reach.high is not None

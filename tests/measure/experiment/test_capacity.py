@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from measure.experiment.capacity import Capacity, find_capacity
+from measure.experiment.capacity import Capacity, find_capacity, wilson
 from measure.experiment.points import Point, Source
 from measure.experiment.spec import CapacitySpec, ExperimentError
 from tests.measure.experiment.builders import make_arm, make_point
@@ -62,7 +62,7 @@ def test_search_from_an_overload_halves() -> None:
     assert [probe.load for probe in found.probes] == [1, 1.414, 2, 4, 8]
 
 
-def test_search_measures_a_doubtful_load_as_often_as_allowed_and_twice_as_often_where_it_ends() -> None:
+def test_search_repeats_doubtful_loads_and_twice_as_often_where_it_ends() -> None:
     found = search(lambda load, _: 0.99 if load <= 2 else 0.5, spec=CapacitySpec(precision=0.9, repeats=3))
     assert {probe.load: probe.num_runs for probe in found.probes} == {1: 3, 2: 6, 2.828: 1, 4: 1}
     assert [probe.is_clear for probe in found.probes] == [False, False, True, True]
@@ -149,6 +149,14 @@ def test_interval_under_noise_holds_the_truth_as_often_as_it_says() -> None:
         found = search(partial(_noisy_share, rng), num_requests=500)
         num_held += found.low <= truth and (found.high is None or truth <= found.high)
     assert num_held >= 85  # of 100; 90 to 99 where the search itself chose what to measure
+
+
+@pytest.mark.parametrize(
+    ("num_good", "num_requests", "low", "high"),
+    [(0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634), (10, 10, 0.7225, 1.0), (990, 1000, 0.9817, 0.9946)],
+)
+def test_wilson_interval_is_that_of_the_tables(num_good: int, num_requests: int, low: float, high: float) -> None:
+    assert wilson(num_good, num_requests) == pytest.approx((low, high), abs=1e-4)
 
 
 def _noisy_share(rng: np.random.Generator, load: float, _repeat: int) -> float:

@@ -1,4 +1,4 @@
-"""The order of cells, what is kept, what failures do, and where an interrupted experiment goes on."""
+"""Order of cells, kept results, failures, and continuation after an interrupt."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def run(
 
 
 def keeper(tmp_path: Path, lines: list[str] | None = None) -> Keeper:
-    """Return what keeps results in a folder, and tells a list."""
+    """Return a keeper of results in a folder that reports to a list."""
     return Keeper(Store(tmp_path), Source.REAL, (lines if lines is not None else []).append)
 
 

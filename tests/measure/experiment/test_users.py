@@ -50,7 +50,7 @@ def serve(workload: Workload, *, warm_up_s: float = 0.0) -> tuple[SimRun, Users]
     return run(make_shape(1, 1), make_settings(), users.arrivals()), users
 
 
-def test_open_loop_begins_sessions_at_their_times_in_order_whatever_stream_they_are_of() -> None:
+def test_open_loop_begins_sessions_of_all_streams_at_their_times_in_order() -> None:
     chats = [make_session(0, start_s=1.0), make_session(1, start_s=4.0)]
     singles = [make_session(2, start_s=0.5, kind="single"), make_session(3, start_s=2.0, kind="single")]
     finished, users = serve(make_workload(open_stream(chats), open_stream(singles)))
@@ -96,7 +96,7 @@ def test_closed_loop_begins_a_session_when_one_has_ended() -> None:
     assert sorted(result.due_s for result in first_turns[2:]) == ends[:2]
 
 
-def test_place_of_somebody_turned_away_is_taken_later_so_that_time_passes() -> None:
+def test_place_of_a_refused_session_is_taken_later_so_that_time_passes() -> None:
     stream = Stream(kind="chat", sessions=[make_session(n) for n in range(5)], concurrency=1)
     users = Users(make_workload(stream, duration_s=3.5), ContentWriter(seed=0), slo=SLO)
     arrival: Arrival | None = next(users.arrivals())
@@ -170,7 +170,7 @@ def serving(**pool: object) -> object:
 
 
 @pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 1), (0, 2)])
-def test_simulated_point_counts_everybody_and_each_kind_of_the_window(num_prefill: int, num_decode: int) -> None:
+def test_simulated_point_counts_all_requests_and_each_kind_of_the_window(num_prefill: int, num_decode: int) -> None:
     arm = Arm(name="arm", num_prefill=num_prefill, num_decode=num_decode)
     config = parse_config(serving(), source="test")
     point, finished = simulate_point(
@@ -204,7 +204,7 @@ def test_equal_cells_give_equal_points() -> None:
     assert points[0] == points[1]
 
 
-def test_gaps_of_a_point_are_those_of_an_idle_model_when_nobody_else_asks() -> None:
+def test_gaps_of_a_point_without_other_load_are_those_of_an_idle_model() -> None:
     arm = Arm(name="1P1D", num_prefill=1, num_decode=1)
     config = parse_config(serving(), source="test")
     point, _finished = simulate_point(

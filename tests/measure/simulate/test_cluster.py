@@ -1,14 +1,10 @@
-import os
-import subprocess
-import sys
-
 import pytest
 
 from common.timing import StepShape
 from measure.simulate.cluster import run
 from measure.simulate.records import ClusterShape
 from measure.simulate.results import num_cached
-from tests.measure.simulate.builders import MODEL, make_arrivals, make_settings, make_shape
+from tests.measure.simulate.builders import MODEL, make_arrivals, make_settings, make_shape, printed_twice
 
 SHAPES = [make_shape(2, 2), make_shape(0, 3), make_shape(2, 2, num_routers=3)]
 
@@ -52,20 +48,11 @@ def test_run_a_lone_requests_times_are_those_of_the_model() -> None:
 _PRINT_RUN = """
 from measure.simulate.cluster import run
 from tests.measure.simulate.builders import *
-finished = run(make_shape(2, 2, num_routers=2), make_settings(seed={seed}), make_arrivals(80))
+finished = run(make_shape(2, 2, num_routers=2), make_settings(seed=7), make_arrivals(80))
 print(finished.requests, finished.workers, finished.end_s)
 """
 
 
-def _printed(seed: int, hash_seed: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-c", _PRINT_RUN.format(seed=seed)],
-        env=os.environ | {"PYTHONHASHSEED": hash_seed},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-
-
 def test_run_with_the_same_seed_gives_the_same_bytes_in_another_process() -> None:
-    assert _printed(7, "1") == _printed(7, "2")
+    first, second = printed_twice(_PRINT_RUN)
+    assert first == second

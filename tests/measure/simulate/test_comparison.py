@@ -38,7 +38,7 @@ def make_comparison(out: Path, *policies: str, settings: ReplaySettings | None =
 
 
 def run(comparison: Comparison, *, num_jobs: int = 1) -> tuple[list[CellResult], list[Cell]]:
-    """All results, and the cells in the order in which they were reported."""
+    """Return all results, and the cells in the order in which they were reported."""
     reported: list[Cell] = []
     comparison.prepare()
     results = comparison.run(num_jobs=num_jobs, report=lambda result: reported.append(result.cell))
@@ -46,7 +46,7 @@ def run(comparison: Comparison, *, num_jobs: int = 1) -> tuple[list[CellResult],
 
 
 def files(out: Path) -> dict[str, bytes]:
-    """Everything that is a function of the settings."""
+    """Return all files that are functions of the settings."""
     return {
         str(path.relative_to(out)): path.read_bytes()
         for path in sorted(out.rglob("*"))

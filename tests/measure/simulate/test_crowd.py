@@ -1,4 +1,4 @@
-"""Requests that follow from others: turns of a chat, and whoever comes next in a closed loop."""
+"""Requests that follow from others: turns of a chat, and sessions of a closed loop."""
 
 from array import array
 from collections.abc import Callable
@@ -15,7 +15,7 @@ THINK_S = 2.0
 
 
 def make_chat(num_turns: int, *, seed: int = 0, at_s: float = 0.0, num_output_tokens: int = 33) -> Arrival:
-    """Return the first turn of a chat, every later one of which is asked `THINK_S` after an answer."""
+    """Return the first turn of a chat, whose later turns are asked `THINK_S` after an answer."""
     answers = [array("I", [1000 * (seed + 1) + turn] * num_output_tokens) for turn in range(num_turns)]
 
     def turn(index: int, history: "array[int]", at_s: float) -> Arrival:
@@ -57,7 +57,7 @@ def test_later_turn_finds_prompt_and_answer_before_it_in_a_cache() -> None:
         history = result.num_prompt_tokens + result.num_output_tokens - 1  # the last token's KV is never computed
 
 
-def test_results_are_in_order_of_arrival_whoever_a_request_follows_from() -> None:
+def test_results_are_in_order_of_arrival_whatever_a_request_follows_from() -> None:
     others = make_arrivals(30, rate_per_s=5.0)
     results = serve(make_chat(2), *others).requests
     assert [result.index for result in results] == list(range(32))

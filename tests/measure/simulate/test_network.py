@@ -17,6 +17,7 @@ from measure.simulate.loop import VirtualLoop
 from measure.simulate.network import SimChannel, SimNetwork, SimServer
 from measure.simulate.records import NetworkShape
 from measure.simulate.wire import KEEPALIVE_S
+from tests.measure.simulate.builders import current_loop, on_virtual_loop
 
 LATENCY_S = 0.25
 SHAPE = NetworkShape(latency_s=LATENCY_S, kv_bytes_per_s=1000.0)
@@ -65,19 +66,14 @@ def on_virtual_time(*fates: tuple[Fate, float]) -> Callable[[Test], Callable[...
     """Run a test with a scene of its own, whose first messages have these fates. Nothing may be left behind."""
 
     def decorate(test: Test) -> Callable[..., None]:
-        async def main(values: dict[str, Any]) -> None:
-            loop = asyncio.get_running_loop()
-            assert isinstance(loop, VirtualLoop)
-            scene = Scene(loop, Script(*fates))
+        @on_virtual_loop
+        @functools.wraps(test)
+        async def run(**values: Any) -> None:
+            scene = Scene(current_loop(), Script(*fates))
             await test(scene, **values)
             await asyncio.sleep(2 * KEEPALIVE_S)
             assert scene.network.num_calls == 0
             assert asyncio.all_tasks() == {asyncio.current_task()}
-
-        @functools.wraps(test)
-        def run(**values: Any) -> None:
-            with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-                runner.run(main(values))
 
         _scene, *others = inspect.signature(test).parameters.values()
         run.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
@@ -218,7 +214,7 @@ async def test_crash_of_either_side_breaks_the_call_off(scene: Scene, crashed: s
 
 
 @on_virtual_time()
-async def test_call_to_nobody_is_unavailable(scene: Scene) -> None:
+async def test_call_to_a_host_without_server_is_unavailable(scene: Scene) -> None:
     scene.network.crash("server:1")
     assert scene.channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
     with pytest.raises(grpc.aio.AioRpcError) as caught:
