@@ -1,4 +1,4 @@
-"""What a day was worth with one way of sizing the pools; kept as JSON."""
+"""Result of a day with one way of sizing the pools, kept as JSON."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from measure.simulate.results import num_cached
 
 GPUS_PER_WORKER = 4
 NUM_BINS = 72
-"""Equal parts of the day, over which load and attainment are told."""
+"""Number of equal parts of the day for load and attainment."""
 _KINDS = ("fixed", "ray", "dynamo", "ours")
 
 
 class Outcome(BaseModel):
-    """One arm's day."""
+    """Result of one arm."""
 
     name: str
     kind: str
@@ -28,40 +28,41 @@ class Outcome(BaseModel):
     gpu_hours: float
     num_requests: int
     num_refused: int
-    """Refused or failed."""
+    """Requests that were refused or failed."""
     good_share: float
     ttft_share: float
-    """Of all requests: first token in time."""
+    """Share of all requests whose first token was in time."""
     itl_share: float
-    """Of all requests: answered, with gaps within the objective."""
+    """Share of all requests that are complete with gaps within the objective."""
     ttft_p50_s: float
     ttft_p99_s: float
     itl_p99_s: float
     worst_bin: float
-    """Good share of the worst part of the day."""
+    """Share of good requests in the worst part of the day."""
     num_starts: int
     num_flips: int
     num_leaves: int
-    """Workers that were told to go, flips apart."""
+    """Workers that were told to leave, without flips."""
     num_moves: int
-    """Answers that went on on another worker because theirs was to go."""
+    """Answers that moved to another worker because theirs was leaving."""
     hit: float
     """Cached tokens of all prompt tokens."""
     wall_s: float
     changes: list[PlanNote]
     stays: list[Stay]
     arrived: list[int]
+    """Requests by part of the day."""
     good: list[int]
-    """By part of the day."""
+    """Good requests by part of the day."""
 
     @property
     def kind_order(self) -> int:
-        """Where its kind stands in tables."""
+        """Position of its kind in tables."""
         return _KINDS.index(self.kind)
 
     @property
     def line(self) -> str:
-        """The outcome in a line."""
+        """Result in a line."""
         return (
             f"{self.name}: {self.gpu_hours:.1f} GPU-hours, {self.good_share:.2%} good, worst {self.worst_bin:.1%},"
             f" TTFT {self.ttft_share:.2%} p99 {self.ttft_p99_s:.1f} s, gaps {self.itl_share:.2%},"
@@ -69,7 +70,7 @@ class Outcome(BaseModel):
         )
 
     def size(self, pool: Pool, times: Sequence[float]) -> list[int]:
-        """Return a pool's workers that are paid for at these times."""
+        """Return the number of a pool's paid workers at each time."""
         return [
             sum(
                 stay.pool is pool and stay.asked_s <= at_s and (stay.gone_s is None or at_s < stay.gone_s)
@@ -80,7 +81,7 @@ class Outcome(BaseModel):
 
 
 def outcome_of(finished: SimRun, *, arm: Arm, slo: Slo, day_s: float) -> Outcome:
-    """Return what a finished run was worth. Raises ValueError when no request was answered."""
+    """Return the result of a finished run. Raises ValueError when no request was answered."""
     requests, stays = finished.requests, finished.stays
     figures = summarize(requests, slo=slo)
     if figures.ttft is None or figures.tpot is None:

@@ -205,7 +205,7 @@ def _trade(findings: Findings) -> Iterator[Answer]:
             and (theirs := _at(payoff.whole, load).p99(kind, pick)) is not None
         ]
         if pairs:
-            parts.append(f"{'everybody' if kind == ALL else kind}: {', '.join(pairs)}")
+            parts.append(f"{'all requests' if kind == ALL else kind}: {', '.join(pairs)}")
     if parts:
         names = f"{payoff.split.arm.name} against {payoff.whole.arm.name}"
         yield "What does one pay for the other?", f"99th percentiles of {names} at {rate(load)}. {'; '.join(parts)}."

@@ -150,12 +150,12 @@ def latency_panels(findings: Sequence[Findings], slo: Slo | None) -> tuple[Panel
     sheet = _Sheet.of(findings)
     readings = [reading for arm in sheet.shown for reading in arm.finding.curve.readings]
     kinds = list(dict.fromkeys(kind for reading in readings for kind in reading.kinds))
-    kinds = kinds if len(kinds) > 2 else kinds[:1]  # one kind is everybody
+    kinds = kinds if len(kinds) > 2 else kinds[:1]  # a single kind equals all requests
     ttft_limit = () if slo is None else (Limit(value=slo.ttft_s, text="objective, short prompts"),)
     itl_limit = () if slo is None else (Limit(value=slo.itl_s, text="objective of the mean gap"),)
     panels = []
     for kind in kinds:
-        whose = "everybody" if kind == ALL else kind
+        whose = "all requests" if kind == ALL else kind
         panels += [
             _latency_panel(sheet, kind, attrgetter("ttft"), f"First token, {whose}: p99", ttft_limit),
             _latency_panel(sheet, kind, attrgetter("itl"), f"Gap between tokens, {whose}: p99", itl_limit),
@@ -169,22 +169,20 @@ def busy_panels(findings: Sequence[Findings]) -> tuple[Panel, ...]:
     return (
         _mean_panel(
             sheet,
-            lambda point: point.prefill_busy,
+            attrgetter("prefill_busy"),
             "Prefill pool: time in steps",
             "Above nine tenths, prompts wait for each other.",
         ),
         _mean_panel(
             sheet,
-            lambda point: point.decode_busy,
+            attrgetter("decode_busy"),
             "Decode pool: time in steps",
             "A decode worker steps while it has one answer to write: busy does not mean full.",
         ),
         _mean_panel(
-            sheet, lambda point: point.kv_peak, "KV pages in use, fullest worker", "At 100 %, answers wait for pages."
+            sheet, attrgetter("kv_peak"), "KV pages in use, fullest worker", "At 100 %, answers wait for pages."
         ),
-        _mean_panel(
-            sheet, lambda point: point.token_hit, "Prompt tokens found in a cache", "These tokens are not computed."
-        ),
+        _mean_panel(sheet, attrgetter("token_hit"), "Prompt tokens found in a cache", "These tokens are not computed."),
     )
 
 
@@ -193,7 +191,7 @@ def handoff_panels(findings: Sequence[Findings]) -> tuple[Panel, ...]:
     sheet = _Sheet.of(findings).only_splits()
     exposed = _mean_panel(
         sheet,
-        lambda point: point.transfer_exposed_p50_s,
+        attrgetter("transfer_exposed_p50_s"),
         "Time that prefill does not hide, median",
         "Delay of the first token because KV moves.",
         unit=Unit.SECONDS,

@@ -110,20 +110,20 @@ def _points_table(findings: Sequence[Findings], store: Store) -> Panel:
 
 
 def _point_row(point: Point) -> tuple[str, ...]:
-    everybody = point.overall
+    overall = point.overall
     return (
         point.arm.name,
         point.source.value,
         f"{point.load:g}",
         str(point.repeat + 1),
-        f"{everybody.num_requests:,}",
-        percent(everybody.good_share),
+        f"{overall.num_requests:,}",
+        percent(overall.good_share),
         number(point.goodput_per_s),
-        str(everybody.num_ttft_misses),
-        str(everybody.num_itl_misses),
-        str(everybody.num_not_complete),
-        *_times(everybody.ttft),
-        *_times(everybody.itl),
+        str(overall.num_ttft_misses),
+        str(overall.num_itl_misses),
+        str(overall.num_not_complete),
+        *_times(overall.ttft),
+        *_times(overall.itl),
         *(_NONE if share is None else percent(share, 0) for share in (point.prefill_busy, point.decode_busy)),
         _NONE if point.kv_peak is None else percent(point.kv_peak, 0),
         _NONE if point.token_hit is None else percent(point.token_hit, 0),

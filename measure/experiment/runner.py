@@ -171,13 +171,13 @@ def span(seconds: float) -> str:
 
 def point_line(point: Point) -> str:
     """Return the result of a run in words."""
-    everybody = point.overall
+    overall = point.overall
     text = (
         f"{point.arm.name} at {point.load:g}/s: {point.goodput_per_s:.2f} good requests/s"
-        f" ({everybody.good_share:.1%} of {everybody.num_requests})"
+        f" ({overall.good_share:.1%} of {overall.num_requests})"
     )
-    if everybody.ttft is not None:
-        text += f", p99 TTFT {everybody.ttft.p99:.2f} s"
-    if everybody.itl is not None:
-        text += f", p99 ITL {everybody.itl.p99 * 1000:.0f} ms"
+    if overall.ttft is not None:
+        text += f", p99 TTFT {overall.ttft.p99:.2f} s"
+    if overall.itl is not None:
+        text += f", p99 ITL {overall.itl.p99 * 1000:.0f} ms"
     return text + "".join(f"; {warning}" for warning in point.warnings)

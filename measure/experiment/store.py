@@ -24,6 +24,7 @@ from pydantic import TypeAdapter
 
 from measure.experiment.capacity import Capacity
 from measure.experiment.points import Point, Source
+from measure.simulate.records import write_json
 
 _POINT = TypeAdapter(Point)
 _CAPACITY = TypeAdapter(Capacity)
@@ -137,14 +138,6 @@ def slug(text: str) -> str:
         return text.replace(" ", ",")
     clean = re.sub(r"[^A-Za-z0-9=+_]+", "-", text).strip("-")
     return f"{clean},{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write a file atomically: readers find all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(".part")
-    scratch.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    scratch.replace(path)
 
 
 def _read_point(path: Path) -> Point:

@@ -1,5 +1,6 @@
 """Input and output of a simulation."""
 
+import json
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -82,7 +83,7 @@ class SimSettings:
     sample_interval_s: float | None = None
     """Interval at which the workers' load is sampled; None: never."""
     elasticity: Elasticity | None = None
-    """How the pools change while the workload runs; None: they do not."""
+    """Changes of the pools while the workload runs; None: no changes."""
     seed: int = 0
 
 
@@ -173,6 +174,14 @@ def read_requests(path: Path) -> Iterator[RequestRecord]:
     """Yield the requests of a file. Raises OSError, ValueError."""
     with path.open("rb") as file:
         yield from map(_RECORD.validate_json, file)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a file atomically: readers find all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(".part")
+    scratch.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    scratch.replace(path)
 
 
 _RECORD = TypeAdapter(RequestRecord)

@@ -22,7 +22,15 @@ from pydantic import TypeAdapter
 
 from common.config import RouterConfig
 from common.slo import Slo
-from measure.simulate.records import Arrival, ClusterShape, NetworkShape, SimRun, SimSettings, write_requests
+from measure.simulate.records import (
+    Arrival,
+    ClusterShape,
+    NetworkShape,
+    SimRun,
+    SimSettings,
+    write_json,
+    write_requests,
+)
 from measure.simulate.results import Summary, summarize_run
 from measure.simulate.roofline import Hardware
 from measure.workload.content import ContentWriter
@@ -213,15 +221,9 @@ def _write(folder: Path, done: SimRun, result: CellResult) -> None:
     summary = folder / "summary.json"
     summary.unlink(missing_ok=True)
     write_requests(folder / REQUESTS_FILE, done.requests)
-    _write_json(folder / "workers.json", [asdict(worker) for worker in done.workers])
-    _write_json(folder / "clock.json", asdict(result.clock))
-    _write_json(summary, asdict(result.summary))  # last and atomically: it marks the cell as complete
-
-
-def _write_json(path: Path, value: object) -> None:
-    scratch = path.with_suffix(".part")
-    scratch.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    scratch.replace(path)
+    write_json(folder / "workers.json", [asdict(worker) for worker in done.workers])
+    write_json(folder / "clock.json", asdict(result.clock))
+    write_json(summary, asdict(result.summary))  # last and atomically: it marks the cell as complete
 
 
 def _digest(path: Path) -> str:

@@ -177,12 +177,10 @@ def test_simulated_point_counts_all_requests_and_each_kind_of_the_window(num_pre
         arm, config, build_workload(SPEC, load=1.0), SIMULATION, Cell(arm="arm", load=1.0, repeat=0)
     )
     assert list(point.kinds) == ["all", "chats", "documents"]
-    everybody, chats, documents = point.kinds.values()
-    assert everybody.num_requests == chats.num_requests + documents.num_requests < len(finished.requests)
-    assert everybody.num_good == chats.num_good + documents.num_good
-    assert everybody.num_requests == sum(
-        10.0 <= result.due_s <= 10.0 + point.duration_s for result in finished.requests
-    )
+    overall, chats, documents = point.kinds.values()
+    assert overall.num_requests == chats.num_requests + documents.num_requests < len(finished.requests)
+    assert overall.num_good == chats.num_good + documents.num_good
+    assert overall.num_requests == sum(10.0 <= result.due_s <= 10.0 + point.duration_s for result in finished.requests)
     assert documents.ttft is not None and chats.ttft is not None
     assert documents.ttft.p50 > chats.ttft.p50
     assert (point.prefill_busy is None) == (num_prefill == 0)
