@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 from common.block_hash import hash_blocks
 from common.errors import DeadlineExceeded, KvrelayError, Overloaded, Refused
@@ -74,7 +75,7 @@ class SimClient:
             due_s=arrival.at_s,
             sent_s=arrival.at_s,
             chunk_s=chunk_s,
-            chunk_tokens=(1,) * len(chunk_s),
+            chunk_tokens=_ones(len(chunk_s)),
             end_s=self._now_s(),
             outcome=_outcome(failure, has_tokens=bool(chunk_s)),
             error="" if failure is None else f"{type(failure).__name__}: {failure.message}",
@@ -167,6 +168,12 @@ class _Reply:
             transfer_bytes=transfer.kv_bytes,
             num_attempts=self._completed.num_attempts,
         )
+
+
+@cache
+def _ones(length: int) -> tuple[int, ...]:
+    """Return a tuple of ones, shared by all answers of a length."""
+    return (1,) * length
 
 
 def _outcome(failure: KvrelayError | None, *, has_tokens: bool) -> Outcome:

@@ -24,6 +24,7 @@ class Crowd:
         self._begin_s = begin_s
         self._progress = progress
         self._num_asked = 0
+        self._running: set[asyncio.Task[RequestRecord]] = set()
         self._num_to_come = 0
         """Requests that follow from others and are not due yet."""
         self._records: dict[int, RequestRecord] = {}
@@ -36,34 +37,31 @@ class Crowd:
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
             self._ask(arrival)
-        while self._is_busy:
+        while self._running or self._num_to_come:
             self._all_over.clear()
             await self._all_over.wait()
         return tuple(self._records[index] for index in range(self._num_asked))
-
-    @property
-    def _is_busy(self) -> bool:
-        return len(self._records) < self._num_asked or self._num_to_come > 0
 
     def _ask(self, arrival: Arrival) -> None:
         """Send a request now."""
         index = self._num_asked
         self._num_asked += 1
         task = self._loop.create_task(self._clients[index % len(self._clients)].ask(arrival, index))
+        self._running.add(task)
         task.add_done_callback(lambda task: self._end(task, arrival))
 
     def _end(self, task: "asyncio.Task[RequestRecord]", arrival: Arrival) -> None:
-        if task.cancelled():
-            return  # the run was cancelled
-        record = task.result()  # raises what a bug raised
-        self._records[record.index] = record
-        if self._progress is not None:
-            self._progress(len(self._records))
-        following = None if arrival.follow_up is None else arrival.follow_up(record)
-        if following is not None:
-            self._num_to_come += 1
-            self._loop.call_at(self._begin_s + following.at_s, self._follow, following)
-        if not self._is_busy:
+        self._running.discard(task)
+        if not task.cancelled():
+            record = task.result()  # raises what a bug raised
+            self._records[record.index] = record
+            if self._progress is not None:
+                self._progress(len(self._records))
+            following = None if arrival.follow_up is None else arrival.follow_up(record)
+            if following is not None:
+                self._num_to_come += 1
+                self._loop.call_at(self._begin_s + following.at_s, self._follow, following)
+        if not self._running and not self._num_to_come:
             self._all_over.set()
 
     def _follow(self, arrival: Arrival) -> None:

@@ -69,9 +69,12 @@ def summarize_run(run: SimRun, *, slo: Slo, num_prefill: int) -> Summary:
 
 
 def gap_percentiles(requests: Iterable[RequestRecord]) -> Percentiles | None:
-    """Return the percentiles of the gaps between pieces of the complete answers; None without any."""
+    """Return the percentiles of gaps between pieces of complete answers, in whole microseconds; None without any."""
     gaps = [np.diff(request.chunk_s) for request in requests if request.is_complete]
-    return percentiles(np.concatenate(gaps).tolist()) if gaps else None
+    if not gaps:
+        return None
+    values, counts = np.unique(np.concatenate(gaps).round(6), return_counts=True)  # far fewer than gaps
+    return percentiles(values.tolist(), counts.tolist())
 
 
 def num_cached(request: RequestRecord) -> int:
