@@ -20,7 +20,7 @@ _STEP_TOKENS_DISAGGREGATED = 8192
 _STEP_TOKENS_AGGREGATED = 512
 _workload, _cluster, _signals, _run = (
     partial(typer.Option, rich_help_panel=panel)
-    for panel in ("Workload", "Simulated cluster", "What the router is told, and when", "Run")
+    for panel in ("Workload", "Simulated cluster", "Routers and their signals", "Run")
 )
 
 

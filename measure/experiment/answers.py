@@ -39,7 +39,7 @@ def _does_it_pay(findings: Findings) -> Iterator[Answer]:
     question = "Does disaggregation pay?"
     payoffs = findings.payoffs
     if not payoffs:
-        yield question, "Cannot tell: no split and aggregated arms of equal means were measured."
+        yield question, "Cannot tell: no split and aggregated arms of equal resources were measured."
         return
     if len(payoffs) <= 3:
         for payoff in payoffs:
@@ -99,8 +99,8 @@ def _paying_by_size(payoffs: Sequence[Payoff], findings: Findings) -> str:
             parts.append(f"with {listed(sizes)} workers {verb}")
     text = "; ".join(parts)
     return (
-        f"{text[0].upper()}{text[1:]}. Compared is how much the best split of each size serves with"
-        f" {percent(findings.share, 0)} good requests, and as many aggregated workers."
+        f"{text[0].upper()}{text[1:]}. The best split of each size is compared with as many aggregated workers, by the"
+        f" load that each serves with {percent(findings.share, 0)} good requests."
     )
 
 
@@ -117,7 +117,7 @@ def _which_ratio(findings: Findings) -> Iterator[Answer]:
     question = "Which ratio is best?"
     contests = [ranking for ranking in findings.rankings if len(ranking.arms) > 1 and ranking.arms[0].reach.load > 0]
     if not contests and findings.balance is None:
-        yield question, "Cannot tell: no two splits of as many workers were measured."
+        yield question, "Cannot tell: no two splits of equal size were measured."
         return
     for ranking in contests[-2:]:
         yield question, _ranked(ranking)

@@ -6,7 +6,8 @@ from contextlib import ExitStack
 from measure.experiment.arms import ArmPlan
 from measure.experiment.capacity import Capacity, find_capacity
 from measure.experiment.points import Point
-from measure.experiment.runner import ArmFailed, Bench, CellFailed, Keeper, Measure, point_line
+from measure.experiment.prepare import Experiment
+from measure.experiment.runner import ArmFailed, Bench, CellFailed, Keeper, Measure, point_line, run_cells
 from measure.experiment.spec import CapacitySpec
 from measure.experiment.store import Cell
 
@@ -43,6 +44,15 @@ def capacity_line(capacity: Capacity) -> str:
         f"serves {capacity.load:g}/s (95 %: {capacity.low:.3g} to {high}),"
         f" {capacity.goodput_per_worker:.2f} good requests/s and worker"
     )
+
+
+def measure(experiment: Experiment, keeper: Keeper, bench: Bench, *, is_search: bool) -> None:
+    """Measure an experiment's cells, or search the capacities of its arms; the keeper gets the results."""
+    spec, plans = experiment.spec, experiment.arms.plans
+    if is_search:
+        find_capacities(plans, spec.capacity, keeper, bench, start=spec.loads[0])
+    else:
+        run_cells(experiment.cells, plans, keeper, bench)
 
 
 class _Arm:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from measure.experiment.prepare import Choices, prepare
-from measure.experiment.runner import Keeper, Report, run_cells
-from measure.experiment.search import find_capacities
+from measure.experiment.runner import Keeper, Report
+from measure.experiment.search import measure
 from measure.experiment.simulated import SimulatedBench
 from measure.experiment.store import Store
 from measure.simulate.comparison import in_processes
@@ -47,8 +47,5 @@ def _measure_arm(errand: Errand, arm: str) -> Sequence[str]:
     lines: list[str] = []
     keeper = Keeper(Store(errand.out), prepared.source, lines.append)
     bench = SimulatedBench(prepared.spec, prepared.workloads)
-    if errand.is_search:
-        find_capacities(plans, prepared.spec.capacity, keeper, bench, start=prepared.spec.loads[0])
-    else:
-        run_cells(prepared.cells, plans, keeper, bench)
+    measure(prepared, keeper, bench, is_search=errand.is_search)
     return [line if arm in line else f"{arm}: {line}" for line in lines]

@@ -80,7 +80,7 @@ def _warnings(num_counted: int, num_expected: float) -> tuple[str, ...]:
     if not num_counted:
         return ("no request came after the warm-up",)
     if num_counted < (1 - _TOLERATED) * num_expected - 3 * math.sqrt(num_expected):
-        return ("much less than the load came while it was measured: the warm-up is too short for its sessions",)
+        return ("far fewer requests than the load came: the warm-up is too short for its sessions",)
     return ()
 
 

@@ -18,11 +18,12 @@ from dataclasses import dataclass, field, fields
 
 from common.block_hash import hash_blocks
 from common.config import PoolConfig, PoolsConfig, RouterConfig, ServingConfig, TransferConfig
-from common.errors import KvrelayError, Overloaded, Refused
+from common.errors import KvrelayError
 from common.ids import mint_request_id, seeded_ids
 from common.lifecycle import LifeCycle
 from common.timing import StepModel, TimingModel
 from engine.fake import FakeExecutor
+from measure.simulate.client import admit
 from measure.simulate.faults import FaultRates, SeededFaults
 from measure.simulate.invariants import AnswerCheck, Violation, leftovers
 from measure.simulate.loop import VirtualClock, VirtualLoop, collecting_rarely, ending_on_faults
@@ -32,7 +33,6 @@ from measure.simulate.records import NetworkShape
 from measure.simulate.timing import FittedTimes, Pace
 from measure.simulate.tokens import TokenLog
 from measure.simulate.worker import SimWorker, Surroundings, endpoints, simulated_reach
-from router.admission.ticket import Ticket
 from router.parts import RouterParts, build_router
 from router.record import Job
 
@@ -211,7 +211,7 @@ class _Walk:
         try:
             with (
                 router.orchestrator.account(life, time_left_s=lambda: ends_s - self._loop.time()),
-                _admit(router) as ticket,
+                admit(router) as ticket,
             ):
                 model = await router.fleet.wait_for_model(timeout_s=self._settings.timeout_s)
                 job = Job(
@@ -258,14 +258,6 @@ class _Walk:
     def _worker(self, number: int) -> SimWorker:
         executor = FakeExecutor(num_blocks=_NUM_BLOCKS, block_size=BLOCK_SIZE, max_steps_in_flight=1 + number % 2)
         return SimWorker(self._endpoints[number], self._surroundings, executor, Pace(times=_TIMES))
-
-
-def _admit(router: RouterParts) -> Ticket:
-    router.orchestrator.demand.note_arrival()
-    admitted = router.admission.admit()
-    if isinstance(admitted, Refused):
-        raise Overloaded(admitted.reason, retry_after_s=admitted.retry_after_s)
-    return admitted
 
 
 def _config() -> ServingConfig:

@@ -15,11 +15,10 @@ from measure.simulate.executor import Answer
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.records import Arrival, SimSettings
 from measure.simulate.tokens import TokenLog
-from router.admission.terms import Terms
+from router.admission.terms import NO_TERMS, Terms
 from router.admission.ticket import Ticket
 from router.parts import RouterParts
 from router.record import Job
-from router.tenants import ANYBODY
 
 
 class SimClient:
@@ -88,15 +87,9 @@ class SimClient:
         return self._loop.time() - self.begin_s
 
     def _admit(self, arrival: Arrival) -> Ticket:
-        """Return a place in line. Raises Overloaded."""
         settings = self._settings
         ttft_slo_s = settings.ttft_slo_s if arrival.ttft_slo_s is None else arrival.ttft_slo_s
-        terms = Terms(ttft_slo_s=ttft_slo_s, itl_slo_s=settings.itl_slo_s)
-        self._router.orchestrator.demand.note_arrival()
-        admitted = self._router.admission.admit(ANYBODY, terms)
-        if isinstance(admitted, Refused):
-            raise Overloaded(admitted.reason, retry_after_s=admitted.retry_after_s)
-        return admitted
+        return admit(self._router, Terms(ttft_slo_s=ttft_slo_s, itl_slo_s=settings.itl_slo_s))
 
     def _job(self, arrival: Arrival, request_id: RequestId) -> Job:
         model = self._router.fleet.model
@@ -109,6 +102,15 @@ class SimClient:
             sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens, detokenize=False),
             model=model,
         )
+
+
+def admit(router: RouterParts, terms: Terms = NO_TERMS) -> Ticket:
+    """Return a place in a router's queue. Raises Overloaded."""
+    router.orchestrator.demand.note_arrival()
+    admitted = router.admission.admit(terms=terms)
+    if isinstance(admitted, Refused):
+        raise Overloaded(admitted.reason, retry_after_s=admitted.retry_after_s)
+    return admitted
 
 
 class _Reply:

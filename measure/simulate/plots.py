@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from plotly.subplots import make_subplots
@@ -41,8 +41,7 @@ class Outcome:
         return self.result.cell.speed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Look:
+class _Look(NamedTuple):
     """Look of a policy in all plots."""
 
     color: str
@@ -165,14 +164,7 @@ def load_over_time(outcomes: Sequence[Outcome]) -> Any:
 
 def _by_speed(outcomes: Sequence[Outcome], of: Callable[[Outcome], float]) -> list[Curve]:
     return [
-        Curve(
-            name=policy,
-            x=[cell.speed for cell in cells],
-            y=[of(cell) for cell in cells],
-            color=look.color,
-            dash=look.dash,
-            symbol=look.symbol,
-        )
+        Curve(name=policy, x=[cell.speed for cell in cells], y=[of(cell) for cell in cells], **look._asdict())
         for policy, cells, look in _by_policy(outcomes)
     ]
 
@@ -202,6 +194,6 @@ def _by_policy(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, list[Outcome]
 
 def _looks(policies: Iterable[str]) -> dict[str, _Look]:
     return {
-        policy: _Look(color=color, dash=dash_of(index), symbol=symbol_of(index))
+        policy: _Look(color, dash_of(index), symbol_of(index))
         for index, (policy, color) in enumerate(colors_of(policies).items())
     }

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
+from scipy.optimize import nnls
 
 from common.timing import LinkModel, StepModel, StepShape, TimingModel
 from measure.simulate.timing import FittedTimes, Pace, read_timing
@@ -153,22 +154,14 @@ class Roofline:
         return moved / (device.peer_bytes_per_s * device.bandwidth_efficiency)
 
     def _fit(self, shapes: list[StepShape]) -> StepModel:
-        """Fit non-negative weights: negative ones are left out, and the others are fitted again."""
+        """Return the model with non-negative weights and the least relative error."""
         seconds = np.array([self.step_s(shape) for shape in shapes])
         columns = np.array(
             [(1, s.num_prefill_tokens, s.num_prefill_pairs, s.num_decodes, s.num_context_tokens) for s in shapes],
             dtype=np.float64,
         )
-        scale = columns.max(axis=0)
-        scale[scale == 0] = 1  # a column without a value gets no weight
-        rows = columns / scale / seconds[:, None]
-        used = columns.any(axis=0)
-        while True:
-            weights = np.zeros(columns.shape[1])
-            weights[used] = np.linalg.lstsq(rows[:, used], np.ones(len(shapes)), rcond=None)[0]
-            if (weights >= 0).all():
-                break
-            used &= weights > 0
+        scale = np.maximum(columns.max(axis=0), 1)
+        weights, _ = nnls(columns / scale / seconds[:, None], np.ones(len(shapes)))
         constant, per_token, per_pair, per_decode, per_context = (float(weight) for weight in weights / scale)
         return StepModel(
             constant_s=constant,

@@ -228,5 +228,5 @@ def test_point_warns_when_sessions_are_longer_than_the_warm_up() -> None:
         ].warnings
         for spec in (slow, SPEC)
     )
-    assert warned == ("much less than the load came while it was measured: the warm-up is too short for its sessions",)
+    assert warned == ("far fewer requests than the load came: the warm-up is too short for its sessions",)
     assert calm == ()
