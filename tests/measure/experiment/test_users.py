@@ -6,7 +6,7 @@ import pytest
 
 from common.config import parse_config
 from common.slo import Slo
-from measure.experiment.points import Arm
+from measure.experiment.points import Arm, Point
 from measure.experiment.simulated import Simulation, simulate_point
 from measure.experiment.store import Cell
 from measure.experiment.users import WARM_UP, Users
@@ -18,7 +18,7 @@ from measure.workload.build import build_workload
 from measure.workload.content import ContentWriter
 from measure.workload.lengths import Distribution
 from measure.workload.sessions import Content, Segment, Session, Stream, Turn, Workload
-from measure.workload.spec import parse_workload
+from measure.workload.spec import WorkloadSpec, parse_workload
 from tests.measure.load.made_runs import make_failure
 from tests.measure.simulate.builders import make_settings, make_shape
 
@@ -164,18 +164,19 @@ SPEC = parse_workload(
 SIMULATION = Simulation(hardware=Hardware(), slo=Slo(ttft_s=2.0, itl_s=0.05), warm_up_s=10.0)
 
 
-def serving(**pool: object) -> object:
-    pools = {"block_size": 64, "max_step_tokens": 2048, "num_blocks": 4000, **pool}
-    return {"pools": {"prefill": pools, "decode": pools}}
+def simulate(
+    load: float, *, num_prefill: int = 1, num_decode: int = 1, spec: WorkloadSpec = SPEC, seed: int | None = None
+) -> tuple[Point, SimRun]:
+    arm = Arm(name="arm", num_prefill=num_prefill, num_decode=num_decode)
+    pool = {"block_size": 64, "max_step_tokens": 2048, "num_blocks": 4000}
+    serving = parse_config({"pools": {"prefill": pool, "decode": pool}}, source="test")
+    workload = build_workload(spec, load=load, seed=seed)
+    return simulate_point(arm, serving, workload, SIMULATION, Cell(arm=arm.name, load=load, repeat=0))
 
 
 @pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 1), (0, 2)])
 def test_simulated_point_counts_all_requests_and_each_kind_of_the_window(num_prefill: int, num_decode: int) -> None:
-    arm = Arm(name="arm", num_prefill=num_prefill, num_decode=num_decode)
-    config = parse_config(serving(), source="test")
-    point, finished = simulate_point(
-        arm, config, build_workload(SPEC, load=1.0), SIMULATION, Cell(arm="arm", load=1.0, repeat=0)
-    )
+    point, finished = simulate(1.0, num_prefill=num_prefill, num_decode=num_decode)
     assert list(point.kinds) == ["all", "chats", "documents"]
     overall, chats, documents = point.kinds.values()
     assert overall.num_requests == chats.num_requests + documents.num_requests < len(finished.requests)
@@ -191,23 +192,11 @@ def test_simulated_point_counts_all_requests_and_each_kind_of_the_window(num_pre
 
 
 def test_equal_cells_give_equal_points() -> None:
-    arm = Arm(name="1P1D", num_prefill=1, num_decode=1)
-    config = parse_config(serving(), source="test")
-    points = [
-        simulate_point(
-            arm, config, build_workload(SPEC, load=2.0, seed=3), SIMULATION, Cell(arm="arm", load=2.0, repeat=0)
-        )[0]
-        for _ in range(2)
-    ]
-    assert points[0] == points[1]
+    assert simulate(2.0, seed=3)[0] == simulate(2.0, seed=3)[0]
 
 
 def test_gaps_of_a_point_without_other_load_are_those_of_an_idle_model() -> None:
-    arm = Arm(name="1P1D", num_prefill=1, num_decode=1)
-    config = parse_config(serving(), source="test")
-    point, _finished = simulate_point(
-        arm, config, build_workload(SPEC, load=0.2), SIMULATION, Cell(arm="arm", load=0.2, repeat=0)
-    )
+    point, _finished = simulate(0.2)
     assert point.overall.itl is not None and point.overall.tpot is not None
     assert point.overall.itl.p50 == pytest.approx(point.overall.tpot.p50, rel=0.05)
 
@@ -220,13 +209,6 @@ def test_point_warns_when_sessions_are_longer_than_the_warm_up() -> None:
             )
         }
     )
-    arm = Arm(name="2 aggregated", num_prefill=0, num_decode=2)
-    config = parse_config(serving(), source="test")
-    warned, calm = (
-        simulate_point(arm, config, build_workload(spec, load=4.0), SIMULATION, Cell(arm="arm", load=4.0, repeat=0))[
-            0
-        ].warnings
-        for spec in (slow, SPEC)
-    )
+    warned, calm = (simulate(4.0, num_prefill=0, num_decode=2, spec=spec)[0].warnings for spec in (slow, SPEC))
     assert warned == ("far fewer requests than the load came: the warm-up is too short for its sessions",)
     assert calm == ()
