@@ -35,7 +35,7 @@ from kvrelay.client import AsyncClient, Token
 from measure.experiment.worker_facts import WorkerFacts, ask_worker
 from measure.simulate.cluster import run
 from measure.simulate.records import Arrival, ClusterShape, NetworkShape, SimSettings
-from measure.simulate.timing import FittedTimes
+from measure.simulate.timing import FittedTimes, Pace
 from measure.workload.content import ContentWriter
 from measure.workload.traces import Trace, TraceRequest, read_trace
 
@@ -169,8 +169,8 @@ def _simulate(trace: Trace, workers: dict[str, WorkerFacts], config: ServingConf
     )
     link = decode.timing.links.get(None, LinkModel(latency_s=0.0, bytes_per_s=1e9))
     settings = SimSettings(
-        prefill_times=FittedTimes(prefill.timing),
-        decode_times=FittedTimes(decode.timing),
+        prefill=Pace(times=FittedTimes(prefill.timing)),
+        decode=Pace(times=FittedTimes(decode.timing)),
         network=NetworkShape(latency_s=MESSAGE_LATENCY_S, kv_bytes_per_s=link.bytes_per_s),
         router=RouterConfig(policy=config.router.policy),
         report_interval_s=0.02,
@@ -179,10 +179,10 @@ def _simulate(trace: Trace, workers: dict[str, WorkerFacts], config: ServingConf
         Arrival(at_s=request.arrival_s, prompt=prompt, num_output_tokens=request.num_output_tokens)
         for request, prompt in zip(trace.requests, _prompts(trace, 1), strict=True)
     )
-    results = run(shape, settings, arrivals).results
-    refused = [result.refusal for result in results if not result.is_complete]
+    requests = run(shape, settings, arrivals).requests
+    refused = [request.error for request in requests if not request.is_complete]
     assert not refused, f"the simulated workers refused: {refused[0]}"
-    return [Times(ttft_s=result.ttft_s or 0.0, itl_s=result.tpot_s) for result in results]
+    return [Times(ttft_s=request.ttft_s or 0.0, itl_s=request.tpot_s) for request in requests]
 
 
 def _prompts(trace: Trace, number: int) -> list[TokenArray]:

@@ -1,32 +1,33 @@
-"""How many workers each pool needs over a day: our planner, other autoscalers, and every fixed split, on one wave.
+"""Workers that each pool needs over a day: our planner, other autoscalers, and fixed splits, on one wave of load.
 
     python -m benchmarks.planner --trace mooncake_conversation.jsonl --out DIR [--arms 5P2D,ray:2:16,dynamo:0.8,ours]
 
 Method: the trace is warped so that its rate follows a day (`measure/workload/waves.py`), with 0.18 of the peak at
-night, and from 0.2 to 0.9 of it between 6 and 9 o'clock. The day lasts an hour and a half of simulated time
-(`--hours`), while a worker's start-up stays at 120 s: against the wave it is sixteen times slower than in a real day,
-as if weights took half an hour to load, which is harder to follow. `--plays 2` plays the trace twice, with contents of
-its own each time. The code that serves runs on a virtual clock: router, line, policy `predictive`, schedulers, page
-pools, transfers, drain, change of role (`measure/simulate/`). Steps take what a roofline of Llama-70B on four H100
-says (a worker is four GPUs); pages, budgets and objectives are those of `benchmarks/results/routing.md`.
+night, rising from 0.2 to 0.9 of it between 6 and 9 o'clock. The day lasts an hour and a half of simulated time
+(`--hours`), while a worker's start-up stays at 120 s: relative to the wave it is sixteen times slower than in a real
+day, as if weights took half an hour to load, which is harder to follow. `--plays 2` plays the trace twice, with
+different contents each time. The code that serves runs on a virtual clock: router, queue, policy `predictive`,
+schedulers, page pools, transfers, drain, change of role (`measure/simulate/`). Step times come from a roofline of
+Llama-70B on four H100 (a worker is four GPUs); pages, budgets and objectives are those of
+`benchmarks/results/routing.md`.
 
-A request is good when it is answered to its end with its first token within 2 s for each started 8,192 prompt tokens
-and a mean gap of at most 50 ms. GPU-hours: four times what every worker was paid for, from being asked for until it was
-gone, up to midnight. Fixed splits are paid all day. The others begin with 3P1D.
+A good request is complete, with its first token within 2 s for each started 8,192 prompt tokens and a mean gap of at
+most 50 ms. GPU-hours: four times the paid time of every worker, from being asked for until it is gone, up to midnight.
+Fixed splits are paid all day. The others begin with 3P1D.
 
 Arms: `5P2D` a fixed split; `ray:P:D` or `ray:P:D:S` Ray Serve's request-based autoscaling with these
 target_ongoing_requests of the pools and a downscale delay of S seconds (600); `dynamo:S` or `dynamo:S:T` Dynamo's load
 mode with sensitivity S, which scales prefill at T seconds (2); both have at most ten workers in a pool; `ours` or
-`ours:A` our planner, told to reach an attainment of A. Behind them `+noflip`: no worker changes its pool;
-`+startup=240`: another start-up time. Plans are made every 15 s.
+`ours:A` our planner with a target attainment of A. Suffixes: `+noflip`: no worker changes its pool; `+startup=240`:
+another start-up time. Plans are made every 15 s.
 
-Each arm's result lies in DIR as JSON, and is not computed again. DIR also gets `table.md` and `report.html`.
+Each arm's result is kept in DIR as JSON and not computed again. DIR also gets `table.md` and `report.html`.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -36,10 +37,9 @@ from benchmarks.planner_page import markdown_table, write_report
 from common.slo import Slo
 from measure.simulate.cluster import run
 from measure.simulate.elasticity import Elasticity
-from measure.simulate.records import Arrival, ClusterShape, NetworkShape, SimSettings
-from measure.simulate.replay import MAX_TOKENS
-from measure.simulate.roofline import Roofline
-from measure.workload.content import ContentWriter
+from measure.simulate.records import ClusterShape, NetworkShape, SimSettings
+from measure.simulate.replay import trace_arrivals
+from measure.simulate.roofline import Hardware
 from measure.workload.traces import Trace, TraceError, read_trace
 from measure.workload.waves import Day, over_a_day, repeated
 
@@ -50,8 +50,7 @@ _INTERVAL_S = 15.0
 
 def simulate(trace: Trace, arm: Arm, *, day: Day) -> Outcome:
     """Serve the wave with one arm; takes minutes. Needs a thread without a running loop."""
-    roofline = Roofline.preset("llama-70b", "h100-tp4")
-    timing = roofline.linearized(max_step_tokens=_STEP_TOKENS)
+    pace, link, kv_bytes_per_token = Hardware().pace(_STEP_TOKENS)
     elasticity = None
     if arm.make_planner is not None:
         elasticity = Elasticity(
@@ -64,33 +63,18 @@ def simulate(trace: Trace, arm: Arm, *, day: Day) -> Outcome:
     shape = ClusterShape(
         num_prefill=arm.first.prefill,
         num_decode=arm.first.decode,
-        block_bytes=512 * roofline.model.kv_bytes_per_token,
+        block_bytes=512 * kv_bytes_per_token,
         max_step_tokens=_STEP_TOKENS,
     )
     settings = SimSettings(
-        prefill_times=roofline,
-        decode_times=roofline,
-        prefill_timing=timing,
-        decode_timing=timing,
-        network=NetworkShape(kv_bytes_per_s=timing.links[None].bytes_per_s),
+        prefill=pace,
+        decode=pace,
+        network=NetworkShape(kv_bytes_per_s=link.bytes_per_s),
         event_lag_s=0.02,
         itl_slo_s=SLO.tpot_s,
         elasticity=elasticity,
     )
-    return outcome_of(run(shape, settings, _arrivals(trace)), arm=arm, slo=SLO, day_s=day.length_s)
-
-
-def _arrivals(trace: Trace) -> Iterator[Arrival]:
-    """Yield the requests; every one states its objective and allows an answer of any length."""
-    writer = ContentWriter(seed=0)
-    for request in trace.requests:
-        yield Arrival(
-            at_s=request.arrival_s,
-            prompt=writer.tokens(trace.segments(request)),
-            num_output_tokens=request.num_output_tokens,
-            max_tokens=max(MAX_TOKENS, request.num_output_tokens),
-            ttft_slo_s=SLO.ttft_of(request.num_prompt_tokens),
-        )
+    return outcome_of(run(shape, settings, trace_arrivals(trace, slo=SLO)), arm=arm, slo=SLO, day_s=day.length_s)
 
 
 def _settings(args: argparse.Namespace) -> dict[str, object]:
@@ -105,7 +89,7 @@ def _settings(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _claim(out: Path, settings: dict[str, object]) -> None:
-    """Make the folder; exits when it holds results of other settings."""
+    """Claim the folder; exits when it holds results of other settings."""
     path = out / "settings.json"
     if path.exists() and json.loads(path.read_text(encoding="utf-8")) != settings:
         sys.exit(f"{out} holds results of other settings; name another folder with --out")
@@ -121,14 +105,14 @@ def read_outcomes(out: Path) -> list[Outcome]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the arms that are missing, then write table and page; returns the exit code."""
+    """Run the missing arms, then write table and page; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=__doc__.splitlines()[0])
     parser.add_argument("--trace", type=Path, required=True, help="mooncake_conversation.jsonl")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--arms", default="", help="comma-separated; without any, only table and page are written")
-    parser.add_argument("--hours", type=float, default=1.5, help="how long a day lasts")
-    parser.add_argument("--plays", type=int, default=1, help="how often the trace is played in a day")
-    parser.add_argument("--requests", type=int, default=None, help="only the first ones of the trace")
+    parser.add_argument("--hours", type=float, default=1.5, help="simulated hours of a day")
+    parser.add_argument("--plays", type=int, default=1, help="number of times that the trace is played in a day")
+    parser.add_argument("--requests", type=int, default=None, help="only the first requests of the trace")
     parser.add_argument("--goal", type=float, default=0.98, help="share of good requests that holds the objectives")
     args = parser.parse_args(argv)
     try:

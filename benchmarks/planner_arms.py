@@ -1,4 +1,4 @@
-"""Who sizes the pools in `benchmarks.planner`: arms, as its command line names them."""
+"""Arms of `benchmarks.planner`: ways to size the pools, as its command line names them."""
 
 import re
 from collections.abc import Callable
@@ -11,17 +11,17 @@ from cluster.planner.slo_planner import SloPlanner
 from common.slo import Slo
 
 FIRST = PoolSizes(prefill=3, decode=1)
-"""What all but fixed splits begin with: enough for midnight."""
+"""Initial sizes of all arms but fixed splits: enough for midnight."""
 STARTUP_S = 120.0
 _FLIP_S = 2.0
 _DOWNSCALE_DELAY_S = 600.0
-"""Ray Serve's own."""
+"""Default of Ray Serve."""
 _BOUNDS = Bounds(max_workers=10)
-"""Of the other autoscalers: more than the peak needs. Without, Ray's rule answers a line with dozens of workers."""
+"""Bounds of the other autoscalers, above the peak's need. Unbounded, Ray's rule starts dozens of workers."""
 
 
 class ArmError(Exception):
-    """An arm cannot be read; the message says what it may be."""
+    """An arm's text is invalid; the message says what is valid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +38,12 @@ class Arm:
 
     @property
     def file_name(self) -> str:
-        """Its name, as a file may be called."""
+        """Its name, fit for a file system."""
         return re.sub(r"[^\w.+=-]", "_", self.name)
 
 
 def parse_arm(text: str, *, slo: Slo, interval_s: float) -> Arm:
-    """Return the arm that a text names. Raises ArmError."""
+    """Return the arm of a text. Raises ArmError."""
     base, *changes = text.split("+")
     arm = replace(_base(base, slo=slo, interval_s=interval_s), name=text)
     for change in changes:
@@ -61,7 +61,7 @@ def _base(text: str, *, slo: Slo, interval_s: float) -> Arm:
         return Arm(name=text, kind="fixed", first=PoolSizes(prefill=int(match[1]), decode=int(match[2])))
     kind, *values = text.split(":")
     if not all(re.fullmatch(r"\d+(\.\d+)?", value) for value in values):
-        raise ArmError(f"{text!r}: what stands behind colons are numbers; say ray:2:16, dynamo:0.8 or ours:0.98")
+        raise ArmError(f"{text!r}: numbers must follow the colons; say ray:2:16, dynamo:0.8 or ours:0.98")
     numbers = [float(value) for value in values]
     match kind, len(numbers):
         case "ray", 2 | 3:
@@ -81,5 +81,5 @@ def _base(text: str, *, slo: Slo, interval_s: float) -> Arm:
                 ours = replace(ours, attainment=numbers[0])
             return Arm(name=text, kind="ours", make_planner=lambda: SloPlanner(ours), flip_s=_FLIP_S)
     raise ArmError(
-        f"{text!r} is no arm; say 5P2D, ray:2:16, dynamo:0.8 or ours, with +noflip or +startup=240 behind it"
+        f"{text!r} is no arm; say 5P2D, ray:2:16, dynamo:0.8 or ours, with the suffixes +noflip or +startup=240"
     )

@@ -39,7 +39,7 @@ _HOURS = Axis(title="hour of the day")
 _TIMES = 721
 _BIN_HOURS = (np.arange(NUM_BINS) + 0.5) * 24 / NUM_BINS
 _SMOOTH = 3
-"""Parts of the day that a point of the attainment's curve is about: 20 minutes of a day each."""
+"""Parts of the day, 20 minutes each, that a point of the attainment's curve covers."""
 
 
 def markdown_table(outcomes: Sequence[Outcome], *, goal: float) -> str:
@@ -53,7 +53,7 @@ def markdown_table(outcomes: Sequence[Outcome], *, goal: float) -> str:
 
 
 def cheapest(outcomes: Sequence[Outcome], *, goal: float) -> Outcome | None:
-    """Return who holds the objectives with the fewest GPU-hours; None: nobody holds them."""
+    """Return the arm that reaches the goal with the fewest GPU-hours; None if none does."""
     return min(
         (outcome for outcome in outcomes if outcome.good_share >= goal), key=lambda each: each.gpu_hours, default=None
     )
@@ -76,12 +76,12 @@ def write_report(out: Path, outcomes: Sequence[Outcome], *, trace: Trace, goal: 
         ),
         Section(
             title="The day",
-            intro="Of each kind the cheapest arm that reaches the goal, or the one that comes closest to it.",
+            intro="For each kind the cheapest arm that reaches the goal, or the closest one.",
             panels=(
                 Panel(title="Load", content=_load(shown[0]), width=Width.HALF) if shown else _none(),
                 Panel(
                     title="Good requests over the day",
-                    look_for="Where a curve falls, the pools were too small, or came too late.",
+                    look_for="Where a curve falls, the pools were too small or grew too late.",
                     content=_attainment(shown, goal),
                     note="Means over an hour of the day.",
                     width=Width.HALF,
@@ -90,7 +90,7 @@ def write_report(out: Path, outcomes: Sequence[Outcome], *, trace: Trace, goal: 
                     Panel(
                         title=f"Workers of {outcome.name} ({_KIND_NAMES[outcome.kind]})",
                         content=_pools(outcome, max_size=_max_size(shown)),
-                        note="Paid for, those that start or drain included.",
+                        note="Paid workers, including starting and draining ones.",
                         width=Width.HALF,
                     )
                     for outcome in shown
@@ -176,7 +176,7 @@ def _scatter(outcomes: Sequence[Outcome], goal: float) -> Any:
             hovertemplate="<b>%{text}</b><br>%{x:.1f} GPU-hours, %{y:.2%} good<extra></extra>",
         )
     hours = [outcome.gpu_hours for outcome in outcomes] or [0.0]
-    room = 0.15 * (max(hours) - min(hours)) + 1.0  # names stand to the right of their points
+    room = 0.15 * (max(hours) - min(hours)) + 1.0  # names are to the right of their points
     figure.update_xaxes(range=[min(hours) - room / 2, max(hours) + room])
     figure.update_yaxes(tickformat=".1%")
     return figure

@@ -7,6 +7,7 @@ import typer
 
 from cli.console import Progress, err, print_wide
 from cli.errors import EXIT_FAILURE, CliError
+from cli.options import positive_numbers
 from common.signals import sigterm_interrupts
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def run(
     jobs: Annotated[
         int, typer.Option("--jobs", "-j", min=1, help="Simulated arms side by side, each in a process.")
     ] = 1,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the file and tell what would be run.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the file and show what would be run.")] = False,
 ) -> None:
     """Run an experiment: start every arm, warm it up, measure it, stop it.
 
@@ -53,8 +54,8 @@ def run(
     kvrelay experiment run documents.yaml --out results --simulate
 
     Finished runs are kept: the same command goes on where it was stopped, and
-    more loads, arms or repeats in the file add to what is there. What fails is
-    noted, tried again next time, and makes the exit status 1.
+    more loads, arms or repeats in the file add to what is there. Failures are
+    noted, tried again next time, and make the exit status 1.
     """  # noqa: D301 - \b marks a preformatted block
     from measure.experiment.points import Source
     from measure.experiment.prepare import Choices, prepare
@@ -63,8 +64,8 @@ def run(
     source = Source.SIMULATED if simulate else Source.REAL
     chosen = tuple(name.strip() for name in only.split(",") if name.strip())
     if jobs > 1 and not simulate:
-        raise CliError("--jobs: real arms would be in each other's way; it is for --simulate")
-    choices = Choices(source=source, only=chosen, loads=_loads(loads))
+        raise CliError("--jobs: real arms would slow each other down; use it with --simulate")
+    choices = Choices(source=source, only=chosen, loads=positive_numbers(loads, option="--loads") if loads else ())
     prepared = prepare(path, choices)
     _tell_added(prepared)
     store = Store(out)
@@ -98,22 +99,17 @@ def report(out: Annotated[Path, typer.Argument(metavar="DIR", help="An experimen
 
 
 def _run(prepared: "Experiment", store: "Store", report: "Report", *, find_capacity: bool) -> bool:
-    """Return whether everything was measured."""
-    from measure.experiment.runner import Keeper, run_cells
-    from measure.experiment.search import find_capacities
+    """Return whether all cells were measured."""
+    from measure.experiment.runner import Keeper
+    from measure.experiment.search import measure
 
-    bench = _bench(prepared, store, report)
     keeper = Keeper(store, prepared.source, report)
-    if find_capacity:
-        spec = prepared.spec.capacity
-        find_capacities(prepared.arms.plans, spec, keeper, bench, start=prepared.spec.loads[0])
-    else:
-        run_cells(prepared.cells, prepared.arms.plans, keeper, bench)
+    measure(prepared, keeper, _bench(prepared, store, report), is_search=find_capacity)
     return not keeper.failures
 
 
 def _run_side_by_side(prepared: "Experiment", errand: "Errand", jobs: int, report: "Report") -> None:
-    """Measure every arm in a process of its own, the largest first: they take longest."""
+    """Measure every arm in a process of its own, the largest ones first: they take longest."""
     from measure.experiment.side_by_side import measure_side_by_side
 
     arms = sorted((plan.arm for plan in prepared.arms.plans), key=lambda arm: -arm.num_workers)
@@ -155,7 +151,7 @@ def _tell_added(prepared: "Experiment") -> None:
 def _tell_plan(prepared: "Experiment", bench: "Bench", *, find_capacity: bool) -> None:
     from itertools import groupby
 
-    from measure.experiment.progress import span
+    from measure.experiment.runner import span
 
     for plan in prepared.arms.plans:
         arm = plan.arm
@@ -175,13 +171,3 @@ def _tell_plan(prepared: "Experiment", bench: "Bench", *, find_capacity: bool) -
         f" about {span(bench.seconds(len(cells), num_starts))}",
         soft_wrap=True,
     )
-
-
-def _loads(text: str) -> tuple[float, ...]:
-    try:
-        loads = tuple(dict.fromkeys(float(part) for part in text.split(",") if part.strip()))
-    except ValueError:
-        loads = (-1.0,)
-    if not all(0 < load < float("inf") for load in loads):
-        raise CliError(f"--loads: {text!r}; say positive numbers with commas between them, such as 0.5,1,2")
-    return loads

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from cli.errors import CliError
 from kvrelay.client import SamplingOptions
 
 DEFAULT_CONFIG = Path("serving.yaml")
@@ -107,3 +108,14 @@ def sampling_options(
     if seed is not None:
         options["seed"] = seed
     return options
+
+
+def positive_numbers(text: str, *, option: str) -> tuple[float, ...]:
+    """Return the different numbers of a list such as 0.5,1,2. Raises CliError."""
+    try:
+        numbers = tuple(dict.fromkeys(float(part) for part in text.split(",")))
+    except ValueError:
+        numbers = ()
+    if not numbers or not all(0 < number < float("inf") for number in numbers):
+        raise CliError(f"{option}: {text!r}; say positive numbers with commas between them, such as 0.5,1,2")
+    return numbers

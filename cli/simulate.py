@@ -1,6 +1,7 @@
 """`kvrelay simulate`: replays a trace under placement policies, in virtual time."""
 
 import enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,14 +9,19 @@ import typer
 
 from cli.console import Progress, err, print_wide
 from cli.errors import CliError
+from cli.options import positive_numbers
 
 if TYPE_CHECKING:
     from measure.simulate.comparison import Comparison
-    from measure.simulate.replay import CellResult, Hardware
+    from measure.simulate.replay import CellResult
+    from measure.simulate.roofline import Hardware
 
-_WORKLOAD, _CLUSTER, _SIGNALS, _RUN = "Workload", "Simulated cluster", "What the router is told, and when", "Run"
 _STEP_TOKENS_DISAGGREGATED = 8192
 _STEP_TOKENS_AGGREGATED = 512
+_workload, _cluster, _signals, _run = (
+    partial(typer.Option, rich_help_panel=panel)
+    for panel in ("Workload", "Simulated cluster", "Routers and their signals", "Run")
+)
 
 
 class Shed(enum.StrEnum):
@@ -27,97 +33,48 @@ class Shed(enum.StrEnum):
 
 
 def simulate(
-    trace: Annotated[
-        Path,
-        typer.Option("--trace", "-t", help="Mooncake (.jsonl) or Azure (.csv).", rich_help_panel=_WORKLOAD),
-    ],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Results.", rich_help_panel=_RUN)],
-    policy: Annotated[
-        str, typer.Option("--policy", "-p", metavar="A,B,…|all", help="Policies to compare.", rich_help_panel=_RUN)
-    ] = "all",
-    speed: Annotated[
-        str,
-        typer.Option(
-            "--speed", "-s", metavar="X,Y,…", help="Arrivals so many times faster.", rich_help_panel=_WORKLOAD
-        ),
-    ] = "1",
-    limit: Annotated[
-        int | None,
-        typer.Option("--limit", "-n", min=1, help="Only the first requests.", rich_help_panel=_WORKLOAD),
-    ] = None,
-    shrink: Annotated[
-        int, typer.Option("--shrink", min=1, help="Divide all lengths by this.", rich_help_panel=_WORKLOAD)
-    ] = 1,
+    trace: Annotated[Path, _workload("--trace", "-t", help="Mooncake (.jsonl) or Azure (.csv).")],
+    out: Annotated[Path, _run("--out", "-o", metavar="DIR", help="Results.")],
+    policy: Annotated[str, _run("--policy", "-p", metavar="A,B,…|all", help="Policies to compare.")] = "all",
+    speed: Annotated[str, _workload("--speed", "-s", metavar="X,Y,…", help="Speed-up of the arrivals.")] = "1",
+    limit: Annotated[int | None, _workload("--limit", "-n", min=1, help="Only the first requests.")] = None,
+    shrink: Annotated[int, _workload("--shrink", min=1, help="Divide all lengths by this.")] = 1,
     ttft: Annotated[
-        float,
-        typer.Option(
-            "--ttft", min=0, metavar="SECONDS", help="Objective per 8192 prompt tokens.", rich_help_panel=_WORKLOAD
-        ),
+        float, _workload("--ttft", min=0, metavar="SECONDS", help="Objective per 8192 prompt tokens.")
     ] = 2.0,
     itl: Annotated[
-        float,
-        typer.Option(
-            "--itl", min=0, metavar="SECONDS", help="Objective for the mean gap of tokens.", rich_help_panel=_WORKLOAD
-        ),
+        float, _workload("--itl", min=0, metavar="SECONDS", help="Objective for the mean gap of tokens.")
     ] = 0.05,
-    workers: Annotated[
-        str,
-        typer.Option("--workers", "-w", metavar="4P4D|8", help="Both pools, or one.", rich_help_panel=_CLUSTER),
-    ] = "4P4D",
-    aggregated: Annotated[
-        bool, typer.Option("--aggregated", help="As many workers in one pool.", rich_help_panel=_CLUSTER)
-    ] = False,
-    blocks: Annotated[
-        int, typer.Option("--blocks", "-b", min=1, help="KV pages of a worker.", rich_help_panel=_CLUSTER)
-    ] = 3000,
-    block_size: Annotated[
-        int, typer.Option("--block-size", min=2, metavar="TOKENS", help="Of a page.", rich_help_panel=_CLUSTER)
-    ] = 512,
+    workers: Annotated[str, _cluster("--workers", "-w", metavar="4P4D|8", help="Both pools, or one.")] = "4P4D",
+    aggregated: Annotated[bool, _cluster("--aggregated", help="As many workers in one pool.")] = False,
+    blocks: Annotated[int, _cluster("--blocks", "-b", min=1, help="KV pages of a worker.")] = 3000,
+    block_size: Annotated[int, _cluster("--block-size", min=2, metavar="TOKENS", help="Tokens of a page.")] = 512,
     step_tokens: Annotated[
         int | None,
-        typer.Option(
+        _cluster(
             "--step-tokens",
             min=1,
             help=f"Budget of a step; default: {_STEP_TOKENS_DISAGGREGATED}, aggregated {_STEP_TOKENS_AGGREGATED}.",
             show_default=False,
-            rich_help_panel=_CLUSTER,
         ),
     ] = None,
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="llama-70b or qwen3-8b.", rich_help_panel=_CLUSTER)
-    ] = "llama-70b",
-    device: Annotated[
-        str, typer.Option("--device", help="h100, h100-tp4 or h200-tp4.", rich_help_panel=_CLUSTER)
-    ] = "h100-tp4",
+    model: Annotated[str, _cluster("--model", "-m", help="llama-70b or qwen3-8b.")] = "llama-70b",
+    device: Annotated[str, _cluster("--device", help="h100, h100-tp4 or h200-tp4.")] = "h100-tp4",
     timing: Annotated[
         Path | None,
-        typer.Option(
-            "--timing",
-            metavar="FILE",
-            help="Timings fitted on real workers, in place of --model and --device.",
-            rich_help_panel=_CLUSTER,
-        ),
+        _cluster("--timing", metavar="FILE", help="Timings fitted on real workers, in place of --model and --device."),
     ] = None,
-    routers: Annotated[int, typer.Option("--routers", min=1, help="Side by side.", rich_help_panel=_SIGNALS)] = 1,
+    routers: Annotated[int, _signals("--routers", min=1, help="Routers side by side.")] = 1,
     event_lag: Annotated[
-        float,
-        typer.Option("--event-lag", min=0, metavar="SECONDS", help="Age of what it hears.", rich_help_panel=_SIGNALS),
+        float, _signals("--event-lag", min=0, metavar="SECONDS", help="Extra latency of reports.")
     ] = 0.02,
     report_interval: Annotated[
-        float,
-        typer.Option(
-            "--report-interval", min=0, metavar="SECONDS", help="Between two reports.", rich_help_panel=_SIGNALS
-        ),
+        float, _signals("--report-interval", min=0, metavar="SECONDS", help="Time between two reports.")
     ] = 0.1,
-    shed: Annotated[
-        Shed,
-        typer.Option("--shed", help="What it refuses at once: what must miss this.", rich_help_panel=_SIGNALS),
-    ] = Shed.DEADLINE,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Same seed, same results.", rich_help_panel=_RUN)] = 0,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Runs side by side.", rich_help_panel=_RUN)] = 1,
-    again: Annotated[
-        bool, typer.Option("--again", help="Replace earlier results in the folder.", rich_help_panel=_RUN)
-    ] = False,
+    shed: Annotated[Shed, _signals("--shed", help="Refuse at once the requests that must miss this.")] = Shed.DEADLINE,
+    seed: Annotated[int, _run("--seed", min=0, help="Same seed, same results.")] = 0,
+    jobs: Annotated[int, _run("--jobs", "-j", min=1, help="Runs side by side.")] = 1,
+    again: Annotated[bool, _run("--again", help="Replace earlier results in the folder.")] = False,
 ) -> None:
     """Replay a trace in virtual time: real router and workers, simulated work.
 
@@ -127,16 +84,17 @@ def simulate(
 
     One run per policy and speed. Steps, copies and messages only take time; all
     else is the code that serves. Prints a table and writes it to DIR with a page
-    of plots (report.html) and every request's fate. Finished runs are kept: the
-    same command goes on where it was stopped.
+    of plots (report.html) and every request. Finished runs are kept: the same
+    command goes on where it was stopped.
 
-    A good request is answered to its end within both objectives; those that are
-    refused count as failures.
+    A good request is complete and within both objectives; refused requests count
+    as failures.
     """  # noqa: D301 - \b marks a preformatted block
     from common.slo import Slo
     from measure.simulate.comparison import Comparison
     from measure.simulate.replay import ReplaySettings
     from measure.simulate.report import write_report
+    from measure.simulate.tables import comparison_table
 
     num_prefill, num_decode = _workers(workers, aggregated=aggregated)
     comparison = Comparison(
@@ -158,21 +116,19 @@ def simulate(
             seed=seed,
         ),
         policies=_policies(policy),
-        speeds=_speeds(speed),
+        speeds=positive_numbers(speed, option="--speed"),
         out=out,
     )
     if again:
         comparison.forget()
     comparison.prepare()
-    results = _run(comparison, num_jobs=jobs)
+    results = _run_all(comparison, num_jobs=jobs)
     page = write_report(comparison, results)
-    from measure.simulate.tables import comparison_table
-
     print_wide(comparison_table(results))
     err.print(f"The page is {page}", soft_wrap=True)
 
 
-def _run(comparison: "Comparison", *, num_jobs: int) -> "list[CellResult]":
+def _run_all(comparison: "Comparison", *, num_jobs: int) -> "list[CellResult]":
     num_cells, num_done = len(comparison.cells), 0
     with Progress() as report:
         report(f"{num_cells} runs of {comparison.settings.trace.name}, {num_jobs} at a time")
@@ -201,7 +157,7 @@ def _workers(text: str, *, aggregated: bool) -> tuple[int, int]:
 
 
 def _default_step_tokens(timing: Path | None, *, num_prefill: int) -> int:
-    from measure.simulate.timing_file import read_timing
+    from measure.simulate.timing import read_timing
 
     if timing is not None:
         return read_timing(timing)[0].max_step_tokens
@@ -209,12 +165,12 @@ def _default_step_tokens(timing: Path | None, *, num_prefill: int) -> int:
 
 
 def _hardware(model: str, device: str, timing: Path | None) -> "Hardware":
-    from measure.simulate.replay import Hardware
-    from measure.simulate.roofline import DEVICES, MODELS
+    from measure.simulate.roofline import Hardware, Roofline, UnknownHardware
 
-    for option, name, known in (("--model", model, MODELS), ("--device", device, DEVICES)):
-        if name not in known:
-            raise CliError(f"{option}: {name!r} is not known; say one of {', '.join(known)}, or give --timing FILE")
+    try:
+        Roofline.preset(model, device)
+    except UnknownHardware as error:
+        raise CliError(f"--{error}, or give --timing FILE") from None
     return Hardware(model=model, device=device, timing_file=timing)
 
 
@@ -229,13 +185,3 @@ def _policies(text: str) -> tuple[str, ...]:
     if unknown or not names:
         raise CliError(f"--policy: {unknown[0] if unknown else text!r} is no policy; known are {', '.join(known)}")
     return names
-
-
-def _speeds(text: str) -> tuple[float, ...]:
-    try:
-        speeds = tuple(dict.fromkeys(float(part) for part in text.split(",")))
-    except ValueError:
-        speeds = ()
-    if not speeds or not all(0 < speed < float("inf") for speed in speeds):
-        raise CliError(f"--speed: {text!r}; say positive numbers with commas between them, such as 0.5,1,2")
-    return speeds

@@ -1,9 +1,8 @@
-"""What an experiment's points say: how far each arm goes, what limits it, which ratio is best, and what comes next.
+"""Findings of an experiment: how far each arm goes, what limits it, which ratio is best, which worker to add next.
 
-Everything is computed from the points and, where there were searches, from these. Nothing is said to be better than
-something else unless 95 % of what may as well have been measured says so, too; else it is `Verdict.UNCLEAR`. Intervals
-are those of independent requests, widened by how much runs of one load differ
-(`measure.experiment.curves.dispersion_of`).
+Everything is computed from the points and the searches. One arm is called better than another only if 95 % of the
+random draws agree; else the verdict is `Verdict.UNCLEAR`. Intervals are those of independent requests, widened by how
+much runs of one load differ (`measure.experiment.curves.dispersion_of`).
 """
 
 import statistics
@@ -13,86 +12,85 @@ from dataclasses import dataclass
 from measure.experiment.capacity import Capacity
 from measure.experiment.curves import Curve, curves_of
 from measure.experiment.limits import Diagnosis, Limit, first_limit
-from measure.experiment.means import Unit, num_units, unit_of
-from measure.experiment.payoff import Payoff, Reached, Verdict, goes_how_far, payoffs_of
-from measure.experiment.points import Point, Source
+from measure.experiment.payoff import Payoff, Reached, Verdict, payoffs_of, rank_key
+from measure.experiment.points import Point, Source, Unit
 from measure.experiment.reach import gain_draws, knee_of, reach_of
 from measure.load.estimates import Estimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextWorker:
-    """Where one more worker does most."""
+    """Pool in which one more worker helps most."""
 
     pool: str
-    """"prefill", "decode", or "" when one cannot tell."""
+    """"prefill", "decode", or "" when it is unclear."""
     why: str
     is_measured: bool
-    """Whether both ways of adding one were measured; else it follows from what limits the arm."""
+    """Whether both ways of adding a worker were measured; else it follows from what limits the arm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmFinding(Reached):
-    """What is known of an arm."""
+    """Findings on one arm."""
 
     knee: float | None
-    """Load from which on goodput stays behind it."""
+    """Load from which goodput stays below the load."""
     limit: Diagnosis
     next_worker: NextWorker | None
-    """None: aggregated, or nothing limits it yet."""
+    """None for an aggregated arm, or when nothing limits the arm yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """All splits of as many workers, the best one first."""
+    """All splits of one number of workers, best first."""
 
     num_workers: int
     arms: tuple[ArmFinding, ...]
     verdict: Verdict
-    """Whether the first is known to go further than the second."""
+    """Comparison of the first with the second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """What one worker of each pool carries, from the arms in which its pool gave way first."""
+    """Load that one worker of each pool carries, from the arms in which its pool gave way first."""
 
     per_prefill: Estimate
-    """Requests per second; the median arm, and the range of all."""
+    """Requests per second: median and range of the arms."""
     per_decode: Estimate
 
     @property
     def prefill_share(self) -> float:
-        """Prefill workers of all, for which both pools give way at once."""
+        """Share of prefill workers at which both pools give way at once."""
         return self.per_decode.value / (self.per_decode.value + self.per_prefill.value)
 
     def split(self, num_workers: int) -> tuple[int, int]:
-        """Return the (prefill, decode) workers that carry most. At least two workers."""
+        """Return the (prefill, decode) workers that carry the most. At least two workers."""
         splits = [(num, num_workers - num) for num in range(1, num_workers)]
         return max(splits, key=lambda each: min(each[0] * self.per_prefill.value, each[1] * self.per_decode.value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What the points of one source say."""
+    """Findings from the points of one source."""
 
     source: Source
     share: float
-    """So many of the requests had to be good."""
+    """Share of the requests that had to be good."""
     kinds: tuple[str, ...]
-    """Of these kinds; empty: of all."""
+    """Kinds of requests that count; empty: all."""
     unit: Unit
-    """What arms of unequal size are compared by."""
+    """Unit by which arms of different size are compared."""
     arms: tuple[ArmFinding, ...]
-    """By workers; of as many, splits first and other systems last."""
+    """Ordered by workers; for equal numbers splits first, other systems last."""
     rankings: tuple[Ranking, ...]
-    """By workers; splits only."""
+    """Rankings of splits, ordered by workers."""
     payoffs: tuple[Payoff, ...]
-    """By workers."""
+    """Comparisons with aggregated arms, ordered by workers."""
     balance: Balance | None
-    """None: not every pool was seen giving way."""
+    """None unless both pools were seen giving way."""
 
     def of(self, name: str) -> ArmFinding | None:
-        """Return what is known of an arm."""
+        """Return the findings on an arm; None if it is unknown."""
         return next((each for each in self.arms if each.arm.name == name), None)
 
 
@@ -109,14 +107,14 @@ def analyze(
     found = []
     for source in Source:
         ours = [curve for curve in curves if curve.source is source]
-        unit = unit_of(curve.arm for curve in ours)
+        unit = Unit.of(curve.arm for curve in ours)
         arms = [
             Reached(
                 curve=curve,
                 reach=reach_of(
                     curve,
                     share=share,
-                    num_units=num_units(curve.arm, unit),
+                    num_units=curve.arm.num_units(unit),
                     kinds=kinds,
                     found=searched.get((source, curve.arm.name)),
                 ),
@@ -129,7 +127,7 @@ def analyze(
 
 
 def _place(curve: Curve) -> tuple[bool, int, bool, int, str]:
-    """Return where an arm stands among others."""
+    """Return the sort key of an arm."""
     arm = curve.arm
     return arm.is_external, arm.num_workers, arm.num_prefill == 0, arm.num_prefill, arm.name
 
@@ -168,8 +166,7 @@ def _next_worker(arm: Reached, others: Sequence[Reached], limit: Diagnosis) -> N
         for each in others
         if each.arm.settings == arm.arm.settings and each.reach.is_bracketed
     }
-    one_more = [by_pools.get(pools) for pools in ((num_prefill + 1, num_decode), (num_prefill, num_decode + 1))]
-    prefill, decode = one_more
+    prefill, decode = by_pools.get((num_prefill + 1, num_decode)), by_pools.get((num_prefill, num_decode + 1))
     if prefill is not None and decode is not None:
         return _measured_next(prefill, decode)
     pools = {Limit.PREFILL: "prefill", Limit.DECODE: "decode", Limit.MEMORY: "decode"}
@@ -191,7 +188,7 @@ def _rankings(arms: Sequence[ArmFinding]) -> Iterable[Ranking]:
     splits = [each for each in arms if each.arm.num_prefill and not each.arm.is_external]
     for num_workers in sorted({each.arm.num_workers for each in splits}):
         rest = [each for each in splits if each.arm.num_workers == num_workers]
-        ranked = sorted(rest, key=goes_how_far, reverse=True)
+        ranked = sorted(rest, key=rank_key, reverse=True)
         verdict = Verdict.UNCLEAR
         if len(ranked) > 1:
             verdict = Verdict.of(gain_draws(ranked[0].reach, ranked[1].reach))

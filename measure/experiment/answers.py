@@ -1,29 +1,25 @@
-"""Findings in plain words, each with the numbers that it rests on."""
+"""Findings in plain words, each with its numbers."""
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from operator import attrgetter
 
 from measure.experiment.analysis import ArmFinding, Balance, Findings, Ranking
 from measure.experiment.curves import Reading
 from measure.experiment.limits import Limit
 from measure.experiment.payoff import Payoff, Reached, Verdict
 from measure.experiment.phrases import change, change_value, listed, ranged, rate, reach_text, workers
-from measure.experiment.points import KindPoint, Latency, Source
+from measure.experiment.points import Source
 from measure.experiment.reach import KNEE_SHARE
+from measure.figures import ALL
 from measure.pages.wording import duration, number, percent
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """One thing that was found."""
-
-    question: str
-    text: str
+Answer = tuple[str, str]
+"""A question and its answer."""
 
 
 def answers_of(findings: Findings) -> tuple[Answer, ...]:
-    """Return what people who plan a cluster want to know, what matters most first."""
+    """Return answers to questions of capacity planning, the most important first."""
     found = itertools.chain(
         _does_it_pay(findings),
         _which_ratio(findings),
@@ -33,17 +29,17 @@ def answers_of(findings: Findings) -> tuple[Answer, ...]:
         _growth(findings),
         _externals(findings),
     )
-    return tuple(Answer(question=question, text=text) for question, text in found)
+    return tuple(found)
 
 
 # ── whether it pays ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _does_it_pay(findings: Findings) -> Iterator[tuple[str, str]]:
+def _does_it_pay(findings: Findings) -> Iterator[Answer]:
     question = "Does disaggregation pay?"
     payoffs = findings.payoffs
     if not payoffs:
-        yield question, "Cannot tell: no split and aggregated arms of equal means were measured."
+        yield question, "Cannot tell: no split and aggregated arms of equal resources were measured."
         return
     if len(payoffs) <= 3:
         for payoff in payoffs:
@@ -78,7 +74,7 @@ def _paying(payoff: Payoff, findings: Findings) -> str:
 
 
 def _told_by_goodput(payoff: Payoff) -> str:
-    """Return what goodput says at the load where the two differ most, of those at which one can tell."""
+    """Return the goodput of both at the load where they differ most, of the loads with a clear verdict."""
     decided = [each for each in payoff.loads if each.verdict is not Verdict.UNCLEAR]
     if not decided:
         return "Their goodput cannot be told apart at any load." if payoff.loads else ""
@@ -103,8 +99,8 @@ def _paying_by_size(payoffs: Sequence[Payoff], findings: Findings) -> str:
             parts.append(f"with {listed(sizes)} workers {verb}")
     text = "; ".join(parts)
     return (
-        f"{text[0].upper()}{text[1:]}. Compared is how much the best split of each size serves with"
-        f" {percent(findings.share, 0)} good requests, and as many aggregated workers."
+        f"{text[0].upper()}{text[1:]}. The best split of each size is compared with as many aggregated workers, by the"
+        f" load that each serves with {percent(findings.share, 0)} good requests."
     )
 
 
@@ -117,11 +113,11 @@ def _by_verdict(payoff: Payoff, verdict: Verdict) -> tuple[str, str]:
 # ── which ratio, and what next ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def _which_ratio(findings: Findings) -> Iterator[tuple[str, str]]:
+def _which_ratio(findings: Findings) -> Iterator[Answer]:
     question = "Which ratio is best?"
     contests = [ranking for ranking in findings.rankings if len(ranking.arms) > 1 and ranking.arms[0].reach.load > 0]
     if not contests and findings.balance is None:
-        yield question, "Cannot tell: no two splits of as many workers were measured."
+        yield question, "Cannot tell: no two splits of equal size were measured."
         return
     for ranking in contests[-2:]:
         yield question, _ranked(ranking)
@@ -147,7 +143,7 @@ def _balanced(balance: Balance, rankings: Sequence[Ranking]) -> str:
     )
 
 
-def _next_worker(findings: Findings) -> Iterator[tuple[str, str]]:
+def _next_worker(findings: Findings) -> Iterator[Answer]:
     question = "What should the next worker be?"
     told = [each for each in (ranking.arms[0] for ranking in findings.rankings) if each.next_worker is not None]
     for arm in told[-3:]:
@@ -167,7 +163,7 @@ def _next_worker(findings: Findings) -> Iterator[tuple[str, str]]:
 # ── what limits ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _what_limits(findings: Findings) -> Iterator[tuple[str, str]]:
+def _what_limits(findings: Findings) -> Iterator[Answer]:
     if len(findings.arms) <= 4:
         for arm in findings.arms:
             yield "What gives way first?", _limited(arm)
@@ -193,7 +189,7 @@ def _limited(arm: ArmFinding) -> str:
 # ── what one pays for the other ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _trade(findings: Findings) -> Iterator[tuple[str, str]]:
+def _trade(findings: Findings) -> Iterator[Answer]:
     if not findings.payoffs:
         return
     payoff = max(findings.payoffs, key=lambda each: (bool(each.loads), each.num_workers))
@@ -204,19 +200,19 @@ def _trade(findings: Findings) -> Iterator[tuple[str, str]]:
     for kind in _kinds(payoff.split, load):
         pairs = [
             f"{name} {duration(ours.value)} against {duration(theirs.value)}"
-            for name, pick in (("first token", _ttft), ("gap between tokens", _itl))
-            if (ours := _at(payoff.split, load).latency(kind, pick)) is not None
-            and (theirs := _at(payoff.whole, load).latency(kind, pick)) is not None
+            for name, pick in (("first token", attrgetter("ttft")), ("gap between tokens", attrgetter("itl")))
+            if (ours := _at(payoff.split, load).p99(kind, pick)) is not None
+            and (theirs := _at(payoff.whole, load).p99(kind, pick)) is not None
         ]
         if pairs:
-            parts.append(f"{'everybody' if kind == 'all' else kind}: {', '.join(pairs)}")
+            parts.append(f"{'all requests' if kind == ALL else kind}: {', '.join(pairs)}")
     if parts:
         names = f"{payoff.split.arm.name} against {payoff.whole.arm.name}"
         yield "What does one pay for the other?", f"99th percentiles of {names} at {rate(load)}. {'; '.join(parts)}."
 
 
 def _telling_load(payoff: Payoff) -> float | None:
-    """Return the highest load of both at which one of them still serves most requests well; else the lowest one."""
+    """Return the highest common load at which one of them still serves most requests well; else the lowest one."""
     loads = [each.load for each in payoff.loads]
     served = [
         load
@@ -237,18 +233,10 @@ def _kinds(arm: Reached, load: float) -> tuple[str, ...]:
     return kinds[1:] or kinds
 
 
-def _ttft(kind: KindPoint) -> Latency | None:
-    return kind.ttft
-
-
-def _itl(kind: KindPoint) -> Latency | None:
-    return kind.itl
-
-
 # ── size, and others ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _growth(findings: Findings) -> Iterator[tuple[str, str]]:
+def _growth(findings: Findings) -> Iterator[Answer]:
     best = [ranking.arms[0] for ranking in findings.rankings if ranking.arms[0].reach.is_bracketed]
     if len(best) < 3:
         return
@@ -261,7 +249,7 @@ def _growth(findings: Findings) -> Iterator[tuple[str, str]]:
     )
 
 
-def _externals(findings: Findings) -> Iterator[tuple[str, str]]:
+def _externals(findings: Findings) -> Iterator[Answer]:
     ours = [each for each in findings.arms if not each.arm.is_external]
     for other in findings.arms:
         if not other.arm.is_external or not ours:
@@ -274,7 +262,7 @@ def _externals(findings: Findings) -> Iterator[tuple[str, str]]:
 
 
 def agreement(findings: Sequence[Findings]) -> Iterator[Answer]:
-    """Yield how simulated points compare with real ones of the same arms and loads."""
+    """Yield a comparison of simulated points with real ones of the same arms and loads."""
     by_source = {each.source: each for each in findings}
     if set(by_source) != set(Source):
         return
@@ -288,8 +276,8 @@ def agreement(findings: Sequence[Findings]) -> Iterator[Answer]:
     ]
     if pairs:
         errors = sorted(abs(theirs - ours) / ours for ours, theirs in pairs if ours)
-        yield Answer(
-            question="Is the simulator right?",
-            text=f"At {len(pairs)} loads that were measured and simulated, its goodput is off by"
+        yield (
+            "Is the simulator right?",
+            f"At {len(pairs)} loads that were measured and simulated, its goodput is off by"
             f" {percent(errors[len(errors) // 2], 0)} in the median, by {percent(errors[-1], 0)} at most.",
         )

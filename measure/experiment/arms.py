@@ -1,4 +1,4 @@
-"""From an experiment's file to its arms: every pool shape with every combination of the grid, checked."""
+"""Arms of an experiment: every pool shape with every combination of the grid, checked."""
 
 import copy
 import itertools
@@ -10,31 +10,30 @@ from typing import Any
 
 from common.config import ConfigError, ServingConfig, parse_config
 from measure.experiment.points import Arm
-from measure.experiment.shapes import Shape
-from measure.experiment.spec import ExperimentError, ExperimentSpec, ExternalSpec, inline_or_file
+from measure.experiment.spec import ExperimentError, ExperimentSpec, ExternalSpec, Shape, inline_or_file
 
 _POOLS = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmPlan:
-    """An arm, and what is needed to serve it."""
+    """An arm and how to serve it."""
 
     arm: Arm
     serving: ServingConfig | None
-    """What to start; None: somebody else has."""
+    """Cluster to start; None: the arm is served elsewhere."""
     url: str = ""
-    """Where it is, when somebody else has started it."""
+    """Address of an arm that is served elsewhere."""
     api_key_env: str | None = None
 
     @property
     def api_key(self) -> str | None:
-        """The key from the environment. Raises ExperimentError when it is not there."""
+        """API key from the environment. Raises ExperimentError when it is not set."""
         if self.api_key_env is None:
             return None
         key = os.environ.get(self.api_key_env)
         if key is None:
-            raise ExperimentError(f"{self.arm.name}: the environment variable {self.api_key_env} is not set")
+            raise ExperimentError(f"{self.arm.name}: {self.api_key_env} is not set; put the API key there")
         return key
 
 
@@ -47,7 +46,7 @@ class ArmPlans:
     """Aggregated shapes that the file does not name."""
 
     def only(self, names: tuple[str, ...]) -> "ArmPlans":
-        """Return some of them, by name, by shape's name, or by the start of either. Raises ExperimentError."""
+        """Return the arms with one of these full names or shapes. Raises ExperimentError."""
         for name in names:
             if not any(_is_named(plan, name) for plan in self.plans):
                 known = ", ".join(plan.arm.name for plan in self.plans)
@@ -59,15 +58,15 @@ class ArmPlans:
 def build_arms(spec: ExperimentSpec, *, path: Path, overrides: Mapping[str, Any] | None = None) -> ArmPlans:
     """Return the arms; `overrides` are keys of serving.yaml for all of them. Raises ExperimentError.
 
-    An aggregated shape is a fair comparison to a disaggregated one when it has as many workers, or as many threads in
-    all. Where the file names none, one with as many workers is added. `path` is the file, which messages name.
+    An aggregated arm of as many workers, or threads in total, is a fair comparison for a disaggregated one. If the file
+    names none, one with as many workers is added. `path` is the file, which messages name.
     """
     builder = _Builder(spec, path, overrides or {})
     plans = [plan for shape in spec.shapes for plan in builder.plans(shape)]
     added = []
     for shape in spec.shapes:
         split = builder.plans(shape)[0].arm
-        if split.num_prefill and not any(_is_comparable(plan.arm, split) for plan in plans):
+        if split.num_prefill and not any(not plan.arm.num_prefill and plan.arm.equals(split) for plan in plans):
             whole = Shape(workers=shape.num_workers, threads=shape.threads, serving=shape.serving)
             plans += builder.plans(whole)
             added.append(whole.title)
@@ -80,7 +79,7 @@ def build_arms(spec: ExperimentSpec, *, path: Path, overrides: Mapping[str, Any]
 
 
 class _Builder:
-    """Makes the arms of shapes."""
+    """Builds the arms of shapes."""
 
     def __init__(self, spec: ExperimentSpec, path: Path, overrides: Mapping[str, Any]) -> None:
         self._path = path
@@ -110,12 +109,6 @@ class _Builder:
         return ArmPlan(arm=arm, serving=serving)
 
 
-def _is_comparable(arm: Arm, split: Arm) -> bool:
-    """Whether an arm is aggregated, and as large as another one."""
-    same_threads = arm.num_threads is not None and arm.num_threads == split.num_threads
-    return not arm.num_prefill and (same_threads or arm.num_workers == split.num_workers)
-
-
 def _external(external: ExternalSpec) -> ArmPlan:
     arm = Arm(
         name=external.name,
@@ -133,7 +126,7 @@ def _shape_keys(shape: Shape) -> dict[str, Any]:
 
 
 def _set(raw: dict[str, Any], key: str, value: Any, *, source: str) -> None:
-    """Set a key with dots in a nested mapping; `pools.KEY` in both pools. Mutates `raw`."""
+    """Set a dotted key in a nested mapping; `pools.KEY` in both pools. Mutates `raw`."""
     parts = key.split(".")
     if parts[0] == "pools" and len(parts) == 2 and parts[1] not in _POOLS:
         for pool in _POOLS:

@@ -1,17 +1,16 @@
 """The highest load at which enough requests meet their objectives.
 
-Two questions are kept apart. *Was this load served?* is asked run by run: the share of good requests of all runs at
-that load, with Wilson's interval (E. B. Wilson, JASA 22, 1927); as soon as the interval is on one side of what is
-wanted, no more runs are made. *How far can one go?* is asked of all loads together: more load cannot be served better,
-so shares that rise with the load are noise, and are pooled (antitonic regression, by the number of requests). From a
-first load the search doubles or halves until one load fails and one does not, and then halves the gap between them, as
-a ratio. Where it ends in doubt the two loads are measured again: one that has failed by chance must not hide all that
-lie above it.
+Two questions are kept apart. *Was this load served?* is answered run by run: by the share of good requests of all runs
+at that load, with Wilson's interval (E. B. Wilson, JASA 22, 1927); no more runs are made once the interval is on one
+side of the wanted share. *What is the highest load?* is answered from all loads together: more load cannot be served
+better, so shares that rise with the load are noise, and are pooled (antitonic regression, by the number of requests).
+From a first load the search doubles or halves until one load fails and one does not, and then halves the gap between
+them, as a ratio. Loads that are in doubt at the end are measured again: one that failed by chance must not hide all
+higher ones.
 
-The interval around the answer comes from Jeffreys' posterior of every load's share: drawn a thousand times and pooled
-like the measured ones; between the last load that is served and the first that is not, the share passes anywhere. Both
-intervals take requests for independent. Those of one run queue behind each other, so the intervals are the least that
-has to be said of the uncertainty.
+The interval of the answer comes from Jeffreys' posterior of every load's share, drawn a thousand times and pooled like
+the measured shares; between the last load that is served and the first that is not, the share crosses anywhere. Both
+intervals assume independent requests. Requests of one run queue behind each other, so the true uncertainty is larger.
 """
 
 import math
@@ -22,15 +21,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import isotonic_regression
+from scipy.special import ndtri
 
-from measure.experiment.points import Arm, KindPoint, Point, Source
+from measure.experiment.points import Arm, Point, Source
 from measure.experiment.spec import CapacitySpec, ExperimentError
+from measure.figures import Figures
+from measure.load.estimates import CONFIDENCE
 
-_Z = 1.959964
-"""Of 95 %."""
+_Z = float(ndtri((1 + CONFIDENCE) / 2))
 _NUM_DRAWS = 1000
 _DOUBTFUL_REPEATS = 2
-"""So many times as many runs where the search ends in doubt."""
+"""Factor on the number of runs at loads that are in doubt at the end."""
 
 Shares = npt.NDArray[np.float64]
 
@@ -47,7 +48,7 @@ class ProbedLoad:
     num_good: int
     num_runs: int
     is_clear: bool
-    """Whether the share's interval is on one side of what is wanted."""
+    """Whether the share's interval is on one side of the wanted share."""
 
     @property
     def good_share(self) -> float:
@@ -57,37 +58,37 @@ class ProbedLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What an arm can serve."""
+    """Capacity of an arm."""
 
     arm: Arm
     source: Source
     share: float
-    """So many of the requests had to be good."""
+    """Share of the requests that had to be good."""
     kinds: tuple[str, ...]
-    """Of these kinds only; empty: of all."""
+    """Kinds of requests that count; empty: all."""
     load: float
-    """The highest load that was measured and served; 0: none was."""
+    """Highest load that was measured and served; 0: none."""
     low: float
-    """95 % interval of the load at which the share of good requests falls below what is wanted."""
+    """Lower end of the 95 % interval of the load at which the share of good requests falls below the wanted one."""
     high: float | None
-    """None: not known, since the highest load that may be tried was served."""
+    """Upper end; None: unknown, since the highest allowed load was served."""
     goodput_per_s: float
     """Good requests of all kinds per second at `load`."""
     probes: tuple[ProbedLoad, ...]
-    """By load."""
+    """Ordered by load."""
 
     @property
     def goodput_per_worker(self) -> float:
-        """The same by workers of both kinds."""
+        """Good requests per second and worker of either kind."""
         return self.goodput_per_s / max(1, self.arm.num_workers)
 
 
 def find_capacity(arm: Arm, source: Source, spec: CapacitySpec, *, start: float, probe: Probe) -> Capacity:
-    """Search an arm's capacity from a first load. Raises ExperimentError, and whatever `probe` does."""
+    """Search an arm's capacity from a first load. Raises ExperimentError, and what `probe` raises."""
     search = _Search(spec, probe)
     search.run(start)
     probes = search.probes
-    low, high = _interval(probes, spec.share)
+    low, high = crossing_interval(crossing_draws(probes, spec.share))
     best = max(_served(probes, spec.share), default=0.0)
     return Capacity(
         arm=arm,
@@ -95,15 +96,15 @@ def find_capacity(arm: Arm, source: Source, spec: CapacitySpec, *, start: float,
         share=spec.share,
         kinds=spec.kinds,
         load=best,
-        low=min(low, best),  # which was measured
-        high=high,
+        low=min(low, best),  # `best` was measured
+        high=None if math.isinf(high) else high,
         goodput_per_s=search.goodput_per_s(best) if best else 0.0,
         probes=probes,
     )
 
 
 def wilson(num_good: int, num_requests: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share. At least one request."""
+    """Return the 95 % interval of a share of at least one request. scipy's takes milliseconds: it tests, too."""
     share, over = num_good / num_requests, _Z * _Z / num_requests
     middle = share + over / 2
     reach = _Z * math.sqrt(share * (1 - share) / num_requests + over / (4 * num_requests))
@@ -111,7 +112,7 @@ def wilson(num_good: int, num_requests: int) -> tuple[float, float]:
 
 
 class _Search:
-    """The loads that were tried."""
+    """Loads that were tried."""
 
     def __init__(self, spec: CapacitySpec, probe: Probe) -> None:
         self._spec = spec
@@ -120,15 +121,15 @@ class _Search:
 
     @property
     def probes(self) -> tuple[ProbedLoad, ...]:
-        """By load."""
+        """All tried loads, ascending."""
         return tuple(tally(load, self._points[load], self._spec) for load in sorted(self._points))
 
     def goodput_per_s(self, load: float) -> float:
-        """Return the mean of the runs at a load."""
+        """Return the mean goodput of the runs at a load."""
         return statistics.fmean(point.goodput_per_s for point in self._points[load])
 
     def run(self, start: float) -> None:
-        """Measure until the gap between served and failed is small, and both of its ends are as sure as they get."""
+        """Measure until the gap between served and failed loads is small, and both ends are as clear as they get."""
         spec = self._spec
         self._measure(_rounded(min(max(start, spec.low), spec.high)), spec.repeats)
         while len(self._points) < spec.max_loads:
@@ -155,7 +156,7 @@ class _Search:
 
 
 def tally(load: float, points: Sequence[Point], spec: CapacitySpec) -> ProbedLoad:
-    """Return what the runs at one load say together. Raises ExperimentError when none of their requests count."""
+    """Return the runs at one load together. Raises ExperimentError when none of their requests count."""
     counted = [kind for point in points for kind in _counted(point, spec.kinds)]
     num_requests = sum(kind.num_requests for kind in counted)
     num_good = sum(kind.num_good for kind in counted)
@@ -172,14 +173,13 @@ def tally(load: float, points: Sequence[Point], spec: CapacitySpec) -> ProbedLoa
     )
 
 
-def _counted(point: Point, kinds: tuple[str, ...]) -> Sequence[KindPoint]:
+def _counted(point: Point, kinds: tuple[str, ...]) -> Sequence[Figures]:
     if not kinds:
         return (point.overall,)
-    by_name = {kind.kind: kind for kind in point.kinds}
-    unknown = [kind for kind in kinds if kind not in by_name]
+    unknown = [kind for kind in kinds if kind not in point.kinds]
     if unknown:
-        raise ExperimentError(f"capacity.kinds: nobody sends {unknown[0]!r}; there are {', '.join(by_name)}")
-    return [by_name[kind] for kind in kinds]
+        raise ExperimentError(f"capacity.kinds: no stream sends {unknown[0]!r}; there are {', '.join(point.kinds)}")
+    return [point.kinds[kind] for kind in kinds]
 
 
 def _next_load(probes: Sequence[ProbedLoad], spec: CapacitySpec) -> float | None:
@@ -195,42 +195,42 @@ def _next_load(probes: Sequence[ProbedLoad], spec: CapacitySpec) -> float | None
 
 
 def _ends(probes: Sequence[ProbedLoad], share: float) -> Sequence[ProbedLoad]:
-    """Return the highest load that was served and the lowest one that was not."""
+    """Return the highest load that was served and the lowest that was not."""
     num_served = len(_served(probes, share))
     return probes[max(0, num_served - 1) : num_served + 1]
 
 
 def _served(probes: Sequence[ProbedLoad], share: float) -> list[float]:
-    """Return the loads that were served, ascending; all below the others, by the pooled shares."""
+    """Return the loads that were served by the pooled shares, ascending; all are below the others."""
     pooled = _pooled(np.array([probe.good_share for probe in probes]), probes)
     return [probe.load for probe, value in zip(probes, pooled, strict=True) if value >= share]
 
 
-def _interval(probes: Sequence[ProbedLoad], share: float) -> tuple[float, float | None]:
-    ends = crossing_draws(probes, share)
-    low, high = np.quantile(ends, [0.025, 0.975], method="inverted_cdf")  # of draws: some may be infinite
-    return float(low), None if math.isinf(high) else float(high)
+def crossing_interval(draws: Shares) -> tuple[float, float]:
+    """Return the 95 % interval of draws of a load, which may be infinite."""
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(draws, [tail, 1 - tail], method="inverted_cdf")
+    return float(low), float(high)
 
 
 def crossing_draws(probes: Sequence[ProbedLoad], share: float, *, seed: int = 0, dispersion: float = 1.0) -> Shares:
     """Return draws [1000] of the load at which the share of good requests falls below `share`.
 
     0: below the lowest load; infinite: above the highest. `probes` by load, at least one. Draws of two arms are
-    independent when their seeds differ. `dispersion`: so many requests tell no more than one that is independent of all
-    others.
+    independent when their seeds differ. `dispersion`: number of requests that tell as much as one independent one.
     """
     good = np.array([probe.num_good for probe in probes]) / dispersion
     bad = np.array([probe.num_requests for probe in probes]) / dispersion - good
     rng = np.random.default_rng(seed)
     draws = rng.beta(good + 0.5, bad + 0.5, size=(_NUM_DRAWS, len(probes)))
     gaps = np.array([_gap(probes, _pooled(shares, probes), share) for shares in draws])
-    # How the share falls between two loads nobody has seen: it may pass anywhere between them.
+    # The share between two loads is unknown: it may cross anywhere.
     places: Shares = gaps[:, 0] + (gaps[:, 1] - gaps[:, 0]) * (1 - rng.random(_NUM_DRAWS))
     return places
 
 
 def crossing(probes: Sequence[ProbedLoad], share: float) -> float:
-    """Return the likeliest such load by the measured shares: between two loads in proportion."""
+    """Return the likeliest such load by the measured shares, interpolated between two loads."""
     pooled = _pooled(np.array([probe.good_share for probe in probes]), probes)
     before, after = _gap(probes, pooled, share)
     shares = {probe.load: value for probe, value in zip(probes, pooled, strict=True)}
@@ -240,7 +240,7 @@ def crossing(probes: Sequence[ProbedLoad], share: float) -> float:
 
 
 def _gap(probes: Sequence[ProbedLoad], pooled: Shares, share: float) -> tuple[float, float]:
-    """Return the loads between which shares that fall with the load pass `share`.
+    """Return the loads between which shares that fall with the load cross `share`.
 
     (0, 0): they are below it from the first load on. The last load and infinity: they never are.
     """
@@ -251,13 +251,13 @@ def _gap(probes: Sequence[ProbedLoad], pooled: Shares, share: float) -> tuple[fl
 
 
 def _pooled(shares: Shares, probes: Sequence[ProbedLoad]) -> Shares:
-    """Return the shares that never rise with the load and are nearest to the given ones."""
+    """Return the nearest shares that never rise with the load."""
     weights = [probe.num_requests for probe in probes]
-    # A mean of shares that are all 99/100 must not come out as a hair less.
+    # The mean of equal shares must equal them exactly.
     pooled: Shares = isotonic_regression(shares, weights=weights, increasing=False).x.round(12)
     return pooled
 
 
 def _rounded(load: float) -> float:
-    """Return a load with four digits: a name for it that people can read."""
+    """Return a load with four digits, as a readable name."""
     return float(f"{load:.4g}")

@@ -1,4 +1,4 @@
-"""Points of equal arm and load together: what an arm does as the load grows."""
+"""Curves of the arms over the load, from the points of all repeats."""
 
 import itertools
 import statistics
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from measure.experiment.points import Arm, KindPoint, Latency, Point, Source
+from measure.experiment.points import Arm, Point, Source
+from measure.figures import Figures, Percentiles
 from measure.load.estimates import CONFIDENCE, Estimate
 
 NUM_DRAWS = 1000
@@ -23,68 +24,64 @@ class Reading:
 
     load: float
     points: tuple[Point, ...]
-    """By repeat; at least one."""
+    """Points by repeat; at least one."""
     goodput: Estimate
     """Good requests per second."""
     good_share: Estimate
 
     @property
     def num_requests(self) -> int:
-        """Of all runs."""
+        """Requests of all runs."""
         return sum(point.overall.num_requests for point in self.points)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Every kind that asked, "all" first."""
-        return tuple(dict.fromkeys(kind.kind for point in self.points for kind in point.kinds))
+        """All kinds of requests, `ALL` first."""
+        return tuple(dict.fromkeys(kind for point in self.points for kind in point.kinds))
 
-    def share_of(self, count: Callable[[KindPoint], int]) -> float:
-        """Return how many of all requests are counted so."""
+    def share_of(self, count: Callable[[Figures], int]) -> float:
+        """Return a count as a share of all requests."""
         total = sum(count(point.overall) for point in self.points)
         return total / self.num_requests if self.num_requests else 0.0
 
     def mean_of(self, measure: Callable[[Point], float | None]) -> float | None:
-        """Return the mean over the runs that know it."""
+        """Return the mean over the runs with a value; None without any."""
         values = [value for point in self.points if (value := measure(point)) is not None]
         return statistics.fmean(values) if values else None
 
-    def latency(self, kind: str, pick: Callable[[KindPoint], Latency | None], share: str = "p99") -> Estimate | None:
-        """Return the mean of a kind's percentile over the runs, with the least and the greatest of them."""
-        found = [
-            latency
+    def p99(self, kind: str, pick: Callable[[Figures], Percentiles | None]) -> Estimate | None:
+        """Return the mean of a kind's 99th percentile over the runs, with the smallest and the largest value."""
+        values = [
+            latency.p99
             for point in self.points
-            for each in point.kinds
-            if each.kind == kind and (latency := pick(each)) is not None
+            if kind in point.kinds and (latency := pick(point.kinds[kind])) is not None
         ]
-        values: list[float] = [getattr(latency, share) for latency in found]
-        if not values:
-            return None
-        return Estimate(value=statistics.fmean(values), low=min(values), high=max(values))
+        return Estimate(value=statistics.fmean(values), low=min(values), high=max(values)) if values else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """An arm under all its loads."""
+    """An arm at all its loads."""
 
     arm: Arm
     source: Source
     readings: tuple[Reading, ...]
-    """By load; at least one."""
+    """Readings by load; at least one."""
     dispersion: float
-    """See `dispersion_of`; of all arms of the source."""
+    """Dispersion of all arms of the source, see `dispersion_of`."""
 
     @property
     def seed(self) -> int:
-        """Of random draws: another one for each arm, so that they know nothing of each other."""
+        """Seed of random draws, different for each arm, so that draws are independent."""
         return zlib.crc32(f"{self.source.value} {self.arm.name}".encode())
 
     def at(self, load: float) -> Reading | None:
-        """Return what was measured at a load."""
+        """Return the reading at a load; None if it was not measured."""
         return next((reading for reading in self.readings if reading.load == load), None)
 
     @property
     def peak(self) -> Reading:
-        """Where goodput is largest."""
+        """Reading with the largest goodput."""
         return max(self.readings, key=lambda reading: reading.goodput.value)
 
 
@@ -100,11 +97,10 @@ def curves_of(points: Iterable[Point]) -> tuple[Curve, ...]:
 
 
 def dispersion_of(arms: Iterable[Sequence[Point]]) -> float:
-    """Return how much more runs of one arm and load differ than runs of independent requests would; at least 1.
+    """Return the ratio of the variance of counts to the binomial one; at least 1, and 1 when nothing was run twice.
 
-    Pearson's statistic over all arms and loads that were run several times, by its degrees of freedom: the variance of
-    counts is so many times the binomial one (quasi-likelihood, McCullagh and Nelder, 1989, section 4.5). 1 when nothing
-    was run twice.
+    It is Pearson's statistic over all arms and loads that were run several times, divided by its degrees of freedom
+    (quasi-likelihood, McCullagh and Nelder, 1989, section 4.5): independent requests would give 1.
     """
     chi_square, num_degrees = 0.0, 0
     for points in arms:
@@ -124,24 +120,30 @@ def dispersion_of(arms: Iterable[Sequence[Point]]) -> float:
 
 
 def goodput_draws(points: Sequence[Point], *, seed: int, dispersion: float) -> Draws:
-    """Return draws [NUM_DRAWS] of the goodput of an arm at one load that are as good as what was measured.
+    """Return random draws [NUM_DRAWS] of the goodput of an arm at one load.
 
-    The share of good requests is drawn from Jeffreys' posterior of what all runs counted, as if they were so many times
-    fewer; the rate of requests is that of the runs.
+    The share of good requests is drawn from Jeffreys' posterior of the counts of all runs, divided by the dispersion;
+    the rate of requests is that of the runs.
     """
-    good = sum(point.overall.num_good for point in points) / dispersion
-    total = sum(point.overall.num_requests for point in points) / dispersion
-    seconds = sum(point.duration_s for point in points)
-    rate = total * dispersion / seconds if seconds else 0.0
+    good, total, rate = _counts(points)
+    good, total = good / dispersion, total / dispersion
     draws: Draws = rate * np.random.default_rng(seed).beta(good + 0.5, total - good + 0.5, size=NUM_DRAWS)
     return draws
 
 
 def interval(value: float, draws: Draws) -> Estimate:
-    """Return a value with the interval that holds 95 % of its draws, and itself."""
+    """Return a value with the interval that contains 95 % of its draws, and the value."""
     tail = (1 - CONFIDENCE) / 2
     low, high = (float(bound) for bound in np.quantile(draws, [tail, 1 - tail], method="inverted_cdf"))
     return Estimate(value=value, low=min(low, value), high=max(high, value))
+
+
+def _counts(points: Sequence[Point]) -> tuple[float, float, float]:
+    """Return good requests, all requests, and requests per second."""
+    good = sum(point.overall.num_good for point in points)
+    total = sum(point.overall.num_requests for point in points)
+    seconds = sum(point.duration_s for point in points)
+    return good, total, total / seconds if seconds else 0.0
 
 
 def _by_load(points: Iterable[Point]) -> Iterable[list[Point]]:
@@ -155,11 +157,8 @@ def _curve(points: Sequence[Point], dispersion: float) -> Curve:
 
 
 def _reading(points: Sequence[Point], dispersion: float) -> Reading:
-    num_good = sum(point.overall.num_good for point in points)
-    num_requests = sum(point.overall.num_requests for point in points)
-    seconds = sum(point.duration_s for point in points)
-    rate = num_requests / seconds if seconds else 0.0
-    share = num_good / num_requests if num_requests else 0.0
+    good, total, rate = _counts(points)
+    share = good / total if total else 0.0
     seed = zlib.crc32(f"{points[0].arm.name} {points[0].load!r}".encode())
     draws = goodput_draws(points, seed=seed, dispersion=dispersion)
     return Reading(

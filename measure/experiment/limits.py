@@ -1,9 +1,9 @@
-"""What gives way first when the load grows: which pool, and how one can tell.
+"""Which pool gives way first as the load grows.
 
-A prefill pool that is too small shows in first tokens that come late, and in requests that are turned away because
-they would. A decode pool that is too small shows in gaps between tokens, or in pages: when those of the decode workers
-are full, answers wait for a place, and first tokens with them. How busy a pool is tells less: a decode worker steps as
-long as it has one answer to write, so that it is busy long before it is full.
+A prefill pool that is too small shows in late first tokens, and in requests that are refused because of them. A decode
+pool that is too small shows in long gaps between tokens, or in full pages: then answers wait for a place, and their
+first tokens are late. Utilization tells less: a decode worker steps whenever it has one answer to write, so it is busy
+long before it is full.
 """
 
 import enum
@@ -12,41 +12,41 @@ from dataclasses import dataclass
 from measure.experiment.curves import Curve, Reading
 
 _FULL_SHARE = 0.95
-"""Pages in use from which a pool's memory is what requests wait for."""
+"""Share of pages in use from which requests wait for memory."""
 _SPARE_SHARE = 0.8
-"""Prefill pools less busy than this have time left."""
+"""Utilization below which a prefill pool has time left."""
 
 
 class Limit(enum.StrEnum):
-    """What is too small."""
+    """Resource that is too small."""
 
     NOTHING = "nothing yet"
     PREFILL = "prefill pool"
     DECODE = "decode pool"
     MEMORY = "KV memory"
     WORKERS = "workers"
-    """Of an aggregated arm: they do both."""
+    """Workers of an aggregated arm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What limits an arm at one load."""
+    """Limit of an arm at one load."""
 
     limit: Limit
     load: float
     why: str
-    """The numbers that say so."""
+    """Reason, with numbers."""
 
 
 def diagnose(reading: Reading, curve: Curve, *, share: float) -> Diagnosis:
-    """Return what keeps an arm from serving `share` of its requests well at a load."""
+    """Return the resource that keeps `share` of the requests at a load from being good."""
     bad = 1 - reading.good_share.value
     if bad <= 1 - share:
         why = f"{reading.good_share.value:.1%} of the requests were good"
         return Diagnosis(limit=Limit.NOTHING, load=reading.load, why=why)
-    late = reading.share_of(lambda kind: kind.num_ttft_misses)
-    slow = reading.share_of(lambda kind: kind.num_itl_misses)
-    refused = reading.share_of(lambda kind: kind.num_refused)
+    late = reading.share_of(lambda figures: figures.num_ttft_misses)
+    slow = reading.share_of(lambda figures: figures.num_itl_misses)
+    refused = reading.share_of(lambda figures: figures.num_not_complete)
     kv_peak = reading.mean_of(lambda point: point.kv_peak)
     busy = reading.mean_of(lambda point: point.prefill_busy)
     is_full = kv_peak is not None and kv_peak >= _FULL_SHARE
@@ -68,6 +68,6 @@ def _limit(curve: Curve, late: float, slow: float, busy: float | None, *, is_ful
 
 
 def first_limit(curve: Curve, *, share: float) -> Diagnosis:
-    """Return what gave way at the lowest load that was not served; at the highest one when all were."""
+    """Return the diagnosis of the lowest load that was not served; of the highest one when all were."""
     diagnoses = [diagnose(reading, curve, share=share) for reading in curve.readings]
     return next((each for each in diagnoses if each.limit is not Limit.NOTHING), diagnoses[-1])

@@ -1,18 +1,20 @@
-"""Plots over the load: what was served well, how fast, and how busy the workers were.
+"""Plots over the load: goodput, latencies, and utilization of the workers.
 
-Clusters of very different sizes are compared by the load for each of their workers.
+Clusters of very different sizes are compared by the load per worker.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Self
 
 from common.slo import Slo
 from measure.experiment.analysis import Findings
 from measure.experiment.curves import Reading
 from measure.experiment.looks import Shown, shown_arms
-from measure.experiment.means import Unit as Means
-from measure.experiment.points import KindPoint, Latency, Point
+from measure.experiment.points import Point
+from measure.experiment.points import Unit as Means
+from measure.figures import ALL, Figures, Percentiles
 from measure.load.estimates import Estimate
 from measure.pages.axes import Axis, Scale, Unit
 from measure.pages.figures import Curve, Frame, Limit, compact, line_figure
@@ -21,25 +23,25 @@ from measure.pages.theme import GREY
 from measure.pages.wording import count, percent
 
 _WIDE = 8.0
-"""Loads that span more than such a factor are drawn on a logarithmic axis."""
+"""Factor between loads above which their axis is logarithmic."""
 _MANY_SIZES = 3
-"""More numbers of workers than these are compared by the load for each worker."""
+"""Number of cluster sizes above which arms are compared by the load per worker."""
 _MAX_NAMES = 8
-"""Small plots of more curves have no legend."""
+"""Number of curves above which small plots have no legend."""
 _AS_ABOVE = "Colours are those of the first plot."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sheet:
-    """The curves of an experiment, and the axis that they share."""
+    """Curves of an experiment, and their common axis."""
 
     shown: tuple[Shown, ...]
     unit: Means | None
-    """What rates are divided by; None: they are not."""
+    """Unit that rates are divided by; None: they are not divided."""
 
     @classmethod
     def of(cls, findings: Sequence[Findings]) -> Self:
-        """Return a sheet for everything that is shown."""
+        """Return a sheet of all shown arms."""
         shown = shown_arms(findings)
         sizes = {arm.finding.reach.num_units for arm in shown}
         return cls(shown=shown, unit=findings[0].unit if len(sizes) > _MANY_SIZES else None)
@@ -51,35 +53,35 @@ class _Sheet:
 
     @property
     def loads(self) -> Sequence[float]:
-        """All places on the axis."""
+        """All positions on the axis."""
         return [reading.load / self.divisor(arm) for arm in self.shown for reading in arm.finding.curve.readings]
 
     @property
     def is_crowded(self) -> bool:
-        """Whether a legend would be larger than a small plot."""
+        """Whether the legend is too long for a small plot."""
         return len(self.shown) > _MAX_NAMES
 
     @property
     def axis(self) -> Axis:
-        """The load."""
+        """Axis of the load."""
         is_wide = bool(self.loads) and max(self.loads) > _WIDE * min(self.loads)
         return Axis(title=f"load{self.whose}, requests", unit=Unit.RATE, scale=Scale.LOG if is_wide else Scale.LINEAR)
 
     @property
     def whose(self) -> str:
-        """What rates are by."""
+        """Suffix of axis titles for divided rates."""
         return "" if self.unit is None else f" for each {self.unit}"
 
     def divisor(self, arm: Shown) -> int:
-        """Return what an arm's rates are divided by."""
+        """Return the divisor of an arm's rates."""
         return 1 if self.unit is None else arm.finding.reach.num_units
 
     def rates(self, pick: Callable[[Reading], Estimate]) -> list[Curve]:
-        """Return every arm's curve of a rate, by worker where the load is."""
+        """Return every arm's curve of a rate, divided like the load."""
         return [self._curve(arm, pick, divisor=self.divisor(arm)) for arm in self.shown]
 
     def curves(self, pick: Callable[[Reading], Estimate | None]) -> list[Curve]:
-        """Return every arm's curve over the loads at which something is known."""
+        """Return every arm's curve over the loads with a value."""
         return [self._curve(arm, pick) for arm in self.shown]
 
     def _curve(self, arm: Shown, pick: Callable[[Reading], Estimate | None], *, divisor: int = 1) -> Curve:
@@ -119,16 +121,15 @@ def goodput_panel(findings: Sequence[Findings]) -> Panel:
     )
     return Panel(
         title="Goodput",
-        look_for="As long as an arm serves its load well, its curve is on the dotted line; where it leaves that is its"
-        " knee.",
+        look_for="An arm that serves its load well is on the dotted line; where its curve leaves the line is its knee.",
         content=figure,
-        note="Requests that were answered to their ends within both objectives. Bands are 95 % intervals. Filled marks:"
-        " measured; hollow ones: simulated.",
+        note="Complete requests within both objectives. Bands are 95 % intervals. Filled marks: measured; hollow marks:"
+        " simulated.",
     )
 
 
 def share_panel(findings: Sequence[Findings]) -> Panel:
-    """Return the share of good requests against the load, with the share that is wanted."""
+    """Return the share of good requests against the load, with the wanted share."""
     sheet, share = _Sheet.of(findings), findings[0].share
     frame = Frame(
         x=sheet.axis,
@@ -145,63 +146,61 @@ def share_panel(findings: Sequence[Findings]) -> Panel:
 
 
 def latency_panels(findings: Sequence[Findings], slo: Slo | None) -> tuple[Panel, ...]:
-    """Return p99 of first tokens and of gaps against the load, of everybody and of each kind."""
+    """Return p99 of first tokens and of gaps against the load, of all requests and of each kind."""
     sheet = _Sheet.of(findings)
     readings = [reading for arm in sheet.shown for reading in arm.finding.curve.readings]
     kinds = list(dict.fromkeys(kind for reading in readings for kind in reading.kinds))
-    kinds = kinds if len(kinds) > 2 else kinds[:1]  # one kind is everybody
+    kinds = kinds if len(kinds) > 2 else kinds[:1]  # a single kind equals all requests
     ttft_limit = () if slo is None else (Limit(value=slo.ttft_s, text="objective, short prompts"),)
     itl_limit = () if slo is None else (Limit(value=slo.tpot_s, text="objective of the mean gap"),)
     panels = []
     for kind in kinds:
-        whose = "everybody" if kind == "all" else kind
+        whose = "all requests" if kind == ALL else kind
         panels += [
-            _latency_panel(sheet, kind, _ttft, f"First token, {whose}: p99", ttft_limit),
-            _latency_panel(sheet, kind, _itl, f"Gap between tokens, {whose}: p99", itl_limit),
+            _latency_panel(sheet, kind, attrgetter("ttft"), f"First token, {whose}: p99", ttft_limit),
+            _latency_panel(sheet, kind, attrgetter("itl"), f"Gap between tokens, {whose}: p99", itl_limit),
         ]
     return tuple(panels)
 
 
 def busy_panels(findings: Sequence[Findings]) -> tuple[Panel, ...]:
-    """Return how busy the pools were, and how full."""
+    """Return the utilization of the pools, and of their memory."""
     sheet = _Sheet.of(findings)
     return (
         _mean_panel(
             sheet,
-            lambda point: point.prefill_busy,
+            attrgetter("prefill_busy"),
             "Prefill pool: time in steps",
-            "Above nine tenths prompts wait for each other.",
+            "Above nine tenths, prompts wait for each other.",
         ),
         _mean_panel(
             sheet,
-            lambda point: point.decode_busy,
+            attrgetter("decode_busy"),
             "Decode pool: time in steps",
-            "A decode worker steps while it has one answer to write: busy is not full.",
+            "A decode worker steps while it has one answer to write: busy does not mean full.",
         ),
         _mean_panel(
-            sheet, lambda point: point.kv_peak, "KV pages in use, fullest worker", "At 100 % answers wait for a place."
+            sheet, attrgetter("kv_peak"), "KV pages in use, fullest worker", "At 100 %, answers wait for pages."
         ),
-        _mean_panel(
-            sheet, lambda point: point.token_hit, "Prompt tokens found in a cache", "What is found is not computed."
-        ),
+        _mean_panel(sheet, attrgetter("token_hit"), "Prompt tokens found in a cache", "These tokens are not computed."),
     )
 
 
 def handoff_panels(findings: Sequence[Findings]) -> tuple[Panel, ...]:
-    """Return what moving KV costs."""
+    """Return the cost of moving KV."""
     sheet = _Sheet.of(findings).only_splits()
     exposed = _mean_panel(
         sheet,
-        lambda point: point.transfer_exposed_p50_s,
+        attrgetter("transfer_exposed_p50_s"),
         "Time that prefill does not hide, median",
-        "So much later the first token comes because KV moves.",
+        "Delay of the first token because KV moves.",
         unit=Unit.SECONDS,
     )
     moved = _mean_panel(
         sheet,
         lambda point: point.transfer_bytes / point.overall.num_requests if point.overall.num_requests else None,
         "KV moved per request",
-        "What is cached at the decode worker does not move.",
+        "KV that is cached at the decode worker does not move.",
         unit=Unit.BYTES,
     )
     return exposed, moved
@@ -212,7 +211,7 @@ def _mean_panel(
 ) -> Panel:
     curves = sheet.curves(lambda reading: _exact(reading.mean_of(pick)))
     if not any(len(curve.x) for curve in curves):
-        return Panel(title=title, content=Absent(why="nobody says"), width=Width.HALF)
+        return Panel(title=title, content=Absent(why="not reported"), width=Width.HALF)
     figure = line_figure(curves, Frame(x=sheet.axis, y=Axis(unit=unit, starts_at_zero=True), height=320))
     if unit is Unit.SHARE:
         figure.update_yaxes(range=[0, 1.03])
@@ -223,25 +222,25 @@ def _mean_panel(
 def _latency_panel(
     sheet: _Sheet,
     kind: str,
-    pick: Callable[[KindPoint], Latency | None],
+    pick: Callable[[Figures], Percentiles | None],
     title: str,
     limits: tuple[Limit, ...],
 ) -> Panel:
-    curves = sheet.curves(lambda reading: reading.latency(kind, pick))
+    curves = sheet.curves(lambda reading: reading.p99(kind, pick))
     if not any(len(curve.x) for curve in curves):
         return Panel(title=title, content=Absent(why="nothing was answered"), width=Width.HALF)
     frame = Frame(x=sheet.axis, y=Axis(unit=Unit.SECONDS, scale=Scale.LOG), y_limits=limits, height=340)
     return Panel(
         title=title,
         content=_small(line_figure(curves, frame), sheet),
-        note="Mean of the runs; bands from the least to the greatest of them."
+        note="Mean of the runs; bands from the smallest to the largest."
         + (f" {_AS_ABOVE}" if sheet.is_crowded else ""),
         width=Width.HALF,
     )
 
 
 def _small(figure: Any, sheet: _Sheet) -> Any:
-    """Return a figure, without its legend where there are too many names. Mutates it."""
+    """Return a figure, without its legend if that is too long. Mutates it."""
     if sheet.is_crowded:
         figure.update_layout(showlegend=False)
     return figure
@@ -249,11 +248,3 @@ def _small(figure: Any, sheet: _Sheet) -> Any:
 
 def _exact(value: float | None) -> Estimate | None:
     return None if value is None else Estimate(value=value, low=value, high=value)
-
-
-def _ttft(kind: KindPoint) -> Latency | None:
-    return kind.ttft
-
-
-def _itl(kind: KindPoint) -> Latency | None:
-    return kind.itl

@@ -1,7 +1,7 @@
-"""Which arms a plot shows, and how each is drawn: the same on all of an experiment's plots.
+"""Which arms the plots of an experiment show as curves, and how.
 
-A few arms have a colour each. Of many, only the best split of each size and the best aggregated arm beside it are
-drawn as curves, a colour for each size. Marks of measured points are filled, those of simulated ones hollow; lines of
+A few arms have a colour each. Of many arms, only the best split of each size and the best aggregated arm of that size
+are shown, with a colour for each size. Marks of measured points are filled, those of simulated ones hollow; lines of
 aggregated arms are dashed.
 """
 
@@ -13,12 +13,12 @@ from measure.experiment.points import Arm, Source
 from measure.pages.theme import GREY, PALETTE, PURPLE
 
 MAX_ARMS = 8
-"""So many curves can be told apart."""
+"""Number of curves that can be told apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """An arm's curve as it is drawn."""
+    """Look of an arm's curve."""
 
     finding: ArmFinding
     name: str
@@ -28,7 +28,7 @@ class Shown:
 
 
 def shown_arms(findings: Sequence[Findings]) -> tuple[Shown, ...]:
-    """Return the arms that are drawn as curves, real ones first."""
+    """Return the arms that are shown as curves, real ones first."""
     chosen = [(each, _chosen(each)) for each in findings]
     colors = _colors([arm for _, arms in chosen for arm in arms])
     has_both = len(findings) > 1
@@ -51,7 +51,7 @@ def is_thinned(findings: Sequence[Findings]) -> bool:
 
 
 def bar_color(arm: Arm) -> str:
-    """Return the colour of an arm's bar: whether it splits, is aggregated, or somebody else's."""
+    """Return the colour of an arm's bar: split, aggregated or external."""
     if arm.is_external:
         return PURPLE
     return PALETTE[0] if arm.num_prefill else GREY
@@ -67,7 +67,7 @@ def _chosen(findings: Findings) -> tuple[ArmFinding, ...]:
 
 
 def _colors(arms: Sequence[ArmFinding]) -> Mapping[str, str]:
-    """Return a colour by name: of its own where there are few arms, else of its size."""
+    """Return colours by name: one for each arm if there are few, else one for each size."""
     names = list(dict.fromkeys(each.arm.name for each in arms))
     if len(names) <= MAX_ARMS:
         return dict(zip(names, PALETTE, strict=False))

@@ -1,7 +1,4 @@
-"""Whether disaggregation pays: the best split of some workers against the best of as many that do both.
-
-Two arms are compared as equals when they have as many workers, or as many threads in all where that is said.
-"""
+"""Whether disaggregation pays: the best split of some workers against the best aggregated arm of as many."""
 
 import enum
 import itertools
@@ -12,14 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from measure.experiment.curves import Curve, Draws, Reading, goodput_draws, interval
-from measure.experiment.means import are_equals
 from measure.experiment.points import Arm
 from measure.experiment.reach import Reach, gain_draws, sure_of
 from measure.load.estimates import CONFIDENCE, Estimate
 
 
 class Verdict(enum.StrEnum):
-    """Of a comparison."""
+    """Outcome of a comparison."""
 
     MORE = "more"
     LESS = "less"
@@ -27,7 +23,7 @@ class Verdict(enum.StrEnum):
 
     @classmethod
     def of(cls, draws: Draws) -> "Verdict":
-        """Return whether draws of a difference are on one side of 0, but for the tails outside 95 %."""
+        """Return on which side of 0 at least 97.5 % of the draws of a difference are."""
         sure, tail = sure_of(draws), (1 - CONFIDENCE) / 2
         if sure >= 1 - tail:
             return cls.MORE
@@ -36,14 +32,14 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """An arm and how far it can go."""
+    """An arm and its reach."""
 
     curve: Curve
     reach: Reach
 
     @property
     def arm(self) -> Arm:
-        """The arm."""
+        """Arm of the curve."""
         return self.curve.arm
 
 
@@ -53,49 +49,49 @@ class AtLoad:
 
     load: float
     difference: Estimate
-    """Of goodput, requests per second."""
+    """Difference of goodput, requests per second."""
     verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payoff:
-    """What splitting prefill from decode gains with equal means."""
+    """Gain of splitting prefill from decode with equal resources."""
 
     num_workers: int
-    """Of the split arm."""
+    """Workers of the split arm."""
     split: Reached
-    """The best one of that size."""
+    """Best split arm of that size."""
     whole: Reached
-    """The best aggregated one."""
+    """Best aggregated arm."""
     ratio: Estimate | None
-    """Reach of the one by that of the other; None where loads were too low or too high to know it."""
+    """Reach of the split arm by that of the aggregated one; None if either is unknown."""
     verdict: Verdict
     loads: tuple[AtLoad, ...]
-    """Loads that both were measured at, ascending."""
+    """Loads at which both were measured, ascending."""
 
     @property
     def flips(self) -> tuple[tuple[AtLoad, AtLoad], ...]:
-        """Neighbouring loads between which the better one becomes the worse one; those that do not tell left out."""
+        """Neighbouring loads between which the verdict turns around; unclear loads are skipped."""
         told = [each for each in self.loads if each.verdict is not Verdict.UNCLEAR]
         return tuple((before, after) for before, after in itertools.pairwise(told) if before.verdict != after.verdict)
 
 
 def payoffs_of(arms: Iterable[Reached]) -> tuple[Payoff, ...]:
-    """Return a comparison for each number of workers that has both kinds of arms, ascending."""
+    """Return a comparison for each number of workers with both kinds of arms, ascending."""
     ours = [each for each in arms if not each.arm.is_external]
     splits = [each for each in ours if each.arm.num_prefill]
     wholes = [each for each in ours if not each.arm.num_prefill]
     found = []
     for num_workers in sorted({each.arm.num_workers for each in splits}):
         candidates = [each for each in splits if each.arm.num_workers == num_workers]
-        equals = [each for each in wholes if any(are_equals(each.arm, other.arm) for other in candidates)]
+        equals = [each for each in wholes if any(each.arm.equals(other.arm) for other in candidates)]
         if equals:
-            found.append(_payoff(num_workers, max(candidates, key=goes_how_far), max(equals, key=goes_how_far)))
+            found.append(_payoff(num_workers, max(candidates, key=rank_key), max(equals, key=rank_key)))
     return tuple(found)
 
 
-def goes_how_far(arm: Reached) -> tuple[float, float]:
-    """Return what arms are ranked by: their reach and, where that tells nothing, their most goodput at any load."""
+def rank_key(arm: Reached) -> tuple[float, float]:
+    """Return the reach of an arm and, to break ties, its peak goodput."""
     return arm.reach.load, arm.curve.peak.goodput.value
 
 

@@ -1,4 +1,4 @@
-"""Numbers of findings as people say them."""
+"""Numbers of findings in words."""
 
 import math
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from measure.pages.wording import number
 
 
 def reach_text(reach: Reach) -> str:
-    """Return how far an arm goes, with the interval."""
+    """Return a reach with its interval."""
     if reach.load == 0:
         return "less than the lowest load"
     if math.isinf(reach.load):
@@ -24,7 +24,7 @@ def rate(value: float) -> str:
 
 
 def workers(count: int) -> str:
-    """Return how many workers."""
+    """Return a number of workers."""
     return f"{count} worker{'s' if count > 1 else ''}"
 
 
@@ -40,13 +40,13 @@ def change_value(ratio: float) -> str:
 
 
 def ranged(estimate: Estimate) -> str:
-    """Return a value with its range, where there is one."""
+    """Return a value with its range, if that is not empty."""
     if number(estimate.low) == number(estimate.high):
         return number(estimate.value)
     return f"{number(estimate.value)} ({number(estimate.low)} to {number(estimate.high)})"
 
 
 def listed(parts: Iterable[str]) -> str:
-    """Return a list as people say it: a, b and c. At least one part."""
+    """Return a list in words: a, b and c. At least one part."""
     *rest, last = parts
     return f"{', '.join(rest)} and {last}" if rest else last

@@ -1,11 +1,14 @@
-"""What an experiment measures: one point for each arm, load and repeat, real or simulated."""
+"""Points, the measurements of an experiment: one for each arm, load and repeat, real or simulated."""
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from measure.figures import ALL, Figures
 
 
 class Source(enum.StrEnum):
-    """Where a point comes from."""
+    """Origin of a point."""
 
     REAL = "real"
     SIMULATED = "simulated"
@@ -18,12 +21,12 @@ class Arm:
     name: str
     """"1P1D", "2 aggregated", "vllm" …"""
     num_prefill: int
-    """0: aggregated; every worker is a decode worker that computes its prompts itself."""
+    """0: aggregated. Every worker is a decode worker that computes its prompts itself."""
     num_decode: int
     settings: dict[str, str] = field(default_factory=dict)
-    """What else differs between arms: policy, chunk budget, transport …; `threads` of each worker, where it is said."""
+    """Other differences between arms: policy, chunk budget, transport …; `threads` of each worker, if stated."""
     is_external: bool = False
-    """A server that the experiment did not configure, such as another system's."""
+    """Whether the experiment did not configure the server, such as another system's."""
 
     @property
     def num_workers(self) -> int:
@@ -32,77 +35,64 @@ class Arm:
 
     @property
     def num_threads(self) -> int | None:
-        """CPU threads of all workers; None: not said."""
+        """CPU threads of all workers; None: not stated."""
         threads = self.settings.get("threads", "")
         return int(threads) * self.num_workers if threads.isdecimal() else None
 
+    def equals(self, other: "Arm") -> bool:
+        """Return whether two arms have as many workers, or as many threads in total."""
+        same_threads = self.num_threads is not None and self.num_threads == other.num_threads
+        return self.num_workers == other.num_workers or same_threads
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Latency:
-    """Percentiles of a time in seconds, of complete requests."""
-
-    p50: float
-    p90: float
-    p99: float
+    def num_units(self, unit: "Unit") -> int:
+        """Return the number of units of the arm; at least 1."""
+        count = self.num_threads if unit is Unit.THREAD else self.num_workers
+        return max(1, count or self.num_workers)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KindPoint:
-    """What one kind of session got. Kind "all": everybody."""
+class Unit(enum.StrEnum):
+    """Unit by which arms of different size are compared."""
 
-    kind: str
-    num_requests: int
-    num_good: int
-    """Answered to their ends within both objectives."""
-    num_refused: int
-    """Refused, failed, timed out or cancelled."""
-    num_ttft_misses: int
-    """Complete, but the first token came late."""
-    num_itl_misses: int
-    """Complete, but the mean gap was too long."""
-    ttft: Latency | None
-    itl: Latency | None
-    """Gaps between tokens, or what comes nearest to it."""
-    tpot: Latency | None
-    """The requests' mean gaps."""
-    e2e: Latency | None
+    WORKER = "worker"
+    THREAD = "thread"
 
-    @property
-    def good_share(self) -> float:
-        """Good requests of all."""
-        return self.num_good / self.num_requests if self.num_requests else 0.0
+    @classmethod
+    def of(cls, arms: Iterable[Arm]) -> "Unit":
+        """Return THREAD if all arms state their threads and their workers differ in it, else WORKER."""
+        counts = {None if arm.num_threads is None else arm.num_threads / arm.num_workers for arm in arms}
+        return cls.THREAD if None not in counts and len(counts) > 1 else cls.WORKER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One run."""
+    """Measurements of one run."""
 
     arm: Arm
     source: Source
     load: float
-    """Requests per second of the workload, in the mean."""
+    """Mean requests per second of the workload."""
     repeat: int
     duration_s: float
-    """In which requests arrived, warm-up apart."""
-    kinds: tuple[KindPoint, ...]
-    """"all" first."""
+    """Time in which counted requests arrived, without warm-up."""
+    kinds: dict[str, Figures]
+    """Figures of `ALL` requests first, then of each kind."""
     output_tokens_per_s: float
     token_hit: float | None
-    """Cached prompt tokens of all, where it is known."""
+    """Cached prompt tokens of all prompt tokens; None if unknown."""
     prefill_busy: float | None
-    """Share of the time in which the prefill pool computed; None without a pool, or when it is not known."""
+    """Share of the time in which the prefill pool computed; None without a pool, or if unknown."""
     decode_busy: float | None
     kv_peak: float | None
     """Largest share of pages in use on any worker."""
     transfer_bytes: int
     transfer_exposed_p50_s: float | None
     warnings: tuple[str, ...] = ()
-    """Why the point cannot be trusted, in words."""
+    """Reasons not to trust the point, in words."""
 
     @property
-    def overall(self) -> KindPoint:
-        """What everybody got."""
-        return self.kinds[0]
+    def overall(self) -> Figures:
+        """Figures of all requests."""
+        return self.kinds[ALL]
 
     @property
     def goodput_per_s(self) -> float:
@@ -111,5 +101,5 @@ class Point:
 
     @property
     def goodput_per_worker(self) -> float:
-        """The same by workers of both kinds."""
+        """Good requests per second and worker of either kind."""
         return self.goodput_per_s / max(1, self.arm.num_workers)

@@ -1,4 +1,4 @@
-"""From an experiment's file and a command line to something that can be run: everything that can be checked, is."""
+"""Turns an experiment's file and a command line into an experiment that is checked and can run."""
 
 import hashlib
 import json
@@ -19,18 +19,18 @@ from measure.experiment.workloads import Workloads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What a command line says beside the file."""
+    """Choices of the command line."""
 
     source: Source = Source.REAL
     only: tuple[str, ...] = ()
-    """Arms; empty: all."""
+    """Names of arms or shapes; empty: all."""
     loads: tuple[float, ...] = ()
-    """In place of the file's."""
+    """Loads in place of the file's; empty: those of the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """An experiment that can be run."""
+    """An experiment that can run."""
 
     spec: ExperimentSpec
     path: Path
@@ -40,12 +40,12 @@ class Experiment:
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """The grid, in the order in which it is run."""
+        """All cells, in the order in which they run."""
         names = [plan.arm.name for plan in self.arms.plans]
         return cell_order(names, self.spec.loads, repeats=self.spec.repeats, order=self.spec.order)
 
     def claim(self, store: Store) -> None:
-        """Make the folder this experiment's own. Raises ExperimentError when it holds results of other settings."""
+        """Claim the folder for this experiment. Raises ExperimentError when it holds results of other settings."""
         changed = store.claim(self.fingerprint())
         if changed:
             raise ExperimentError(
@@ -55,7 +55,7 @@ class Experiment:
         store.keep_file(self.path)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what results depend on, as JSON; more arms, loads and repeats leave earlier ones as they are."""
+        """Return the settings that results depend on, as JSON: more arms, loads or repeats change none."""
         spec = self.spec
         common: dict[str, Any] = {key: getattr(spec, key) for key in ("duration_s", "warm_up_s", "drain_s", "seed")}
         common |= {"slo": spec.slo.model_dump(), "workload": self.workloads.fingerprint}
@@ -100,7 +100,7 @@ def _check_lengths(servings: Sequence[ServingConfig], workloads: Workloads, *, s
 
 
 def _trained_len(serving: ServingConfig) -> int | None:
-    """Return how many tokens the checkpoint takes; None when that is not known before it is loaded."""
+    """Return the checkpoint's maximum length; None if it is unknown before loading."""
     if serving.model.engine == "fake":
         return None
     try:

@@ -1,45 +1,45 @@
-"""How far an arm can go: its capacity with the uncertainty of that, and where its goodput leaves the load."""
+"""Reach of an arm: its capacity with an interval, and the load from which goodput stays below the load."""
 
 import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from measure.experiment.capacity import Capacity, crossing, crossing_draws, tally
+from measure.experiment.capacity import Capacity, ProbedLoad, crossing, crossing_draws, crossing_interval, tally
 from measure.experiment.curves import Curve, Draws
 from measure.experiment.spec import CapacitySpec
 
 KNEE_SHARE = 0.95
-"""The knee is where this share of the load is still served well."""
+"""Share of the load that is served well at the knee."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """The highest load of which enough requests are good."""
+    """Highest load at which enough requests are good."""
 
     load: float
-    """Requests per second: between the loads that were measured, in proportion."""
+    """Requests per second, interpolated between the measured loads."""
     low: float
-    """95 % interval. 0: it may be below every load that was measured."""
+    """Lower end of the 95 % interval; 0: it may be below every measured load."""
     high: float | None
-    """None: it may be above every load that was measured."""
+    """Upper end; None: it may be above every measured load."""
     num_units: int
-    """Workers, or threads of all workers: what arms are compared by."""
+    """Workers of the arm, or threads of all its workers."""
     highest: float
-    """The highest load that was measured."""
+    """Highest measured load."""
     draws: Draws
-    """As good as what was measured; 0 below the lowest load, infinite above the highest."""
+    """Random draws of the reach; 0 below the lowest measured load, infinite above the highest."""
     is_searched: bool
-    """Whether loads were chosen to find it."""
+    """Whether the loads were chosen by a search."""
 
     @property
     def per_unit(self) -> float:
-        """For each of the arm's workers or threads."""
+        """Reach per worker or thread."""
         return self.load / self.num_units
 
     @property
     def is_bracketed(self) -> bool:
-        """Whether some load was served and some was not."""
+        """Whether some load was served and another was not."""
         return 0 < self.load < math.inf
 
 
@@ -56,13 +56,9 @@ def reach_of(
     `kinds`: only their requests count; empty: all.
     """
     spec = CapacitySpec(share=share, kinds=kinds)
-    probes = (
-        tuple(tally(reading.load, reading.points, spec) for reading in curve.readings)
-        if found is None
-        else found.probes
-    )
+    probes = _probes(curve, spec) if found is None else found.probes
     draws = crossing_draws(probes, share, seed=curve.seed, dispersion=curve.dispersion)
-    low, high = (float(each) for each in np.quantile(draws, [0.025, 0.975], method="inverted_cdf"))
+    low, high = crossing_interval(draws)
     load = crossing(probes, share)
     return Reach(
         load=load,
@@ -76,22 +72,22 @@ def reach_of(
 
 
 def knee_of(curve: Curve) -> float | None:
-    """Return the load from which on less than `KNEE_SHARE` of what is asked is served well; None when none is known."""
-    probes = tuple(tally(reading.load, reading.points, CapacitySpec()) for reading in curve.readings)
-    knee = crossing(probes, KNEE_SHARE)
+    """Return the load from which less than `KNEE_SHARE` of the requests are good; None if unknown."""
+    knee = crossing(_probes(curve, CapacitySpec()), KNEE_SHARE)
     return knee if 0 < knee < math.inf else None
 
 
+def _probes(curve: Curve, spec: CapacitySpec) -> tuple[ProbedLoad, ...]:
+    return tuple(tally(reading.load, reading.points, spec) for reading in curve.readings)
+
+
 def sure_of(draws: Draws) -> float:
-    """Return how many of the draws are above 0; ties count half."""
+    """Return the share of draws above 0; ties count half."""
     return float(np.mean(draws > 0) + np.mean(draws == 0) / 2)
 
 
 def gain_draws(ours: Reach, theirs: Reach) -> Draws:
-    """Return draws of log(our reach / their reach), by which one is known to be the larger.
-
-    Where both are above, or both below, what was measured, nothing is known: 0.
-    """
+    """Return draws of log(our reach / their reach); 0 where both are above, or both below, all measured loads."""
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log(ours.draws) - np.log(theirs.draws)
     known: Draws = np.nan_to_num(logs, nan=0.0, posinf=math.inf, neginf=-math.inf)

@@ -1,4 +1,4 @@
-"""Arms on real clusters: start one, warm it up, send the load, keep what was measured, stop it."""
+"""Arms on real clusters: start, warm up, send load, keep the results, stop."""
 
 import asyncio
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from cluster.trust import operator_proof, reach_of
 from common.errors import KvrelayError
 from kvrelay.client import AsyncClient
 from measure.experiment.arms import ArmPlan
-from measure.experiment.measured import to_point
+from measure.experiment.measured import point_of
 from measure.experiment.points import Arm, Point, Source
 from measure.experiment.runner import ArmFailed, CellFailed, Measure, Report
 from measure.experiment.spec import ExperimentSpec
@@ -27,17 +27,17 @@ from measure.load.spec import LoadSpec, LoadTestFailed
 from measure.load.store import RunWriter
 from measure.load.targets.interface import TargetSpec
 from measure.load.window import NothingMeasured
-from measure.simulate.timing_file import write_timing
+from measure.simulate.timing import write_timing
 from measure.workload.sessions import Workload
 
 TIMING_FILE = "timing.json"
 REPORT_FILE = "report.html"
 _START_S = 8.0
-"""About what a cluster takes to start and stop; for the forecast only."""
+"""Approximate time to start and stop a cluster; for the forecast only."""
 _DRAIN_S = 3.0
-"""About what the last answers take, besides their users' thinking; for the forecast only."""
+"""Approximate time of the last answers, without think times; for the forecast only."""
 _WARM_UP_DRAIN_S = 2.0
-"""What still runs then is cancelled: nobody looks at it."""
+"""Time for the last answers of a warm-up; requests that still run then are cancelled."""
 
 
 class RealBench:
@@ -46,7 +46,7 @@ class RealBench:
     source = Source.REAL
 
     def __init__(self, spec: ExperimentSpec, path: Path, *, workloads: Workloads, store: Store, report: Report) -> None:
-        """`path` is the experiment's file, which messages name."""
+        """`path`: the experiment's file, for messages."""
         self._spec = spec
         self._path = path
         self._workloads = workloads
@@ -54,14 +54,14 @@ class RealBench:
         self._report = report
 
     def seconds(self, num_cells: int, num_starts: int) -> float:
-        """Return about how long so many cells take."""
+        """Return the approximate time of so many cells."""
         tail_s = min(_DRAIN_S + self._workloads.longest_thinking_s(), self._spec.drain_s)
         each_s = self._spec.warm_up_s + self._spec.duration_s + tail_s
         return num_cells * each_s + num_starts * (_START_S + self._spec.warm_up_s + _WARM_UP_DRAIN_S)
 
     @contextmanager
     def serve(self, plan: ArmPlan) -> Iterator[Measure]:
-        """Start an arm, ready to be measured; stops it at the end. Raises ArmFailed."""
+        """Start an arm, ready to be measured, and stop it at the end. Raises ArmFailed."""
         if plan.serving is None:
             target = TargetSpec(url=plan.url, api_key=plan.api_key)
             self._warm_up(plan.arm, target)
@@ -96,7 +96,9 @@ class RealBench:
         except (KvrelayError, LoadTestFailed, NothingMeasured) as error:
             raise CellFailed(str(error)) from error
         write_report(run, summary, folder / REPORT_FILE)
-        return to_point(arm, cell, summary)
+        slo = self._spec.objectives
+        point = point_of(run, summary.window, arm=arm, cell=cell, source=Source.REAL, slo=slo)
+        return replace(point, warnings=summary.warnings)
 
     def _load(self, name: str, target: TargetSpec, workload: Workload) -> LoadSpec:
         return LoadSpec(
@@ -109,7 +111,7 @@ class RealBench:
         )
 
     def _keep_timing(self, info: ClusterInfo, folder: Path) -> None:
-        """Write down how fast the workers are, for simulations of them."""
+        """Keep the timing models of the workers, for simulations."""
         try:
             facts = asyncio.run(_ask_workers(info))
         except KvrelayError as error:

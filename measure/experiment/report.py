@@ -1,4 +1,4 @@
-"""An experiment's page: what was found in words, then the plots and tables that it was found in."""
+"""An experiment's page: findings in words, then plots and tables."""
 
 import json
 import math
@@ -25,7 +25,7 @@ from measure.pages.wording import count, duration, number, percent
 
 
 def write_report(store: Store) -> Path:
-    """Write the page of an experiment's folder, report.html, and return where it is.
+    """Write the page of an experiment's folder, report.html, and return its path.
 
     Equal folders give equal pages. Raises ValueError when there are no points, ExperimentError, OSError.
     """
@@ -60,18 +60,18 @@ def write_report(store: Store) -> Path:
 
 
 def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the mapping in a file; nothing of one that is not there."""
+    """Return the mapping in a file; empty if there is none."""
     content = parse(path.read_text(encoding="utf-8")) if path.exists() else None
     return content if isinstance(content, dict) else {}
 
 
 def _slo(settings: dict[str, Any]) -> Slo | None:
-    """Return the objectives that were stated."""
+    """Return the stated objectives."""
     found = next((settings[key] for key in ("real slo", "simulated slo") if key in settings), None)
     return None if found is None else Slo.of(found)
 
 
-# ── above everything else ───────────────────────────────────────────────────────────────────────────────────────────
+# ── head of the page ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _subtitle(points: Sequence[Point], findings: Sequence[Findings], slo: Slo | None) -> str:
@@ -101,11 +101,11 @@ def _warnings(points: Sequence[Point], store: Store) -> Sequence[str]:
 
 
 def _verdict(findings: Sequence[Findings]) -> tuple[str, ...]:
-    """Return the first answer of each source: whether it pays."""
+    """Return the first answer of each source: whether disaggregation pays."""
     said = []
     for each in findings:
-        first = answers_of(each)[0]
-        said.append((f"{each.source.value.capitalize()}: " if len(findings) > 1 else "") + first.text)
+        _, first = answers_of(each)[0]
+        said.append((f"{each.source.value.capitalize()}: " if len(findings) > 1 else "") + first)
     return tuple(said)
 
 
@@ -162,31 +162,31 @@ def _words(findings: Sequence[Findings]) -> Section:
     panels = [
         Panel(
             title=f"What the {each.source.value} arms say" if len(findings) > 1 else "",
-            content=Answers(pairs=tuple((answer.question, answer.text) for answer in answers_of(each))),
+            content=Answers(pairs=answers_of(each)),
         )
         for each in findings
     ]
-    compared = tuple((answer.question, answer.text) for answer in agreement(findings))
+    compared = tuple(agreement(findings))
     if compared:
         panels.append(Panel(title="Both together", content=Answers(pairs=compared)))
     return Section(
         title="Findings",
-        intro="An arm serves a load when enough of its requests are good. Of two arms one is said to be better when"
-        f" 95 % of what may as well have been measured says so. {_told_dispersion(findings)}",
+        intro="An arm serves a load when enough of its requests are good. One arm is called better than another when"
+        f" 95 % of the random draws agree. {_told_dispersion(findings)}",
         panels=tuple(panels),
     )
 
 
 def _told_dispersion(findings: Sequence[Findings]) -> str:
-    """Return how the intervals were widened."""
+    """Return the assumption behind the intervals, in words."""
     parts = [
         f"{each.source.value} runs of one load differ {number(dispersion, 2)} times as much"
         for each in findings
         if (dispersion := each.arms[0].curve.dispersion) > 1
     ]
     if parts:
-        return f"Intervals reckon with it that {' and '.join(parts)} as if requests were independent of each other."
-    return "Intervals take requests for independent of each other: they are the least that has to be said."
+        return f"Intervals are widened, since {' and '.join(parts)} as independent requests would."
+    return "Intervals assume independent requests: the true uncertainty is larger."
 
 
 def _loads(findings: Sequence[Findings], slo: Slo | None) -> Section:

@@ -1,4 +1,4 @@
-"""An experiment's numbers as tables: what was found of each arm, and every run."""
+"""Tables of an experiment's page: findings on each arm, and every run."""
 
 import math
 import os
@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from urllib.parse import quote
 
 from measure.experiment.analysis import ArmFinding, Findings
-from measure.experiment.points import Latency, Point
+from measure.experiment.points import Point
 from measure.experiment.store import Cell, Store
+from measure.figures import Percentiles
 from measure.pages.page import Panel, Section, Table
 from measure.pages.wording import duration, number, percent
 
@@ -15,7 +16,7 @@ _NONE = "–"
 
 
 def tables_section(findings: Sequence[Findings], store: Store) -> Section:
-    """Return the tables; runs lead to their own pages, where the store has these."""
+    """Return the tables; runs link to their own pages, if the store has them."""
     panels = [_arms_table(each) for each in findings]
     return Section(title="All numbers", panels=(*panels, _points_table(findings, store)))
 
@@ -104,37 +105,37 @@ def _points_table(findings: Sequence[Findings], store: Store) -> Panel:
             text_columns=frozenset(["source"]),
             links=tuple(links) if any(links) else (),
         ),
-        note="Arms lead to the pages of their runs, where there are some.",
+        note="Arms link to the pages of their runs, if there are any.",
     )
 
 
 def _point_row(point: Point) -> tuple[str, ...]:
-    everybody = point.overall
+    overall = point.overall
     return (
         point.arm.name,
         point.source.value,
         f"{point.load:g}",
         str(point.repeat + 1),
-        f"{everybody.num_requests:,}",
-        percent(everybody.good_share),
+        f"{overall.num_requests:,}",
+        percent(overall.good_share),
         number(point.goodput_per_s),
-        str(everybody.num_ttft_misses),
-        str(everybody.num_itl_misses),
-        str(everybody.num_refused),
-        *_times(everybody.ttft),
-        *_times(everybody.itl),
+        str(overall.num_ttft_misses),
+        str(overall.num_itl_misses),
+        str(overall.num_not_complete),
+        *_times(overall.ttft),
+        *_times(overall.itl),
         *(_NONE if share is None else percent(share, 0) for share in (point.prefill_busy, point.decode_busy)),
         _NONE if point.kv_peak is None else percent(point.kv_peak, 0),
         _NONE if point.token_hit is None else percent(point.token_hit, 0),
     )
 
 
-def _times(latency: Latency | None) -> tuple[str, str]:
+def _times(latency: Percentiles | None) -> tuple[str, str]:
     return (_NONE, _NONE) if latency is None else (duration(latency.p50), duration(latency.p99))
 
 
 def _link(point: Point, store: Store) -> str:
-    """Return where a run's own page is, from the experiment's."""
+    """Return the link from the experiment's page to a run's own page; empty without one."""
     folder = store.folder(point.source, Cell(arm=point.arm.name, load=point.load, repeat=point.repeat))
     page = folder / "report.html"
     return quote(os.path.relpath(page, store.out)) if page.exists() else ""

@@ -1,10 +1,10 @@
-"""Runs an experiment's cells: in which order, on which cluster, and what becomes of those that fail.
+"""Runs an experiment's cells in order, keeps their points, and notes failures.
 
 Real and simulated arms differ only in the `Bench` that measures them. Finished cells are kept; an interruption drops
-the one that runs and leaves nothing behind. A cell that fails, or an arm that does not start, is noted, and the
-others go on.
+the running one and leaves nothing behind. When a cell fails or an arm does not start, the others go on.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,13 +15,12 @@ from typing import Protocol
 from measure.experiment.arms import ArmPlan
 from measure.experiment.capacity import Capacity
 from measure.experiment.points import Point, Source
-from measure.experiment.progress import Countdown, point_line, span
 from measure.experiment.spec import Order
 from measure.experiment.store import Cell, Store
 
 Report = Callable[[str], None]
 Measure = Callable[[Cell, Path], Point]
-"""Runs a cell and returns its point; raw data go to the folder. Raises CellFailed."""
+"""Runs a cell and returns its point; raw data go into the folder. Raises CellFailed."""
 
 
 class ArmFailed(Exception):
@@ -37,36 +36,28 @@ class Bench(Protocol):
 
     @property
     def source(self) -> Source:
-        """What its points are."""
+        """Source of its points."""
 
     def serve(self, plan: ArmPlan) -> AbstractContextManager[Measure]:
         """Start an arm, ready to be measured; stops it at the end. Raises ArmFailed."""
 
     def seconds(self, num_cells: int, num_starts: int) -> float:
-        """Return about how long so many cells take."""
+        """Return the approximate time of so many cells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What was not measured, and why."""
+    """A cell that was not measured, and why."""
 
     cell: Cell
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What came of an experiment."""
-
-    points: tuple[Point, ...]
-    failures: tuple[Failure, ...]
-
-
 def cell_order(arms: Sequence[str], loads: Sequence[float], *, repeats: int, order: Order) -> tuple[Cell, ...]:
-    """Return all cells, those next to each other that can share a cluster.
+    """Return all cells; neighbours share a cluster where possible.
 
-    Alternating: every repeat runs each arm with all its loads, every other repeat in the opposite order of the arms and
-    of the loads, so that a drift of the machine is the same for all in the mean.
+    Alternating: every repeat runs each arm with all its loads, every other one in the opposite order of arms and loads,
+    so that a drift of the machine affects all arms alike on average.
     """
     if order is Order.BY_ARM:
         return tuple(Cell(arm=arm, load=load, repeat=n) for arm in arms for n in range(repeats) for load in loads)
@@ -77,8 +68,8 @@ def cell_order(arms: Sequence[str], loads: Sequence[float], *, repeats: int, ord
     return tuple(cells)
 
 
-def run_cells(cells: Sequence[Cell], plans: Sequence[ArmPlan], keeper: "Keeper", bench: Bench) -> Outcome:
-    """Run the cells that are missing and return the points of all. Raises KeyboardInterrupt."""
+def run_cells(cells: Sequence[Cell], plans: Sequence[ArmPlan], keeper: "Keeper", bench: Bench) -> tuple[Point, ...]:
+    """Run the missing cells and return the points of all; the keeper knows the failures. Raises KeyboardInterrupt."""
     by_name = {plan.arm.name: plan for plan in plans}
     missing = [cell for cell in cells if keeper.kept(cell) is None]
     starts = [(arm, list(group)) for arm, group in groupby(missing, key=lambda cell: cell.arm)]
@@ -95,14 +86,13 @@ def run_cells(cells: Sequence[Cell], plans: Sequence[ArmPlan], keeper: "Keeper",
                         _run_cell(group.pop(0), measure, keeper, countdown)
             except ArmFailed as error:
                 broken[arm] = str(error)
-        for cell in group:  # what is left of an arm that has failed, which would not start the next time either
+        for cell in group:  # the rest of an arm that has failed: it would fail again
             countdown.step()
             keeper.give_up(cell, broken[arm])
-    points = tuple(point for cell in cells if (point := keeper.kept(cell)) is not None)
-    return Outcome(points=points, failures=keeper.failures)
+    return tuple(point for cell in cells if (point := keeper.kept(cell)) is not None)
 
 
-def _run_cell(cell: Cell, measure: Measure, keeper: "Keeper", countdown: Countdown) -> None:
+def _run_cell(cell: Cell, measure: Measure, keeper: "Keeper", countdown: "Countdown") -> None:
     try:
         point = keeper.measure(cell, measure)
     except CellFailed as error:
@@ -113,7 +103,7 @@ def _run_cell(cell: Cell, measure: Measure, keeper: "Keeper", countdown: Countdo
 
 
 class Keeper:
-    """Keeps what comes of cells and of searches."""
+    """Keeps the results of cells and searches."""
 
     def __init__(self, store: Store, source: Source, report: Report) -> None:
         self._store = store
@@ -123,15 +113,15 @@ class Keeper:
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """Those of now, not of earlier tries."""
+        """Failures of this run."""
         return tuple(self._failures)
 
     def kept(self, cell: Cell) -> Point | None:
-        """Return the point of a cell that is complete."""
+        """Return the point of a complete cell; None for any other."""
         return self._store.point(self._source, cell)
 
     def measure(self, cell: Cell, measure: Measure) -> Point:
-        """Run a cell and keep its point; one that is interrupted leaves nothing. Raises CellFailed."""
+        """Run a cell and keep its point; an interrupted cell leaves nothing. Raises CellFailed."""
         folder = self._store.begin(self._source, cell)
         try:
             point = measure(cell, folder)
@@ -144,11 +134,50 @@ class Keeper:
         return point
 
     def keep_capacity(self, capacity: Capacity) -> None:
-        """Keep what an arm can serve."""
+        """Keep the capacity of an arm."""
         self._store.keep_capacity(capacity)
 
     def give_up(self, cell: Cell, reason: str) -> None:
-        """Note that there is no point, and why."""
+        """Note why a cell has no point."""
         self._failures.append(Failure(cell=cell, reason=reason))
         self._store.keep_failure(self._source, cell, reason)
         self.report(f"{cell.name} FAILED: {reason}")
+
+
+class Countdown:
+    """Number of runs that are left, and their approximate time."""
+
+    def __init__(self, *, num_cells: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._num_cells = num_cells
+        self._num_done = 0
+        self._now = now
+        self._start_s = now()
+
+    def step(self) -> str:
+        """Note the end of a run; return the progress in words."""
+        self._num_done += 1
+        num_left = self._num_cells - self._num_done
+        each_s = (self._now() - self._start_s) / self._num_done
+        left = f", about {span(num_left * each_s)} left" if num_left > 0 else ""
+        return f"[{self._num_done}/{self._num_cells}{left}]"
+
+
+def span(seconds: float) -> str:
+    """Return a duration in words."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def point_line(point: Point) -> str:
+    """Return the result of a run in words."""
+    overall = point.overall
+    text = (
+        f"{point.arm.name} at {point.load:g}/s: {point.goodput_per_s:.2f} good requests/s"
+        f" ({overall.good_share:.1%} of {overall.num_requests})"
+    )
+    if overall.ttft is not None:
+        text += f", p99 TTFT {overall.ttft.p99:.2f} s"
+    if overall.itl is not None:
+        text += f", p99 ITL {overall.itl.p99 * 1000:.0f} ms"
+    return text + "".join(f"; {warning}" for warning in point.warnings)

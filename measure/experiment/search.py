@@ -1,15 +1,13 @@
-"""Searches the capacity of arms; what was measured earlier is not measured again."""
+"""Searches the capacity of arms; cells that are kept are not measured again."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Self
 
 from measure.experiment.arms import ArmPlan
 from measure.experiment.capacity import Capacity, find_capacity
 from measure.experiment.points import Point
-from measure.experiment.progress import point_line
-from measure.experiment.runner import ArmFailed, Bench, CellFailed, Keeper, Measure
+from measure.experiment.prepare import Experiment
+from measure.experiment.runner import ArmFailed, Bench, CellFailed, Keeper, Measure, point_line, run_cells
 from measure.experiment.spec import CapacitySpec
 from measure.experiment.store import Cell
 
@@ -17,17 +15,17 @@ from measure.experiment.store import Cell
 def find_capacities(
     plans: Sequence[ArmPlan], spec: CapacitySpec, keeper: Keeper, bench: Bench, *, start: float
 ) -> tuple[Capacity, ...]:
-    """Search each arm's capacity, from `start` if `spec` names no load; arms that fail have none, the keeper knows why.
+    """Return the arms' capacities, searched from `start` if `spec` names no load; the keeper knows the failures.
 
     Raises ExperimentError, KeyboardInterrupt.
     """
     found = []
     for plan in plans:
         keeper.report(f"{plan.arm.name}: looking for the highest load with {spec.share:.1%} good requests")
-        arm = _Arm(plan, keeper, bench)
+        first = spec.first_load(plan.arm.num_workers, default=start)
         try:
-            with arm:
-                first = spec.first_load(plan.arm.num_workers, default=start)
+            with ExitStack() as stack:
+                arm = _Arm(plan, keeper, bench, stack)
                 found.append(find_capacity(plan.arm, bench.source, spec, start=first, probe=arm.probe))
         except (ArmFailed, CellFailed) as error:
             keeper.give_up(arm.last, str(error))
@@ -38,7 +36,7 @@ def find_capacities(
 
 
 def capacity_line(capacity: Capacity) -> str:
-    """Return what an arm can serve, in words."""
+    """Return a capacity in words."""
     if not capacity.load:
         return f"no load that was tried had {capacity.share:.1%} good requests"
     high = f"{capacity.high:.3g}" if capacity.high is not None else "more"
@@ -48,17 +46,26 @@ def capacity_line(capacity: Capacity) -> str:
     )
 
 
-class _Arm:
-    """An arm that is started when something has to be measured on it."""
+def measure(experiment: Experiment, keeper: Keeper, bench: Bench, *, is_search: bool) -> None:
+    """Measure an experiment's cells, or search the capacities of its arms; the keeper gets the results."""
+    spec, plans = experiment.spec, experiment.arms.plans
+    if is_search:
+        find_capacities(plans, spec.capacity, keeper, bench, start=spec.loads[0])
+    else:
+        run_cells(experiment.cells, plans, keeper, bench)
 
-    def __init__(self, plan: ArmPlan, keeper: Keeper, bench: Bench) -> None:
+
+class _Arm:
+    """An arm that is started for the first cell that is not kept, and stopped by the stack."""
+
+    def __init__(self, plan: ArmPlan, keeper: Keeper, bench: Bench, stack: ExitStack) -> None:
         self._plan = plan
         self._keeper = keeper
         self._bench = bench
-        self._stack = ExitStack()
+        self._stack = stack
         self._measure: Measure | None = None
         self.last = Cell(arm=plan.arm.name, load=0.0, repeat=0)
-        """What was asked for last."""
+        """Cell that was probed last."""
 
     def probe(self, load: float, repeat: int) -> Point:
         """Return a run's point. Raises ArmFailed, CellFailed."""
@@ -71,11 +78,3 @@ class _Arm:
         point = self._keeper.measure(self.last, self._measure)
         self._keeper.report(point_line(point))
         return point
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)

@@ -1,4 +1,4 @@
-"""Plots of the arms against each other: how far each goes, by shape and by ratio, and what gives way first."""
+"""Plots that compare arms: capacity by shape and by ratio, and what gives way first."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,11 +26,11 @@ _CAUSE_COLORS = {
     Cause.WORKERS: SAND,
 }
 _ROW = 26
-"""Height of an arm's row."""
+"""Height of an arm's row in pixels."""
 
 
 def reach_panel(findings: Findings) -> Panel:
-    """Return each arm's capacity for each of its workers."""
+    """Return each arm's capacity per worker."""
     title = f"Capacity for each {findings.unit}"
     known = [arm for arm in findings.arms if arm.reach.load]
     if not known:
@@ -73,8 +73,8 @@ def reach_panel(findings: Findings) -> Panel:
     left_out = [arm.arm.name for arm in findings.arms if not arm.reach.load]
     return Panel(
         title=title,
-        look_for=f"The longest bar serves most with equal means; grey arms are aggregated. {percent(findings.share, 0)}"
-        " of the requests were good.",
+        look_for="The longest bar serves most with equal resources; grey arms are aggregated."
+        f" {percent(findings.share, 0)} of the requests were good.",
         content=figure,
         note="Whiskers are 95 % intervals."
         + (f" Bars end at the highest load that was measured: {', '.join(beyond)} served it." if beyond else "")
@@ -83,7 +83,7 @@ def reach_panel(findings: Findings) -> Panel:
 
 
 def ratio_panel(findings: Findings) -> Panel:
-    """Return capacity for each worker against the share of prefill workers, a curve for each size."""
+    """Return capacity per worker against the share of prefill workers, a curve for each size."""
     title = "By the share of prefill workers"
     known = [arm for arm in findings.arms if arm.reach.is_bracketed and not arm.arm.is_external]
     sizes = sorted({arm.arm.num_workers for arm in known if arm.arm.num_prefill})
@@ -110,7 +110,7 @@ def ratio_panel(findings: Findings) -> Panel:
 
 
 def grid_panel(findings: Findings) -> Panel:
-    """Return capacity for each worker by prefill and decode workers."""
+    """Return capacity per worker by prefill and decode workers."""
     title = "By prefill and decode workers"
     known = {
         (arm.arm.num_prefill, arm.arm.num_decode): arm
@@ -148,7 +148,7 @@ def grid_panel(findings: Findings) -> Panel:
 
 
 def limit_panel(findings: Findings) -> Panel:
-    """Return what limits each arm at each load."""
+    """Return the limit of each arm at each load."""
     figure = new_figure(
         Frame(
             x=Axis(title=f"load for each {findings.unit}, requests", unit=Unit.RATE, scale=Scale.LOG),
@@ -178,7 +178,7 @@ def limit_panel(findings: Findings) -> Panel:
     figure.update_xaxes(Axis(unit=Unit.RATE, scale=Scale.LOG).ticks(np.array(all_loads)))
     return Panel(
         title="What gives way first",
-        look_for="From left to right the load grows; the first square that is not green says what is too small.",
+        look_for="The load grows from left to right; the first square that is not green shows what is too small.",
         content=figure,
         note="Prefill: first tokens late or requests refused. Decode: gaps too long. KV memory: the same as prefill,"
         " while prefill workers have time left and a decode worker's pages are full.",
@@ -197,7 +197,7 @@ def _bar_marker(arms: Sequence[ArmFinding], source: Source) -> dict[str, Any]:
 
 
 def _size_curve(size: int, index: int, known: Sequence[ArmFinding], source: Source) -> Curve:
-    """Return the best split of each ratio, of as many workers."""
+    """Return the best split of each ratio, for one number of workers."""
     best: dict[float, ArmFinding] = {}
     for arm in known:
         if arm.arm.num_workers == size and arm.arm.num_prefill:
@@ -219,7 +219,7 @@ def _size_curve(size: int, index: int, known: Sequence[ArmFinding], source: Sour
 
 
 def _whole_mark(size: int, index: int, known: Sequence[ArmFinding]) -> Curve | None:
-    """Return the best aggregated arm of as many workers, as a mark; None without one."""
+    """Return the best aggregated arm of one number of workers as a mark; None without one."""
     wholes = [arm for arm in known if arm.arm.num_workers == size and not arm.arm.num_prefill]
     if not wholes:
         return None

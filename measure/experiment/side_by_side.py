@@ -1,71 +1,51 @@
-"""Simulated arms side by side: a process for each arm, so that many cores are of use.
+"""Simulated arms side by side, each in a process, to use several cores.
 
 Every process does what the command would do for its arm alone, in the same folder: cells of different arms share no
-file. Whoever runs the experiment afterwards finds everything measured.
+files. Running the experiment afterwards finds all cells kept.
 """
 
-import multiprocessing
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from measure.experiment.prepare import Choices, prepare
-from measure.experiment.runner import Keeper, Report, run_cells
-from measure.experiment.search import find_capacities
+from measure.experiment.runner import Keeper, Report
+from measure.experiment.search import measure
 from measure.experiment.simulated import SimulatedBench
 from measure.experiment.store import Store
+from measure.simulate.comparison import in_processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errand:
-    """What all processes are told."""
+    """Input of all processes."""
 
     path: Path
     """The experiment's file."""
     choices: Choices
     out: Path
     is_search: bool
-    """Whether capacities are searched, in place of the grid."""
+    """Whether capacities are searched in place of the grid."""
 
 
 def measure_side_by_side(errand: Errand, arms: Sequence[str], *, num_jobs: int, report: Report) -> None:
-    """Measure arms, the first ones first, so many at a time; returns when all are done.
+    """Measure arms in order, `num_jobs` at a time; returns when all are done.
 
-    `report` hears what an arm's process has to say once that has ended. The first error ends all and is raised, as is
-    an interrupt; finished cells stay.
+    `report` gets the lines of an arm's process when it has ended. The first error, which is raised, or an interrupt
+    ends all processes; finished cells stay.
     """
-    for lines in _in_processes(errand, arms, num_jobs):
+    for lines in in_processes(_measure_arm, [(errand, arm) for arm in arms], num_jobs=num_jobs):
         for line in lines:
             report(line)
 
 
-def _in_processes(errand: Errand, arms: Sequence[str], num_jobs: int) -> Iterator[Sequence[str]]:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_jobs, mp_context=context, max_tasks_per_child=1) as pool:
-        futures = [pool.submit(_measure_arm, errand, arm) for arm in arms]
-        try:
-            for future in as_completed(futures):
-                yield future.result()
-        except BaseException:  # an interrupt, too: nobody waits for minutes until the running cells are done
-            for future in futures:
-                future.cancel()
-            for process in multiprocessing.active_children():
-                process.terminate()
-            raise
-
-
 def _measure_arm(errand: Errand, arm: str) -> Sequence[str]:
-    """Measure one arm and return what there is to say of it."""
+    """Measure one arm and return its report."""
     prepared = prepare(errand.path, errand.choices)
     plans = tuple(plan for plan in prepared.arms.plans if plan.arm.name == arm)
     prepared = replace(prepared, arms=replace(prepared.arms, plans=plans))
     lines: list[str] = []
     keeper = Keeper(Store(errand.out), prepared.source, lines.append)
     bench = SimulatedBench(prepared.spec, prepared.workloads)
-    if errand.is_search:
-        spec = prepared.spec.capacity
-        find_capacities(plans, spec, keeper, bench, start=prepared.spec.loads[0])
-    else:
-        run_cells(prepared.cells, plans, keeper, bench)
+    measure(prepared, keeper, bench, is_search=errand.is_search)
     return [line if arm in line else f"{arm}: {line}" for line in lines]

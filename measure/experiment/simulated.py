@@ -1,22 +1,21 @@
 """Simulated arms: the router and workers that serve, on hardware that is not here, under a virtual clock.
 
-A cell takes an arm's serving.yaml as a real one does: pools, pages, budgets, policy. What steps, copies and messages
-take comes from a roofline or from timings fitted on real workers. Equal cells give equal points.
+A cell takes an arm's serving.yaml as a real one does: pools, pages, budgets, policy. Times of steps, copies and
+messages come from a roofline or from timings fitted on real workers. Equal cells give equal points.
 """
 
-import json
+import math
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from common.config import PoolConfig, ServingConfig
 from common.slo import Slo
-from common.timing import TimingModel
 from measure.experiment.arms import ArmPlan
-from measure.experiment.outcome import point_of
+from measure.experiment.measured import fixed_window, point_of
 from measure.experiment.points import Arm, Point, Source
 from measure.experiment.runner import Measure
 from measure.experiment.spec import ExperimentError, ExperimentSpec
@@ -24,42 +23,42 @@ from measure.experiment.store import Cell
 from measure.experiment.users import Users
 from measure.experiment.workloads import Workloads
 from measure.simulate.cluster import run
-from measure.simulate.records import ClusterShape, NetworkShape, SimRun, SimSettings
-from measure.simulate.replay import Hardware
-from measure.simulate.roofline import DEVICES, MODELS, Roofline
-from measure.simulate.timing import FittedTimes, StepTimes
-from measure.simulate.timing_file import TimingFileError, read_timing
+from measure.simulate.records import ClusterShape, NetworkShape, SimRun, SimSettings, write_requests
+from measure.simulate.roofline import Hardware, UnknownHardware
+from measure.simulate.timing import TimingFileError
 from measure.workload.content import ContentWriter
 from measure.workload.sessions import Workload
 
 _DEFAULT_KV_TOKENS = 3000 * 512
-"""KV that a worker holds when its pool's size is left to the worker."""
+"""KV of a worker that chooses the size of its pool itself."""
 _MAX_MODEL_LEN = 1 << 20
 _NUM_SAMPLES = 200
-"""Looks at the workers in a run."""
+"""Samples of the workers in a run."""
 _REQUESTS_PER_S = 60.0
-"""How fast a core simulates, roughly; for forecasts only."""
+"""Rough speed of a simulation on one core; for forecasts only."""
+_TOLERATED = 0.1
+"""Share by which fewer requests than expected may come without a warning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """What all simulated cells of an experiment have in common."""
+    """Settings that all simulated cells of an experiment share."""
 
     hardware: Hardware
     slo: Slo
     warm_up_s: float = 0.0
-    """Requests that come earlier do not count."""
+    """Time before which requests do not count."""
     max_tokens: int | None = None
-    """What every request allows, which is all that a router knows of its answer; None: its length, as load tests say
-    to real servers."""
+    """Limit that every request states, all that a router knows of its answer; None: the answer's length, as in load
+    tests of real servers."""
     report_interval_s: float = 0.1
     event_lag_s: float = 0.02
 
 
 def simulate_point(
-    arm: Arm, serving: ServingConfig, workload: Workload, simulation: Simulation, *, load: float, repeat: int
+    arm: Arm, serving: ServingConfig, workload: Workload, simulation: Simulation, cell: Cell
 ) -> tuple[Point, SimRun]:
-    """Serve a workload on a simulated arm and return what came of it.
+    """Serve a cell's workload on a simulated arm and return the results.
 
     Blocks, some ten milliseconds of a core for each request; needs a thread without a running loop. Raises
     ExperimentError when the arm cannot be simulated.
@@ -69,17 +68,20 @@ def simulate_point(
         workload, writer, slo=simulation.slo, warm_up_s=simulation.warm_up_s, max_tokens=simulation.max_tokens
     )
     shape, settings = _simulation(arm, serving, simulation)
-    settings = replace(settings, seed=workload.seed, sample_interval_s=_sample_interval_s(workload, load))
+    settings = replace(settings, seed=workload.seed, sample_interval_s=_sample_interval_s(workload, cell.load))
     finished = run(shape, settings, users.arrivals())
-    point = point_of(
-        finished,
-        arm=arm,
-        slo=simulation.slo,
-        window_s=(simulation.warm_up_s, users.last_start_s),
-        load=load,
-        repeat=repeat,
-    )
-    return point, finished
+    window = fixed_window(finished.requests, start_s=simulation.warm_up_s, end_s=users.last_start_s)
+    point = point_of(finished, window, arm=arm, cell=cell, source=Source.SIMULATED, slo=simulation.slo)
+    return replace(point, warnings=_warnings(window.num_counted, cell.load * window.duration_s)), finished
+
+
+def _warnings(num_counted: int, num_expected: float) -> tuple[str, ...]:
+    """Return why fewer requests count than the load says, unless that is by chance."""
+    if not num_counted:
+        return ("no request came after the warm-up",)
+    if num_counted < (1 - _TOLERATED) * num_expected - 3 * math.sqrt(num_expected):
+        return ("far fewer requests than the load came: the warm-up is too short for its sessions",)
+    return ()
 
 
 def _sample_interval_s(workload: Workload, load: float) -> float:
@@ -95,8 +97,13 @@ def _simulation(arm: Arm, serving: ServingConfig, simulation: Simulation) -> tup
     for key in ("block_size", "num_blocks", "kv_memory_gib", "max_running", "max_waiting"):
         if getattr(first, key) != getattr(decode, key):
             raise ExperimentError(f"{arm.name}: pools.prefill.{key} must be as in pools.decode to be simulated")
-    times, timing, kv_bytes_per_token = _times(simulation.hardware, first.max_step_tokens)
-    _, decode_timing, _ = _times(simulation.hardware, decode.max_step_tokens)
+    try:
+        prefill_pace, link, kv_bytes_per_token = simulation.hardware.pace(first.max_step_tokens)
+        decode_pace, _, _ = simulation.hardware.pace(decode.max_step_tokens)
+    except UnknownHardware as error:
+        raise ExperimentError(f"simulate.{error}") from error
+    except (TimingFileError, OSError) as error:
+        raise ExperimentError(str(error)) from error
     block_bytes = decode.block_size * kv_bytes_per_token
     shape = ClusterShape(
         num_prefill=arm.num_prefill,
@@ -111,32 +118,14 @@ def _simulation(arm: Arm, serving: ServingConfig, simulation: Simulation) -> tup
         max_model_len=serving.model.max_model_len or _MAX_MODEL_LEN,
     )
     return shape, SimSettings(
-        prefill_times=times,
-        decode_times=times,
-        prefill_timing=timing,
-        decode_timing=decode_timing,
-        network=NetworkShape(kv_bytes_per_s=timing.links[None].bytes_per_s),
+        prefill=prefill_pace,
+        decode=decode_pace,
+        network=NetworkShape(kv_bytes_per_s=link.bytes_per_s),
         router=serving.router,
         report_interval_s=simulation.report_interval_s,
         event_lag_s=simulation.event_lag_s,
         itl_slo_s=simulation.slo.tpot_s,
     )
-
-
-def _times(hardware: Hardware, max_step_tokens: int) -> tuple[StepTimes, TimingModel, int]:
-    """Return what steps take, what workers say of that, and the KV bytes of a token."""
-    if hardware.timing_file is not None:
-        try:
-            fitted, kv_bytes_per_token = read_timing(hardware.timing_file)
-        except (TimingFileError, OSError) as error:
-            raise ExperimentError(str(error)) from error
-        timing = replace(fitted, max_step_tokens=max_step_tokens)
-        return FittedTimes(timing), timing, kv_bytes_per_token
-    for key, name, known in (("model", hardware.model, MODELS), ("device", hardware.device, DEVICES)):
-        if name not in known:
-            raise ExperimentError(f"simulate.{key}: {name!r} is not known; say one of {', '.join(known)}")
-    roofline = Roofline.preset(hardware.model, hardware.device)
-    return roofline, roofline.linearized(max_step_tokens=max_step_tokens), roofline.model.kv_bytes_per_token
 
 
 def _num_blocks(pool: PoolConfig, block_bytes: int) -> int:
@@ -165,23 +154,21 @@ class SimulatedBench:
 
     @contextmanager
     def serve(self, plan: ArmPlan) -> Iterator[Measure]:
-        """Yield what measures the arm's cells, each on workers of its own."""
+        """Yield the function that measures the arm's cells, each on workers of its own."""
         assert plan.serving is not None, "external servers are not simulated"
         yield partial(self._measure, plan.arm, plan.serving)
 
     def seconds(self, num_cells: int, num_starts: int) -> float:
-        """Return about how long so many cells take; starts take no time."""
+        """Return the approximate time of so many cells; starts take none."""
         num_requests = statistics.fmean(load * self._duration_s(load) for load in self._spec.loads)
         return num_cells * num_requests / _REQUESTS_PER_S
 
     def _duration_s(self, load: float) -> float:
-        """Return how long requests come, warm-up included: longer at a low load, so that there are enough of them."""
+        """Return the time in which requests arrive, including the warm-up: longer at low loads, for enough of them."""
         return self._spec.warm_up_s + max(self._spec.duration_s, self._spec.simulate.min_requests / load)
 
     def _measure(self, arm: Arm, serving: ServingConfig, cell: Cell, folder: Path) -> Point:
         workload = self._workloads.simulated(cell, seconds=self._duration_s(cell.load))
-        point, finished = simulate_point(arm, serving, workload, self._simulation, load=cell.load, repeat=cell.repeat)
-        with (folder / "requests.jsonl").open("w", encoding="utf-8") as file:
-            for result in finished.results:
-                file.write(json.dumps(asdict(result)) + "\n")
+        point, finished = simulate_point(arm, serving, workload, self._simulation, cell)
+        write_requests(folder / "requests.jsonl", finished.requests)
         return point

@@ -4,6 +4,7 @@ Every problem is reported as `file:key: reason`.
 """
 
 import enum
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -13,12 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from common.config import SloConfig
 from common.slo import Slo
-from measure.experiment.shapes import Shape
-from measure.experiment.simulate_spec import SimulateSpec
 
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-# A settings mapping of serving.yaml or of a workload, or the path of a file that holds one.
 Inline = dict[str, Any] | Path
+"""A mapping of serving.yaml or of a workload, or the path of a file that holds one."""
+_Count = Annotated[int, Field(ge=1, le=1024)]
+_DISAGGREGATED = re.compile(r"(\d+)\s*[pP]\s*(\d+)\s*[dD]")
+_AGGREGATED = re.compile(r"(\d+)\s+aggregated")
 
 
 class ExperimentError(Exception):
@@ -26,52 +28,108 @@ class ExperimentError(Exception):
 
 
 class Order(enum.StrEnum):
-    """In which order cells are run."""
+    """Order in which cells are run."""
 
     ALTERNATING = "alternating"
-    """Every repeat runs all arms, every other one backwards: what drifts on the machine hits all arms alike."""
+    """Every repeat runs all arms, every other one backwards: a drift of the machine affects all arms alike."""
     BY_ARM = "by_arm"
-    """All of an arm before the next: each cluster is started once."""
+    """All cells of an arm before the next: each cluster is started once."""
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class Shape(_Section):
+    """Pool shape: "2P1D", "3 aggregated", or a mapping that says more."""
+
+    name: str = ""
+    """Name; default: "2P1D" or "3 aggregated"."""
+    prefill: _Count | None = None
+    """Workers of the prefill pool; needs `decode`."""
+    decode: _Count | None = None
+    workers: _Count | None = None
+    """Aggregated workers, in place of the two pools."""
+    threads: _Count | None = None
+    """CPU threads of each worker."""
+    serving: dict[str, Any] = {}
+    """Dotted keys of serving.yaml, such as `pools.max_step_tokens`, and their values for this shape."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, raw: object) -> object:
+        if not isinstance(raw, str):
+            return raw
+        if match := _DISAGGREGATED.fullmatch(raw.strip()):
+            return {"prefill": int(match[1]), "decode": int(match[2])}
+        if match := _AGGREGATED.fullmatch(raw.strip()):
+            return {"workers": int(match[1])}
+        raise ValueError(f"{raw!r} is no pool shape; say 2P1D, or 3 aggregated")
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        pools = (self.prefill, self.decode)
+        if self.workers is None and None in pools:
+            raise ValueError("say both prefill and decode, or workers for an aggregated shape")
+        if self.workers is not None and pools != (None, None):
+            raise ValueError("workers are aggregated: remove prefill and decode, or workers")
+        return self
+
+    @property
+    def num_prefill(self) -> int:
+        """Workers of the prefill pool; 0: aggregated."""
+        return self.prefill or 0
+
+    @property
+    def num_decode(self) -> int:
+        """Workers that decode, including aggregated ones."""
+        return self.workers or self.decode or 0
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of both kinds."""
+        return self.num_prefill + self.num_decode
+
+    @property
+    def title(self) -> str:
+        """Its name, or the default one."""
+        return self.name or (f"{self.prefill}P{self.decode}D" if self.num_prefill else f"{self.workers} aggregated")
+
+
 class ExternalSpec(_Section):
-    """A server that somebody else has started, measured beside ours."""
+    """A server that is already running, measured beside ours."""
 
     name: Annotated[str, Field(min_length=1)]
     url: Annotated[str, Field(min_length=1)]
     """HOST:PORT of a kvrelay router, or http://…/v1 of an OpenAI-compatible server."""
     workers: Annotated[int, Field(ge=1)] = 1
     threads: Annotated[int, Field(ge=1)] | None = None
-    """CPU threads of each of them."""
+    """CPU threads of each worker."""
     api_key_env: str | None = None
     """The environment variable that holds the API key."""
 
 
 class CapacitySpec(_Section):
-    """What `--find-capacity` looks for, and how long."""
+    """Goal and limits of `--find-capacity`."""
 
     share: Annotated[float, Field(gt=0, lt=1)] = 0.99
-    """So many of the requests must be good."""
+    """Share of the requests that must be good."""
     kinds: tuple[str, ...] = ()
-    """Only requests of these kinds count; empty: all."""
+    """Kinds of requests that count; empty: all."""
     low: PositiveFloat = 0.01
-    """No lower load is tried; requests per second."""
+    """Lowest load to try; requests per second."""
     high: PositiveFloat = 10_000.0
-    """No higher one."""
+    """Highest load to try."""
     start: PositiveFloat | None = None
     """First load; default: the first one of `loads`."""
     start_per_worker: PositiveFloat | None = None
-    """First load for each of an arm's workers, in place of `start`, where arms differ much in size."""
+    """First load per worker of the arm, in place of `start`, for arms that differ much in size."""
     precision: Annotated[float, Field(ge=0.005, lt=1)] = 0.05
-    """The search ends when the lowest load that failed is by this share above the highest one that did not."""
+    """The search ends when the lowest load that failed is at most this share above the highest that was served."""
     repeats: Annotated[int, Field(ge=1)] = 2
-    """Runs per load; fewer where the first ones leave no doubt."""
+    """Runs per load; fewer when the first ones leave no doubt."""
     max_loads: Annotated[int, Field(ge=1)] = 20
-    """The search ends after so many loads, with what is known then."""
+    """Number of loads after which the search ends in any case."""
 
     @model_validator(mode="after")
     def _range(self) -> Self:
@@ -84,47 +142,68 @@ class CapacitySpec(_Section):
         return self
 
     def first_load(self, num_workers: int, *, default: float) -> float:
-        """Return where the search of an arm with so many workers begins."""
+        """Return the first load for an arm with so many workers."""
         if self.start_per_worker is None:
             return default if self.start is None else self.start
         return min(max(self.start_per_worker * num_workers, self.low), self.high)
 
 
+class SimulateSpec(_Section):
+    """Differences under a virtual clock, for `--simulate`. Unset keys are as in the experiment itself."""
+
+    model: str = "llama-70b"
+    """Model of `measure.simulate.roofline`."""
+    device: str = "h100-tp4"
+    """Hardware of each worker."""
+    timing: Path | None = None
+    """Timings fitted on real workers, in place of `model` and `device`; relative to the experiment's file."""
+    shapes: tuple[Shape, ...] | None = None
+    loads: tuple[Annotated[float, Field(gt=0)], ...] | None = None
+    repeats: Annotated[int, Field(ge=1)] | None = None
+    min_requests: Annotated[int, Field(ge=1)] = 1
+    """Minimum number of requests in a cell, which lasts longer at low loads: virtual time is free."""
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Limit that requests state, all that a router knows of their answers; default: their lengths, as in load tests of
+    real servers."""
+    serving: dict[str, Any] = {}
+    """Dotted keys of serving.yaml, and their values."""
+
+
 class ExperimentSpec(_Section):
-    """All of an experiment's file."""
+    """An experiment's file."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,60}$")]
     serving: Inline = {}
-    """What all arms have in common: a serving.yaml, inline or a path relative to this file."""
+    """serving.yaml that all arms share, inline or a path relative to this file."""
     shapes: Annotated[tuple[Shape, ...], Field(min_length=1)]
     external: tuple[ExternalSpec, ...] = ()
     grid: dict[str, Annotated[tuple[Any, ...], Field(min_length=1)]] = {}
-    """Keys of serving.yaml with dots, and the values to try, in all combinations; `pools.KEY` means both pools."""
+    """Dotted keys of serving.yaml and the values to try, in all combinations; `pools.KEY` means both pools."""
     workload: Inline
-    """What is asked: a workload, inline or a path."""
+    """Workload, inline or a path."""
     loads: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
-    """Requests per second, in the mean."""
+    """Mean requests per second."""
     repeats: Annotated[int, Field(ge=1)] = 3
     duration_s: PositiveFloat = 60.0
     """Measured time of a cell."""
     warm_up_s: Annotated[float, Field(ge=0)] = 5.0
-    """Load before that, under which nothing counts; and as much, thrown away, after each start of a cluster."""
+    """Time of load before the measured time; the same time again, discarded, after each start of a cluster."""
     drain_s: PositiveFloat = 30.0
-    """How long answers may take after the last session has begun; what runs then is cancelled, and not good."""
+    """Time for answers after the last session has begun; requests that still run then are cancelled, and not good."""
     order: Order = Order.ALTERNATING
     seed: Annotated[int, Field(ge=0)] = 0
     slo: SloConfig = SloConfig()
-    """Sent with every request, and what a good one has to meet."""
+    """Objectives that every request states and a good one meets."""
     capacity: CapacitySpec = CapacitySpec()
     simulate: SimulateSpec = SimulateSpec()
 
     @property
     def objectives(self) -> Slo:
-        """The objectives as the measures take them."""
+        """Objectives for figures."""
         return Slo(ttft_s=self.slo.ttft_s, tpot_s=self.slo.tpot_s, ttft_tokens=self.slo.ttft_tokens)
 
     def for_simulation(self) -> "ExperimentSpec":
-        """Return the experiment with what its `simulate` section says otherwise, and without external servers."""
+        """Return the experiment with the changes of its `simulate` section, without external servers."""
         simulate = self.simulate
         changes: dict[str, Any] = {"external": ()}
         for key in ("shapes", "loads", "repeats"):
@@ -164,7 +243,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def inline_or_file(value: Inline, *, key: str, path: Path) -> tuple[dict[str, Any], str]:
-    """Return a mapping that stands in the experiment's file or in one of its own, and where problems in it are."""
+    """Return a mapping that is inline or in a file of its own, and the location that messages name."""
     if isinstance(value, Path):
         return read_yaml(value), str(value)
     return value, f"{path}:{key}"

@@ -1,11 +1,11 @@
-"""What an experiment keeps on disk, so that it can go on where it was stopped.
+"""Results of an experiment on disk, so that it can continue after a stop.
 
-DIR/experiment.yaml             the file that it was run from
-DIR/settings.json               what cells must have in common, and each arm's settings
+DIR/experiment.yaml             the experiment's file
+DIR/settings.json               settings that all cells share, and each arm's settings
 DIR/real/CELL/point.json        `Point`; a cell is complete once it has one
 DIR/real/CELL/…                 raw data: run.json, requests.jsonl, samples.jsonl, report.html
 DIR/real/CELL/failure.txt       why there is no point
-DIR/simulated/CELL/…            the same of simulated arms
+DIR/simulated/CELL/…            the same for simulated arms; raw data: requests.jsonl
 DIR/capacity/SOURCE/ARM.json    `Capacity`
 DIR/arms/ARM/                   serving.yaml and logs of its cluster, timing models of its workers
 DIR/report.html
@@ -24,6 +24,7 @@ from pydantic import TypeAdapter
 
 from measure.experiment.capacity import Capacity
 from measure.experiment.points import Point, Source
+from measure.simulate.records import write_json
 
 _POINT = TypeAdapter(Point)
 _CAPACITY = TypeAdapter(Capacity)
@@ -34,14 +35,14 @@ class Cell:
     """One run of an arm under a load."""
 
     arm: str
-    """Its name."""
+    """Name of the arm."""
     load: float
-    """Requests per second, in the mean."""
+    """Mean requests per second."""
     repeat: int
 
     @property
     def name(self) -> str:
-        """How its folder is called: unique, and fit for a file system."""
+        """Name of its folder, unique and fit for a file system."""
         return f"{slug(self.arm)}@{self.load:.6g}-r{self.repeat}"
 
 
@@ -52,17 +53,17 @@ class Store:
         self.out = out
 
     def folder(self, source: Source, cell: Cell) -> Path:
-        """Return where a cell's files are."""
+        """Return the folder of a cell."""
         return self.out / source.value / cell.name
 
     def arm_folder(self, arm: str) -> Path:
-        """Return where an arm's files are."""
+        """Return the folder of an arm."""
         return self.out / "arms" / slug(arm)
 
     def claim(self, ours: Mapping[str, Any]) -> tuple[str, ...]:
-        """Note settings, and return the keys whose values were others when results were made: those do not fit.
+        """Keep settings; return the keys whose values differ from those of earlier results.
 
-        Keys that are new are added; nothing is noted when any differs.
+        New keys are added; nothing is kept when any value differs.
         """
         path = self.out / "settings.json"
         ours = json.loads(json.dumps(ours))
@@ -74,38 +75,38 @@ class Store:
         return changed
 
     def keep_file(self, path: Path) -> None:
-        """Copy the experiment's file, for whoever looks at the results."""
+        """Copy the experiment's file to the results."""
         shutil.copyfile(path, self.out / "experiment.yaml")
 
     def forget(self) -> None:
-        """Remove earlier results from the folder, and nothing else that is in it."""
+        """Remove earlier results from the folder, and nothing else."""
         for name in (*(source.value for source in Source), "capacity", "arms"):
             shutil.rmtree(self.out / name, ignore_errors=True)
         (self.out / "settings.json").unlink(missing_ok=True)
 
     def begin(self, source: Source, cell: Cell) -> Path:
-        """Return a cell's folder, empty: an earlier try is removed."""
+        """Return a cell's folder, emptied of earlier tries."""
         folder = self.folder(source, cell)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         return folder
 
     def keep(self, source: Source, cell: Cell, point: Point) -> None:
-        """Note that a cell is complete."""
+        """Keep the point of a cell, which completes it."""
         write_json(self.folder(source, cell) / "point.json", asdict(point))
 
     def keep_failure(self, source: Source, cell: Cell, reason: str) -> None:
-        """Note why a cell has no point; it is tried again next time."""
+        """Keep the reason why a cell has no point; the next run tries it again."""
         folder = self.folder(source, cell)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "failure.txt").write_text(reason + "\n", encoding="utf-8")
 
     def drop(self, source: Source, cell: Cell) -> None:
-        """Remove what a cell has left that was interrupted."""
+        """Remove the files of an interrupted cell."""
         shutil.rmtree(self.folder(source, cell), ignore_errors=True)
 
     def point(self, source: Source, cell: Cell) -> Point | None:
-        """Return a cell's point, if it is complete. Raises ValueError for a file that is none."""
+        """Return the point of a complete cell; None for any other. Raises ValueError for an invalid file."""
         path = self.folder(source, cell) / "point.json"
         return _read_point(path) if path.exists() else None
 
@@ -116,11 +117,11 @@ class Store:
             yield from sorted(points, key=lambda point: (point.arm.name, point.load, point.repeat))
 
     def keep_capacity(self, capacity: Capacity) -> None:
-        """Keep what an arm can serve."""
+        """Keep the capacity of an arm."""
         write_json(self.out / "capacity" / capacity.source.value / f"{slug(capacity.arm.name)}.json", asdict(capacity))
 
     def capacities(self) -> Iterator[Capacity]:
-        """Yield what was found, of real arms first."""
+        """Yield all capacities, those of real arms first."""
         for source in (Source.REAL, Source.SIMULATED):
             for path in sorted(self.out.glob(f"capacity/{source.value}/*.json")):
                 yield _CAPACITY.validate_json(path.read_text(encoding="utf-8"))
@@ -132,19 +133,11 @@ class Store:
 
 
 def slug(text: str) -> str:
-    """Return a name that is fit for a file system; different names stay different."""
+    """Return a name that is fit for a file system; different texts have different names."""
     if re.fullmatch(r"[A-Za-z0-9+_=][A-Za-z0-9.=+_ -]*", text):
         return text.replace(" ", ",")
     clean = re.sub(r"[^A-Za-z0-9=+_]+", "-", text).strip("-")
     return f"{clean},{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write a file at once: whoever reads it finds all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(".part")
-    scratch.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    scratch.replace(path)
 
 
 def _read_point(path: Path) -> Point:

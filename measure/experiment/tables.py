@@ -1,22 +1,24 @@
-"""An experiment's points as a table for a terminal."""
+"""Tables of an experiment for a terminal."""
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 from rich.table import Table
 
 from measure.experiment.capacity import Capacity
-from measure.experiment.points import Latency, Point, Source
+from measure.experiment.curves import curves_of
+from measure.experiment.points import Point, Source
+from measure.figures import Percentiles
 
 _LEFT = ("arm", "")
+_NONE = "–"
 
 
 def points_table(points: Iterable[Point]) -> Table:
-    """Return a row for each arm and load: the means of its repeats, of percentiles with their range."""
-    groups: dict[tuple[Source, str, float], list[Point]] = {}
-    for point in points:
-        groups.setdefault((point.source, point.arm.name, point.load), []).append(point)
-    has_simulated = any(source is Source.SIMULATED for source, _, _ in groups)
+    """Return a row for each arm and load: means of the repeats, and medians of percentiles with their range."""
+    curves = curves_of(points)
+    has_simulated = any(curve.source is Source.SIMULATED for curve in curves)
     table = _table(
         "arm",
         "load /s",
@@ -31,27 +33,25 @@ def points_table(points: Iterable[Point]) -> Table:
         "prefill busy",
         "decode busy",
     )
-    for (source, name, load), group in groups.items():
-        arm = f"{name} (simulated)" if has_simulated and source is Source.SIMULATED else name
-        num_requests = sum(point.overall.num_requests for point in group)
-        num_good = sum(point.overall.num_good for point in group)
+    for curve, reading in ((each, reading) for each in curves for reading in each.readings):
+        is_marked = has_simulated and curve.source is Source.SIMULATED
         table.add_row(
-            arm,
-            f"{load:g}",
-            str(len(group)),
-            f"{num_good / num_requests:.1%}" if num_requests else "–",
-            f"{statistics.fmean(point.goodput_per_s for point in group):.2f}",
-            f"{statistics.fmean(point.goodput_per_worker for point in group):.2f}",
-            *_latencies([point.overall.ttft for point in group], "{:.2f}", 1),
-            *_latencies([point.overall.itl for point in group], "{:.0f}", 1000),
-            _share([point.prefill_busy for point in group]),
-            _share([point.decode_busy for point in group]),
+            f"{curve.arm.name} (simulated)" if is_marked else curve.arm.name,
+            f"{reading.load:g}",
+            str(len(reading.points)),
+            f"{reading.share_of(lambda figures: figures.num_good):.1%}" if reading.num_requests else _NONE,
+            f"{reading.mean_of(lambda point: point.goodput_per_s):.2f}",
+            f"{reading.mean_of(lambda point: point.goodput_per_worker):.2f}",
+            *_latencies([point.overall.ttft for point in reading.points], "{:.2f}", 1),
+            *_latencies([point.overall.itl for point in reading.points], "{:.0f}", 1000),
+            _share(reading.mean_of(lambda point: point.prefill_busy)),
+            _share(reading.mean_of(lambda point: point.decode_busy)),
         )
     return table
 
 
 def capacity_table(capacities: Iterable[Capacity]) -> Table:
-    """Return a row for each arm."""
+    """Return a row for each capacity."""
     table = _table("arm", "", "serves /s", "95 %", "good /s", "per worker", "loads tried")
     for capacity in capacities:
         high = "?" if capacity.high is None else f"{capacity.high:.3g}"
@@ -74,20 +74,19 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _latencies(latencies: Sequence[Latency | None], form: str, factor: float) -> tuple[str, str]:
+def _latencies(latencies: Sequence[Percentiles | None], form: str, factor: float) -> tuple[str, str]:
     known = [latency for latency in latencies if latency is not None]
-    picks: tuple[Callable[[Latency], float], ...] = (lambda latency: latency.p50, lambda latency: latency.p99)
+    picks = attrgetter("p50"), attrgetter("p99")
     p50, p99 = (_range([factor * pick(latency) for latency in known], form) for pick in picks)
     return p50, p99
 
 
 def _range(values: Sequence[float], form: str) -> str:
     if not values:
-        return "–"
+        return _NONE
     low, middle, high = (form.format(each) for each in (min(values), statistics.median(values), max(values)))
     return middle if low == high else f"{middle} ({low}–{high})"
 
 
-def _share(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{statistics.fmean(known):.0%}" if known else "–"
+def _share(value: float | None) -> str:
+    return _NONE if value is None else f"{value:.0%}"

@@ -1,4 +1,4 @@
-"""What workers say of themselves: how long their work takes, as they have measured it."""
+"""Sizes and timing models that workers report of themselves."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ class WorkerFacts:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of all layers."""
+        """KV bytes of a token, all layers."""
         return self.block_bytes // self.block_size
 
 
 async def ask_worker(address: str, connect: Connect) -> WorkerFacts:
-    """Return what the worker whose control is at HOST:PORT says of itself now. Raises KvrelayError."""
+    """Return the facts of the worker whose control is at HOST:PORT. Raises KvrelayError."""
     async with connect(address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:
@@ -39,7 +39,7 @@ async def ask_worker(address: str, connect: Connect) -> WorkerFacts:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
     if not told.HasField("timing"):
-        raise EngineFault(f"worker {address} tells no timing: start it from this version of kvrelay")
+        raise EngineFault(f"worker {address} reports no timing: start it from this version of kvrelay")
     return WorkerFacts(
         timing=timing_from_proto(told.timing),
         num_blocks=facts.num_blocks,
@@ -49,7 +49,7 @@ async def ask_worker(address: str, connect: Connect) -> WorkerFacts:
 
 
 def best_known(workers: Sequence[WorkerFacts]) -> TimingModel:
-    """Return one timing model for equal workers, at least one: each part from whoever has measured most of it."""
+    """Return a timing model for equal workers, at least one: each part from the one with most samples."""
     prefill = max((worker.timing for worker in workers), key=lambda timing: timing.prefill.num_samples)
     decode = max((worker.timing for worker in workers), key=lambda timing: timing.decode.num_samples)
     links = [link for worker in workers if (link := worker.timing.links.get(None)) is not None]

@@ -1,4 +1,4 @@
-"""What an experiment's cells ask: the same of every arm, and nothing that was asked before."""
+"""Workloads of an experiment's cells: equal for all arms, with contents that were never asked before."""
 
 import hashlib
 import itertools
@@ -15,7 +15,7 @@ from measure.workload.traces import TraceError
 
 _WARM_UP_REPEAT = -1
 _MAX_CHECKED = 20_000
-"""Sessions of a cell whose lengths are looked at beforehand; closed loops may have no end."""
+"""Sessions of a cell whose lengths are checked beforehand; closed loops may have no end."""
 
 
 class Workloads:
@@ -37,15 +37,15 @@ class Workloads:
         kinds = [stream.name for stream in self.spec.streams]
         for kind in experiment.capacity.kinds:
             if kind not in kinds:
-                raise ExperimentError(f"{path}:capacity.kinds: nobody sends {kind!r}; there are {', '.join(kinds)}")
+                raise ExperimentError(f"{path}:capacity.kinds: no stream sends {kind!r}; there are {', '.join(kinds)}")
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """The specification as JSON; results of another one do not fit."""
+        """Specification as JSON; results depend on it."""
         return self.spec.model_dump(mode="json")
 
     def of(self, cell: Cell) -> Workload:
-        """Return what a cell asks: equal for all arms, with contents that no other load or repeat has.
+        """Return a cell's workload: equal for all arms, with contents that no other load or repeat has.
 
         Raises ExperimentError.
         """
@@ -53,30 +53,30 @@ class Workloads:
         return self._build(cell.load, seed=seed, spec=self.spec)
 
     def simulated(self, cell: Cell, *, seconds: float) -> Workload:
-        """Return what a simulated cell asks, for so long: equal for all arms, and the same sessions at every load.
+        """Return a simulated cell's workload of a duration: equal for all arms, with the same sessions at every load.
 
-        So differences between arms and loads are theirs, not of what was drawn (common random numbers); nothing is left
-        in a cache that another load could find. Raises ExperimentError.
+        Differences between arms and loads are then not due to the draws (common random numbers). Every cell begins with
+        empty caches, so that no load finds contents of another. Raises ExperimentError.
         """
         spec = self.spec.model_copy(update={"duration_s": seconds})
         return self._build(cell.load, seed=_seed(self._experiment.seed, f"{cell.repeat}"), spec=spec)
 
     def warm_up(self) -> Workload:
-        """Return what is asked after a start and thrown away: the lowest load, for as long as the warm-up."""
+        """Return the workload after a start, whose results are discarded: the lowest load, as long as the warm-up."""
         spec = self.spec.model_copy(update={"duration_s": max(self._experiment.warm_up_s, 1e-3)})
         load = min(self._experiment.loads)
         return self._build(load, seed=_seed(self._experiment.seed, f"{load!r} {_WARM_UP_REPEAT}"), spec=spec)
 
     def longest_tokens(self) -> int:
-        """Return the tokens of the longest session of any cell, prompts and answers. Raises ExperimentError."""
+        """Return the tokens of the longest session of all cells, prompts and answers. Raises ExperimentError."""
         return max(map(_num_tokens, self._sessions()), default=0)
 
     def longest_thinking_s(self) -> float:
-        """Return the longest time for which one session's user thinks, all together. Raises ExperimentError."""
+        """Return the longest total think time of a session. Raises ExperimentError."""
         return max((sum(turn.think_s for turn in session.turns) for session in self._sessions()), default=0.0)
 
     def _sessions(self) -> Iterator[Session]:
-        """Yield the sessions of the cells with the highest load; those of the others are like them."""
+        """Yield the sessions of the cells with the highest load; those of the other cells are alike."""
         load = max(self._experiment.loads)
         for repeat in range(self._experiment.repeats):
             for stream in self.of(Cell(arm="", load=load, repeat=repeat)).streams:

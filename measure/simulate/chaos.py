@@ -1,8 +1,8 @@
-"""A walk through everything that can go wrong: crashes, and messages that are late, lost or come twice.
+"""A random walk through failures: crashes, and messages that are late, lost or repeated.
 
 The real router and workers run under a virtual clock, over the fake engine, whose tokens depend on every byte of KV
-that it reads, and over the simulated network, which carries these bytes. Each request is compared with what an
-undisturbed engine answers; after a run nothing may be left anywhere (`measure/simulate/invariants.py`).
+that it reads, and over the simulated network, which carries these bytes. Each answer is compared with that of an
+undisturbed engine; after a run nothing may be left anywhere (`measure/simulate/invariants.py`).
 
     python -m measure.simulate.chaos --requests 100000 --seed 1
 """
@@ -18,22 +18,21 @@ from dataclasses import dataclass, field, fields
 
 from common.block_hash import hash_blocks
 from common.config import PoolConfig, PoolsConfig, RouterConfig, ServingConfig, TransferConfig
-from common.errors import KvrelayError, Overloaded, Refused
+from common.errors import KvrelayError
 from common.ids import mint_request_id, seeded_ids
 from common.lifecycle import LifeCycle
 from common.timing import StepModel, TimingModel
 from engine.fake import FakeExecutor
+from measure.simulate.client import admit
 from measure.simulate.faults import FaultRates, SeededFaults
-from measure.simulate.guard import collecting_rarely, ending_on_faults
 from measure.simulate.invariants import AnswerCheck, Violation, leftovers
-from measure.simulate.loop import VirtualClock, VirtualLoop
+from measure.simulate.loop import VirtualClock, VirtualLoop, collecting_rarely, ending_on_faults
 from measure.simulate.network import SimNetwork
 from measure.simulate.questions import Question, QuestionBook
 from measure.simulate.records import NetworkShape
-from measure.simulate.timing import FittedTimes
-from measure.simulate.token_log import TokenLog
-from measure.simulate.worker import Pace, SimWorker, Surroundings, endpoints, simulated_reach
-from router.admission.ticket import Ticket
+from measure.simulate.timing import FittedTimes, Pace
+from measure.simulate.tokens import TokenLog
+from measure.simulate.worker import SimWorker, Surroundings, endpoints, simulated_reach
 from router.parts import RouterParts, build_router
 from router.record import Job
 
@@ -48,14 +47,12 @@ _TIMES = FittedTimes(
 )
 _SETTLE_S = 7200.0
 """Virtual time after the last request: longer than any lease, deadline or timeout."""
-
-
 BAD_DAY = FaultRates(lose=0.0005, repeat=0.0005, delay=0.01, max_delay_s=0.5, stall=0.0001, stall_s=2.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosSettings:
-    """How bad it gets. Same settings: same run."""
+    """Load and rates of failures. Equal settings give equal runs."""
 
     num_requests: int
     seed: int
@@ -65,19 +62,19 @@ class ChaosSettings:
     rate_per_s: float = 25.0
     rates: FaultRates = BAD_DAY
     mean_s_between_crashes: float = 15.0
-    """Of one worker or another."""
+    """Mean time between crashes of any worker."""
     max_down_s: float = 3.0
     cancelled_share: float = 0.03
-    """Clients that go away."""
+    """Share of clients that cancel."""
     timeout_s: float = 600.0
 
 
 @dataclass(slots=True)
 class ChaosReport:
-    """What happened."""
+    """Events of a run."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
-    """Requests by how they ended: "complete", "cancelled", or an error class."""
+    """Requests by outcome: "complete", "cancelled", or an error class."""
     num_crashes: int = 0
     num_messages_lost: int = 0
     num_messages_repeated: int = 0
@@ -86,11 +83,11 @@ class ChaosReport:
     num_replans: int = 0
     virtual_s: float = 0.0
     violations: list[str] = field(default_factory=list)
-    """Broken invariants; empty in a good run."""
+    """Broken invariants; empty in a correct run."""
 
 
 def run_chaos(settings: ChaosSettings, *, progress: Callable[[int], None] | None = None) -> ChaosReport:
-    """Run the walk. Blocks; needs a thread without a running loop. Raises what a bug raises."""
+    """Run the walk. Blocks; needs a thread without a running loop. Raises the errors of bugs."""
     with collecting_rarely(), seeded_ids(settings.seed), asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(_walk(settings, progress))
 
@@ -106,7 +103,7 @@ async def _walk(settings: ChaosSettings, progress: Callable[[int], None] | None)
 
 
 class _Walk:
-    """One cluster and its misfortunes. Event loop only."""
+    """A cluster and its failures. Event loop only."""
 
     def __init__(self, loop: VirtualLoop, settings: ChaosSettings) -> None:
         self._loop = loop
@@ -133,7 +130,7 @@ class _Walk:
         self._report = ChaosReport()
 
     async def start(self) -> None:
-        """Start everything."""
+        """Start workers and routers."""
         for worker in self._workers:
             worker.start()
         for router in self._routers:
@@ -141,7 +138,7 @@ class _Walk:
         await asyncio.sleep(10.0)
 
     async def serve_all(self, progress: Callable[[int], None] | None) -> None:
-        """Send all requests, with a crash now and then, and wait for the last reply."""
+        """Send all requests, crash workers meanwhile, and wait for the last reply."""
         self._faults.is_quiet = False
         crashing = self._loop.create_task(self._crash_forever())
         running: dict[asyncio.Task[None], None] = {}
@@ -167,7 +164,7 @@ class _Walk:
         await asyncio.wait([crashing])
 
     async def finish(self) -> ChaosReport:
-        """Let the dust settle and look for what is left."""
+        """Wait until everything settles, then close the cluster and report what is left."""
         report, faults = self._report, self._faults
         report.virtual_s = self._loop.time()
         faults.is_quiet = True
@@ -189,13 +186,13 @@ class _Walk:
             await worker.aclose()
         await asyncio.sleep(_SETTLE_S)
         if self._network.num_calls:
-            report.violations.append(f"{self._network.num_calls} calls are left when everybody has gone")
+            report.violations.append(f"{self._network.num_calls} calls are left after the shutdown")
         if others := asyncio.all_tasks() - {asyncio.current_task()}:
-            report.violations.append(f"{len(others)} tasks are left when everybody has gone")
+            report.violations.append(f"{len(others)} tasks are left after the shutdown")
         return report
 
     async def _client(self, question: Question, router: RouterParts) -> None:
-        """Ask one question; some clients lose patience."""
+        """Ask one question; some clients cancel."""
         patience_s = None
         if self._random.random() < self._settings.cancelled_share:
             patience_s = self._random.expovariate(2.0)
@@ -207,14 +204,14 @@ class _Walk:
         self._report.outcomes[outcome] += 1
 
     async def _ask(self, question: Question, router: RouterParts) -> str:
-        """Return how a request ended. A broken invariant is noted."""
+        """Return the outcome of a request; note a broken invariant."""
         life = LifeCycle(mint_request_id(), router.clock)
         ends_s = self._loop.time() + self._settings.timeout_s
         check = AnswerCheck(question)
         try:
             with (
                 router.orchestrator.account(life, time_left_s=lambda: ends_s - self._loop.time()),
-                _admit(router) as ticket,
+                admit(router) as ticket,
             ):
                 model = await router.fleet.wait_for_model(timeout_s=self._settings.timeout_s)
                 job = Job(
@@ -239,7 +236,7 @@ class _Walk:
             return "wrong"
         return "complete"
 
-    # Misfortunes.
+    # Crashes.
 
     async def _crash_forever(self) -> None:
         while True:
@@ -260,15 +257,7 @@ class _Walk:
 
     def _worker(self, number: int) -> SimWorker:
         executor = FakeExecutor(num_blocks=_NUM_BLOCKS, block_size=BLOCK_SIZE, max_steps_in_flight=1 + number % 2)
-        return SimWorker(self._endpoints[number], self._surroundings, executor, Pace(times=_TIMES, timing=None))
-
-
-def _admit(router: RouterParts) -> Ticket:
-    router.orchestrator.demand.note_arrival()
-    admitted = router.admission.admit()
-    if isinstance(admitted, Refused):
-        raise Overloaded(admitted.reason, retry_after_s=admitted.retry_after_s)
-    return admitted
+        return SimWorker(self._endpoints[number], self._surroundings, executor, Pace(times=_TIMES))
 
 
 def _config() -> ServingConfig:
@@ -283,9 +272,9 @@ def _config() -> ServingConfig:
 
 
 def main() -> int:
-    """Run the walk as the command line says; return the exit code."""
+    """Run the walk of the command line; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m measure.simulate.chaos", description="Crashes and bad messages over a simulated cluster."
+        prog="python -m measure.simulate.chaos", description="Crashes and message faults in a simulated cluster."
     )
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)

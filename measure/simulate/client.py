@@ -1,20 +1,24 @@
-"""Sends requests to a router, behind its front door, and notes what becomes of them."""
+"""Sends requests to a router, behind its front door, and records what becomes of them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 
 from common.block_hash import hash_blocks
-from common.errors import KvrelayError, Overloaded, Refused
+from common.errors import DeadlineExceeded, KvrelayError, Overloaded, Refused
 from common.ids import RequestId, mint_request_id
 from common.lifecycle import LifeCycle
 from common.sampling import SamplingParams
 from kvrelay.v1 import inference_pb2
+from measure.load.records import Outcome, RequestRecord, ServerReport
 from measure.simulate.executor import Answer
 from measure.simulate.loop import VirtualLoop
-from measure.simulate.records import Arrival, RequestResult, SimSettings
-from measure.simulate.token_log import TokenLog
-from router.admission.terms import Terms
+from measure.simulate.records import Arrival, SimSettings
+from measure.simulate.tokens import TokenLog
+from router.admission.terms import NO_TERMS, Terms
 from router.admission.ticket import Ticket
 from router.parts import RouterParts
 from router.record import Job
-from router.tenants import ANYBODY
 
 
 class SimClient:
@@ -28,23 +32,24 @@ class SimClient:
         answers: dict[RequestId, Answer],
         log: TokenLog,
     ) -> None:
-        """`answers`: where the engines look up what to say."""
+        """`answers`: where the engines look up the answers of running requests."""
         self._router = router
         self._loop = loop
         self._settings = settings
         self._answers = answers
         self._log = log
         self.begin_s = 0.0
-        """Virtual time that results call 0."""
+        """Virtual time that records call 0."""
 
-    async def ask(self, arrival: Arrival, result: RequestResult) -> None:
-        """Serve one request, and fill in its result."""
+    async def ask(self, arrival: Arrival, index: int) -> RequestRecord:
+        """Send one request and return its record when it has ended."""
         router, settings = self._router, self._settings
         life = LifeCycle(mint_request_id(), router.clock)
         request_id = life.request_id
         self._answers[request_id] = Answer(arrival.num_output_tokens, arrival.answer)
-        self._log.begin(request_id, arrival.kind)
         deadline_s = self._loop.time() + settings.timeout_s
+        reply = _Reply()
+        failure: KvrelayError | None = None
         try:
             with (
                 router.orchestrator.account(life, time_left_s=lambda: deadline_s - self._loop.time()),
@@ -54,32 +59,37 @@ class SimClient:
                 router.orchestrator.take_tokens(ticket, job)
                 async with router.orchestrator.running(job, ticket, life, timeout_s=settings.timeout_s) as outbox:
                     while (message := await outbox.get()) is not None:
-                        self._note(result, message)
+                        reply.take(message, self._now_s())
                 if outbox.error is not None:
                     raise outbox.error
         except KvrelayError as error:
-            result.refusal = f"{type(error).__name__}: {error.message}"
-        result.end_s = self._now_s()
-        times = self._log.times(request_id)
-        if times is not None:
-            result.gap_sum_s = times.last_s - times.first_s
-            result.gap_max_s = times.gap_max_s
-        self._log.forget(request_id)
+            failure = error
         del self._answers[request_id]
+        chunk_s = reply.token_times(self._log.take(request_id))
+        return RequestRecord(
+            index=index,
+            session=index if arrival.session is None else arrival.session,
+            turn=arrival.turn,
+            kind=arrival.kind,
+            due_s=arrival.at_s,
+            sent_s=arrival.at_s,
+            chunk_s=chunk_s,
+            chunk_tokens=_ones(len(chunk_s)),
+            end_s=self._now_s(),
+            outcome=_outcome(failure, has_tokens=bool(chunk_s)),
+            error="" if failure is None else f"{type(failure).__name__}: {failure.message}",
+            num_prompt_tokens=len(arrival.prompt),
+            num_wanted_tokens=arrival.num_output_tokens,
+            server=reply.report(),
+        )
 
     def _now_s(self) -> float:
         return self._loop.time() - self.begin_s
 
     def _admit(self, arrival: Arrival) -> Ticket:
-        """Return a place in line. Raises Overloaded."""
         settings = self._settings
         ttft_slo_s = settings.ttft_slo_s if arrival.ttft_slo_s is None else arrival.ttft_slo_s
-        terms = Terms(priority=arrival.priority, ttft_slo_s=ttft_slo_s, itl_slo_s=settings.itl_slo_s)
-        self._router.orchestrator.demand.note_arrival()
-        admitted = self._router.admission.admit(settings.tenants.get(arrival.tenant, ANYBODY), terms)
-        if isinstance(admitted, Refused):
-            raise Overloaded(admitted.reason, retry_after_s=admitted.retry_after_s)
-        return admitted
+        return admit(self._router, Terms(ttft_slo_s=ttft_slo_s, itl_slo_s=settings.itl_slo_s))
 
     def _job(self, arrival: Arrival, request_id: RequestId) -> Job:
         model = self._router.fleet.model
@@ -93,24 +103,87 @@ class SimClient:
             model=model,
         )
 
-    def _note(self, result: RequestResult, message: inference_pb2.GenerateResponse) -> None:
-        """Note what a message to the client tells."""
+
+def admit(router: RouterParts, terms: Terms = NO_TERMS) -> Ticket:
+    """Return a place in a router's queue. Raises Overloaded."""
+    router.orchestrator.demand.note_arrival()
+    admitted = router.admission.admit(terms=terms)
+    if isinstance(admitted, Refused):
+        raise Overloaded(admitted.reason, retry_after_s=admitted.retry_after_s)
+    return admitted
+
+
+class _Reply:
+    """Messages of one answer."""
+
+    def __init__(self) -> None:
+        self._first_token_s: float | None = None
+        self._plans: list[inference_pb2.PlanChosen] = []
+        self._completed: inference_pb2.Completed | None = None
+
+    def take(self, message: inference_pb2.GenerateResponse, now_s: float) -> None:
+        """Note a message that has arrived."""
         match message.WhichOneof("event"):
             case "tokens":
-                if result.first_token_s is None:
-                    result.first_token_s = self._now_s()
+                if self._first_token_s is None:
+                    self._first_token_s = now_s
             case "plan":
-                plan = message.plan
-                result.prefill_worker, result.decode_worker = plan.prefill_worker_id, plan.decode_worker_id
-                if plan.attempt == 1:
-                    result.predicted_cached_tokens = plan.predicted_cached_tokens
-                    result.predicted_ttft_s = plan.predicted_ttft_s or None
-                    result.predicted_itl_s = plan.predicted_itl_s or None
+                self._plans.append(message.plan)
             case "completed":
-                usage, transfer = message.completed.usage, message.completed.transfer
-                result.num_output_tokens = usage.num_output_tokens
-                result.num_cached_tokens = usage.num_cached_tokens
-                result.num_pulled_tokens = usage.num_pulled_tokens
-                result.num_decode_cached_tokens = usage.num_decode_cached_tokens
-                result.transfer_bytes, result.transfer_exposed_s = transfer.kv_bytes, transfer.exposed_s
-                result.num_attempts = message.completed.num_attempts
+                self._completed = message.completed
+
+    def token_times(self, generated_s: Sequence[float]) -> tuple[float, ...]:
+        """Return the times at which the client would see tokens that go out one by one: as late as the first one."""
+        if self._completed is not None:
+            num_tokens = self._completed.usage.num_output_tokens
+            assert num_tokens == len(generated_s), f"{len(generated_s)} tokens were generated, {num_tokens} reported"
+        if self._first_token_s is None or not generated_s:
+            return ()
+        first_s = generated_s[0]
+        return tuple(self._first_token_s + (at_s - first_s) for at_s in generated_s)
+
+    def report(self) -> ServerReport:
+        """Return the router's report: forecasts of the first plan, workers of the last one."""
+        if not self._plans:
+            return ServerReport()
+        first, last = self._plans[0], self._plans[-1]
+        told = ServerReport(
+            prefill_worker=last.prefill_worker_id or None,
+            decode_worker=last.decode_worker_id or None,
+            predicted_ttft_s=first.predicted_ttft_s or None,
+            predicted_cached_tokens=first.predicted_cached_tokens,
+        )
+        if self._completed is None:
+            return told
+        usage, timings, transfer = self._completed.usage, self._completed.timings, self._completed.transfer
+        return replace(
+            told,
+            queue_s=timings.queue_s,
+            prefill_s=timings.prefill_s,
+            transfer_s=timings.transfer_s,
+            transfer_exposed_s=transfer.exposed_s,
+            ttft_s=timings.ttft_s,
+            e2e_s=timings.e2e_s,
+            num_cached_tokens=usage.num_cached_tokens,
+            num_pulled_tokens=usage.num_pulled_tokens,
+            num_decode_cached_tokens=usage.num_decode_cached_tokens,
+            transfer_bytes=transfer.kv_bytes,
+            num_attempts=self._completed.num_attempts,
+        )
+
+
+@cache
+def _ones(length: int) -> tuple[int, ...]:
+    """Return a tuple of ones, shared by all answers of a length."""
+    return (1,) * length
+
+
+def _outcome(failure: KvrelayError | None, *, has_tokens: bool) -> Outcome:
+    match failure:
+        case None:
+            return Outcome.COMPLETED
+        case DeadlineExceeded():
+            return Outcome.TIMED_OUT
+        case Overloaded() if not has_tokens:
+            return Outcome.REFUSED
+    return Outcome.FAILED

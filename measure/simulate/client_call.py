@@ -1,41 +1,51 @@
-"""A call on the simulated network as its client sees it, and grpc.aio would show it.
+"""The client's end of a call on the simulated network, like a call of grpc.aio.
 
 It is awaited (unary), iterated or read (streams), written to, cancelled. Cancelling a task that waits for a message
-cancels the call, as in grpc.aio; a call that was cancelled here raises CancelledError, one that ended otherwise
-AioRpcError.
+cancels the call. A call that was cancelled here raises CancelledError; one that failed otherwise raises AioRpcError.
 """
 
 import asyncio
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import grpc
 
 from measure.simulate.messages import CANCELLED, EOF, TOO_LATE, CallTerms, HalfClose, Inbox, Status
+from measure.simulate.wire import Wire
 
-if TYPE_CHECKING:
-    from measure.simulate.network import SimNetwork
-    from measure.simulate.server_call import ServerCall
+
+class ServerEnd(Protocol):
+    """The server's end of a call, as the client's end knows it."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the handler has ended."""
+
+    def deliver(self, message: object) -> None:
+        """Take a message that has arrived."""
+
+    def abandon(self) -> None:
+        """Cancel the handler: the client is gone."""
 
 
 class ClientCall:
-    """A call as its client sees it."""
+    """The client's end of a call."""
 
-    def __init__(self, network: "SimNetwork", terms: CallTerms, *, on_over: Callable[["ClientCall"], None]) -> None:
+    def __init__(self, wire: Wire, terms: CallTerms, *, on_over: Callable[["ClientCall"], None]) -> None:
         self.terms = terms
-        self.served_by: ServerCall | None = None
-        self._network = network
+        self.served_by: ServerEnd | None = None
+        self._wire = wire
         self._on_over = on_over
-        self._inbox = Inbox(network.loop)
+        self._inbox = Inbox(wire.loop)
         self._status: Status | None = None
         self._is_half_closed = False
         self._last_request_s = self._last_response_s = 0.0
         self._callbacks: list[Callable[[Any], None]] = []
         self._timer = None
         if terms.deadline_s is not None:
-            self._timer = network.loop.call_at(terms.deadline_s, self._end_early, TOO_LATE)
+            self._timer = wire.loop.call_at(terms.deadline_s, self._end_early, TOO_LATE)
 
-    # What stubs' users call.
+    # Called by users of the stubs.
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._unary().__await__()
@@ -50,7 +60,7 @@ class ClientCall:
         return message
 
     async def read(self) -> Any:
-        """Return the next message, or EOF at a good end. Raises CancelledError or AioRpcError at another one."""
+        """Return the next message, or EOF at a good end. Raises CancelledError or AioRpcError at a bad one."""
         inbox = self._inbox
         while not inbox:
             if self._status is not None:
@@ -67,33 +77,33 @@ class ClientCall:
         """Send a request. Raises InvalidStateError when the call is over."""
         if self.is_over or self._is_half_closed:
             raise asyncio.InvalidStateError("RPC already finished.")
-        self._network.send(self, message, is_request=True, deliver=self._to_server)
+        self._wire.send(self, message, is_request=True, deliver=self._to_server)
 
     async def done_writing(self) -> None:
-        """Tell the server that nothing more comes."""
+        """Tell the server that no more requests come."""
         if not self.is_over and not self._is_half_closed:
             self._is_half_closed = True
-            self._network.send(self, HalfClose(), is_request=True, deliver=self._to_server)
+            self._wire.send(self, HalfClose(), is_request=True, deliver=self._to_server)
 
     def cancel(self) -> bool:
-        """End the call here, and at the server when the news has got there."""
+        """End the call here at once, and at the server a latency later."""
         return self._end_early(CANCELLED)
 
     def cancelled(self) -> bool:
-        """Whether it was cancelled here."""
+        """Return whether the call was cancelled here."""
         return self._status is CANCELLED
 
     def done(self) -> bool:
-        """Whether it is over."""
+        """Return whether the call is over."""
         return self.is_over
 
     def time_remaining(self) -> float | None:
-        """Return the seconds until its deadline."""
+        """Return the seconds until the deadline; None without one."""
         deadline_s = self.terms.deadline_s
-        return None if deadline_s is None else max(deadline_s - self._network.loop.time(), 0.0)
+        return None if deadline_s is None else max(deadline_s - self._wire.loop.time(), 0.0)
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call back when it is over."""
+        """Call back when the call is over."""
         if self.is_over:
             callback(self)
         else:
@@ -105,15 +115,15 @@ class ClientCall:
             await self._inbox.wait()
         return self._status.code
 
-    # What the network calls.
+    # Called by the network.
 
     @property
     def is_over(self) -> bool:
-        """Whether its end has come to the client; messages before it may be unread."""
+        """Whether the end of the call has arrived; messages before it may be unread."""
         return self._status is not None
 
     def in_order(self, arrives_s: float, *, is_request: bool) -> float:
-        """Return when a message may arrive at the earliest, behind those before it in its direction."""
+        """Return the earliest time of arrival behind all earlier messages of the direction."""
         if is_request:
             self._last_request_s = arrives_s = max(arrives_s, self._last_request_s)
         else:
@@ -121,14 +131,14 @@ class ClientCall:
         return arrives_s
 
     def deliver(self, message: object) -> None:
-        """A response, or the status behind the last one, has arrived."""
+        """Take a response, or the status behind the last one."""
         if isinstance(message, Status):
             self.finish(message)
         elif self._status is None:
             self._inbox.put(message)
 
     def finish(self, status: Status) -> None:
-        """End the call on this side. Harmless when it has ended."""
+        """End the call on this side. Repeating it is harmless."""
         if self._status is not None:
             return
         self._status = status
@@ -138,32 +148,32 @@ class ClientCall:
             self._timer = None
         self._on_over(self)
         if self.served_by is None or self.served_by.is_over:
-            self._network.forget(self)
+            self._wire.forget(self)
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback(self)
 
     def break_off(self, address: str) -> None:
-        """The connection is gone, on both sides."""
+        """End the call on both sides: the connection to a host is lost."""
         status = Status(grpc.StatusCode.UNAVAILABLE, f"connection to {address} was lost")
         if self.served_by is not None:
             self.served_by.abandon()
         self.finish(status)
-        self._network.forget(self)
+        self._wire.forget(self)
 
     def _end_early(self, status: Status) -> bool:
         if self._status is not None:
             return False
         self._inbox.clear()
         self.finish(status)
-        self._network.send(self, status, is_request=True, deliver=self._to_server)
+        self._wire.send(self, status, is_request=True, deliver=self._to_server)
         return True
 
     def _to_server(self, message: object) -> None:
         if self.served_by is not None:
             self.served_by.deliver(message)
         elif isinstance(message, Status):
-            self._network.forget(self)
+            self._wire.forget(self)
 
     def _raise_unless_ok(self, status: Status) -> None:
         if status is CANCELLED:

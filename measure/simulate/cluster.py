@@ -1,8 +1,8 @@
-"""A whole cluster in one process under a virtual clock, and one workload on it.
+"""Runs a workload on a whole cluster in one process, under a virtual clock.
 
 Real are the router (fleet, index, policy, admission, orchestration), the workers' services, the engines' bookkeeping
 and the transfer protocol. Simulated are the network (`network.py`), the passing of time in engines (`engine.py`) and
-what a model says (`executor.py`). Requests enter behind the router's front door: already tokenized.
+the model's answers (`executor.py`). Requests enter behind the router's front door, already tokenized.
 
 Everything happens on one virtual loop, ids are minted from the seed, and time begins at the first arrival: a run is a
 function of shape, settings and arrivals.
@@ -17,43 +17,35 @@ from common.config import PoolConfig, PoolsConfig, ServingConfig, TransferConfig
 from common.errors import Refused, WorkerLost
 from common.ids import RequestId, seeded_ids
 from kvrelay.v1 import worker_pb2
+from measure.load.records import PoolSample, RequestRecord
 from measure.simulate.client import SimClient
 from measure.simulate.crowd import Crowd, Progress
-from measure.simulate.elasticity import Elasticity, PlanNote
+from measure.simulate.elasticity import PlanNote
 from measure.simulate.executor import Answer, SimExecutor, sim_shape
-from measure.simulate.guard import collecting_rarely, ending_on_faults
-from measure.simulate.loop import VirtualClock, VirtualLoop
+from measure.simulate.loop import VirtualClock, VirtualLoop, collecting_rarely, ending_on_faults
 from measure.simulate.network import SimNetwork
 from measure.simulate.planning import PlanningLoop
 from measure.simulate.pools import SimPools
-from measure.simulate.records import (
-    Arrival,
-    ClusterShape,
-    LoadSample,
-    RequestResult,
-    SimRun,
-    SimSettings,
-    WorkerResult,
-)
+from measure.simulate.records import Arrival, ClusterShape, SimRun, SimSettings, WorkerResult
 from measure.simulate.sampler import Sampler
-from measure.simulate.token_log import TokenLog
-from measure.simulate.worker import Pace, SimWorker, Surroundings, simulated_reach
+from measure.simulate.tokens import TokenLog
+from measure.simulate.worker import SimWorker, Surroundings, simulated_reach
 from router.facts import Endpoint
 from router.parts import RouterParts, build_router
 from router.placement.chooser import Search
 from router.placement.decisions import Booking
 
 _WARM_UP_S = 10.0
-"""Before the first arrival: routers get to know the workers. Taken off every reported time."""
+"""Time before the first arrival, in which routers meet the workers. Subtracted from all reported times."""
 _WATCH = "/kvrelay.v1.WorkerService/WatchWorker"
 
 
 def run(
     shape: ClusterShape, settings: SimSettings, arrivals: Iterable[Arrival], *, progress: Progress | None = None
 ) -> SimRun:
-    """Serve a workload to its end and return what became of it. Blocks; needs a thread without a running loop.
+    """Serve a workload to its end and return its record. Blocks; needs a thread without a running loop.
 
-    Raises what a bug in any part raises.
+    Raises the errors of bugs in any part.
     """
     started_s = time.perf_counter()
     with collecting_rarely(), seeded_ids(settings.seed), asyncio.Runner(loop_factory=VirtualLoop) as runner:
@@ -70,8 +62,8 @@ async def _serve_all(
     cluster = SimCluster(loop, shape, settings)
     with ending_on_faults(loop):
         await cluster.start()
-        results = await cluster.serve_all(arrivals, progress)
-        finished = cluster.finished(results)
+        requests = await cluster.serve_all(arrivals, progress)
+        finished = cluster.finished(requests)
         await cluster.aclose()
     return finished
 
@@ -99,12 +91,12 @@ class SimCluster:
         self.routers = [self._router(number) for number in range(shape.num_routers)]
         self.pools = SimPools(loop, self._worker, self.routers)
         self.clients = [SimClient(router, loop, settings, self._answers, self.log) for router in self.routers]
-        self.samples: Sequence[LoadSample] = ()
+        self.samples: tuple[PoolSample, ...] = ()
         self.plans: Sequence[PlanNote] = ()
         self._begin_s = 0.0
 
     async def start(self) -> None:
-        """Start workers and routers and wait until these know each other."""
+        """Start workers and routers and wait until the routers know the workers."""
         self.pools.open(PoolSizes(prefill=self.shape.num_prefill, decode=self.shape.num_decode))
         await asyncio.sleep(_WARM_UP_S)
         for router in self.routers:
@@ -118,64 +110,56 @@ class SimCluster:
         for client in self.clients:
             client.begin_s = self._begin_s
 
-    async def serve_all(self, arrivals: Iterable[Arrival], progress: Progress | None = None) -> list[RequestResult]:
-        """Serve a workload; returns when its last request, what follows from others included, has ended."""
+    async def serve_all(
+        self, arrivals: Iterable[Arrival], progress: Progress | None = None
+    ) -> tuple[RequestRecord, ...]:
+        """Serve a workload; returns its requests when the last one, those that follow from others included, has ended.
+
+        With a planner no samples are taken: they would be of the initial workers only.
+        """
         crowd = Crowd(self._loop, self.clients, begin_s=self._begin_s, progress=progress)
         if self.settings.elasticity is not None:
-            await self._serve_elastically(crowd, arrivals, self.settings.elasticity)
-            return crowd.results
-        sampler = Sampler(self._loop, self.pools.workers, self.settings.sample_interval_s)
+            planning = PlanningLoop(self._loop, self.pools, self.routers, self.settings.elasticity)
+            planning.start()
+            requests = await crowd.serve(arrivals)
+            await planning.stop()
+            self.plans = planning.notes
+            return requests
+        sampler = Sampler(self._loop, self.pools.workers, self.routers, self.settings.sample_interval_s)
         sampler.start()
-        await crowd.serve(arrivals)
+        requests = await crowd.serve(arrivals)
         self.samples = sampler.stop()
-        return crowd.results
+        return requests
 
-    async def _serve_elastically(self, crowd: Crowd, arrivals: Iterable[Arrival], elasticity: Elasticity) -> None:
-        """Serve while a planner changes the pools. Samples are of the workers of the beginning, so there are none."""
-        planning = PlanningLoop(self._loop, self.pools, self.routers, elasticity)
-        planning.start()
-        await crowd.serve(arrivals)
-        await planning.stop()
-        self.plans = planning.notes
-
-    def finished(self, results: list[RequestResult]) -> SimRun:
-        """Return the run's record."""
+    def finished(self, requests: tuple[RequestRecord, ...]) -> SimRun:
+        """Return the record of the run."""
         return SimRun(
-            results=results,
+            requests=requests,
             workers=[_worker_result(worker) for worker in self.pools.workers],
-            gaps=self.log.gaps(),
-            kind_gaps=self.log.gaps_by_kind(),
             samples=self.samples,
             stays=self.pools.stays,
             plans=self.plans,
             num_moves=sum(router.orchestrator.totals.num_moves for router in self.routers),
-            end_s=self._now_s(),
+            end_s=self._loop.time() - self._begin_s,
             wall_s=0.0,
             choice_s=self.choice_s,
         )
 
     async def aclose(self) -> None:
-        """End routers and workers."""
+        """Close routers and workers."""
         for router in self.routers:
             await router.fleet.aclose()
         await self.pools.aclose()
 
-    def _now_s(self) -> float:
-        return self._loop.time() - self._begin_s
-
     def _worker(self, endpoint: Endpoint) -> SimWorker:
         shape, settings = self.shape, self.settings
-        is_prefill = endpoint.role == worker_pb2.WORKER_ROLE_PREFILL
         executor = SimExecutor(
             shape=sim_shape(block_size=shape.block_size, block_bytes=shape.block_bytes),
             num_blocks=shape.num_blocks,
             max_model_len=shape.max_model_len,
             answers=self._answers,
         )
-        pace = Pace(
-            times=settings.prefill_times if is_prefill else settings.decode_times,
-            timing=settings.prefill_timing if is_prefill else settings.decode_timing,
-        )
+        pace = settings.prefill if endpoint.role == worker_pb2.WORKER_ROLE_PREFILL else settings.decode
         return SimWorker(endpoint, self._surroundings, executor, pace)
 
     def _router(self, number: int) -> RouterParts:
@@ -210,7 +194,7 @@ _Choose = Callable[[Search], Booking | Refused]
 
 
 def _timed(choose: _Choose, seconds: list[float]) -> _Choose:
-    """Return a function that chooses and notes the real time that it took."""
+    """Return `choose`, extended to note the real time that it takes."""
 
     def timed(search: Search) -> Booking | Refused:
         started_s = time.perf_counter()

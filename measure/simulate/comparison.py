@@ -1,4 +1,4 @@
-"""A grid of replays: policies times speeds, several at a time, resumed where an earlier try ended."""
+"""A grid of replays, policies times speeds, several at a time; finished cells are kept."""
 
 import json
 import multiprocessing
@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from measure.simulate.replay import Cell, CellResult, ReplayError, ReplaySettings, load_trace, read_cell, run_cell
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What to run, and where its results go."""
+    """Cells to run, and the folder of their results."""
 
     settings: ReplaySettings
     policies: tuple[str, ...]
@@ -21,11 +24,11 @@ class Comparison:
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """By speed, then by policy."""
+        """All cells, by speed, then by policy."""
         return tuple(Cell(policy=policy, speed=speed) for speed in self.speeds for policy in self.policies)
 
     def folder(self, cell: Cell) -> Path:
-        """Return where a cell's files are."""
+        """Return the folder of a cell's files."""
         return self.out / "cells" / cell.name
 
     def prepare(self) -> None:
@@ -46,16 +49,16 @@ class Comparison:
         path.write_text(json.dumps(ours, indent=1) + "\n", encoding="utf-8")
 
     def forget(self) -> None:
-        """Remove earlier results from the folder, and nothing else that is in it."""
+        """Remove earlier results from the folder, and nothing else."""
         (self.out / "settings.json").unlink(missing_ok=True)
         for summary in self.out.glob("cells/*/summary.json"):
             summary.unlink()
 
     def run(self, *, num_jobs: int, report: Callable[[CellResult], None]) -> list[CellResult]:
-        """Run every cell that is not finished and return all, in the order of `cells`.
+        """Run the cells that are not finished and return all, in the order of `cells`.
 
-        `report` hears of each as it ends. Processes run cells of their own when there is more than one job; they end
-        with the first error, which is raised, or the first interrupt. Finished cells stay.
+        `report` is called with each result. With several jobs each cell runs in a process of its own; all end at the
+        first error, which is raised, or the first interrupt. Finished cells stay.
         """
         done: dict[Cell, CellResult] = {}
         for result in self._results(num_jobs):
@@ -75,14 +78,24 @@ class Comparison:
             for cell in missing:
                 yield run_cell(self.settings, cell, self.folder(cell))
         else:
-            yield from self._in_processes(missing, num_jobs)
+            tasks = [(self.settings, cell, self.folder(cell)) for cell in missing]
+            yield from in_processes(run_cell, tasks, num_jobs=num_jobs)
 
-    def _in_processes(self, cells: Sequence[Cell], num_jobs: int) -> Iterator[CellResult]:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(num_jobs, mp_context=context, max_tasks_per_child=1) as pool:
-            try:
-                futures = [pool.submit(run_cell, self.settings, cell, self.folder(cell)) for cell in cells]
-                for future in as_completed(futures):
-                    yield future.result()
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+
+def in_processes(run: Callable[..., R], tasks: Sequence[tuple[Any, ...]], *, num_jobs: int) -> Iterator[R]:
+    """Yield the results of `run` for each tuple of arguments, each from a process of its own, as they end.
+
+    The first error, which is raised, or an interrupt ends all processes at once.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_jobs, mp_context=context, max_tasks_per_child=1) as pool:
+        futures = [pool.submit(run, *arguments) for arguments in tasks]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except BaseException:  # an interrupt, too: running tasks may take minutes
+            for future in futures:
+                future.cancel()
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise

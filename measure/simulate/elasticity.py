@@ -1,4 +1,4 @@
-"""What a simulation with changing pools is given, and what it tells of them."""
+"""Input and output of a simulation with changing pools."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,55 +10,55 @@ from common.slo import Slo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elasticity:
-    """Who decides about the pools' sizes, and how long changes take."""
+    """Planner of the pools' sizes, and times of changes."""
 
     make_planner: Callable[[], Planner]
-    """Planners keep what they need of the past: every run has one of its own."""
+    """Makes the planner of a run. Planners are stateful, so every run needs its own."""
     slo: Slo | None = None
-    """By which the routers tell the planner what was good. None: everything that was answered."""
+    """Objectives by which routers report good requests to the planner; None: all complete requests are good."""
     interval_s: float = 15.0
-    """Between two plans."""
+    """Time between two plans."""
     demand_window_s: float = 60.0
-    """What the routers report is of so long."""
+    """Time that a report of the routers covers."""
     startup_s: float = 120.0
-    """From asking for a worker to its first request: a machine, the process, 140 GB of weights."""
+    """Time from asking for a worker to its first request: machine, process, 140 GB of weights."""
     flip_s: float | None = 2.0
-    """From an empty worker of one pool to a serving one of the other; None: workers never change their pool."""
+    """Time in which an empty worker changes its pool; None: workers never do."""
     grace_s: float = 120.0
-    """A worker that is not empty so long after it was told to go is stopped; what runs there goes on elsewhere."""
+    """Time after which a leaving worker that is not empty is stopped; its requests go on elsewhere."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Stay:
-    """One worker's time in a pool. Times since the first arrival; those of the first workers begin at 0."""
+    """One worker's time in a pool. Times since the first arrival; those of the initial workers begin at 0."""
 
     worker_id: str
     pool: Pool
     asked_s: float
-    """From when on it is paid for."""
+    """Time from which it is paid for."""
     serving_s: float | None = None
     leaving_s: float | None = None
-    """When it was told to go; None: it never was."""
+    """Time at which it was told to leave; None: never."""
     gone_s: float | None = None
     is_flipped: bool = False
-    """It had served the other pool before. Its time there ended when this one began."""
+    """Whether it served the other pool before; its time there ended when this one began."""
 
     def paid_s(self, *, until_s: float) -> float:
-        """Return for how long it was paid up to some time: while it started, served, and drained."""
+        """Return the paid time up to `until_s`: starting, serving and draining."""
         end_s = until_s if self.gone_s is None else min(self.gone_s, until_s)
         return max(0.0, end_s - self.asked_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanNote:
-    """What a planner said."""
+    """A plan of the planner."""
 
     at_s: float
     before: PoolSizes
-    """Starting workers included, draining ones not."""
+    """Sizes before the plan, with starting workers, without draining ones."""
     plan: ScalingPlan
 
     @property
     def is_change(self) -> bool:
-        """Whether it asked for other sizes."""
+        """Whether the plan asks for other sizes."""
         return self.plan.sizes != self.before

@@ -1,8 +1,9 @@
 """Steps a real engine core in virtual time, in place of the engine thread.
 
-Commands run between two steps, as there; a step takes the time that `StepTimes` says, then its results are taken. With
-a `SimExecutor`, which knows the tokens beforehand, decodes are not planned one by one (`measure/simulate/leap.py`),
-and tokens go out in runs (`measure/simulate/bundle.py`): neither changes what happens, or when.
+Commands run between two steps, as on the thread; a step takes the time that `StepTimes` says, then its results are
+taken. With a `SimExecutor`, which knows the tokens beforehand, decodes are not planned one by one
+(`measure/simulate/leap.py`), and tokens go out in runs (`measure/simulate/tokens.py`): neither changes what happens, or
+when.
 """
 
 import asyncio
@@ -16,12 +17,11 @@ from engine.core import Emitted, EngineCore
 from engine.events import Load, StepReport, Tokens
 from engine.scheduler import StepPlan
 from engine.thread import EngineDriver
-from measure.simulate.bundle import KeptTokens
 from measure.simulate.executor import SimExecutor
 from measure.simulate.leap import DecodeLeap
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.timing import StepTimes
-from measure.simulate.token_log import TokenLog
+from measure.simulate.tokens import KeptTokens, TokenLog
 
 T = TypeVar("T")
 
@@ -29,9 +29,9 @@ T = TypeVar("T")
 class SimEngine(EngineDriver):
     """An `engine.thread.EngineDriver` on a virtual loop. All methods on the loop.
 
-    At any moment one thing at most is pending, and `_timer` is set for it: the beginning of a step, the end of one, or
-    a boundary of steps that hold nothing but decodes. What a step or a command without a caller raises goes to the
-    loop's exception handler.
+    At most one event is pending at any time, and `_timer` is set for it: the beginning or the end of a step, or a
+    boundary of steps that hold nothing but decodes. Errors of steps, and of commands without a caller, go to the loop's
+    exception handler.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class SimEngine(EngineDriver):
 
     @property
     def num_steps(self) -> int:
-        """Steps taken, up to the last change of the batch."""
+        """Number of steps, up to the last change of the batch."""
         return self._num_steps + (self._leap.num_steps if self._leap is not None else 0)
 
     @property
     def busy_s(self) -> float:
-        """The time that steps took up to now; that of a step with prompts in it as soon as it begins."""
+        """Time spent in steps until now; a step with prompts counts in full as soon as it begins."""
         return self._busy_s + (self._leap.busy_until(self._loop.time()) if self._leap is not None else 0.0)
 
     def load(self) -> Load:
@@ -88,7 +88,7 @@ class SimEngine(EngineDriver):
         self.stop()
 
     def stop(self) -> None:
-        """Stop at once; nothing is answered any more. Tokens kept back that exist by now go out."""
+        """Stop at once. Tokens that are held back go out; nothing else is answered."""
         self._is_running = False
         if self._timer is not None:
             self._timer.cancel()
@@ -99,7 +99,7 @@ class SimEngine(EngineDriver):
             group.sink(event)
 
     def hand_out(self) -> None:
-        """Let tokens that are kept back go out when the running step is over: somebody waits for the next one."""
+        """Send tokens that are held back after the running step: a caller waits for the next one."""
         self.post(lambda _core: self._hand_out())
 
     def post(self, command: Callable[[EngineCore], object]) -> None:
@@ -117,7 +117,7 @@ class SimEngine(EngineDriver):
     # ── between steps ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _wake(self) -> None:
-        """See to it that commands run when the running step is over."""
+        """Make sure that commands run after the running step."""
         if not self._is_running:
             return
         if self._timer is None:
@@ -129,7 +129,7 @@ class SimEngine(EngineDriver):
                 self._set_boundary(self._leap, boundary, ends_s)
 
     def _run_commands(self) -> None:
-        """Run what was asked for."""
+        """Run all pending commands."""
         core, commands = self.core, self._commands
         while commands:
             command, done = commands.popleft()
@@ -153,17 +153,17 @@ class SimEngine(EngineDriver):
     # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _begin(self) -> None:
-        """Run commands, then plan what comes next and let its time pass."""
+        """Run commands, then plan the next steps and let their time pass."""
         self._timer = None
         self._run_commands()
         core, leap = self.core, self._leap
-        core.wake()  # what waits may fit now: nobody comes here unless something has happened
+        core.wake()  # something has happened: waiting requests may fit now
         num_decodes = 0 if leap is None else leap.gather(self._loop.time())
         self._plan(leap if num_decodes else None)
         self._report()
 
     def _plan(self, leap: DecodeLeap | None) -> None:
-        """Plan a step beside the decodes that a leap looks after, and let it take its time."""
+        """Plan a step beside the decodes of a leap, and let its time pass."""
         core = self.core
         plan, emitted = core.begin_step()
         if plan.batch:
@@ -177,7 +177,7 @@ class SimEngine(EngineDriver):
             emitted += core.finish_step(plan)
             if leap is not None:
                 self._set_boundary(leap, *leap.run())
-            elif core.has_work:  # the results of the last steps in flight have brought some
+            elif core.has_work:  # results of the last steps in flight have brought work
                 self._timer = self._loop.call_soon(self._begin)
         self._dispatch(emitted)
 
@@ -193,7 +193,7 @@ class SimEngine(EngineDriver):
         self._timer = self._loop.call_at(at_s, self._reach, leap, boundary)
 
     def _reach(self, leap: DecodeLeap, boundary: int) -> None:
-        """Go on at a boundary of steps that hold nothing but decodes."""
+        """Continue at a boundary of steps that hold nothing but decodes."""
         self._dispatch(leap.complete(boundary, self._loop.time()))
         self._begin()
 
@@ -203,10 +203,10 @@ class SimEngine(EngineDriver):
         constant_s, per_context_token_s = self._times.decode_line(shape.num_decodes)
         return constant_s + shape.num_context_tokens * per_context_token_s
 
-    # ── telling ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── reports ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _report(self) -> None:
-        """Tell the worker of load and cache."""
+        """Report load and cache to the worker."""
         report = self.core.report()
         if self._leap is not None:
             samples = report.samples + self._leap.drain_samples()
@@ -220,6 +220,6 @@ class SimEngine(EngineDriver):
             if isinstance(event, Tokens):
                 for output in event.tokens:
                     if output.sample_index == 0:
-                        self._log.note(group.request.request_id, output.token_index, now_s)
+                        self._log.note(group.request.request_id, output.token_index, (now_s,))
             for due in [event] if self._leap is None else self._kept.take(group, event):
                 group.sink(due)

@@ -1,7 +1,7 @@
-"""An executor that computes nothing: pages without bytes, and the tokens that the workload says were generated.
+"""An executor that computes nothing: its pages have no bytes, and the workload names the generated tokens.
 
-Its pages pretend to lie in the memory of one card that all workers share, so that the real transfer code moves page ids
-and no bytes; the network takes the time that the bytes would.
+Its pages pretend to be in the memory of one device that all workers share, so the real transfer code moves page ids and
+no bytes; the network takes the time of the bytes.
 """
 
 from array import array
@@ -28,12 +28,12 @@ from engine.sequence import Sequence
 VOCAB_SIZE = 1 << 31
 EOS_TOKEN_ID = VOCAB_SIZE - 1
 FILLER_TOKEN_ID = VOCAB_SIZE - 2
-"""Said where the workload does not say what was."""
+"""Token of answers that the workload does not spell out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model will say to one request."""
+    """Answer of the model to one request."""
 
     num_tokens: int
     tokens: "array[int] | None"
@@ -55,7 +55,7 @@ class Answer:
 
 
 Answers = Mapping[RequestId, Answer]
-"""Of the requests that run."""
+"""Answers of the running requests."""
 
 
 def sim_shape(*, block_size: int, block_bytes: int) -> KvShape:
@@ -76,7 +76,7 @@ def sim_shape(*, block_size: int, block_bytes: int) -> KvShape:
 
 
 class SimKvStore:
-    """Pages that nobody can read."""
+    """Pages without bytes."""
 
     def __init__(self, shape: KvShape, num_blocks: int) -> None:
         self.shape = shape
@@ -89,19 +89,19 @@ class SimKvStore:
         raise NotImplementedError("simulated pages have no bytes")
 
     def write_blocks(self, block_ids: Seq[BlockId], data: memoryview) -> None:
-        """Raise, too."""
+        """Raise, likewise."""
         raise NotImplementedError("simulated pages have no bytes")
 
     def copy_block(self, source: BlockId, target: BlockId) -> None:
         """Do nothing."""
 
     def map_peer(self, region: memoryview, num_blocks: int) -> PeerPages:
-        """Raise: the pages do not lie in host memory."""
+        """Raise: the pages are not in host memory."""
         raise NotImplementedError("simulated pages have no bytes")
 
 
 class _Sharing:
-    """The card that all simulated pages lie on."""
+    """The device that holds all simulated pages."""
 
     def __init__(self) -> None:
         self.region = DeviceRegion(
@@ -113,7 +113,7 @@ class _Sharing:
 
 
 class _PeerPages:
-    """Another worker's pages; copying them takes no time of its own."""
+    """Another worker's pages. Copying them takes no time."""
 
     def copy_blocks(self, sources: Seq[int], targets: Seq[BlockId]) -> None:
         """Do nothing."""
@@ -123,7 +123,7 @@ class _PeerPages:
 
 
 class SimExecutor:
-    """Says what the workload says, at once; `measure.simulate.engine` lets the time pass."""
+    """Returns the workload's tokens at once; `measure.simulate.engine` lets the time pass."""
 
     def __init__(self, *, shape: KvShape, num_blocks: int, max_model_len: int, answers: Answers) -> None:
         self.kv: KvStore = SimKvStore(shape, num_blocks)
@@ -135,7 +135,7 @@ class SimExecutor:
         self._answers = answers
 
     def answer(self, sequence: Sequence) -> Answer:
-        """Return what a request will be answered; one that nobody knows goes on to its limit."""
+        """Return the answer to a request; an unknown one goes on to its limit."""
         known = self._answers.get(sequence.request.request_id)
         return known if known is not None else Answer(sequence.request.sampling.max_tokens, None)
 

@@ -1,26 +1,27 @@
-"""What may happen to a message on its way."""
+"""Faults of messages on their way."""
 
 import enum
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 
 class Fate(enum.Enum):
-    """What becomes of a message."""
+    """Fate of a message."""
 
     ARRIVE = "arrive"
     LOSE = "lose"
-    """A message inside a stream vanishes; without a call's first or last one, its connection counts as broken."""
+    """It vanishes; if it is a call's first or last message, the connection breaks."""
     REPEAT = "repeat"
     """It arrives twice."""
 
 
 class FaultInjector(Protocol):
-    """Decides over every message, in the order in which they are sent."""
+    """Decides the fate of every message, in the order of sending."""
 
     def fate(self, source: str, target: str) -> tuple[Fate, float]:
-        """Return what becomes of a message between two hosts, and by how many seconds it is late."""
+        """Return the fate of a message between two hosts, and its delay in seconds."""
         ...
 
 
@@ -32,22 +33,22 @@ class FaultRates:
     repeat: float = 0.0
     delay: float = 0.0
     max_delay_s: float = 0.0
-    """A late message is late by a uniform part of this."""
+    """Upper bound of the uniform delay of a late message."""
     stall: float = 0.0
-    """The sending host falls silent: whatever it sends waits."""
+    """Probability that the sending host stalls: all its messages wait."""
     stall_s: float = 0.0
 
 
 class SeededFaults:
     """Faults drawn from a seed."""
 
-    def __init__(self, rates: FaultRates, *, seed: int, now_s: "NowS") -> None:
+    def __init__(self, rates: FaultRates, *, seed: int, now_s: Callable[[], float]) -> None:
         self._rates = rates
         self._random = random.Random(seed)
         self._now_s = now_s
         self._silent_until_s: dict[str, float] = {}
         self.is_quiet = False
-        """Nothing happens now."""
+        """Whether faults are switched off."""
         self.num_lost = 0
         self.num_repeated = 0
         self.num_late = 0
@@ -74,11 +75,3 @@ class SeededFaults:
             self.num_repeated += 1
             return Fate.REPEAT, late_s
         return Fate.ARRIVE, late_s
-
-
-class NowS(Protocol):
-    """Reads a clock."""
-
-    def __call__(self) -> float:
-        """Return seconds."""
-        ...

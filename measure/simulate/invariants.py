@@ -1,4 +1,4 @@
-"""What holds for every answer while it comes, and for the whole cluster once everybody has left."""
+"""Invariants of every answer as it arrives, and of the whole cluster after all requests have ended."""
 
 from collections.abc import Iterable
 
@@ -15,7 +15,7 @@ class Violation(AssertionError):
 
 
 class AnswerCheck:
-    """Follows one request's messages. Raises Violation at the first one that may not be."""
+    """Checks one request's messages. Raises Violation at the first wrong one."""
 
     def __init__(self, question: Question) -> None:
         self._question = question
@@ -40,12 +40,12 @@ class AnswerCheck:
                     raise Violation(f"completed after {self._num_tokens} tokens")
 
     def end_well(self) -> None:
-        """The stream ended without an error."""
+        """Check the end of a stream without an error."""
         if not self._is_complete:
             raise Violation("the stream ended without a terminal message")
 
     def end_badly(self) -> None:
-        """The stream ended with an error."""
+        """Check the end of a stream with an error."""
         if self._is_complete:
             raise Violation("an error came behind the terminal message")
 
@@ -72,7 +72,7 @@ class AnswerCheck:
 
 
 def leftovers(workers: Iterable[SimWorker], routers: Iterable[RouterParts]) -> list[str]:
-    """Return everything that is still held although all requests have ended; nothing, if all is well."""
+    """Return all resources that are still held after all requests have ended; empty if all is well."""
     found: list[str] = []
 
     def expect_none(who: str, **counts: int) -> None:

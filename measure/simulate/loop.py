@@ -1,28 +1,30 @@
-"""An asyncio event loop whose time is virtual: nothing ever sleeps, and an hour passes as fast as it can be computed.
+"""An asyncio event loop with virtual time: it never sleeps, and an hour passes as fast as it can be computed.
 
-While callbacks are ready they run, in the order in which they became so; when none is, time jumps to the next timer.
-Timers of equal time fire in the order in which they were set. So a run depends on nothing but what it is given.
+Ready callbacks run in the order in which they became ready; when there are none, time jumps to the next timer. Timers
+of equal time fire in the order in which they were set. So a run depends on nothing but its input.
 """
 
 import asyncio
+import gc
 import heapq
 from asyncio.events import Handle, TimerHandle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import Context, copy_context
 from typing import Any, TypeVarTuple
 
 _Ts = TypeVarTuple("_Ts")
 
 _MIN_CANCELLED_TIMERS = 1000
-"""Cancelled timers are swept out of the heap when there are so many, and more than half of it."""
+"""Cancelled timers are swept out of the heap when there are more than this, and more than half of it."""
 
 
 class Deadlock(RuntimeError):
-    """Everybody waits for something that nothing can bring about any more."""
+    """All tasks wait and no timer is set."""
 
 
 class _Callback(Handle):
-    """A handle that is made in one call; nobody debugs in virtual time."""
+    """A handle without the debug information that slows down the base class."""
 
     __slots__ = ()
 
@@ -38,7 +40,7 @@ class _Callback(Handle):
 
 
 class _Timer(TimerHandle):
-    """A timer that knows whether it is in the heap, made likewise."""
+    """A timer, made likewise, that knows whether it is in the heap."""
 
     __slots__ = ("is_set",)
 
@@ -57,7 +59,7 @@ class _Timer(TimerHandle):
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Runs callbacks on one thread at virtual time, which starts at 0. Has no sockets, subprocesses or threads.
+    """Runs callbacks on one thread in virtual time, which starts at 0. Has no sockets, subprocesses or threads.
 
     `run_in_executor` runs the function at once, on the loop's thread. Raises Deadlock from `run_forever` and
     `run_until_complete` when no callback is ready and no timer is set.
@@ -73,7 +75,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     @property
     def num_timers(self) -> int:
-        """Timers in the heap, cancelled ones included."""
+        """Timers in the heap, including cancelled ones."""
         return len(self._timers)
 
     def time(self) -> float:
@@ -81,7 +83,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self._now_s
 
     def call_soon(self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None) -> Handle:
-        """Run `callback` after everything that is ready now."""
+        """Run `callback` after all callbacks that are ready now."""
         handle = _Callback(callback, args, self, context)
         self._ready.append(handle)
         return handle
@@ -89,13 +91,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
     ) -> Handle:
-        """Do the same: there is one thread."""
+        """Like `call_soon`: there is one thread."""
         return self.call_soon(callback, *args, context=context)
 
     def call_at(
         self, when: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
     ) -> TimerHandle:
-        """Run `callback` at time `when`, or as soon as possible when that has passed."""
+        """Run `callback` at time `when`, or at once when it has passed."""
         timer = _Timer(when, callback, args, self, context)
         self._num_timers_set += 1
         heapq.heappush(self._timers, (when, self._num_timers_set, timer))
@@ -116,7 +118,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         done = self.create_future()
         try:
             result = func(*args)
-        except Exception as error:  # noqa: BLE001 - handed to whoever awaits it
+        except Exception as error:  # noqa: BLE001 - raised where the future is awaited
             done.set_exception(error)
         else:
             done.set_result(result)
@@ -141,7 +143,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 handle._run()  # noqa: SLF001
 
     def _jump(self) -> None:
-        """Go to the time of the next timer and make every timer of that time ready."""
+        """Advance to the time of the next timer and make all timers of that time ready."""
         timers = self._timers
         while timers:
             when = self._take_timer()
@@ -155,7 +157,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             raise Deadlock(f"at {self._now_s:.6f} s no task can go on and no timer is set")
 
     def _take_timer(self) -> float | None:
-        """Move the first timer of the heap to the ready ones and return its time, or drop it and return None."""
+        """Make the first timer of the heap ready and return its time, or drop a cancelled one and return None."""
         when, _number, timer = heapq.heappop(self._timers)
         timer.is_set = False
         if timer._cancelled:  # noqa: SLF001
@@ -165,10 +167,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return when
 
     def _write_to_self(self) -> None:
-        """Wake nobody: the loop never waits."""
+        """Do nothing: the loop never waits."""
 
     def _process_events(self, _events: object) -> None:
-        """There are none."""
+        """Do nothing: there are no events."""
 
 
 class VirtualClock:
@@ -176,3 +178,40 @@ class VirtualClock:
 
     def __init__(self, loop: VirtualLoop) -> None:
         self.monotonic = loop.time
+
+
+@contextmanager
+def ending_on_faults(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """Cancel the running task when a callback, such as an engine's step, raises, and raise its error from the block.
+
+    asyncio alone would log the error and go on.
+    """
+    faults: list[BaseException] = []
+    task = asyncio.current_task()
+    assert task is not None, "a simulation runs in a task"
+
+    def take(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        faults.append(context.get("exception") or RuntimeError(context["message"]))
+        task.cancel()
+
+    loop.set_exception_handler(take)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not faults:
+            raise
+    if faults:
+        raise faults[0]
+
+
+@contextmanager
+def collecting_rarely() -> Iterator[None]:
+    """Run the garbage collector less often, and past existing objects: small ones come by the million."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()

@@ -1,4 +1,4 @@
-"""What travels on the simulated network beside the messages themselves."""
+"""Control messages of the simulated network, and the inbox at each end of a call."""
 
 import asyncio
 from collections import deque
@@ -12,7 +12,7 @@ EOF = grpc.aio.EOF
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How a call ended."""
+    """The end of a call."""
 
     code: grpc.StatusCode
     details: str = ""
@@ -32,7 +32,7 @@ TOO_LATE = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTerms:
-    """Who calls whom for what, until when."""
+    """Hosts, method and deadline of a call."""
 
     source: str
     target: str
@@ -42,7 +42,7 @@ class CallTerms:
 
 
 class Inbox:
-    """Messages that have arrived; one reader at a time."""
+    """Messages that have arrived. One reader at a time."""
 
     __slots__ = ("_loop", "_messages", "_waiter")
 
@@ -66,7 +66,7 @@ class Inbox:
         return len(self._messages)
 
     def clear(self) -> None:
-        """Drop what has not been read."""
+        """Drop all unread messages."""
         self._messages.clear()
 
     def pop(self) -> Any:

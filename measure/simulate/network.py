@@ -1,11 +1,7 @@
 """A network inside one process, behind `common.rpc.Connect`: the generated stubs and the real servicers run on it.
 
-Messages are handed over as objects, which nobody may change afterwards. Each takes a latency; those of one direction of
-a call arrive in order. KV payload takes its bytes' time on the link of the worker that sends it and on that of the one
-that receives it; transfers that share a link wait in line there.
-
-What calls look like from both sides (statuses, cancellation, deadlines, closed channels) is in `client_call.py` and
-`server_call.py`.
+Messages are handed over as objects, which must not change afterwards; `wire.py` lets them take their time. The two ends
+of a call (statuses, cancellation, deadlines, closed channels) are in `client_call.py` and `server_call.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,30 +10,18 @@ from typing import Any
 
 import grpc
 
-from kvrelay.v1 import kv_transfer_pb2
 from measure.simulate.client_call import ClientCall
-from measure.simulate.faults import Fate, FaultInjector
+from measure.simulate.faults import Fate
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.messages import CallTerms, Status
 from measure.simulate.records import NetworkShape
 from measure.simulate.server_call import ServerCall
-
-KEEPALIVE_S = 15.0
-"""A broken connection is noticed after this long: ping interval and timeout of `common.rpc`."""
-_KV_METHOD = "/kvrelay.v1.KvTransferService/FetchBlocks"
-
-
-@dataclass(slots=True)
-class _Link:
-    """When a host's two directions are free again."""
-
-    out_free_s: float = 0.0
-    in_free_s: float = 0.0
+from measure.simulate.wire import KEEPALIVE_S, Wire
 
 
 @dataclass(slots=True, eq=False)
 class SimServer:
-    """What the generated `add_…Servicer_to_server` functions and a call need of a server."""
+    """The part of a server that the generated `add_…Servicer_to_server` functions and calls need."""
 
     handlers: "dict[str, grpc.RpcMethodHandler[Any, Any]]" = field(default_factory=dict)
 
@@ -50,57 +34,36 @@ class SimServer:
             self.handlers[f"/{service}/{method}"] = handler
 
 
-class SimNetwork:
+class SimNetwork(Wire):
     """All hosts, by address. Event loop only."""
 
-    def __init__(
-        self,
-        loop: VirtualLoop,
-        shape: NetworkShape,
-        *,
-        block_bytes: int,
-        extra_latency_s: Mapping[str, float] | None = None,
-        faults: FaultInjector | None = None,
-    ) -> None:
-        """`extra_latency_s`: by full method name, of the messages that the server sends."""
-        self.loop = loop
-        self.faults = faults
-        self._shape = shape
-        self._block_bytes = block_bytes
-        self._extra_latency_s = dict(extra_latency_s or {})
+    def __init__(self, loop: VirtualLoop, shape: NetworkShape, **options: Any) -> None:
+        """`options`: those of `Wire`."""
+        super().__init__(loop, shape, **options)
         self._servers: dict[str, SimServer] = {}
-        self._links: dict[str, _Link] = {}
-        self._calls: dict[ClientCall, None] = {}
-
-    @property
-    def num_calls(self) -> int:
-        """Calls that one side at least still holds open."""
-        return len(self._calls)
 
     def listen(self, address: str, server: SimServer) -> None:
-        """Let a server be reached at an address."""
+        """Make a server reachable at an address."""
         self._servers[address] = server
 
     def crash(self, address: str) -> None:
-        """The process at an address dies: its server is gone and every call of its own and to it breaks off."""
+        """Remove the server at an address and break off every call from it and to it."""
         self._servers.pop(address, None)
         for call in [call for call in self._calls if address in (call.terms.source, call.terms.target)]:
             call.break_off(address)
 
     def connect_from(self, source: str) -> Callable[[str], "SimChannel"]:
-        """Return what makes channels from a host to others."""
+        """Return the function that makes channels from a host to others."""
         return lambda target: SimChannel(self, source, target)
 
     def server_at(self, address: str) -> SimServer | None:
-        """Return who listens there."""
+        """Return the server at an address; None without one."""
         return self._servers.get(address)
 
-    # ── calls ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
     def open(self, call: ClientCall, request: object) -> None:
-        """Bring a new call to its server."""
+        """Carry a new call to its server."""
         self._calls[call] = None
-        delay_s = self._shape.latency_s
+        delay_s = self.latency_s
         if self.faults is not None:
             fate, late_s = self.faults.fate(call.terms.source, call.terms.target)
             if fate is Fate.LOSE:
@@ -118,70 +81,13 @@ class SimNetwork:
         if server is None or handler is None:
             code = grpc.StatusCode.UNAVAILABLE if server is None else grpc.StatusCode.UNIMPLEMENTED
             status = Status(code, f"{call.terms.target} does not serve {call.terms.method}")
-            self.loop.call_later(self._shape.latency_s, call.finish, status)
+            self.loop.call_later(self.latency_s, call.finish, status)
             return
         call.served_by = ServerCall(self, call, handler, request)
 
-    def forget(self, call: ClientCall) -> None:
-        """The call is over on both sides."""
-        self._calls.pop(call, None)
-
-    # ── messages ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def send(self, call: ClientCall, message: object, *, is_request: bool, deliver: Callable[[Any], None]) -> float:
-        """Deliver one message of a call in order; returns when it has left the sender."""
-        terms = call.terms
-        now_s = left_s = self.loop.time()
-        source, target = (terms.source, terms.target) if is_request else (terms.target, terms.source)
-        arrives_s = now_s + self._shape.latency_s
-        if not is_request:
-            if terms.method == _KV_METHOD and (num_bytes := self._payload_bytes(message)):
-                left_s = self._transfer(source, target, num_bytes)
-                arrives_s = left_s + self._shape.latency_s
-            arrives_s += self._extra_latency_s.get(terms.method, 0.0)
-        copies = 1
-        if self.faults is not None:
-            fate, late_s = self.faults.fate(source, target)
-            arrives_s += late_s
-            if fate is Fate.LOSE:
-                if isinstance(message, Status):
-                    self.loop.call_later(KEEPALIVE_S, call.break_off, source)
-                return left_s
-            if fate is Fate.REPEAT and not isinstance(message, Status):
-                copies = 2
-        arrives_s = call.in_order(arrives_s, is_request=is_request)
-        for _ in range(copies):
-            self.loop.call_at(arrives_s, deliver, message)
-        return left_s
-
-    def _transfer(self, source: str, target: str, num_bytes: int) -> float:
-        """Book both links; returns when the last byte has passed them."""
-        seconds = num_bytes / self._shape.kv_bytes_per_s
-        sender, receiver = self._link(source), self._link(target)
-        now_s = self.loop.time()
-        sender.out_free_s = max(now_s, sender.out_free_s) + seconds
-        receiver.in_free_s = max(sender.out_free_s, receiver.in_free_s + seconds)
-        return receiver.in_free_s
-
-    def _link(self, host: str) -> _Link:
-        link = self._links.get(host)
-        if link is None:
-            link = self._links[host] = _Link()
-        return link
-
-    def _payload_bytes(self, message: object) -> int:
-        if not isinstance(message, kv_transfer_pb2.FetchBlocksResponse):
-            return 0
-        match message.WhichOneof("message"):
-            case "sealed":
-                return len(message.sealed.block_ids) * self._block_bytes
-            case "chunk":
-                return len(message.chunk.data)
-        return 0
-
 
 class SimChannel(grpc.aio.Channel):
-    """A channel of one host to another one."""
+    """A channel from one host to another."""
 
     def __init__(self, network: SimNetwork, source: str, target: str) -> None:
         self._network = network
@@ -191,16 +97,16 @@ class SimChannel(grpc.aio.Channel):
         self._is_closed = False
 
     async def close(self, grace: float | None = None) -> None:
-        """Cancel the calls that run. A grace is not waited for."""
+        """Cancel the running calls at once, whatever the grace."""
         self._is_closed = True
         for call in list(self._calls):
             call.cancel()
 
     def unary_unary(self, method: str, *_codecs: object, **_options: object) -> Any:
-        """Return a function that makes a call with one request and one response, to be awaited."""
+        """Return a function that makes a call with one request and one response."""
         return lambda request, *, timeout=None, metadata=None: self._call(method, timeout, metadata, request)
 
-    unary_stream = unary_unary  # called alike; the call is read differently
+    unary_stream = unary_unary  # only read differently
 
     def stream_stream(self, method: str, *_codecs: object, **_options: object) -> Any:
         """Return a function that makes a call whose requests are written one by one."""
@@ -211,17 +117,17 @@ class SimChannel(grpc.aio.Channel):
         raise NotImplementedError(method)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:  # noqa: FBT001, FBT002
-        """Return READY while somebody listens."""
+        """Return READY while a server listens."""
         if self._network.server_at(self._target) is None:
             return grpc.ChannelConnectivity.TRANSIENT_FAILURE
         return grpc.ChannelConnectivity.READY
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Raise: nobody of ours waits for it in a simulation."""
+        """Raise: our code never waits for it in a simulation."""
         raise NotImplementedError("wait_for_state_change")
 
     async def channel_ready(self) -> None:
-        """Raise, too."""
+        """Raise, likewise."""
         raise NotImplementedError("channel_ready")
 
     async def __aenter__(self) -> "SimChannel":

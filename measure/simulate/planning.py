@@ -1,4 +1,4 @@
-"""Runs a planner in a simulation as the controller does in service: it looks, asks, and carries out."""
+"""Runs a planner in a simulation as the controller does: observes, plans, carries out."""
 
 import asyncio
 import statistics
@@ -14,7 +14,7 @@ from measure.simulate.pools import Place, SimPools
 from router.parts import RouterParts
 
 _GUESSED_DRAIN_S = 5.0
-"""Before anybody has gone."""
+"""Guess before any worker has left."""
 
 
 class PlanningLoop:
@@ -36,14 +36,14 @@ class PlanningLoop:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Plan after an interval, and then again and again."""
+        """Plan after every interval."""
         if self._elasticity.slo is not None:
             for router in self._routers:
                 router.orchestrator.demand.judge_by(self._elasticity.slo)
         self._task = self._loop.create_task(self._run())
 
     async def stop(self) -> None:
-        """Plan no more. What is under way goes on."""
+        """Stop planning. Changes that are under way go on."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -60,7 +60,7 @@ class PlanningLoop:
                 self._pools.carry_out(plan, self._elasticity)
 
     def observe(self) -> Observation:
-        """Return what a planner is told now."""
+        """Return the planner's input."""
         elasticity = self._elasticity
         return Observation(
             now_s=self._loop.time(),
@@ -71,7 +71,7 @@ class PlanningLoop:
         )
 
     def _observed(self, place: Place) -> ObservedWorker:
-        """Return a worker as the first router knows it: all of them hear the same."""
+        """Return a worker as the first router knows it; all routers hear the same."""
         worker_id = place.endpoint.worker_id
         worker, member = place.worker, self._routers[0].fleet.members_by_id.get(worker_id)
         facts = None if member is None else member.facts
@@ -106,7 +106,7 @@ class PlanningLoop:
         )
 
     def _drain_s(self, pool: Pool) -> float:
-        """Return the mean time of those that have gone, changes to the other pool apart."""
+        """Return the mean drain time of workers that have left, without changes of the pool."""
         times = [
             stay.gone_s - stay.leaving_s
             for stay in self._pools.stays

@@ -3,17 +3,18 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from plotly.subplots import make_subplots
 
+from measure.load.records import RequestRecord
 from measure.pages.axes import Axis, Scale, Unit
 from measure.pages.distributions import Sample, ecdf_figure
 from measure.pages.figures import Curve, Frame, Limit, compact, line_figure, new_figure, plain
 from measure.pages.theme import colors_of, dash_of, symbol_of
-from measure.simulate.records import RequestResult
 from measure.simulate.replay import CellResult
+from measure.simulate.results import num_cached
 
 _LOAD_BINS = 60
 _SPEED = Axis(title="speed of the trace", unit=Unit.PLAIN)
@@ -21,46 +22,45 @@ _SPEED = Axis(title="speed of the trace", unit=Unit.PLAIN)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A cell and what plots need of its requests."""
+    """A cell and the data of its plots."""
 
     result: CellResult
     ttft_s: np.ndarray
     itl_s: np.ndarray
     load: Mapping[str, np.ndarray]
-    """Prompt tokens to compute that each worker was sent, by equal parts of the run's arrivals."""
+    """Prompt tokens to compute that each worker got, by equal parts of the run."""
 
     @property
     def policy(self) -> str:
-        """Of the cell."""
+        """Policy of the cell."""
         return self.result.cell.policy
 
     @property
     def speed(self) -> float:
-        """Of the cell."""
+        """Speed of the cell."""
         return self.result.cell.speed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Look:
-    """How a policy is drawn, everywhere alike."""
+class _Look(NamedTuple):
+    """Look of a policy in all plots."""
 
     color: str
     dash: str
     symbol: str
 
 
-def outcome(result: CellResult, requests: Iterable[RequestResult]) -> Outcome:
-    """Return a cell with the curves of its requests."""
+def outcome(result: CellResult, requests: Iterable[RequestRecord]) -> Outcome:
+    """Return a cell with the data of its plots."""
     rows = list(requests)
     complete = [row for row in rows if row.is_complete]
-    edges = np.linspace(0, max((row.arrival_s for row in rows), default=0.0) + 1e-9, _LOAD_BINS + 1)
+    edges = np.linspace(0, max((row.due_s for row in rows), default=0.0) + 1e-9, _LOAD_BINS + 1)
     arrivals: dict[str, list[float]] = defaultdict(list)
     tokens: dict[str, list[int]] = defaultdict(list)
     for row in rows:
-        worker = row.prefill_worker or row.decode_worker
-        if worker and row.num_cached_tokens < row.num_prompt_tokens:
-            arrivals[worker].append(row.arrival_s)
-            tokens[worker].append(row.num_prompt_tokens - row.num_cached_tokens)
+        worker = row.server.prefill_worker or row.server.decode_worker
+        if worker and num_cached(row) < row.num_prompt_tokens:
+            arrivals[worker].append(row.due_s)
+            tokens[worker].append(row.num_prompt_tokens - num_cached(row))
     return Outcome(
         result=result,
         ttft_s=np.array([row.ttft_s for row in complete if row.ttft_s is not None]),
@@ -74,7 +74,7 @@ def outcome(result: CellResult, requests: Iterable[RequestResult]) -> Outcome:
 def good_share_by_speed(outcomes: Sequence[Outcome]) -> Any:
     """Return the share of good requests against the trace's speed."""
     figure = line_figure(
-        _by_speed(outcomes, lambda cell: cell.result.summary.good_share),
+        _by_speed(outcomes, lambda cell: cell.result.summary.figures.good_share),
         Frame(x=_SPEED, y=Axis(title="good requests of all", unit=Unit.SHARE)),
     )
     figure.update_yaxes(range=[0, 1.01])
@@ -126,7 +126,7 @@ def hits_and_balance(outcomes: Sequence[Outcome]) -> Any:
 
 
 def load_over_time(outcomes: Sequence[Outcome]) -> Any:
-    """Return, for cells of one speed, how many tokens to compute each worker was sent, a small plot per policy."""
+    """Return the tokens to compute that each worker got, for cells of one speed, a small plot per policy."""
     num_columns = min(3, len(outcomes))
     num_rows = -(-len(outcomes) // num_columns)
     figure = make_subplots(
@@ -164,14 +164,7 @@ def load_over_time(outcomes: Sequence[Outcome]) -> Any:
 
 def _by_speed(outcomes: Sequence[Outcome], of: Callable[[Outcome], float]) -> list[Curve]:
     return [
-        Curve(
-            name=policy,
-            x=[cell.speed for cell in cells],
-            y=[of(cell) for cell in cells],
-            color=look.color,
-            dash=look.dash,
-            symbol=look.symbol,
-        )
+        Curve(name=policy, x=[cell.speed for cell in cells], y=[of(cell) for cell in cells], **look._asdict())
         for policy, cells, look in _by_policy(outcomes)
     ]
 
@@ -201,6 +194,6 @@ def _by_policy(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, list[Outcome]
 
 def _looks(policies: Iterable[str]) -> dict[str, _Look]:
     return {
-        policy: _Look(color=color, dash=dash_of(index), symbol=symbol_of(index))
+        policy: _Look(color, dash_of(index), symbol_of(index))
         for index, (policy, color) in enumerate(colors_of(policies).items())
     }

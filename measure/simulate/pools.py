@@ -1,9 +1,9 @@
-"""The workers of a simulated cluster, as they come, change their pool, and go.
+"""The workers of a simulated cluster as they start, change their pool, and leave.
 
-    STARTING ──startup_s──▶ SERVING ──told to go──▶ DRAINING ──empty, or grace_s over──▶ gone
+    STARTING ──startup_s──▶ SERVING ──told to leave──▶ DRAINING ──empty, or grace_s over──▶ gone
 
-As in a real cluster (`cluster/changes/scaling.py`), the routers hear of it by their membership and nothing else, and
-their code moves what runs on a draining worker. Growing and shrinking go on side by side.
+As in a real cluster (`cluster/changes/scaling.py`), routers learn of changes by their membership alone, and their own
+code moves requests off a draining worker. Growing and shrinking go on side by side.
 
 A worker that changes its pool has two places: the old one, DRAINING, and one in the other pool that is STARTING until
 the old one is empty and `flip_s` have passed. It keeps its name and its cache.
@@ -24,9 +24,9 @@ from router.facts import Endpoint
 from router.parts import RouterParts
 
 _LOOK_S = 0.25
-"""How often a draining worker is looked at."""
+"""Interval at which a draining worker is checked."""
 _MAX_LOOKS_AT_PULLS = 20
-"""A worker that nobody uses any more waits so long for those that still pull from it."""
+"""Number of checks for which an unused worker waits for pulls from it to end."""
 _OTHER = {Pool.PREFILL: Pool.DECODE, Pool.DECODE: Pool.PREFILL}
 
 
@@ -38,11 +38,11 @@ class Place:
     phase: WorkerPhase
     stay: Stay
     worker: SimWorker | None = None
-    """None before it serves."""
+    """The worker; None before it serves."""
 
     @property
     def pool(self) -> Pool:
-        """Its pool."""
+        """Pool of the place."""
         return self.stay.pool
 
 
@@ -62,22 +62,22 @@ class SimPools:
         self.begin_s = 0.0
         """Virtual time that stays call 0."""
         self.workers: list[SimWorker] = []
-        """Everybody who ever served, in order of coming."""
+        """All workers that ever served, in order of their starts."""
         self.stays: list[Stay] = []
-        """Everybody who was ever paid, in order of asking."""
+        """Stays of all workers that were ever paid, in the order in which they were asked for."""
 
     @property
     def places(self) -> Collection[Place]:
-        """Everybody who is paid now."""
+        """Places that are paid now."""
         return self._places.keys()
 
     @property
     def sizes(self) -> PoolSizes:
-        """Workers that serve, or will; draining ones not."""
+        """Workers that serve or start, without draining ones."""
         return PoolSizes(prefill=len(self._staying(Pool.PREFILL)), decode=len(self._staying(Pool.DECODE)))
 
     def open(self, sizes: PoolSizes) -> None:
-        """Start with these workers, which serve at once."""
+        """Start the initial workers, which serve at once."""
         for pool, size in ((Pool.PREFILL, sizes.prefill), (Pool.DECODE, sizes.decode)):
             for _ in range(size):
                 place = self._add(pool, self._new_endpoint(pool))
@@ -85,7 +85,7 @@ class SimPools:
         self._tell()
 
     def carry_out(self, plan: ScalingPlan, elasticity: Elasticity) -> None:
-        """Begin what leads to a plan's sizes: flips first, then what is left of growing and shrinking."""
+        """Begin the changes to a plan's sizes: flips first, then starts and departures."""
         wanted = {Pool.PREFILL: plan.sizes.prefill, Pool.DECODE: max(1, plan.sizes.decode)}
         if elasticity.flip_s is not None:
             for pool in Pool:
@@ -103,7 +103,7 @@ class SimPools:
         self._tell()
 
     async def aclose(self) -> None:
-        """Let nobody come or go any more, and end everybody."""
+        """Cancel all changes and close all workers."""
         for task in self._tasks.values():
             task.cancel()
         if self._tasks:
@@ -136,13 +136,13 @@ class SimPools:
         self._remove(old)
         try:
             await worker.change_role(new.endpoint.role, grace_s=max(_LOOK_S, ends_s - self._loop.time()))
-        except Overloaded:  # not empty in time: it starts anew, in the other pool and without its cache
+        except Overloaded:  # not empty in time: it restarts in the other pool, without its cache
             await self._kill(worker)
             await asyncio.sleep(elasticity.startup_s)
             worker = self._made(new.endpoint)
         else:
             await asyncio.sleep(elasticity.flip_s or 0.0)
-        if new.phase is WorkerPhase.DRAINING:  # sent away before it came
+        if new.phase is WorkerPhase.DRAINING:  # sent away before it served
             self._remove(new)
             new.stay.gone_s = self._now_s()
             await self._kill(worker)
@@ -151,14 +151,14 @@ class SimPools:
             self._tell()
 
     def _flip(self, pool: Pool, elasticity: Elasticity) -> None:
-        """Let one of a pool's workers that serve change to the other pool; nobody, when none serves."""
+        """Move one serving worker of a pool to the other pool, if there is one."""
         serving = [place for place in self._staying(pool) if place.worker is not None]
         if not serving:
             return
         old, worker = serving[-1], serving[-1].worker
         assert worker is not None, "it serves"
         old.phase = WorkerPhase.DRAINING
-        old.stay.leaving_s = old.stay.gone_s = self._now_s()  # from here on the new place is paid for
+        old.stay.leaving_s = old.stay.gone_s = self._now_s()  # the new place is paid for from now on
         new = self._add(_OTHER[pool], replace(old.endpoint, role=ROLES[_OTHER[pool]]))
         new.stay.is_flipped = True
         self._run(new, self._change_pool(old, new, worker, elasticity))
@@ -168,22 +168,22 @@ class SimPools:
         place.phase = WorkerPhase.DRAINING
         if place.worker is not None:
             self._run(place, self._leave(place, place.worker, elasticity))
-        elif not place.stay.is_flipped:  # else it goes once it has left its old place
+        elif not place.stay.is_flipped:  # a flipped one leaves once it has left its old place
             self._tasks.pop(place).cancel()
             self._remove(place)
             place.stay.gone_s = self._now_s()
 
     async def _until_unused(self, place: Place, worker: SimWorker, ends_s: float) -> None:
-        """Wait until no router has anything on a draining worker, or until a time."""
+        """Wait until no router uses a draining worker, or until a time."""
         while self._num_users(place.endpoint.worker_id) and self._loop.time() < ends_s:
-            worker.engine.hand_out()  # an answer moves behind its next token, which here may wait for more of them
+            worker.engine.hand_out()  # answers move after their next token, which may be held back
             await asyncio.sleep(_LOOK_S)
 
     async def _kill(self, worker: SimWorker) -> None:
         self._ended.append(worker)
         await worker.crash()
 
-    # The books.
+    # Bookkeeping.
 
     def _add(self, pool: Pool, endpoint: Endpoint) -> Place:
         stay = Stay(worker_id=endpoint.worker_id, pool=pool, asked_s=self._now_s())
@@ -212,7 +212,7 @@ class SimPools:
         self._tell()
 
     def _tell(self) -> None:
-        """Tell the routers who belongs, and who is about to go."""
+        """Tell the routers the membership and its draining workers."""
         present = [place for place in self._places if place.worker is not None]
         draining = {place.endpoint.worker_id for place in present if place.phase is WorkerPhase.DRAINING}
         for router in self._routers:
@@ -229,7 +229,7 @@ class SimPools:
             task.result()  # raises what a bug raised
 
     def _staying(self, pool: Pool) -> list[Place]:
-        """Return a pool without those that go, in order of coming; those that start are last."""
+        """Return a pool's places without draining ones, in order of their starts; starting ones are last."""
         staying = [p for p in self._places if p.pool is pool and p.phase is not WorkerPhase.DRAINING]
         return sorted(staying, key=lambda place: place.phase is WorkerPhase.STARTING)
 

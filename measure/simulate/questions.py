@@ -1,4 +1,4 @@
-"""Requests whose right answers are known: what an undisturbed engine of the same kind says to them."""
+"""Requests whose correct answers are known from an undisturbed engine."""
 
 import random
 from dataclasses import dataclass
@@ -22,18 +22,18 @@ _MAX_OUTPUT = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A prompt, how its answer is to be chosen, and that answer."""
+    """A prompt, its sampling parameters, and the correct answer."""
 
     prompt: TokenArray
     sampling: SamplingParams
     answers: tuple[tuple[int, ...], ...]
     """Token ids of each sample."""
     reasons: tuple[FinishReason, ...]
-    """Why each sample ends."""
+    """Finish reason of each sample."""
 
 
 class QuestionBook:
-    """A limited number of questions that share prefixes; some want text, some several samples."""
+    """A fixed number of questions that share prefixes; some ask for text, some for several samples."""
 
     def __init__(self, draw: random.Random, *, block_size: int) -> None:
         self._draw = draw
@@ -42,7 +42,7 @@ class QuestionBook:
         self._questions = [self._question(number) for number in range(_NUM_QUESTIONS)]
 
     def draw(self) -> Question:
-        """Return one of them."""
+        """Return a random question."""
         return self._draw.choice(self._questions)
 
     def _tokens(self, count: int) -> list[int]:
@@ -66,7 +66,7 @@ class QuestionBook:
 def ask(
     prompt: TokenArray, sampling: SamplingParams, *, block_size: int
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[FinishReason, ...]]:
-    """Return what a fake engine that has nothing else to do answers, and why each sample ends."""
+    """Return the answers of an idle fake engine, and why each sample ends."""
     executor = FakeExecutor(num_blocks=256, block_size=block_size)
     limits = SchedulerLimits(block_size=block_size, max_step_tokens=256, max_running=16, max_waiting=1)
     core = EngineCore(executor, limits, ManualClock())

@@ -1,15 +1,18 @@
-"""What goes into a simulation and what comes out of it."""
+"""Input and output of a simulation."""
 
+import json
 import re
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from common.config import RouterConfig
-from common.timing import TimingModel
+from measure.load.records import PoolSample, RequestRecord
 from measure.simulate.elasticity import Elasticity, PlanNote, Stay
-from measure.simulate.timing import StepTimes
-from router.tenants import Tenant
+from measure.simulate.timing import Pace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,19 +20,19 @@ class ClusterShape:
     """Workers, their pages and their limits."""
 
     num_prefill: int
-    """0: aggregated; every worker is a decode worker that computes its prompts itself."""
+    """0: aggregated. Every worker is a decode worker that computes its prompts itself."""
     num_decode: int
     num_routers: int = 1
-    """Side by side; requests are dealt to them in turn."""
+    """Routers side by side, which get the requests in turn."""
     num_blocks: int = 3000
     """KV pages of each worker."""
     block_size: int = 512
     """Tokens of a page."""
     block_bytes: int = 512 * 327_680
-    """KV of one page; by default of a 70B model with 8 KV heads of 128, 80 layers, 2 bytes."""
+    """KV of one page. Default: a 70B model with 8 KV heads of 128, 80 layers, 2 bytes."""
     max_step_tokens: int = 8192
     decode_step_tokens: int | None = None
-    """Of decode workers, and so of aggregated ones; None: the same."""
+    """Step budget of decode workers, aggregated ones included; None: `max_step_tokens`."""
     max_running: int = 256
     max_waiting: int = 4096
     max_model_len: int = 1 << 20
@@ -50,45 +53,39 @@ class ClusterShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkShape:
-    """What messages and KV bytes take."""
+    """Times of messages and KV transfers."""
 
     latency_s: float = 0.0005
-    """Of every message, one way."""
+    """Latency of every message, one way."""
     kv_bytes_per_s: float = 50e9
-    """Of each worker's link, each way; transfers that share a link queue there."""
+    """Bandwidth of each worker's link, in each direction; transfers that share a link queue there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimSettings:
-    """Everything else that a run depends on. Same shape, settings and arrivals: same results, byte for byte."""
+    """Everything else that a run depends on. Equal shape, settings and arrivals give equal results, byte for byte."""
 
-    prefill_times: StepTimes
-    """Of prefill workers."""
-    decode_times: StepTimes
-    """Of decode workers, and so of aggregated ones."""
-    prefill_timing: TimingModel | None = None
-    """What prefill workers report of themselves. None: what they fit to their own steps."""
-    decode_timing: TimingModel | None = None
-    """The same of decode workers."""
+    prefill: Pace
+    """Speed of prefill workers."""
+    decode: Pace
+    """Speed of decode workers, including aggregated ones."""
     network: NetworkShape = field(default_factory=NetworkShape)
     router: RouterConfig = field(default_factory=RouterConfig)
-    """Names the policy."""
+    """Router settings; they name the policy."""
     policy: str | None = None
     """Policy in place of that one; may be one that only simulations have."""
     report_interval_s: float = 0.1
-    """Workers tell routers of load and KV events at most so often."""
+    """Minimum time between two reports of a worker's load and KV events."""
     event_lag_s: float = 0.0
-    """Reports take so much longer than other messages."""
+    """Extra latency of reports over other messages."""
     ttft_slo_s: float = float("inf")
     itl_slo_s: float = float("inf")
-    tenants: Mapping[str, Tenant] = field(default_factory=dict)
-    """By the name that arrivals give; any other one is anybody."""
     timeout_s: float = 3600.0
     """Deadline of each request."""
     sample_interval_s: float | None = None
-    """How often the workers' load is noted. None: never."""
+    """Interval at which the workers' load is sampled; None: never."""
     elasticity: Elasticity | None = None
-    """Who changes the pools while the workload runs. None: nobody does."""
+    """Changes of the pools while the workload runs; None: no changes."""
     seed: int = 0
 
 
@@ -97,93 +94,40 @@ class Arrival:
     """A request of a workload."""
 
     at_s: float
-    """When it comes; arrivals are in order of that."""
+    """Time of arrival; arrivals are ordered by it."""
     prompt: "array[int]"
     """Token ids, typecode "I"."""
     num_output_tokens: int
-    """What the model will answer, whatever it is allowed to. At least 1."""
+    """Length of the model's answer, whatever the limit. At least 1."""
     max_tokens: int | None = None
-    """What the request allows, which is all that a router knows; None: exactly `num_output_tokens`."""
+    """Limit that the request states, all that a router knows; None: exactly `num_output_tokens`."""
     answer: "array[int] | None" = None
-    """Token ids that the model will say, `num_output_tokens` of them: so the next turn of a chat finds them cached.
-    None: nobody will ask for them."""
-    tenant: str = ""
-    priority: int = 0
+    """The answer's `num_output_tokens` token ids, so that the next turn of a chat finds them cached; None: filler."""
+    session: int | None = None
+    """Number of its session; None: a session of its own."""
+    turn: int = 0
+    """Position in its session."""
     ttft_slo_s: float | None = None
-    """What the client asked for; None: the run's."""
+    """Objective that the client states; None: the run's."""
     kind: str = ""
-    """Results are told apart by it."""
-    follow_up: "Callable[[RequestResult], Arrival | None] | None" = None
-    """Called once it has ended, however that was. Returns what comes because of it, at its end or later, or None."""
-
-
-@dataclass(slots=True, kw_only=True)
-class RequestResult:
-    """What became of one arrival. Times are of the virtual clock, as the client sees them."""
-
-    index: int
-    """In the order of arrival."""
-    arrival_s: float
-    num_prompt_tokens: int
-    tenant: str = ""
-    first_token_s: float | None = None
-    end_s: float | None = None
-    """Of the last token, or of the refusal."""
-    num_output_tokens: int = 0
-    gap_sum_s: float = 0.0
-    """Last token minus first token, by the engines' own stamps: exact, however messages are bundled."""
-    gap_max_s: float = 0.0
-    num_cached_tokens: int = 0
-    """Prompt tokens that the computing worker did not compute, pulled ones included."""
-    num_pulled_tokens: int = 0
-    num_decode_cached_tokens: int = 0
-    """Prompt tokens that the decode worker of a remote plan held already."""
-    predicted_cached_tokens: int = 0
-    predicted_ttft_s: float | None = None
-    predicted_itl_s: float | None = None
-    prefill_worker: str = ""
-    """Empty: the plan was local."""
-    decode_worker: str = ""
-    transfer_bytes: int = 0
-    transfer_exposed_s: float = 0.0
-    num_attempts: int = 0
-    refusal: str = ""
-    """Error class and message; empty after a complete answer."""
-    kind: str = ""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every token came."""
-        return self.end_s is not None and not self.refusal
-
-    @property
-    def ttft_s(self) -> float | None:
-        """Arrival to first token."""
-        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Mean gap between tokens; None with fewer than two."""
-        return self.gap_sum_s / (self.num_output_tokens - 1) if self.num_output_tokens > 1 else None
-
-    @property
-    def e2e_s(self) -> float | None:
-        """Arrival to end."""
-        return None if self.end_s is None else self.end_s - self.arrival_s
+    """Kind by which figures are grouped."""
+    follow_up: "Callable[[RequestRecord], Arrival | None] | None" = None
+    """Called when the request has ended, however that was. Returns the request that follows from it, at its end or
+    later, or None."""
 
 
 @dataclass(slots=True, kw_only=True)
 class WorkerResult:
-    """One worker's counters at its end, or at that of the run."""
+    """One worker's counters at its end, or at the end of the run."""
 
     worker_id: str
     """prefill-0 …, decode-0 …"""
     num_steps: int
     busy_s: float
-    """Virtual time in steps."""
+    """Virtual time spent in steps."""
     num_cached_tokens: int
     num_computed_tokens: int
-    """Of prompts."""
+    """Prompt tokens computed."""
     num_preemptions: int
     num_requests: int
     kv_bytes_sent: int
@@ -195,38 +139,51 @@ class WorkerResult:
         return self.worker_id.startswith("prefill")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadSample:
-    """All workers at one moment, in the order of `SimRun.workers`."""
-
-    at_s: float
-    busy_s: tuple[float, ...]
-    """Time in steps since the beginning, that of the running one included."""
-    used_share: tuple[float, ...]
-    """Pages referenced or reserved, of all."""
-
-
 @dataclass(slots=True, kw_only=True)
 class SimRun:
-    """A finished run. All but `wall_s` and `choice_s` are functions of what went in."""
+    """A finished run. All fields but `wall_s` and `choice_s` are functions of its input."""
 
-    results: list[RequestResult]
-    """In order of arrival."""
+    requests: tuple[RequestRecord, ...]
+    """In order of arrival. Times are virtual, since the first arrival, as the clients see them."""
     workers: list[WorkerResult]
-    gaps: Sequence[tuple[float, int]]
-    """Gaps between tokens of all requests: (upper bound of a 2 % wide bin in seconds, count), ascending."""
-    kind_gaps: Mapping[str, Sequence[tuple[float, int]]] = field(default_factory=dict)
-    """The same of each kind."""
-    samples: Sequence[LoadSample] = ()
+    samples: tuple[PoolSample, ...] = ()
     stays: Sequence[Stay] = ()
-    """Every worker's time in a pool, in order of asking for it."""
+    """Every worker's time in a pool, in the order in which workers were asked for."""
     plans: Sequence[PlanNote] = ()
-    """What the planner said, where there was one."""
+    """Plans of the planner, if there was one."""
     num_moves: int = 0
-    """Answers that went on on another worker because theirs was to go."""
+    """Answers that moved to another worker because theirs was leaving."""
     end_s: float
-    """Virtual time when the last request had ended."""
+    """Virtual time at which the last request ended."""
     wall_s: float
-    """Real time that the run took."""
+    """Real time of the run."""
     choice_s: Sequence[float]
     """Real time of each choice of a plan."""
+
+
+def write_requests(path: Path, requests: Iterable[RequestRecord]) -> None:
+    """Write a line of JSON for each request. Of an answer's pieces only the first and the last are kept."""
+    with path.open("wb") as file:
+        for request in requests:
+            num_tokens = request.num_output_tokens
+            if num_tokens > 2:
+                ends = request.chunk_s[0], request.chunk_s[-1]
+                request = replace(request, chunk_s=ends, chunk_tokens=(1, num_tokens - 1))
+            file.write(_RECORD.dump_json(request, exclude_defaults=True) + b"\n")
+
+
+def read_requests(path: Path) -> Iterator[RequestRecord]:
+    """Yield the requests of a file. Raises OSError, ValueError."""
+    with path.open("rb") as file:
+        yield from map(_RECORD.validate_json, file)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a file atomically: readers find all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(".part")
+    scratch.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    scratch.replace(path)
+
+
+_RECORD = TypeAdapter(RequestRecord)

@@ -1,42 +1,48 @@
-"""Replays a trace under one policy at one speed, and keeps what came of it.
+"""Replays a trace under one policy at one speed, and keeps the results.
 
-    OUT/settings.json                 what all cells have in common
+    OUT/settings.json                 settings that all cells share
     OUT/cells/POLICY@SPEED/           a cell; complete once it has a summary
-        requests.jsonl                every request's fate
-        workers.json, gaps.json       the workers' counters; gaps between tokens, by bins
+        requests.jsonl                every request, see `measure.simulate.records.write_requests`
+        workers.json                  the workers' counters
         summary.json                  `measure.simulate.results.Summary`
-        clock.json                    real time: of the run, and of the router's choices
+        clock.json                    real time of the run, and of the router's choices
 
-All but `clock.json` is a function of the settings: two runs are equal byte for byte.
+All files but `clock.json` are functions of the settings: two runs are equal byte for byte.
 """
 
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from common.config import RouterConfig
 from common.slo import Slo
-from common.timing import TimingModel
-from measure.simulate.records import Arrival, ClusterShape, NetworkShape, RequestResult, SimRun, SimSettings
-from measure.simulate.results import Summary, summarize
-from measure.simulate.roofline import Roofline
-from measure.simulate.timing import FittedTimes, StepTimes
-from measure.simulate.timing_file import read_timing
+from measure.simulate.records import (
+    Arrival,
+    ClusterShape,
+    NetworkShape,
+    SimRun,
+    SimSettings,
+    write_json,
+    write_requests,
+)
+from measure.simulate.results import Summary, summarize_run
+from measure.simulate.roofline import Hardware
 from measure.workload.content import ContentWriter
 from measure.workload.traces import Trace, read_trace
 from router.placement.policies.registry import GREEDY_PERFECT_SIGNALS, POLICIES, SIMULATED_POLICIES
 
 MAX_TOKENS = 2048
-"""What every request allows: a router cannot know how long an answer will be."""
-
-
+"""Limit that every request states: a router cannot know the length of the answer."""
 PERFECT_REPORT_INTERVAL_S = 1e-3
-"""For the policy with perfect signals, which also knows how long answers will be."""
+"""Report interval for the policy with perfect signals, which also knows the lengths of the answers."""
+REQUESTS_FILE = "requests.jsonl"
+_SUMMARY = TypeAdapter(Summary)
 
 
 class ReplayError(Exception):
@@ -44,26 +50,16 @@ class ReplayError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hardware:
-    """What the workers run on: a roofline, or timings fitted on real workers."""
-
-    model: str = "llama-70b"
-    device: str = "h100-tp4"
-    timing_file: Path | None = None
-    """In place of the other two."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings:
-    """What all cells of a comparison have in common."""
+    """Settings that all cells of a comparison share."""
 
     trace: Path
     trace_block_size: int | None = None
-    """Tokens that one id of the file stands for; None: what the file says, else 512."""
+    """Tokens per block id of the file; None: as the file says, else 512."""
     num_requests: int | None = None
-    """Only the first ones of the trace."""
+    """Number of requests from the beginning of the trace; None: all."""
     shrink: int = 1
-    """Lengths, and blocks of the trace, are divided by it."""
+    """Divisor of all lengths, and of the trace's blocks."""
     num_prefill: int
     """0: aggregated."""
     num_decode: int
@@ -71,16 +67,16 @@ class ReplaySettings:
     num_blocks: int = 3000
     block_size: int = 512
     max_step_tokens: int
-    hardware: Hardware = Hardware()
+    hardware: Hardware = field(default_factory=Hardware)
     slo: Slo
     shed: str = "deadline"
-    """What routers refuse at once, see `RouterConfig`."""
+    """Requests that routers refuse at once, see `RouterConfig`."""
     event_lag_s: float = 0.02
     report_interval_s: float = 0.1
     seed: int = 0
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the settings as JSON has them; files by what is in them."""
+        """Return the settings as JSON values, with digests of files in place of paths."""
         values = asdict(self)
         values["trace"] = _digest(self.trace)
         if self.hardware.timing_file is not None:
@@ -99,13 +95,13 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """How its folder is called."""
+        """Name of its folder."""
         return f"{self.policy}@{self.speed:g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
-    """Real time, which differs from run to run."""
+    """Real time of a run, which differs each time."""
 
     wall_s: float
     num_choices: int
@@ -128,7 +124,7 @@ def policy_names() -> tuple[str, ...]:
 
 
 def load_trace(settings: ReplaySettings) -> Trace:
-    """Read the trace as the cells see it, at speed 1. Raises TraceError, ReplayError, OSError."""
+    """Return the trace at speed 1 as the cells replay it. Raises TraceError, ReplayError, OSError."""
     trace = read_trace(settings.trace, block_size=settings.trace_block_size)
     if settings.num_requests is not None:
         trace = trace.first(settings.num_requests)
@@ -136,7 +132,7 @@ def load_trace(settings: ReplaySettings) -> Trace:
     if trace.block_size % settings.block_size:
         raise ReplayError(
             f"pages of {settings.block_size} tokens do not divide the trace's blocks of {trace.block_size}:"
-            " blocks that are shared in the trace would not be shared here"
+            " shared blocks of the trace would not be shared here; choose another --block-size"
         )
     longest = max(request.num_prompt_tokens + request.num_output_tokens for request in trace.requests)
     if longest > settings.num_blocks * settings.block_size:
@@ -148,40 +144,34 @@ def load_trace(settings: ReplaySettings) -> Trace:
 
 
 def run_cell(settings: ReplaySettings, cell: Cell, folder: Path) -> CellResult:
-    """Replay the trace and write the cell's files; an earlier try is overwritten. Takes seconds to minutes."""
+    """Replay the trace and write the cell's files, over those of an earlier try. Takes seconds to minutes."""
     from measure.simulate.cluster import run
 
     trace = load_trace(settings).faster(cell.speed)
     shape, sim_settings = _simulation(settings, cell)
-    done = run(shape, sim_settings, _arrivals(settings, cell, trace))
-    summary = summarize(done, slo=settings.slo, num_prefill=settings.num_prefill)
+    # The oracle knows the lengths of the answers; all other requests allow any length.
+    max_tokens = 1 if cell.policy == GREEDY_PERFECT_SIGNALS else max(1, MAX_TOKENS // settings.shrink)
+    done = run(shape, sim_settings, trace_arrivals(trace, slo=settings.slo, max_tokens=max_tokens, seed=settings.seed))
+    summary = summarize_run(done, slo=settings.slo, num_prefill=settings.num_prefill)
     result = CellResult(cell=cell, summary=summary, clock=_clock(done))
     _write(folder, done, result)
     return result
 
 
 def read_cell(cell: Cell, folder: Path) -> CellResult | None:
-    """Return a cell that was finished earlier, else None. Raises OSError."""
+    """Return a cell that is finished; None for any other. Raises OSError."""
     if not (folder / "summary.json").exists():
         return None
     return CellResult(
         cell=cell,
-        summary=Summary.from_json(json.loads((folder / "summary.json").read_text(encoding="utf-8"))),
-        clock=Clock(**json.loads((folder / "clock.json").read_text(encoding="utf-8"))),
+        summary=_SUMMARY.validate_json((folder / "summary.json").read_bytes()),
+        clock=Clock(**json.loads((folder / "clock.json").read_bytes())),
     )
-
-
-def read_requests(folder: Path) -> Iterator[RequestResult]:
-    """Yield the results of a finished cell. Raises OSError."""
-    with (folder / "requests.jsonl").open(encoding="utf-8") as file:
-        for line in file:
-            yield RequestResult(**json.loads(line))
 
 
 def _simulation(settings: ReplaySettings, cell: Cell) -> tuple[ClusterShape, SimSettings]:
     is_perfect = cell.policy == GREEDY_PERFECT_SIGNALS
-    times, timing, kv_bytes_per_token = _hardware(settings)
-    link = timing.links[None]
+    pace, link, kv_bytes_per_token = settings.hardware.pace(settings.max_step_tokens)
     shape = ClusterShape(
         num_prefill=settings.num_prefill,
         num_decode=settings.num_decode,
@@ -192,10 +182,8 @@ def _simulation(settings: ReplaySettings, cell: Cell) -> tuple[ClusterShape, Sim
         max_step_tokens=settings.max_step_tokens,
     )
     return shape, SimSettings(
-        prefill_times=times,
-        decode_times=times,
-        prefill_timing=timing,
-        decode_timing=timing,
+        prefill=pace,
+        decode=pace,
         network=NetworkShape(kv_bytes_per_s=link.bytes_per_s),
         router=RouterConfig.model_validate({"shed": settings.shed}),
         policy=cell.policy,
@@ -206,27 +194,16 @@ def _simulation(settings: ReplaySettings, cell: Cell) -> tuple[ClusterShape, Sim
     )
 
 
-def _hardware(settings: ReplaySettings) -> tuple[StepTimes, TimingModel, int]:
-    hardware = settings.hardware
-    if hardware.timing_file is not None:
-        timing, kv_bytes_per_token = read_timing(hardware.timing_file)
-        return FittedTimes(timing), timing, kv_bytes_per_token
-    roofline = Roofline.preset(hardware.model, hardware.device)
-    timing = roofline.linearized(max_step_tokens=settings.max_step_tokens)
-    return roofline, timing, roofline.model.kv_bytes_per_token
-
-
-def _arrivals(settings: ReplaySettings, cell: Cell, trace: Trace) -> Iterator[Arrival]:
-    """Yield the requests; each states its objective and, but for perfect signals, allows an answer of any length."""
-    max_tokens = 1 if cell.policy == GREEDY_PERFECT_SIGNALS else max(1, MAX_TOKENS // settings.shrink)
-    writer = ContentWriter(seed=settings.seed)
+def trace_arrivals(trace: Trace, *, slo: Slo, max_tokens: int = MAX_TOKENS, seed: int = 0) -> Iterator[Arrival]:
+    """Yield a trace's requests. Each states its objective and allows `max_tokens`, or its length if that is more."""
+    writer = ContentWriter(seed=seed)
     for request in trace.requests:
         yield Arrival(
             at_s=request.arrival_s,
             prompt=writer.tokens(trace.segments(request)),
             num_output_tokens=request.num_output_tokens,
             max_tokens=max(max_tokens, request.num_output_tokens),
-            ttft_slo_s=settings.slo.ttft_of(request.num_prompt_tokens),
+            ttft_slo_s=slo.ttft_of(request.num_prompt_tokens),
         )
 
 
@@ -244,19 +221,10 @@ def _write(folder: Path, done: SimRun, result: CellResult) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     summary = folder / "summary.json"
     summary.unlink(missing_ok=True)
-    with (folder / "requests.jsonl").open("w", encoding="utf-8") as file:
-        for request in done.results:
-            file.write(json.dumps(asdict(request)) + "\n")
-    _write_json(folder / "workers.json", [asdict(worker) for worker in done.workers])
-    _write_json(folder / "gaps.json", list(done.gaps))
-    _write_json(folder / "clock.json", asdict(result.clock))
-    _write_json(summary, asdict(result.summary))  # last, and at once: it says that the cell is complete
-
-
-def _write_json(path: Path, value: object) -> None:
-    scratch = path.with_suffix(".part")
-    scratch.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    scratch.replace(path)
+    write_requests(folder / REQUESTS_FILE, done.requests)
+    write_json(folder / "workers.json", [asdict(worker) for worker in done.workers])
+    write_json(folder / "clock.json", asdict(result.clock))
+    write_json(summary, asdict(result.summary))  # last and atomically: it marks the cell as complete
 
 
 def _digest(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""One page about a comparison: a table and plots in a file of its own."""
+"""The page of a comparison: a table and plots in one file."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -9,7 +9,8 @@ from rich.console import Console
 from measure.pages.page import Listing, Page, Panel, Section, Width, write_page
 from measure.simulate import plots
 from measure.simulate.comparison import Comparison
-from measure.simulate.replay import CellResult, read_requests
+from measure.simulate.records import read_requests
+from measure.simulate.replay import REQUESTS_FILE, CellResult
 from measure.simulate.tables import comparison_table
 
 _TABLE_WIDTH = 200
@@ -33,19 +34,21 @@ def write_report(comparison: Comparison, results: Sequence[CellResult]) -> Path:
 
 
 def _sections(comparison: Comparison, results: Sequence[CellResult]) -> Iterator[Section]:
-    outcomes = [plots.outcome(result, read_requests(comparison.folder(result.cell))) for result in results]
+    outcomes = [
+        plots.outcome(result, read_requests(comparison.folder(result.cell) / REQUESTS_FILE)) for result in results
+    ]
     yield Section(
         title="Goodput and load",
         panels=(
             Panel(
                 title="Good requests of all",
-                look_for="How long a policy stays near 100 % is how much load it holds.",
+                look_for="The further a policy stays near 100 %, the more load it holds.",
                 content=plots.good_share_by_speed(outcomes),
                 width=Width.HALF,
             ),
             Panel(
                 title="Goodput",
-                look_for="A curve that bends down serves fewer people the more ask.",
+                look_for="A curve that bends down serves fewer requests the more arrive.",
                 content=plots.goodput_by_speed(outcomes),
                 width=Width.HALF,
             ),
@@ -56,7 +59,7 @@ def _sections(comparison: Comparison, results: Sequence[CellResult]) -> Iterator
         panels=(
             Panel(
                 title="Token hit against hot spot",
-                look_for="Up and to the left is best: much is found, and no worker computes more than its share.",
+                look_for="Up and to the left is best: many hits, and no worker computes more than its share.",
                 content=plots.hits_and_balance(outcomes),
                 note="A point for each policy and speed; larger at higher speeds.",
             ),
@@ -75,20 +78,20 @@ def _speed_section(comparison: Comparison, speed: float, cells: Sequence[plots.O
                 title=f"TTFT at speed {speed:g}",
                 look_for="Where a curve crosses the objective is its share of answers that began in time.",
                 content=plots.ttft_curves(cells, slo.ttft_s),
-                note="Answered requests only: who refuses much looks quick here.",
+                note="Answered requests only: a policy that refuses many looks fast here.",
                 width=Width.HALF,
             ),
             Panel(
                 title=f"Mean gap between tokens at speed {speed:g}",
-                look_for="Where a curve crosses the objective is its share of answers that read fast enough.",
+                look_for="Where a curve crosses the objective is its share of answers that were fast enough.",
                 content=plots.itl_curves(cells, slo.tpot_s),
                 width=Width.HALF,
             ),
             Panel(
                 title=f"Load of each worker at speed {speed:g}",
-                look_for="Lines that lie on each other are an even load; one that stands out is a hot spot.",
+                look_for="Lines on top of each other show an even load; one that stands out is a hot spot.",
                 content=plots.load_over_time(cells),
-                note="Prompt tokens to compute that each worker was sent in each sixtieth of the trace.",
+                note="Prompt tokens to compute that each worker got in each sixtieth of the trace.",
             ),
         ),
     )

@@ -1,18 +1,21 @@
-"""How long an engine's step takes on hardware that is not here: arithmetic, memory and the links between devices.
+"""Step times on hardware that is not here, from arithmetic, memory traffic and the links between devices.
 
-A step is three kinds of work, one after the other: products with weights, attention of prompt tokens, attention of
-decoding sequences. Each takes the longer of what its arithmetic and what its memory traffic need (Williams et al.,
-"Roofline", CACM 2009). To these come the all-reduces of tensor parallelism and a fixed overhead. Rates are data sheets'
-peaks times stated efficiencies, so absolute numbers are estimates; how they grow with prompts, batches and contexts is
-what a placement policy is judged by.
+A step does three kinds of work in turn: products with weights, attention of prompt tokens, attention of decoding
+sequences. Each takes the time of its arithmetic or of its memory traffic, whichever is longer (Williams et al.,
+"Roofline", CACM 2009). All-reduces of tensor parallelism and a fixed overhead are added. Rates are peaks of the data
+sheets times stated efficiencies, so absolute times are estimates; placement policies are judged by how times grow with
+prompts, batches and contexts.
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Self
 
 import numpy as np
+from scipy.optimize import nnls
 
 from common.timing import LinkModel, StepModel, StepShape, TimingModel
+from measure.simulate.timing import FittedTimes, Pace, read_timing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +30,11 @@ class ModelShape:
     intermediate_size: int
     vocab_size: int
     bytes_per_value: int = 2
-    """Of weights, KV and activations; 2: bf16."""
+    """Bytes of a weight, a KV element and an activation; 2: bf16."""
 
     @property
     def num_layer_weights(self) -> int:
-        """Weights that every token is multiplied with: all layers, without embedding and output head."""
+        """Weights of all layers, which every token is multiplied with, without embedding and output head."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
@@ -51,22 +54,22 @@ class Device:
     """A worker's hardware: one device, or a tensor-parallel group of equal ones."""
 
     peak_flops_per_s: float
-    """Of one device, dense, at the model's precision."""
+    """Dense arithmetic of one device at the model's precision."""
     memory_bytes_per_s: float
-    """Of one device."""
+    """Memory bandwidth of one device."""
     peer_bytes_per_s: float
-    """Between the devices of a group, one direction, per device."""
+    """Bandwidth of one device to the others of its group, in one direction."""
     nic_bytes_per_s: float
-    """To other workers, per device."""
+    """Bandwidth of one device to other workers."""
     tensor_parallel: int = 1
     flops_efficiency: float = 0.5
-    """What large prefills reach end to end (model FLOP utilization)."""
+    """Share of the peak that large prefills reach end to end (model FLOP utilization)."""
     bandwidth_efficiency: float = 0.75
-    """What streaming reads, all-reduces and transfers reach."""
+    """Share of the peak that streaming reads, all-reduces and transfers reach."""
     overhead_s: float = 2e-3
-    """Per step: host, launches, sampling, latency of all-reduces."""
+    """Fixed time of a step: host, launches, sampling, latency of all-reduces."""
     transfer_latency_s: float = 2e-3
-    """Per pull: one round trip and the set-up of its reads."""
+    """Fixed time of a pull: one round trip and the set-up of its reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +96,7 @@ class Roofline:
 
     @property
     def link(self) -> LinkModel:
-        """Pulls between two workers: every device of the group moves its part through a NIC of its own."""
+        """Link between two workers: every device of a group pulls its part through its own NIC."""
         device = self.device
         return LinkModel(
             latency_s=device.transfer_latency_s,
@@ -101,9 +104,9 @@ class Roofline:
         )
 
     def linearized(self, *, max_step_tokens: int) -> TimingModel:
-        """Return the linear model that is nearest in relative error over the shapes that workers see.
+        """Return the linear model with the least relative error over the shapes that workers see.
 
-        That is what workers would have fitted and reported: policies know no more than this.
+        Workers would have fitted and reported it; policies know nothing more precise.
         """
         return TimingModel(
             prefill=self._fit(_prefill_shapes(max_step_tokens)),
@@ -121,18 +124,18 @@ class Roofline:
         return self._longer_s(flops=flops, num_bytes=weights * model.bytes_per_value)
 
     def _prefill_attention_s(self, shape: StepShape) -> float:
-        # One read of keys and values serves a whole tile of queries: what counts is what is written.
+        # One read of keys and values serves a whole tile of queries, so only writes count.
         flops = shape.num_prefill_pairs * self._flops_per_pair
         return self._longer_s(flops=flops, num_bytes=shape.num_prefill_tokens * self.model.kv_bytes_per_token)
 
     def _decode_attention_s(self, shape: StepShape) -> float:
-        # Bound by memory as long as fewer than a hundred heads share keys and values.
+        # Bound by memory: fewer than a hundred heads share keys and values.
         num_tokens = shape.num_context_tokens + shape.num_decodes
         return self._longer_s(flops=0, num_bytes=num_tokens * self.model.kv_bytes_per_token)
 
     @property
     def _flops_per_pair(self) -> int:
-        """Of a token and one that it attends to: a product of query and key, and one of weight and value."""
+        """Arithmetic of a token and one it attends to: products of query and key, and of weight and value."""
         return 4 * self.model.num_layers * self.model.num_heads * self.model.head_dim
 
     def _longer_s(self, *, flops: float, num_bytes: float) -> float:
@@ -143,7 +146,7 @@ class Roofline:
         )
 
     def _all_reduce_s(self, shape: StepShape) -> float:
-        """Two sums of activations per layer; a ring moves 2 (n - 1) / n of them through each device."""
+        """Return the time of two all-reduces per layer; a ring moves 2 (n - 1) / n of the sums through each device."""
         model, device = self.model, self.device
         num_devices = device.tensor_parallel
         num_bytes = (shape.num_prefill_tokens + shape.num_decodes) * model.hidden_size * model.bytes_per_value
@@ -151,22 +154,14 @@ class Roofline:
         return moved / (device.peer_bytes_per_s * device.bandwidth_efficiency)
 
     def _fit(self, shapes: list[StepShape]) -> StepModel:
-        """Fit non-negative weights: what would be negative is left out, and the others are fitted again."""
+        """Return the model with non-negative weights and the least relative error."""
         seconds = np.array([self.step_s(shape) for shape in shapes])
         columns = np.array(
             [(1, s.num_prefill_tokens, s.num_prefill_pairs, s.num_decodes, s.num_context_tokens) for s in shapes],
             dtype=np.float64,
         )
-        scale = columns.max(axis=0)
-        scale[scale == 0] = 1  # a column without a value gets no weight
-        rows = columns / scale / seconds[:, None]
-        used = columns.any(axis=0)
-        while True:
-            weights = np.zeros(columns.shape[1])
-            weights[used] = np.linalg.lstsq(rows[:, used], np.ones(len(shapes)), rcond=None)[0]
-            if (weights >= 0).all():
-                break
-            used &= weights > 0
+        scale = np.maximum(columns.max(axis=0), 1)
+        weights, _ = nnls(columns / scale / seconds[:, None], np.ones(len(shapes)))
         constant, per_token, per_pair, per_decode, per_context = (float(weight) for weight in weights / scale)
         return StepModel(
             constant_s=constant,
@@ -179,12 +174,42 @@ class Roofline:
 
     @classmethod
     def preset(cls, model: str, device: str) -> Self:
-        """Return the roofline of a known model on a known device. Raises KeyError."""
+        """Return the roofline of a known model on a known device. Raises UnknownHardware."""
+        for key, name, known in (("model", model, MODELS), ("device", device, DEVICES)):
+            if name not in known:
+                raise UnknownHardware(f"{key}: {name!r} is not known; say one of {', '.join(known)}")
         return cls(model=MODELS[model], device=DEVICES[device])
 
 
+class UnknownHardware(Exception):
+    """A model or device is not known; the message names the known ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Hardware of simulated workers: a roofline, or timings fitted on real workers."""
+
+    model: str = "llama-70b"
+    device: str = "h100-tp4"
+    timing_file: Path | None = None
+    """Timings in place of `model` and `device`."""
+
+    def pace(self, max_step_tokens: int) -> tuple[Pace, LinkModel, int]:
+        """Return speed, link and KV bytes per token of workers with a step budget.
+
+        Raises UnknownHardware, TimingFileError, OSError.
+        """
+        if self.timing_file is not None:
+            fitted, kv_bytes_per_token = read_timing(self.timing_file)
+            timing = replace(fitted, max_step_tokens=max_step_tokens)
+            return Pace(times=FittedTimes(timing), timing=timing), timing.links[None], kv_bytes_per_token
+        roofline = Roofline.preset(self.model, self.device)
+        timing = roofline.linearized(max_step_tokens=max_step_tokens)
+        return Pace(times=roofline, timing=timing), roofline.link, roofline.model.kv_bytes_per_token
+
+
 def _prefill_shapes(max_step_tokens: int) -> list[StepShape]:
-    """Chunks of prompts at several depths, alone and beside decoding sequences."""
+    """Return chunks of prompts at several depths, alone and beside decoding sequences."""
     return [
         StepShape(
             num_prefill_tokens=num_tokens,

@@ -1,39 +1,37 @@
-"""A call on the simulated network as its handler sees it, and grpc.aio would show it.
+"""The server's end of a call on the simulated network, like a call of grpc.aio.
 
-The handler runs in a task, with the call as its context. A client that cancels, goes away or lets its deadline pass
-cancels that task.
+The handler runs in a task, with the call as its context. The task is cancelled when the client cancels, is gone, or
+lets its deadline pass.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import grpc
 
 from measure.simulate.client_call import ClientCall
 from measure.simulate.messages import EOF, HANDLER_CANCELLED, OK, HalfClose, Inbox, Status
-
-if TYPE_CHECKING:
-    from measure.simulate.network import SimNetwork
+from measure.simulate.wire import Wire
 
 
 class ServerCall(grpc.aio.ServicerContext[Any, Any]):
-    """A call as its handler sees it; the handler's context."""
+    """The server's end of a call, and its handler's context."""
 
     def __init__(
-        self, network: "SimNetwork", call: ClientCall, handler: "grpc.RpcMethodHandler[Any, Any]", request: object
+        self, wire: Wire, call: ClientCall, handler: "grpc.RpcMethodHandler[Any, Any]", request: object
     ) -> None:
-        self._network = network
+        self._wire = wire
         self._call = call
-        self._inbox = Inbox(network.loop)
+        self._inbox = Inbox(wire.loop)
         self._status = OK
         self._is_abandoned = False
         self._callbacks: list[Callable[[Any], None]] = []
         self.is_over = False
-        self._task = network.loop.create_task(self._status_of(handler, request))
+        self._task = wire.loop.create_task(self._status_of(handler, request))
         self._task.add_done_callback(self._ended)
 
-    # What handlers call.
+    # Called by handlers.
 
     async def read(self) -> Any:
         """Return the next request, or EOF behind the last one."""
@@ -42,16 +40,16 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             await inbox.wait()
         message = inbox.pop()
         if isinstance(message, HalfClose):
-            inbox.put(message)  # so for every further read
+            inbox.put(message)  # for every further read
             return EOF
         return message
 
     async def write(self, message: object) -> None:
-        """Send a response; KV payload is waited for until it has left."""
+        """Send a response and wait until its KV payload has left."""
         if self._is_abandoned:
-            return  # nobody is there; the cancellation of the handler is on its way
-        loop = self._network.loop
-        left_s = self._network.send(self._call, message, is_request=False, deliver=self._call.deliver)
+            return  # the client is gone; the handler is being cancelled
+        loop = self._wire.loop
+        left_s = self._wire.send(self._call, message, is_request=False, deliver=self._call.deliver)
         if left_s > loop.time():
             await asyncio.sleep(left_s - loop.time())
 
@@ -65,14 +63,14 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         await self.abort(status.code, status.details, status.trailing_metadata or ())
 
     async def send_initial_metadata(self, initial_metadata: Any) -> None:
-        """Drop it: nobody of ours reads it."""
+        """Drop it: our clients do not read it."""
 
     def set_trailing_metadata(self, trailing_metadata: Any) -> None:
-        """Set what goes out with the status."""
+        """Set the metadata that goes out with the status."""
         self._status = Status(self._status.code, self._status.details, tuple(trailing_metadata))
 
     def invocation_metadata(self) -> Any:
-        """Return what the client has sent with the call."""
+        """Return the metadata that the client has sent with the call."""
         return self._call.terms.metadata
 
     def set_code(self, code: grpc.StatusCode) -> None:
@@ -114,24 +112,24 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._callbacks.append(callback)
 
     def cancelled(self) -> bool:
-        """Whether the client has gone away."""
+        """Return whether the client is gone."""
         return self._is_abandoned
 
     def done(self) -> bool:
-        """Whether the call is over."""
+        """Return whether the call is over."""
         return self.is_over
 
-    # What the network calls.
+    # Called by the network.
 
     def deliver(self, message: object) -> None:
-        """A request, the end of the requests or the client's cancellation has arrived."""
+        """Take a request, the end of the requests or the client's cancellation."""
         if isinstance(message, Status):
             self.abandon()
         else:
             self._inbox.put(message)
 
     def abandon(self) -> None:
-        """The client is gone: cancel the handler."""
+        """Cancel the handler: the client is gone."""
         if not self._is_abandoned:
             self._is_abandoned = True
             self._task.cancel()
@@ -139,15 +137,15 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
     def _ended(self, task: "asyncio.Task[Status]") -> None:
         self.is_over = True
         if self._call.is_over:
-            self._network.forget(self._call)
+            self._wire.forget(self._call)
         if not self._is_abandoned:
             status = HANDLER_CANCELLED if task.cancelled() else task.result()
-            self._network.send(self._call, status, is_request=False, deliver=self._call.deliver)
+            self._wire.send(self._call, status, is_request=False, deliver=self._call.deliver)
         for callback in self._callbacks:
             callback(self)
 
     async def _status_of(self, handler: Any, request: object) -> Status:
-        """Run the handler; return how it ended."""
+        """Run the handler and return its status."""
         argument = _Requests(self) if handler.request_streaming else request
         try:
             if handler.response_streaming:
@@ -168,7 +166,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
 
 
 class _Requests:
-    """The requests of a call, to be iterated: no generator, which would have to be finalized when it is left early."""
+    """Iterator over a call's requests. Not a generator, which would need to be finalized when it is left early."""
 
     def __init__(self, call: ServerCall) -> None:
         self._call = call

@@ -26,7 +26,7 @@ _COLUMNS = (
 
 
 def comparison_table(results: Sequence[CellResult]) -> Table:
-    """Return one row per cell, sections by speed; of each section the best goodput is bold."""
+    """Return one row per cell, in sections by speed; the best goodput of each section is bold."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("speed", justify="right", no_wrap=True)
     for column in _COLUMNS:
@@ -42,7 +42,7 @@ def comparison_table(results: Sequence[CellResult]) -> Table:
 
 
 def stats_table(stats: TraceStats) -> Table:
-    """Return a trace's statistics, one a line."""
+    """Return a trace's statistics, one per line."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, value in (
         ("requests", f"{stats.num_requests:,}"),
@@ -59,22 +59,22 @@ def stats_table(stats: TraceStats) -> Table:
 
 
 def placement_line(name: str, hits: PlacementHits) -> tuple[str, str]:
-    """Return a placement's name and what it finds."""
+    """Return a placement's name and its hits."""
     return name, f"{hits.block_hit:.2%} of all blocks, hot spot {hits.hot_spot:.2f}"
 
 
 def _row(result: CellResult) -> list[str]:
-    summary = result.summary
-    refused = summary.num_refused / summary.num_requests if summary.num_requests else 0.0
-    busy = "-" if summary.prefill_busy is None else f"{summary.prefill_busy:.0%}".rstrip("%")
+    summary, figures = result.summary, result.summary.figures
+    refused = figures.num_not_complete / figures.num_requests if figures.num_requests else 0.0
+    busy = "-" if summary.prefill_busy is None else f"{100 * summary.prefill_busy:.0f}"
     return [
         result.cell.policy,
         f"{summary.goodput_per_s:.2f}",
-        f"{100 * summary.good_share:.1f}",
+        f"{100 * figures.good_share:.1f}",
         f"{100 * refused:.1f}",
-        "-" if summary.ttft is None else f"{summary.ttft.p50:.2f}/{summary.ttft.p90:.2f}/{summary.ttft.p99:.2f}",
-        "-" if summary.itl is None else f"{1000 * summary.itl.p50:.0f}/{1000 * summary.itl.p99:.0f}",
-        "-" if summary.e2e is None else f"{summary.e2e.p50:.1f}/{summary.e2e.p99:.1f}",
+        "-" if figures.ttft is None else f"{figures.ttft.p50:.2f}/{figures.ttft.p90:.2f}/{figures.ttft.p99:.2f}",
+        "-" if figures.tpot is None else f"{1000 * figures.tpot.p50:.0f}/{1000 * figures.tpot.p99:.0f}",
+        "-" if figures.e2e is None else f"{figures.e2e.p50:.1f}/{figures.e2e.p99:.1f}",
         f"{100 * summary.token_hit:.1f}",
         f"{100 * summary.pulled_share:.1f}",
         f"{summary.hot_spot:.2f}",

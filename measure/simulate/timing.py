@@ -1,15 +1,23 @@
-"""How long simulated work takes: what stands in for forward passes."""
+"""Times of simulated work, and timing models in files: fitted on real workers, replayed elsewhere.
 
+{"prefill": {"constant_s": 0.004, "per_prefill_token_s": 8e-05, ...}, "decode": {...},
+"max_step_tokens": 2048, "link": {"latency_s": 0.002, "bytes_per_s": 1e9}, "kv_bytes_per_token": 23040}
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
-from common.timing import StepShape, TimingModel
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from common.timing import LinkModel, StepModel, StepShape, TimingModel
 
 
 class StepTimes(Protocol):
     """Seconds of one worker's engine steps. Pure functions.
 
-    A step that only decodes must be an affine function of its context tokens as long as the number of sequences stays
-    the same: then the end of the n-th next step of a batch is known without taking the steps one by one.
+    With a fixed number of sequences, a step that only decodes must be affine in its context tokens: then the end of the
+    n-th next step of a batch is known without taking the steps one by one.
     """
 
     def step_s(self, shape: StepShape) -> float:
@@ -22,7 +30,7 @@ class StepTimes(Protocol):
 
 
 class FittedTimes:
-    """Steps of a worker whose timing model was fitted to real runs."""
+    """Step times of a timing model that was fitted to real runs."""
 
     def __init__(self, model: TimingModel) -> None:
         self.model = model
@@ -34,3 +42,71 @@ class FittedTimes:
     def decode_line(self, num_decodes: int) -> tuple[float, float]:
         """See `StepTimes`."""
         return self.model.itl_s(num_decodes, 0), self.model.decode.per_context_token_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Speed of a worker, and what it reports of it."""
+
+    times: StepTimes
+    timing: TimingModel | None = None
+    """Timing model that the worker reports; None: the model that it fits to its own steps."""
+
+
+class TimingFileError(Exception):
+    """A timing file cannot be used; the message names file and field."""
+
+
+class _Step(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    constant_s: float = Field(ge=0)
+    per_prefill_token_s: float = Field(default=0, ge=0)
+    per_prefill_pair_s: float = Field(default=0, ge=0)
+    per_decode_s: float = Field(default=0, ge=0)
+    per_context_token_s: float = Field(default=0, ge=0)
+    num_samples: int = Field(default=0, ge=0)
+
+
+class _Link(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    latency_s: float = Field(ge=0)
+    bytes_per_s: float = Field(gt=0)
+    num_samples: int = Field(default=0, ge=0)
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    prefill: _Step
+    decode: _Step
+    max_step_tokens: int = Field(ge=1)
+    link: _Link
+    kv_bytes_per_token: int = Field(ge=1)
+
+
+def read_timing(path: Path) -> tuple[TimingModel, int]:
+    """Return a file's timing model and the KV bytes of one token. Raises TimingFileError, OSError."""
+    try:
+        file = _File.model_validate_json(path.read_text(encoding="utf-8"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise TimingFileError(f"{path}: {field + ': ' if field else ''}{first['msg']}") from None
+    timing = TimingModel(
+        prefill=StepModel(**file.prefill.model_dump()),
+        decode=StepModel(**file.decode.model_dump()),
+        max_step_tokens=file.max_step_tokens,
+        links={None: LinkModel(**file.link.model_dump())},
+    )
+    return timing, file.kv_bytes_per_token
+
+
+def write_timing(path: Path, timing: TimingModel, *, kv_bytes_per_token: int) -> None:
+    """Write a model, with its link to any other worker only. Raises OSError."""
+    file = _File(
+        prefill=_Step.model_validate(timing.prefill, from_attributes=True),
+        decode=_Step.model_validate(timing.decode, from_attributes=True),
+        max_step_tokens=timing.max_step_tokens,
+        link=_Link.model_validate(timing.links[None], from_attributes=True),
+        kv_bytes_per_token=kv_bytes_per_token,
+    )
+    path.write_text(file.model_dump_json(indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""One simulated worker process: the real runtime and services on a simulated engine and network."""
+"""A simulated worker process: the real runtime and services on a simulated engine and network."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -23,22 +23,23 @@ from kvrelay.v1 import kv_transfer_pb2, worker_pb2
 from measure.simulate.engine import SimEngine
 from measure.simulate.loop import VirtualClock, VirtualLoop
 from measure.simulate.network import SimNetwork, SimServer
-from measure.simulate.timing import StepTimes
-from measure.simulate.token_log import TokenLog
+from measure.simulate.timing import Pace
+from measure.simulate.tokens import TokenLog
 from router.facts import Endpoint
 from worker.runtime import Outside, ServedPorts, WorkerRuntime
 from worker.serving import common_services
 from worker.timing import WorkerTiming
 
 ROLES = {Pool.PREFILL: worker_pb2.WORKER_ROLE_PREFILL, Pool.DECODE: worker_pb2.WORKER_ROLE_DECODE}
+POOLS = {role: pool for pool, role in ROLES.items()}
 _PORT = 1
 _NO_TIME_S = 1e-9
-"""In which everything happens that is ready."""
+"""Time in which all ready callbacks run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What all simulated workers share."""
+    """Everything that simulated workers share."""
 
     loop: VirtualLoop
     network: SimNetwork
@@ -48,14 +49,14 @@ class Surroundings:
 
 
 class _GivenTiming(WorkerTiming):
-    """A worker's picture of itself that it was born with."""
+    """A timing model that is given, not fitted."""
 
     def __init__(self, model: TimingModel) -> None:
         super().__init__(max_step_tokens=model.max_step_tokens)
         self.model = model
 
     def change_budget(self, max_step_tokens: int) -> None:
-        """Steps may have so many tokens from now on."""
+        """Limit the tokens of a step from now on."""
         self.model = replace(self.model, max_step_tokens=max_step_tokens)
 
     def observe(self, samples: Iterable[StepSample]) -> None:
@@ -63,15 +64,6 @@ class _GivenTiming(WorkerTiming):
 
     def observe_pull(self, peer: WorkerId, transport: int, num_bytes: int, seconds: float) -> None:
         """Learn nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """How fast a worker is, and what it knows of that."""
-
-    times: StepTimes
-    timing: TimingModel | None
-    """What it reports; None: what it fits to its own steps."""
 
 
 class SimWorker:
@@ -95,13 +87,13 @@ class SimWorker:
 
     @property
     def engine(self) -> SimEngine:
-        """Its engine."""
+        """The simulated engine."""
         engine = self.runtime.engine
         assert isinstance(engine, SimEngine)
         return engine
 
     def start(self) -> None:
-        """Serve."""
+        """Start serving."""
         runtime, server = self.runtime, SimServer()
         grpc_server = cast("grpc.aio.Server", server)
         for service in (
@@ -113,19 +105,19 @@ class SimWorker:
         self._surroundings.network.listen(self.endpoint.address, server)
 
     async def change_role(self, role: worker_pb2.WorkerRole.ValueType, *, grace_s: float) -> None:
-        """Move to the other pool, as `WorkerRuntime.change_role` does; the membership has to tell the routers."""
+        """Move to the other pool as `WorkerRuntime.change_role` does. The caller tells the routers."""
         await self.runtime.change_role(role, epoch=self.runtime.epoch, grace_s=grace_s)
         self.endpoint = replace(self.endpoint, role=role)
 
     async def crash(self) -> None:
-        """Die without a word. Tokens that were only kept back have left before."""
+        """Die without notice. Tokens that were only held back for bundling go out first."""
         self.engine.stop()
         await asyncio.sleep(_NO_TIME_S)
         self._surroundings.network.crash(self.endpoint.address)
         await self.runtime.aclose()
 
     async def aclose(self) -> None:
-        """End in good order."""
+        """Close the worker in an orderly way."""
         self.runtime.hub.close()
         await self.runtime.aclose()
 
@@ -150,18 +142,18 @@ def allow_any(_source: WorkerId, _opened: kv_transfer_pb2.OpenFetch) -> None:
 
 
 def simulated_reach(connect: Connect) -> Reach:
-    """Return the reach of whoever makes channels by `connect`; its tickets are blank, since nobody looks at them."""
+    """Return a reach that makes channels by `connect`. Its tickets are blank: simulated workers check none."""
     return Reach(worker=connect, router=connect, issue=lambda _right: "")
 
 
 def pool_endpoint(pool: Pool, number: int) -> Endpoint:
-    """Return where a worker of a pool is: "prefill-0" at prefill-0:1."""
+    """Return the endpoint of a worker of a pool: "prefill-0" at prefill-0:1."""
     name = f"{pool}-{number}"
     return Endpoint(worker_id=WorkerId(name), role=ROLES[pool], address=f"{name}:{_PORT}")
 
 
 def endpoints(num_prefill: int, num_decode: int) -> list[Endpoint]:
-    """Return the membership of a cluster."""
+    """Return the endpoints of a cluster."""
     return [
         pool_endpoint(pool, number)
         for pool, count in ((Pool.PREFILL, num_prefill), (Pool.DECODE, num_decode))

@@ -39,8 +39,9 @@ def test_simulate_with_a_timing_file_takes_times_and_step_budget_from_it(run: Ru
     assert json.loads((folder / "out" / "settings.json").read_text())["max_step_tokens"] == 4096
     only = json.loads((folder / "out" / "cells" / "round_robin@1" / "requests.jsonl").read_text())
     num_prefill_steps = -(-only["num_prompt_tokens"] // 4096)
-    assert only["first_token_s"] == pytest.approx(0.25 * num_prefill_steps, abs=0.05)
-    assert only["gap_sum_s"] == pytest.approx(0.25 * (only["num_output_tokens"] - 1), rel=0.05)
+    first_s, last_s = only["chunk_s"]
+    assert first_s == pytest.approx(0.25 * num_prefill_steps, abs=0.05)
+    assert last_s - first_s == pytest.approx(0.25 * (sum(only["chunk_tokens"]) - 1), rel=0.05)
 
 
 @pytest.mark.parametrize(

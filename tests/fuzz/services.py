@@ -37,9 +37,9 @@ from measure.simulate.engine import SimEngine
 from measure.simulate.loop import VirtualClock
 from measure.simulate.network import SimNetwork, SimServer
 from measure.simulate.records import NetworkShape
-from measure.simulate.timing import FittedTimes
-from measure.simulate.token_log import TokenLog
-from measure.simulate.worker import Pace, SimWorker, Surroundings
+from measure.simulate.timing import FittedTimes, Pace
+from measure.simulate.tokens import TokenLog
+from measure.simulate.worker import SimWorker, Surroundings
 from router.admission.terms import Terms
 from router.doorkeeper import make_doorkeeper
 from router.facts import Endpoint
@@ -272,7 +272,7 @@ def make_worker(endpoint: Endpoint, loop: MeteredLoop, network: SimNetwork, *, s
         max_model_len=MAX_MODEL_LEN,
         max_steps_in_flight=steps_in_flight,
     )
-    return FuzzWorker(endpoint, surroundings, executor, Pace(times=_TIMES, timing=None))
+    return FuzzWorker(endpoint, surroundings, executor, Pace(times=_TIMES))
 
 
 def make_router(loop: MeteredLoop, network: SimNetwork) -> FrontDoor:

@@ -1,4 +1,4 @@
-"""What is said of points whose truth is known."""
+"""Findings from points whose truth is known."""
 
 import math
 from collections.abc import Sequence
@@ -12,10 +12,9 @@ from measure.experiment.analysis import Findings, analyze
 from measure.experiment.answers import agreement, answers_of
 from measure.experiment.curves import curves_of, dispersion_of
 from measure.experiment.limits import Limit, first_limit
-from measure.experiment.means import Unit
 from measure.experiment.payoff import Verdict
-from measure.experiment.points import Point, Source
-from tests.measure.experiment.truths import LOADS, NUM_REQUESTS, make_arm, make_point, served_up_to
+from measure.experiment.points import Point, Source, Unit
+from tests.measure.experiment.builders import LOADS, NUM_REQUESTS, make_arm, make_point, served_up_to
 
 
 def findings(*points: Sequence[Point], share: float = 0.99) -> Findings:
@@ -24,10 +23,10 @@ def findings(*points: Sequence[Point], share: float = 0.99) -> Findings:
 
 
 def said(found: Findings) -> str:
-    return "\n".join(f"{answer.question} {answer.text}" for answer in answers_of(found))
+    return "\n".join(" ".join(answer) for answer in answers_of(found))
 
 
-def test_capacity_lies_between_the_last_load_that_was_served_and_the_first_that_was_not() -> None:
+def test_capacity_lies_between_the_last_served_load_and_the_first_failed_one() -> None:
     (arm,) = findings(served_up_to(3.0, make_arm(1, 1))).arms
     assert 3.0 < arm.reach.load < 3.1  # where a line from 100 % at 3 to 67 % at 4 passes 99 %
     assert arm.reach.high is not None
@@ -208,8 +207,8 @@ def test_real_and_simulated_points_have_findings_of_their_own_and_are_compared()
     real = [replace(point, source=Source.REAL, duration_s=point.duration_s * 1.25) for point in simulated]
     found = analyze([*simulated, *real])
     assert [each.source for each in found] == [Source.REAL, Source.SIMULATED]
-    (answer,) = agreement(found)
-    assert answer.text.startswith("At 6 loads that were measured and simulated, its goodput is off by 25 %")
+    ((_, answer),) = agreement(found)
+    assert answer.startswith("At 6 loads that were measured and simulated, its goodput is off by 25 %")
     assert not list(agreement(found[:1]))
 
 

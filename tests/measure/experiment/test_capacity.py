@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,19 +17,25 @@ from tests.measure.experiment.builders import make_arm, make_point
 NUM_REQUESTS = 1000
 
 
-def search(share_at: Callable[[float], float], *, start: float = 1.0, spec: CapacitySpec | None = None) -> Capacity:
-    """Search on a curve without noise."""
+def search(
+    share_at: Callable[[float, int], float],
+    *,
+    start: float = 1.0,
+    spec: CapacitySpec | None = None,
+    num_requests: int = NUM_REQUESTS,
+) -> Capacity:
+    """Search on a curve of good shares by load and repeat."""
 
     def probe(load: float, repeat: int) -> Point:
-        num_good = round(NUM_REQUESTS * share_at(load))
-        return make_point(load=load, repeat=repeat, num_requests=NUM_REQUESTS, num_good=num_good)
+        late = 1 - share_at(load, repeat)
+        return make_point(load=load, late=late, repeat=repeat, num_requests=num_requests)
 
     return find_capacity(make_arm(), Source.REAL, spec or CapacitySpec(), start=start, probe=probe)
 
 
-def step(at: float) -> Callable[[float], float]:
+def step(at: float) -> Callable[[float, int], float]:
     """Return a curve on which everything is good up to a load, and half of it beyond."""
-    return lambda load: 1.0 if load <= at else 0.5
+    return lambda load, _: 1.0 if load <= at else 0.5
 
 
 @given(at=st.floats(0.05, 5000), start=st.floats(0.01, 10_000), precision=st.floats(0.005, 0.5))
@@ -55,21 +62,21 @@ def test_search_from_an_overload_halves() -> None:
     assert [probe.load for probe in found.probes] == [1, 1.414, 2, 4, 8]
 
 
-def test_search_measures_a_doubtful_load_as_often_as_allowed_and_twice_as_often_where_it_ends() -> None:
-    found = search(lambda load: 0.99 if load <= 2 else 0.5, spec=CapacitySpec(precision=0.9, repeats=3))
+def test_search_repeats_doubtful_loads_and_twice_as_often_where_it_ends() -> None:
+    found = search(lambda load, _: 0.99 if load <= 2 else 0.5, spec=CapacitySpec(precision=0.9, repeats=3))
     assert {probe.load: probe.num_runs for probe in found.probes} == {1: 3, 2: 6, 2.828: 1, 4: 1}
     assert [probe.is_clear for probe in found.probes] == [False, False, True, True]
     assert found.load == 2
 
 
 def test_search_that_serves_the_highest_load_has_no_upper_end() -> None:
-    found = search(lambda _: 1.0, spec=CapacitySpec(high=6))
+    found = search(lambda *_: 1.0, spec=CapacitySpec(high=6))
     assert (found.load, found.high) == (6, None)
     assert [probe.load for probe in found.probes] == [1, 2, 4, 6]
 
 
 def test_search_that_serves_nothing_says_zero() -> None:
-    found = search(lambda _: 0.0, spec=CapacitySpec(low=0.3))
+    found = search(lambda *_: 0.0, spec=CapacitySpec(low=0.3))
     assert (found.load, found.low, found.high, found.goodput_per_s) == (0, 0, 0, 0)
     assert [probe.load for probe in found.probes] == [0.3, 0.5, 1]
 
@@ -81,58 +88,47 @@ def test_search_with_a_limit_of_loads_returns_what_is_known_then() -> None:
 
 def test_goodput_at_capacity_is_that_of_the_served_load() -> None:
     found = search(step(5.0), spec=CapacitySpec(precision=0.2))
-    assert found.goodput_per_s == NUM_REQUESTS / 10
-    assert found.goodput_per_worker == NUM_REQUESTS / 20
+    assert found.goodput_per_s == pytest.approx(4.757)
+    assert found.goodput_per_worker == pytest.approx(4.757 / 2)
 
 
 def test_load_that_failed_by_chance_is_measured_again_and_does_not_hide_those_above() -> None:
-    def probe(load: float, repeat: int) -> Point:
-        is_unlucky = load == 2 and repeat == 0
-        num_good = (985 if is_unlucky else 1000) if load <= 7 else 500
-        return make_point(load=load, repeat=repeat, num_requests=1000, num_good=num_good)
+    def share_at(load: float, repeat: int) -> float:
+        if load > 7:
+            return 0.5
+        return 0.985 if (load, repeat) == (2, 0) else 1.0
 
-    spec = CapacitySpec(repeats=1, precision=0.2)
-    found = find_capacity(make_arm(), Source.REAL, spec, start=1.0, probe=probe)
+    found = search(share_at, spec=CapacitySpec(repeats=1, precision=0.2))
     assert found.load == pytest.approx(7, rel=0.2)
     assert {probe.load: probe.num_runs for probe in found.probes}[2.0] == 2
 
 
 def test_shares_that_rise_with_the_load_are_pooled() -> None:
-    runs = {1.0: [1000], 2.0: [991, 988], 2.828: [988, 996], 4.0: [500]}  # in the end 0.9895 at 2, and 0.992 above it
-
-    def probe(load: float, repeat: int) -> Point:
-        return make_point(load=load, repeat=repeat, num_requests=1000, num_good=runs[load][repeat])
-
-    spec = CapacitySpec(repeats=1, precision=0.45)
-    found = find_capacity(make_arm(), Source.REAL, spec, start=1.0, probe=probe)
+    runs = {1.0: [1.0], 2.0: [0.991, 0.988], 2.828: [0.988, 0.996], 4.0: [0.5]}  # in the end 0.9895 at 2, 0.992 above
+    found = search(lambda load, repeat: runs[load][repeat], spec=CapacitySpec(repeats=1, precision=0.45))
     assert found.load == 2.828
 
 
 def test_search_counts_only_the_kinds_it_is_asked_about() -> None:
     found = search(step(5.0), spec=CapacitySpec(kinds=("chats",), high=1))
     assert found.probes[0].num_requests == NUM_REQUESTS
-    with pytest.raises(ExperimentError, match="nobody sends 'documents'; there are all, chats"):
-        search(step(5.0), spec=CapacitySpec(kinds=("documents",)))
+    with pytest.raises(ExperimentError, match="no stream sends 'agents'; there are all, chats, documents"):
+        search(step(5.0), spec=CapacitySpec(kinds=("agents",)))
 
 
 def test_search_without_requests_says_so() -> None:
-    def probe(load: float, repeat: int) -> Point:
-        return make_point(load=load, repeat=repeat, num_requests=0, num_good=0)
-
     with pytest.raises(ExperimentError, match="no request was sent at 1/s"):
-        find_capacity(make_arm(), Source.REAL, CapacitySpec(), start=1.0, probe=probe)
+        search(step(5.0), num_requests=0)
 
 
 @given(seed=st.integers(0, 1000), num_requests=st.integers(1, 400), share=st.sampled_from([0.9, 0.99]))
 def test_search_under_noise_ends_and_its_shares_never_rise(seed: int, num_requests: int, share: float) -> None:
     rng = np.random.default_rng(seed)
 
-    def probe(load: float, repeat: int) -> Point:
-        good = rng.binomial(num_requests, _logistic(load))
-        return make_point(load=load, repeat=repeat, num_requests=num_requests, num_good=int(good))
-
     spec = CapacitySpec(share=share, low=0.1, high=100, max_loads=1000)
-    found = find_capacity(make_arm(), Source.REAL, spec, start=1.0, probe=probe)
+    found = search(
+        lambda load, _: rng.binomial(num_requests, _logistic(load)) / num_requests, spec=spec, num_requests=num_requests
+    )
     loads = [each.load for each in found.probes]
     assert loads == sorted(set(loads))
     assert loads[0] >= 0.1
@@ -150,12 +146,7 @@ def test_interval_under_noise_holds_the_truth_as_often_as_it_says() -> None:
     num_held = 0
     for seed in range(100):
         rng = np.random.default_rng(seed)
-
-        def probe(load: float, repeat: int, rng: np.random.Generator = rng) -> Point:
-            good = rng.binomial(500, _logistic(load))
-            return make_point(load=load, repeat=repeat, num_requests=500, num_good=int(good))
-
-        found = find_capacity(make_arm(), Source.REAL, CapacitySpec(), start=1.0, probe=probe)
+        found = search(partial(_noisy_share, rng), num_requests=500)
         num_held += found.low <= truth and (found.high is None or truth <= found.high)
     assert num_held >= 85  # of 100; 90 to 99 where the search itself chose what to measure
 
@@ -166,6 +157,10 @@ def test_interval_under_noise_holds_the_truth_as_often_as_it_says() -> None:
 )
 def test_wilson_interval_is_that_of_the_tables(num_good: int, num_requests: int, low: float, high: float) -> None:
     assert wilson(num_good, num_requests) == pytest.approx((low, high), abs=1e-4)
+
+
+def _noisy_share(rng: np.random.Generator, load: float, _repeat: int) -> float:
+    return float(rng.binomial(500, _logistic(load)) / 500)
 
 
 def _logistic(load: float) -> float:

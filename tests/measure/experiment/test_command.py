@@ -1,4 +1,4 @@
-"""`kvrelay experiment`: what is said before anything is started. Runs themselves: test_real.py."""
+"""`kvrelay experiment`: output before anything is started. Runs themselves: test_real.py."""
 
 from collections.abc import Callable
 from pathlib import Path

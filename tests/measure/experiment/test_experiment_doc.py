@@ -11,9 +11,7 @@ from pydantic.fields import FieldInfo
 
 from measure.experiment.points import Source
 from measure.experiment.prepare import Choices, prepare
-from measure.experiment.shapes import Shape
-from measure.experiment.simulate_spec import SimulateSpec
-from measure.experiment.spec import CapacitySpec, ExperimentSpec, ExternalSpec
+from measure.experiment.spec import CapacitySpec, ExperimentSpec, ExternalSpec, Shape, SimulateSpec
 
 _DOCS = Path(__file__).parents[3] / "docs"
 _EXPERIMENTS = (_DOCS / "loadtest.md").read_text(encoding="utf-8").partition("## Experiments")[2].partition("\n## ")[0]

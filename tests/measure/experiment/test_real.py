@@ -8,12 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import yaml
 
+from common.errors import EngineFault
+from common.trust.identity import Role
 from measure.experiment.points import Source
 from measure.experiment.store import Cell, Store
+from measure.experiment.worker_facts import ask_worker
 from measure.load.store import read_run
-from measure.simulate.timing_file import read_timing
+from measure.simulate.timing import read_timing
+from tests.router.fakes import DECODE, FakeWorker
+from tests.trust import reach_as
 
 WHOLE = {"name": "whole", "workers": 1, "threads": 2}
 EXPERIMENT: dict[str, Any] = {
@@ -87,7 +93,7 @@ def test_experiment_measures_every_arm_keeps_raw_data_and_does_nothing_twice(tmp
     points = {point.arm.name: point for point in store.points()}
     assert set(points) == set(ARMS)
     for name, point in points.items():
-        assert [kind.kind for kind in point.kinds] == ["all", "chats", "documents"]
+        assert list(point.kinds) == ["all", "chats", "documents"]
         assert point.overall.good_share == 1.0
         assert point.overall.num_requests > 5
         assert point.decode_busy is not None
@@ -143,3 +149,13 @@ def test_interrupt_stops_the_cluster_drops_the_cell_and_leaves_no_process(tmp_pa
     assert processes_of(tmp_path) == []
     assert list((tmp_path / "out" / "real").iterdir()) == []
     assert not list((tmp_path / "out" / "arms").glob("*/state.json"))
+
+
+async def test_worker_without_timing_is_a_fault_that_names_it() -> None:
+    worker = FakeWorker("d0", DECODE)
+    await worker.start()
+    try:
+        with pytest.raises(EngineFault, match=f"{worker.address} reports no timing"):
+            await ask_worker(worker.address, reach_as(Role.OPERATOR).worker)
+    finally:
+        await worker.die()

@@ -1,30 +1,35 @@
-"""The order of cells, what is kept, what failures do, and where an interrupted experiment goes on."""
+"""Order of cells, kept results, failures, and continuation after an interrupt."""
 
 from pathlib import Path
 
 import pytest
 
-from measure.experiment.points import Source
-from measure.experiment.progress import Countdown, span
-from measure.experiment.runner import CellFailed, Keeper, Outcome, cell_order, run_cells
+from measure.experiment.points import Point, Source
+from measure.experiment.runner import CellFailed, Countdown, Keeper, cell_order, run_cells, span
 from measure.experiment.search import find_capacities
 from measure.experiment.spec import CapacitySpec, Order
 from measure.experiment.store import Cell, Store, slug
-from tests.measure.experiment.builders import make_arm, make_point
-from tests.measure.experiment.fakes import FakeBench, make_plan
+from tests.measure.experiment.builders import FakeBench, make_arm, make_plan, make_point
 
 ARMS = ("one", "two")
 PLANS = tuple(map(make_plan, ARMS))
 
 
-def run(tmp_path: Path, bench: FakeBench, *, loads: tuple[float, ...] = (1.0, 3.0), repeats: int = 2) -> Outcome:
+def run(
+    tmp_path: Path,
+    bench: FakeBench,
+    *,
+    loads: tuple[float, ...] = (1.0, 3.0),
+    repeats: int = 2,
+    notes: Keeper | None = None,
+) -> tuple[Point, ...]:
     """Run a grid of two arms."""
     cells = cell_order(ARMS, loads, repeats=repeats, order=Order.ALTERNATING)
-    return run_cells(cells, PLANS, keeper(tmp_path), bench)
+    return run_cells(cells, PLANS, notes or keeper(tmp_path), bench)
 
 
 def keeper(tmp_path: Path, lines: list[str] | None = None) -> Keeper:
-    """Return what keeps results in a folder, and tells a list."""
+    """Return a keeper of results in a folder that reports to a list."""
     return Keeper(Store(tmp_path), Source.REAL, (lines if lines is not None else []).append)
 
 
@@ -51,20 +56,20 @@ def test_order_by_arm_starts_each_arm_once(tmp_path: Path) -> None:
 
 def test_run_starts_an_arm_for_each_group_and_keeps_points_and_raw_data(tmp_path: Path) -> None:
     bench = FakeBench()
-    outcome = run(tmp_path, bench, repeats=2, loads=(1.0,))
+    points = run(tmp_path, bench, repeats=2, loads=(1.0,))
     # The second repeat begins with the arm that the first one ended with: it keeps running.
     assert bench.log == [
         *["up one", "one@1-r0", "down one"],
         *["up two", "two@1-r0", "two@1-r1", "down two"],
         *["up one", "one@1-r1", "down one"],
     ]
-    assert [(point.arm.name, point.repeat) for point in outcome.points] == [
+    assert [(point.arm.name, point.repeat) for point in points] == [
         ("one", 0),
         ("two", 0),
         ("two", 1),
         ("one", 1),
     ]
-    by_arm = sorted(outcome.points, key=lambda point: (point.arm.name, point.repeat))
+    by_arm = sorted(points, key=lambda point: (point.arm.name, point.repeat))
     assert list(Store(tmp_path).points()) == by_arm
     assert "real/one@1-r0/requests.jsonl" in files(tmp_path)
 
@@ -81,13 +86,13 @@ def test_interrupted_run_drops_its_cell_stops_the_arm_and_goes_on_where_it_was(t
     assert {name.split("/")[1] for name in files(tmp_path)} == {"one@1-r0", "one@3-r0"}
 
     again = FakeBench()
-    outcome = run(tmp_path, again)
-    assert len(outcome.points) == 8
+    points = run(tmp_path, again)
+    assert len(points) == 8
     assert again.log[:3] == ["up two", "two@1-r0", "two@3-r0"]
     assert not [line for line in again.log if line.endswith("-r0") and line.startswith("one")]
 
     idle = FakeBench()
-    assert run(tmp_path, idle).points == outcome.points
+    assert run(tmp_path, idle) == points
     assert idle.log == []
 
 
@@ -96,22 +101,23 @@ def test_failed_cell_is_noted_and_tried_again_next_time_while_the_others_go_on(t
         if cell.name == "one@3-r0":
             raise CellFailed("the router is gone")
 
-    outcome = run(tmp_path, FakeBench(before=fail))
-    assert len(outcome.points) == 7
-    assert [(failure.cell.name, failure.reason) for failure in outcome.failures] == [("one@3-r0", "the router is gone")]
+    notes = keeper(tmp_path)
+    points = run(tmp_path, FakeBench(before=fail), notes=notes)
+    assert len(points) == 7
+    assert [(failure.cell.name, failure.reason) for failure in notes.failures] == [("one@3-r0", "the router is gone")]
     assert list(Store(tmp_path).failures()) == ["one@3-r0: the router is gone"]
 
     again = FakeBench()
-    assert len(run(tmp_path, again).points) == 8
+    assert len(run(tmp_path, again)) == 8
     assert again.log == ["up one", "one@3-r0", "down one"]
     assert list(Store(tmp_path).failures()) == []
 
 
 def test_arm_that_does_not_start_is_tried_once_and_all_its_cells_fail(tmp_path: Path) -> None:
-    bench = FakeBench(broken=("one",))
-    outcome = run(tmp_path, bench)
-    assert {point.arm.name for point in outcome.points} == {"two"}
-    assert [failure.cell.arm for failure in outcome.failures] == ["one"] * 4
+    bench, notes = FakeBench(broken=("one",)), keeper(tmp_path)
+    points = run(tmp_path, bench, notes=notes)
+    assert {point.arm.name for point in points} == {"two"}
+    assert [failure.cell.arm for failure in notes.failures] == ["one"] * 4
     assert bench.log[0] == "up two"
     assert bench.log.count("up two") == 1
 
@@ -119,7 +125,7 @@ def test_arm_that_does_not_start_is_tried_once_and_all_its_cells_fail(tmp_path: 
 def test_more_loads_add_to_what_is_there(tmp_path: Path) -> None:
     run(tmp_path, FakeBench(), loads=(1.0,), repeats=1)
     bench = FakeBench()
-    assert len(run(tmp_path, bench, loads=(1.0, 2.0), repeats=1).points) == 4
+    assert len(run(tmp_path, bench, loads=(1.0, 2.0), repeats=1)) == 4
     assert bench.log == ["up one", "one@2-r0", "down one", "up two", "two@2-r0", "down two"]
 
 
@@ -129,7 +135,7 @@ def test_run_says_beforehand_how_long_it_takes(tmp_path: Path) -> None:
     run_cells(cells[:1], PLANS, keeper(tmp_path), FakeBench())
     run_cells(cells, PLANS, keeper(tmp_path, lines), FakeBench())
     assert lines[0] == "1 runs, about 2 s; 1 are kept from earlier"
-    assert lines[1].startswith("[1/1] two at 1/s: 10.00 good requests/s (100.0% of 100), p99 TTFT 0.30 s")
+    assert lines[1].startswith("[1/1] two at 1/s: 1.00 good requests/s (100.0% of 100), p99 TTFT 0.50 s")
 
 
 def test_searches_use_what_was_measured_before_and_keep_what_they_find(tmp_path: Path) -> None:
@@ -201,5 +207,5 @@ def test_countdown_tells_what_is_left_by_the_mean_so_far() -> None:
 
 
 def test_arm_has_its_own_goodput_per_worker() -> None:
-    point = make_point(arm=make_arm("2P2D", num_prefill=2, num_decode=2))
+    point = make_point(make_arm(2, 2))
     assert point.goodput_per_worker == point.goodput_per_s / 4

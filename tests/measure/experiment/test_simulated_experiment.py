@@ -14,7 +14,7 @@ from measure.experiment.report import write_report
 from measure.experiment.side_by_side import Errand, measure_side_by_side
 from measure.experiment.spec import ExperimentError
 from measure.experiment.store import Cell, Store
-from tests.measure.experiment.truths import make_arm, served_up_to
+from tests.measure.experiment.builders import make_arm, served_up_to
 
 FILE = """
 name: tiny
@@ -82,9 +82,7 @@ def test_simulated_grid_keeps_points_and_writes_a_page_with_answers_and_plots(fi
     assert not re.search(r'(src|href)="(https?:)?//', page)
 
 
-def test_simulated_search_finds_a_capacity_for_each_arm_side_by_side_as_one_after_the_other(
-    file: Path, tmp_path: Path
-) -> None:
+def test_search_in_two_processes_finds_the_same_capacities_as_in_one(file: Path, tmp_path: Path) -> None:
     for out, jobs in ((tmp_path / "one", "1"), (tmp_path / "two", "2")):
         kvrelay_experiment("run", file, "--simulate", "--find-capacity", "--jobs", jobs, "--out", out)
     stores = [Store(tmp_path / name) for name in ("one", "two")]

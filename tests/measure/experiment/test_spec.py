@@ -1,4 +1,4 @@
-"""Experiments' files: what is understood, and what is said of mistakes."""
+"""Experiments' files: valid ones, and messages for mistakes."""
 
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def write(tmp_path: Path, **changes: Any) -> Path:
         ({"repeats": 0}, "experiment.yaml:repeats: "),
         ({"shapes": ["2Q1D"]}, "experiment.yaml:shapes.0: '2Q1D' is no pool shape; say 2P1D, or 3 aggregated"),
         ({"shapes": [{"prefill": 1}]}, "experiment.yaml:shapes.0: say both prefill and decode"),
-        ({"shapes": [{"workers": 1, "decode": 1}]}, "experiment.yaml:shapes.0: workers are aggregated ones"),
+        ({"shapes": [{"workers": 1, "decode": 1}]}, "experiment.yaml:shapes.0: workers are aggregated"),
         ({"slo": {"ttft": 1}}, "experiment.yaml:slo.ttft: unknown key"),
         ({"capacity": {"low": 2, "high": 1}}, "experiment.yaml:capacity: low: 2 is above high: 1"),
         ({"serving": 3}, "experiment.yaml:serving: "),
@@ -100,7 +100,7 @@ def test_shapes_without_an_aggregated_one_of_their_size_get_one(
     assert plans.added == added
 
 
-def test_aggregated_shape_with_as_many_threads_by_the_serving_config_is_compared_with(tmp_path: Path) -> None:
+def test_aggregated_shape_with_as_many_threads_by_config_is_a_fair_comparison(tmp_path: Path) -> None:
     serving = {"model": {"engine": "fake"}, "pools": {"prefill": {"threads": 1}, "decode": {"threads": 1}}}
     plans = arms(tmp_path, serving=serving, shapes=["1P1D", {"name": "one", "workers": 1, "threads": 2}])
     assert [plan.arm.num_threads for plan in plans.plans] == [2, 2]
@@ -132,7 +132,7 @@ def test_grid_over_keys_of_equal_last_names_keeps_the_settings_apart(tmp_path: P
     assert plan.arm.settings == {"pools.prefill.max_step_tokens": "256", "pools.decode.max_step_tokens": "512"}
 
 
-def test_serving_config_of_an_arm_is_local_on_a_free_port_with_the_experiments_objectives(tmp_path: Path) -> None:
+def test_arm_is_served_locally_on_a_free_port_with_the_experiments_objectives(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("{router: {port: 50051}, pools: {decode: {threads: 3}}}", encoding="utf-8")
     shapes = [{"prefill": 1, "decode": 1, "threads": 1}]
     serving = arms(tmp_path, serving="base.yaml", shapes=shapes, slo={"ttft_s": 3.0}).plans[0].serving

@@ -6,17 +6,20 @@ import pytest
 
 from common.config import parse_config
 from common.slo import Slo
-from measure.experiment.points import Arm
+from measure.experiment.points import Arm, Point
 from measure.experiment.simulated import Simulation, simulate_point
+from measure.experiment.store import Cell
 from measure.experiment.users import WARM_UP, Users
+from measure.load.records import Outcome
 from measure.simulate.cluster import run
-from measure.simulate.records import Arrival, RequestResult, SimRun
-from measure.simulate.replay import Hardware
+from measure.simulate.records import Arrival, SimRun
+from measure.simulate.roofline import Hardware
 from measure.workload.build import build_workload
 from measure.workload.content import ContentWriter
 from measure.workload.lengths import Distribution
 from measure.workload.sessions import Content, Segment, Session, Stream, Turn, Workload
-from measure.workload.spec import parse_workload
+from measure.workload.spec import WorkloadSpec, parse_workload
+from tests.measure.load.made_runs import make_failure
 from tests.measure.simulate.builders import make_settings, make_shape
 
 SLO = Slo(ttft_s=2.0, tpot_s=0.05, ttft_tokens=64)
@@ -47,11 +50,11 @@ def serve(workload: Workload, *, warm_up_s: float = 0.0) -> tuple[SimRun, Users]
     return run(make_shape(1, 1), make_settings(), users.arrivals()), users
 
 
-def test_open_loop_begins_sessions_at_their_times_in_order_whatever_stream_they_are_of() -> None:
+def test_open_loop_begins_sessions_of_all_streams_at_their_times_in_order() -> None:
     chats = [make_session(0, start_s=1.0), make_session(1, start_s=4.0)]
     singles = [make_session(2, start_s=0.5, kind="single"), make_session(3, start_s=2.0, kind="single")]
     finished, users = serve(make_workload(open_stream(chats), open_stream(singles)))
-    assert [(result.arrival_s, result.kind) for result in finished.results] == [
+    assert [(result.due_s, result.kind) for result in finished.requests] == [
         (0.5, "single"),
         (1.0, "chat"),
         (2.0, "single"),
@@ -62,32 +65,38 @@ def test_open_loop_begins_sessions_at_their_times_in_order_whatever_stream_they_
 
 def test_later_turn_holds_everything_said_before_and_finds_it_cached() -> None:
     finished, _users = serve(make_workload(open_stream([make_session(0, num_turns=3)])))
-    assert [result.num_prompt_tokens for result in finished.results] == [32, 84, 136]
-    assert [result.num_cached_tokens for result in finished.results] == [0, 48, 96]  # full blocks, last token apart
-    for before, after in zip(finished.results, finished.results[1:], strict=False):
-        assert before.end_s is not None
-        assert after.arrival_s == before.end_s + 3.0
+    assert [result.num_prompt_tokens for result in finished.requests] == [32, 84, 136]
+    assert [result.server.num_cached_tokens for result in finished.requests] == [
+        0,
+        48,
+        96,
+    ]  # full blocks, last token apart
+    for before, after in zip(finished.requests, finished.requests[1:], strict=False):
+        assert after.due_s == before.end_s + 3.0
 
 
 def test_answers_of_two_sessions_that_begin_alike_are_not_alike() -> None:
     alike = [Session(index=n, kind="chat", start_s=n * 20.0, turns=make_session(0, num_turns=2).turns) for n in (0, 1)]
     finished, _users = serve(make_workload(open_stream(alike)))
-    later = [result for result in finished.results if result.num_prompt_tokens > 32]
-    assert [result.num_cached_tokens for result in later] == [48, 48]  # not 64: its own answer, not the other one's
+    later = [result for result in finished.requests if result.num_prompt_tokens > 32]
+    assert [result.server.num_cached_tokens for result in later] == [
+        48,
+        48,
+    ]  # not 64: its own answer, not the other one's
 
 
 def test_closed_loop_begins_a_session_when_one_has_ended() -> None:
     stream = Stream(kind="chat", sessions=[make_session(n, num_turns=2) for n in range(4)], concurrency=2)
     finished, _users = serve(make_workload(stream))
-    results = finished.results
+    results = finished.requests
     assert len(results) == 8
-    assert [result.arrival_s for result in results[:2]] == [0.0, 0.0]
+    assert [result.due_s for result in results[:2]] == [0.0, 0.0]
     first_turns = [result for result in results if result.num_prompt_tokens == 32]
-    ends = sorted(result.end_s or 0.0 for result in results if result.num_prompt_tokens > 32)
-    assert sorted(result.arrival_s for result in first_turns[2:]) == ends[:2]
+    ends = sorted(result.end_s for result in results if result.num_prompt_tokens > 32)
+    assert sorted(result.due_s for result in first_turns[2:]) == ends[:2]
 
 
-def test_place_of_somebody_turned_away_is_taken_later_so_that_time_passes() -> None:
+def test_place_of_a_refused_session_is_taken_later_so_that_time_passes() -> None:
     stream = Stream(kind="chat", sessions=[make_session(n) for n in range(5)], concurrency=1)
     users = Users(make_workload(stream, duration_s=3.5), ContentWriter(seed=0), slo=SLO)
     arrival: Arrival | None = next(users.arrivals())
@@ -95,10 +104,7 @@ def test_place_of_somebody_turned_away_is_taken_later_so_that_time_passes() -> N
     while arrival is not None:
         times.append(arrival.at_s)
         assert arrival.follow_up is not None
-        turned_away = RequestResult(
-            index=0, arrival_s=arrival.at_s, num_prompt_tokens=32, end_s=arrival.at_s, refusal="Overloaded: full"
-        )
-        arrival = arrival.follow_up(turned_away)
+        arrival = arrival.follow_up(make_failure(0, Outcome.REFUSED, due_s=arrival.at_s, end_s=arrival.at_s))
     assert times == [0.0, 1.0, 2.0, 3.0]
 
 
@@ -106,8 +112,9 @@ def test_session_ends_with_a_request_that_is_not_answered() -> None:
     turns = (Turn(segments=(Segment(1, 1200),), num_output_tokens=9), *make_session(0, num_turns=2).turns)
     session = Session(index=0, kind="chat", start_s=0.0, turns=turns)
     finished, _users = serve(make_workload(open_stream([session])))
-    (result,) = finished.results
-    assert result.refusal
+    (result,) = finished.requests
+    assert not result.is_complete
+    assert result.error
 
 
 @pytest.mark.parametrize(("duration_s", "max_requests", "num_begun"), [(2.0, None, 3), (100.0, 3, 2), (100.0, 4, 2)])
@@ -116,14 +123,14 @@ def test_no_session_begins_after_the_duration_or_after_so_many_requests(
 ) -> None:
     sessions = [make_session(n, start_s=float(n), num_turns=2) for n in range(9)]
     finished, users = serve(make_workload(open_stream(sessions), duration_s=duration_s, max_requests=max_requests))
-    assert len(finished.results) == 2 * num_begun
+    assert len(finished.requests) == 2 * num_begun
     assert users.last_start_s == num_begun - 1
 
 
 def test_requests_of_the_warm_up_are_of_no_kind() -> None:
     sessions = [make_session(n, start_s=float(n)) for n in range(4)]
     finished, _users = serve(make_workload(open_stream(sessions)), warm_up_s=2.0)
-    assert [result.kind for result in finished.results] == [WARM_UP, WARM_UP, "chat", "chat"]
+    assert [result.kind for result in finished.requests] == [WARM_UP, WARM_UP, "chat", "chat"]
 
 
 def test_requests_state_the_objective_of_their_length() -> None:
@@ -157,23 +164,24 @@ SPEC = parse_workload(
 SIMULATION = Simulation(hardware=Hardware(), slo=Slo(ttft_s=2.0, tpot_s=0.05), warm_up_s=10.0)
 
 
-def serving(**pool: object) -> object:
-    pools = {"block_size": 64, "max_step_tokens": 2048, "num_blocks": 4000, **pool}
-    return {"pools": {"prefill": pools, "decode": pools}}
+def simulate(
+    load: float, *, num_prefill: int = 1, num_decode: int = 1, spec: WorkloadSpec = SPEC, seed: int | None = None
+) -> tuple[Point, SimRun]:
+    arm = Arm(name="arm", num_prefill=num_prefill, num_decode=num_decode)
+    pool = {"block_size": 64, "max_step_tokens": 2048, "num_blocks": 4000}
+    serving = parse_config({"pools": {"prefill": pool, "decode": pool}}, source="test")
+    workload = build_workload(spec, load=load, seed=seed)
+    return simulate_point(arm, serving, workload, SIMULATION, Cell(arm=arm.name, load=load, repeat=0))
 
 
 @pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 1), (0, 2)])
-def test_simulated_point_counts_everybody_and_each_kind_of_the_window(num_prefill: int, num_decode: int) -> None:
-    arm = Arm(name="arm", num_prefill=num_prefill, num_decode=num_decode)
-    config = parse_config(serving(), source="test")
-    point, finished = simulate_point(arm, config, build_workload(SPEC, load=1.0), SIMULATION, load=1.0, repeat=0)
-    everybody, chats, documents = point.kinds
-    assert [everybody.kind, chats.kind, documents.kind] == ["all", "chats", "documents"]
-    assert everybody.num_requests == chats.num_requests + documents.num_requests < len(finished.results)
-    assert everybody.num_good == chats.num_good + documents.num_good
-    assert everybody.num_requests == sum(
-        10.0 <= result.arrival_s <= 10.0 + point.duration_s for result in finished.results
-    )
+def test_simulated_point_counts_all_requests_and_each_kind_of_the_window(num_prefill: int, num_decode: int) -> None:
+    point, finished = simulate(1.0, num_prefill=num_prefill, num_decode=num_decode)
+    assert list(point.kinds) == ["all", "chats", "documents"]
+    overall, chats, documents = point.kinds.values()
+    assert overall.num_requests == chats.num_requests + documents.num_requests < len(finished.requests)
+    assert overall.num_good == chats.num_good + documents.num_good
+    assert overall.num_requests == sum(10.0 <= result.due_s <= 10.0 + point.duration_s for result in finished.requests)
     assert documents.ttft is not None and chats.ttft is not None
     assert documents.ttft.p50 > chats.ttft.p50
     assert (point.prefill_busy is None) == (num_prefill == 0)
@@ -184,19 +192,11 @@ def test_simulated_point_counts_everybody_and_each_kind_of_the_window(num_prefil
 
 
 def test_equal_cells_give_equal_points() -> None:
-    arm = Arm(name="1P1D", num_prefill=1, num_decode=1)
-    config = parse_config(serving(), source="test")
-    points = [
-        simulate_point(arm, config, build_workload(SPEC, load=2.0, seed=3), SIMULATION, load=2.0, repeat=0)[0]
-        for _ in range(2)
-    ]
-    assert points[0] == points[1]
+    assert simulate(2.0, seed=3)[0] == simulate(2.0, seed=3)[0]
 
 
-def test_gaps_of_a_point_are_those_of_an_idle_model_when_nobody_else_asks() -> None:
-    arm = Arm(name="1P1D", num_prefill=1, num_decode=1)
-    config = parse_config(serving(), source="test")
-    point, _finished = simulate_point(arm, config, build_workload(SPEC, load=0.2), SIMULATION, load=0.2, repeat=0)
+def test_gaps_of_a_point_without_other_load_are_those_of_an_idle_model() -> None:
+    point, _finished = simulate(0.2)
     assert point.overall.itl is not None and point.overall.tpot is not None
     assert point.overall.itl.p50 == pytest.approx(point.overall.tpot.p50, rel=0.05)
 
@@ -209,11 +209,6 @@ def test_point_warns_when_sessions_are_longer_than_the_warm_up() -> None:
             )
         }
     )
-    arm = Arm(name="2 aggregated", num_prefill=0, num_decode=2)
-    config = parse_config(serving(), source="test")
-    warned, calm = (
-        simulate_point(arm, config, build_workload(spec, load=4.0), SIMULATION, load=4.0, repeat=0)[0].warnings
-        for spec in (slow, SPEC)
-    )
-    assert warned == ("much less than the load came while it was measured: the warm-up is too short for its sessions",)
+    warned, calm = (simulate(4.0, num_prefill=0, num_decode=2, spec=spec)[0].warnings for spec in (slow, SPEC))
+    assert warned == ("far fewer requests than the load came: the warm-up is too short for its sessions",)
     assert calm == ()

@@ -1,13 +1,22 @@
 """Small clusters and workloads that the simulator's tests share."""
 
+import asyncio
+import functools
+import os
 import random
+import subprocess
+import sys
 from array import array
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec
 
 from common.config import RouterConfig
 from common.timing import StepModel, TimingModel
+from measure.simulate.loop import VirtualLoop
 from measure.simulate.records import Arrival, ClusterShape, SimSettings
-from measure.simulate.timing import FittedTimes
+from measure.simulate.timing import FittedTimes, Pace
+
+P = ParamSpec("P")
 
 MODEL = TimingModel(
     prefill=StepModel(
@@ -39,8 +48,8 @@ def make_settings(policy: str = "predictive", **changes: Any) -> SimSettings:
     """Return settings with a linear model of time."""
     router = RouterConfig.model_validate({"policy": policy, "metrics_port": None})
     fields: dict[str, Any] = {
-        "prefill_times": FittedTimes(MODEL),
-        "decode_times": FittedTimes(MODEL),
+        "prefill": Pace(times=FittedTimes(MODEL)),
+        "decode": Pace(times=FittedTimes(MODEL)),
         "router": router,
     }
     return SimSettings(**(fields | changes))
@@ -57,3 +66,36 @@ def make_arrivals(count: int, *, seed: int = 1, rate_per_s: float = 20.0) -> lis
         own = [draw.randrange(1000) for _ in range(draw.randrange(1, 60))]
         arrivals.append(Arrival(at_s=at_s, prompt=array("I", shared + own), num_output_tokens=draw.randrange(1, 100)))
     return arrivals
+
+
+def on_virtual_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Run an async test on a virtual loop."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            runner.run(test(*args, **kwargs))
+
+    return run
+
+
+def current_loop() -> VirtualLoop:
+    """Return the running virtual loop."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    return loop
+
+
+def printed_twice(code: str) -> tuple[str, str]:
+    """Return the output of a program in two processes with different hash seeds."""
+    first, second = (
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    )
+    return first, second

@@ -12,24 +12,25 @@ from measure.simulate.faults import FaultRates
 from measure.simulate.invariants import AnswerCheck, Violation
 from measure.simulate.questions import Question
 
+BAD_WEEK = FaultRates(lose=0.01, repeat=0.01, delay=0.1, max_delay_s=1.0, stall=0.001, stall_s=6.0)
 
-@pytest.mark.parametrize("seed", [11, 12])
-def test_chaos_breaks_no_invariant(seed: int) -> None:
-    report = run_chaos(ChaosSettings(num_requests=700, seed=seed))
+
+@pytest.mark.parametrize(
+    ("settings", "num_complete"),
+    [
+        (ChaosSettings(num_requests=700, seed=11), 600),
+        (ChaosSettings(num_requests=700, seed=12), 600),
+        (ChaosSettings(num_requests=300, seed=3, rates=BAD_WEEK, mean_s_between_crashes=4.0), 150),
+    ],
+    ids=["seed 11", "seed 12", "many bad messages"],
+)
+def test_chaos_breaks_no_invariant(settings: ChaosSettings, num_complete: int) -> None:
+    report = run_chaos(settings)
 
     assert report.violations == []
-    assert report.outcomes.total() == 700
-    assert report.outcomes["complete"] > 600
+    assert report.outcomes.total() == settings.num_requests
+    assert report.outcomes["complete"] > num_complete
     assert min(report.num_crashes, report.num_messages_lost, report.num_messages_repeated, report.num_replans) > 0
-
-
-def test_chaos_with_many_bad_messages_breaks_no_invariant() -> None:
-    rates = FaultRates(lose=0.01, repeat=0.01, delay=0.1, max_delay_s=1.0, stall=0.001, stall_s=6.0)
-    report = run_chaos(ChaosSettings(num_requests=300, seed=3, rates=rates, mean_s_between_crashes=4.0))
-
-    assert report.violations == []
-    assert report.outcomes.total() == 300
-    assert report.outcomes["complete"] > 150
 
 
 def test_chaos_on_aggregated_workers_without_bad_messages_completes_everything() -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from common.slo import Slo
 from measure.simulate.comparison import Comparison
-from measure.simulate.replay import Cell, CellResult, ReplayError, ReplaySettings, read_requests
+from measure.simulate.records import read_requests
+from measure.simulate.replay import REQUESTS_FILE, Cell, CellResult, ReplayError, ReplaySettings
 from measure.simulate.report import write_report
 from tests.measure.pages.test_page import check
 
@@ -37,7 +38,7 @@ def make_comparison(out: Path, *policies: str, settings: ReplaySettings | None =
 
 
 def run(comparison: Comparison, *, num_jobs: int = 1) -> tuple[list[CellResult], list[Cell]]:
-    """All results, and the cells in the order in which they were reported."""
+    """Return all results, and the cells in the order in which they were reported."""
     reported: list[Cell] = []
     comparison.prepare()
     results = comparison.run(num_jobs=num_jobs, report=lambda result: reported.append(result.cell))
@@ -45,7 +46,7 @@ def run(comparison: Comparison, *, num_jobs: int = 1) -> tuple[list[CellResult],
 
 
 def files(out: Path) -> dict[str, bytes]:
-    """Everything that is a function of the settings."""
+    """Return all files that are functions of the settings."""
     return {
         str(path.relative_to(out)): path.read_bytes()
         for path in sorted(out.rglob("*"))
@@ -57,16 +58,16 @@ def test_two_runs_are_equal_byte_for_byte_in_one_process_and_in_two(tmp_path: Pa
     run(make_comparison(tmp_path / "one"))
     run(make_comparison(tmp_path / "two"), num_jobs=2)
     first, second = files(tmp_path / "one"), files(tmp_path / "two")
-    assert len(first) == 1 + 2 * 4
+    assert len(first) == 1 + 2 * 3
     assert first == second
 
 
 def test_every_request_of_the_trace_has_one_result(tmp_path: Path) -> None:
     comparison = make_comparison(tmp_path, "round_robin")
     (result,), _ = run(comparison)
-    requests = list(read_requests(comparison.folder(result.cell)))
+    requests = list(read_requests(comparison.folder(result.cell) / REQUESTS_FILE))
     assert [request.index for request in requests] == list(range(NUM_REQUESTS))
-    assert result.summary.num_complete == sum(request.is_complete for request in requests) == NUM_REQUESTS
+    assert result.summary.figures.num_complete == sum(request.is_complete for request in requests) == NUM_REQUESTS
     assert result.clock.num_choices == NUM_REQUESTS
 
 
@@ -96,7 +97,7 @@ def test_folder_with_results_of_other_settings_is_refused_until_they_are_forgott
         other.prepare()
     other.forget()
     (result,), _ = run(other)
-    assert result.summary.num_requests == 5
+    assert result.summary.figures.num_requests == 5
 
 
 def test_pages_that_do_not_divide_the_traces_blocks_are_refused(tmp_path: Path) -> None:

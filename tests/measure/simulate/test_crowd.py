@@ -1,12 +1,13 @@
-"""Requests that follow from others: turns of a chat, and whoever comes next in a closed loop."""
+"""Requests that follow from others: turns of a chat, and sessions of a closed loop."""
 
 from array import array
 from collections.abc import Callable
 
 import pytest
 
+from measure.load.records import RequestRecord
 from measure.simulate.cluster import run
-from measure.simulate.records import Arrival, RequestResult, SimRun
+from measure.simulate.records import Arrival, SimRun
 from tests.measure.simulate.builders import make_arrivals, make_settings, make_shape
 
 BLOCK_SIZE = 16
@@ -14,14 +15,13 @@ THINK_S = 2.0
 
 
 def make_chat(num_turns: int, *, seed: int = 0, at_s: float = 0.0, num_output_tokens: int = 33) -> Arrival:
-    """Return the first turn of a chat, every later one of which is asked `THINK_S` after an answer."""
+    """Return the first turn of a chat, whose later turns are asked `THINK_S` after an answer."""
     answers = [array("I", [1000 * (seed + 1) + turn] * num_output_tokens) for turn in range(num_turns)]
 
     def turn(index: int, history: "array[int]", at_s: float) -> Arrival:
         prompt = history + array("I", [seed * 100 + index] * (2 * BLOCK_SIZE))
 
-        def follow_up(result: RequestResult) -> Arrival | None:
-            assert result.end_s is not None
+        def follow_up(result: RequestRecord) -> Arrival | None:
             if index + 1 == num_turns or not result.is_complete:
                 return None
             return turn(index + 1, prompt + answers[index], result.end_s + THINK_S)
@@ -43,26 +43,25 @@ def serve(*arrivals: Arrival, progress: Callable[[int], None] | None = None) -> 
 
 
 def test_turns_come_a_think_time_after_the_answer_before() -> None:
-    first, second, third = serve(make_chat(3)).results
-    assert first.end_s is not None and second.end_s is not None
-    assert second.arrival_s == first.end_s + THINK_S
-    assert third.arrival_s == second.end_s + THINK_S
+    first, second, third = serve(make_chat(3)).requests
+    assert second.due_s == first.end_s + THINK_S
+    assert third.due_s == second.end_s + THINK_S
     assert all(result.is_complete for result in (first, second, third))
 
 
 def test_later_turn_finds_prompt_and_answer_before_it_in_a_cache() -> None:
-    results = serve(make_chat(3)).results
+    results = serve(make_chat(3)).requests
     history = 0
     for result in results:
-        assert result.num_cached_tokens == history // BLOCK_SIZE * BLOCK_SIZE
+        assert result.server.num_cached_tokens == history // BLOCK_SIZE * BLOCK_SIZE
         history = result.num_prompt_tokens + result.num_output_tokens - 1  # the last token's KV is never computed
 
 
-def test_results_are_in_order_of_arrival_whoever_a_request_follows_from() -> None:
+def test_results_are_in_order_of_arrival_whatever_a_request_follows_from() -> None:
     others = make_arrivals(30, rate_per_s=5.0)
-    results = serve(make_chat(2), *others).results
+    results = serve(make_chat(2), *others).requests
     assert [result.index for result in results] == list(range(32))
-    assert [result.arrival_s for result in results] == sorted(result.arrival_s for result in results)
+    assert [result.due_s for result in results] == sorted(result.due_s for result in results)
     assert [result.kind for result in results].count("chat") == 2
 
 
@@ -82,13 +81,13 @@ def test_closed_loop_never_runs_more_requests_than_it_has_users() -> None:
             at_s=at_s,
             prompt=array("I", [num_asked] * 40),
             num_output_tokens=5 + num_asked % 7,
-            follow_up=lambda result: ask(result.end_s or 0.0) if num_asked < 20 else None,
+            follow_up=lambda result: ask(result.end_s) if num_asked < 20 else None,
         )
 
-    results = serve(*(ask(0.0) for _ in range(num_users))).results
+    results = serve(*(ask(0.0) for _ in range(num_users))).requests
     assert len(results) == 20
     edges = sorted(
-        [(result.arrival_s, 1) for result in results] + [(result.end_s or 0.0, -1) for result in results]
+        [(result.due_s, 1) for result in results] + [(result.end_s, -1) for result in results]
     )  # an end comes before an arrival of the same time
     running = most = 0
     for _time, change in edges:
@@ -99,34 +98,31 @@ def test_closed_loop_never_runs_more_requests_than_it_has_users() -> None:
 
 def test_same_chats_give_the_same_results_twice() -> None:
     runs = [serve(make_chat(4), make_chat(4, seed=1, at_s=0.5)) for _ in range(2)]
-    assert runs[0].results == runs[1].results
-    assert runs[0].kind_gaps == runs[1].kind_gaps
+    assert runs[0].requests == runs[1].requests
 
 
-def test_gaps_of_all_kinds_add_up_to_those_of_everybody() -> None:
+def test_every_gap_between_tokens_is_recorded_with_its_request() -> None:
     finished = serve(make_chat(3), *make_arrivals(20))
-    total = {bound: count for bound, count in finished.gaps if count}
-    assert set(finished.kind_gaps) == {"", "chat"}
-    for gaps in finished.kind_gaps.values():
-        for bound, count in gaps:
-            if count:
-                total[bound] -= count
-    assert not any(total.values())
-    chat_gaps = sum(count for _bound, count in finished.kind_gaps["chat"])
-    assert chat_gaps == sum(r.num_output_tokens - 1 for r in finished.results if r.kind == "chat")
+    assert {request.kind for request in finished.requests} == {"", "chat"}
+    assert [(request.session, request.turn) for request in finished.requests][:1] == [(0, 0)]
+    for request in finished.requests:
+        assert len(request.gaps_s) == request.num_wanted_tokens - 1
+        assert all(gap_s > 0 for gap_s in request.gaps_s)
 
 
 @pytest.mark.parametrize("interval_s", [0.5, 2.0])
 def test_samples_rise_to_the_workers_counters_and_change_nothing(interval_s: float) -> None:
     plain = run(make_shape(1, 1), make_settings(), make_arrivals(40))
     sampled = run(make_shape(1, 1), make_settings(sample_interval_s=interval_s), make_arrivals(40))
-    assert (sampled.results, sampled.workers) == (plain.results, plain.workers)
+    assert (sampled.requests, sampled.workers) == (plain.requests, plain.workers)
     assert [sample.at_s for sample in sampled.samples] == [
         pytest.approx(interval_s * number) for number in range(len(sampled.samples))
     ]
     assert len(sampled.samples) >= 2
     for position, worker in enumerate(sampled.workers):
-        busy = [sample.busy_s[position] for sample in sampled.samples]
+        seen = [sample.workers[position] for sample in sampled.samples]
+        busy = [each.busy_s or 0.0 for each in seen]
+        assert {(each.worker_id, each.role) for each in seen} == {(worker.worker_id, worker.worker_id.split("-")[0])}
         assert busy == sorted(busy)
         assert 0 < busy[-1] <= worker.busy_s + 1e-9
-    assert max(max(sample.used_share) for sample in sampled.samples) > 0
+    assert max(each.num_used_blocks for sample in sampled.samples for each in sample.workers) > 0

@@ -1,4 +1,4 @@
-"""A leap over many steps leaves behind exactly what the same steps leave behind when they are taken one by one."""
+"""A leap over many steps gives exactly the same state as the steps taken one by one."""
 
 import asyncio
 import random
@@ -25,7 +25,8 @@ from measure.simulate.engine import SimEngine
 from measure.simulate.executor import Answer, SimExecutor, sim_shape
 from measure.simulate.loop import VirtualClock, VirtualLoop
 from measure.simulate.timing import FittedTimes
-from measure.simulate.token_log import TokenLog
+from measure.simulate.tokens import TokenLog
+from tests.measure.simulate.builders import current_loop, on_virtual_loop
 
 BLOCK = 4
 ROOT = hash_root(model_fingerprint="test")
@@ -38,12 +39,12 @@ TIMES = FittedTimes(
     )
 )
 OFF_GRID_S = 2**-30
-"""Commands come between the ends of steps: what happens at the same instant has no order."""
+"""Offset of commands from the ends of steps: simultaneous events have no order."""
 
 
 @dataclass(frozen=True)
 class Op:
-    """Something that is asked of the engine, `wait` 1/64 seconds after what was asked before."""
+    """A command to the engine, `wait` 1/64 seconds after the one before."""
 
     wait: int
     kind: str
@@ -76,7 +77,6 @@ class Outcome:
     num_steps: int = 0
     busy_s: float = 0.0
     num_context_tokens: list[int] = field(default_factory=list)
-    num_gaps: int = 0
 
 
 class Bench:
@@ -152,37 +152,29 @@ class Bench:
             block_hashes=hash_blocks(prompt, root=ROOT, block_size=BLOCK),
         )
         self.answers[request.request_id] = Answer(op.num_output, array("I", range(100, 100 + op.num_output)))
-        enter = self._enter_reserved if op.kind == "reserve" else self._enter
-        self.engine.post(lambda core: enter(core, name, request))
+        self.engine.post(lambda core: self._enter(core, name, request, is_reserved=op.kind == "reserve"))
 
-    def _enter(self, core: EngineCore, name: str, request: EngineRequest) -> None:
+    def _enter(self, core: EngineCore, name: str, request: EngineRequest, *, is_reserved: bool) -> None:
         try:
-            group = core.add(request, self.sink(name))
+            group = (core.reserve if is_reserved else core.add)(request, self.sink(name))
         except KvrelayError as error:
             self.outcome.others.append((0.0, name, str(error)))
             return
-        if isinstance(group, Group):
-            self.groups.append((name, group))
-
-    def _enter_reserved(self, core: EngineCore, name: str, request: EngineRequest) -> None:
-        try:
-            group = core.reserve(request, self.sink(name))
-        except KvrelayError as error:
-            self.outcome.others.append((0.0, name, str(error)))
+        if not isinstance(group, Group):
             return
-        if isinstance(group, Group):
-            self.groups.append((name, group))
+        self.groups.append((name, group))
+        if is_reserved:
             core.commit(group, len(request.prompt_token_ids))
             answer = self.answers[request.request_id]
-            self.log.note(request.request_id, 0, self.loop.time())
+            self.log.note(request.request_id, 0, (self.loop.time(),))
             core.start(group, [(answer.token(0), min(request.sampling.max_tokens, answer.num_tokens) == 1)])
 
     def _look(self) -> Outcome:
         outcome, core = self.outcome, self.core
         for name, group in self.groups:
-            if name in self.cancelled:  # nobody reads its tokens any more: they are not brought up to date
+            if name in self.cancelled:  # its tokens are not read any more, so they are not brought up to date
                 continue
-            outcome.times[name] = self.log.times(RequestId(name))
+            outcome.times[name] = list(self.log.take(RequestId(name)))
             outcome.sequences[name] = [
                 (s.state, list(s.token_ids), s.num_computed, s.num_ready, s.num_published, list(s.block_table),
                  s.retired_blocks, s.block_hashes)
@@ -200,25 +192,25 @@ class Bench:
         outcome.num_steps, outcome.busy_s = self.engine.num_steps, self.engine.busy_s
         for name in self.cancelled:
             outcome.tokens.pop(name, None)
-        if not self.cancelled:
-            outcome.num_gaps = sum(count for _bound, count in self.log.gaps())
         return outcome
 
 
 def run_bench(ops: Sequence[Op], *, leaps: bool, stop_after: int) -> Outcome:
-    async def main() -> Outcome:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        return await Bench(loop, leaps=leaps).run(ops, stop_after=stop_after)
+    outcome = Outcome()
 
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(main())
+    @on_virtual_loop
+    async def main() -> None:
+        nonlocal outcome
+        outcome = await Bench(current_loop(), leaps=leaps).run(ops, stop_after=stop_after)
+
+    main()
+    return outcome
 
 
 def assert_same(ops: Sequence[Op], stop_after: int) -> None:
     leaping = run_bench(ops, leaps=True, stop_after=stop_after)
     stepping = run_bench(ops, leaps=False, stop_after=stop_after)
-    for name in ("others", "ends", "tokens", "sequences", "pool", "times", "num_context_tokens", "num_gaps"):
+    for name in ("others", "ends", "tokens", "sequences", "pool", "times", "num_context_tokens"):
         assert getattr(leaping, name) == getattr(stepping, name), name
     for name, tokens in leaping.tokens.items():
         assert [index for index, _token in tokens] == list(range(tokens[0][0], tokens[0][0] + len(tokens))), name
@@ -259,17 +251,12 @@ def test_leap_over_a_long_run_leaves_the_same_as_single_steps(seed: int) -> None
     assert_same(list(random_ops(seed)), stop_after=random.Random(seed).randrange(200))
 
 
-def test_leap_takes_a_long_answer_in_few_turns_of_the_loop() -> None:
+@on_virtual_loop
+async def test_leap_takes_a_long_answer_in_few_turns_of_the_loop() -> None:
     turns: list[float] = []
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        bench = Bench(loop, leaps=True)
-        bench._on_report = lambda report: turns.append(loop.time())  # type: ignore[method-assign] # noqa: SLF001
-        await bench.run([Op(wait=0, kind="add", num_prompt=9, num_output=40, max_tokens=40, which=0)], stop_after=400)
-        assert bench.outcome.ends["r0"][1] == "stop"
-        assert bench.engine.num_steps == 40
-
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(main())
+    bench = Bench(current_loop(), leaps=True)
+    bench._on_report = lambda report: turns.append(current_loop().time())  # type: ignore[method-assign] # noqa: SLF001
+    await bench.run([Op(wait=0, kind="add", num_prompt=9, num_output=40, max_tokens=40, which=0)], stop_after=400)
+    assert bench.outcome.ends["r0"][1] == "stop"
+    assert bench.engine.num_steps == 40
+    assert len(turns) < 20

@@ -1,6 +1,8 @@
 """Calls over the simulated network look like calls over grpc.aio, from both sides."""
 
 import asyncio
+import functools
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -12,17 +14,21 @@ from common.rpc import abort, error_boundary
 from kvrelay.v1 import kv_transfer_pb2
 from measure.simulate.faults import Fate, FaultRates, SeededFaults
 from measure.simulate.loop import VirtualLoop
-from measure.simulate.network import KEEPALIVE_S, SimChannel, SimNetwork, SimServer
+from measure.simulate.network import SimChannel, SimNetwork, SimServer
 from measure.simulate.records import NetworkShape
+from measure.simulate.wire import KEEPALIVE_S
+from tests.measure.simulate.builders import current_loop, on_virtual_loop
 
 LATENCY_S = 0.25
 SHAPE = NetworkShape(latency_s=LATENCY_S, kv_bytes_per_s=1000.0)
+WELL = (Fate.ARRIVE, 0.0)
+Test = Callable[..., Awaitable[None]]
 
 
 class Scene:
     """One server at "server:1" and a channel to it from "client:1"."""
 
-    def __init__(self, loop: VirtualLoop, faults: Any = None) -> None:
+    def __init__(self, loop: VirtualLoop, faults: Any) -> None:
         self.loop = loop
         self.network = SimNetwork(loop, SHAPE, block_bytes=100, faults=faults)
         self.server = SimServer()
@@ -46,18 +52,34 @@ class Scene:
         return self.channel.stream_stream("/test.Service/Call", None, None, _registered_method=True)
 
 
-def play(act: Callable[[Scene], Awaitable[None]], faults: Any = None) -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        scene = Scene(loop, faults)
-        await act(scene)
-        await asyncio.sleep(2 * KEEPALIVE_S)
-        assert scene.network.num_calls == 0
-        assert asyncio.all_tasks() == {asyncio.current_task()}
+class Script:
+    """Fates of messages in order; all later ones arrive."""
 
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(main())
+    def __init__(self, *fates: tuple[Fate, float]) -> None:
+        self._fates = list(fates)
+
+    def fate(self, source: str, target: str) -> tuple[Fate, float]:
+        return self._fates.pop(0) if self._fates else (Fate.ARRIVE, 0.0)
+
+
+def on_virtual_time(*fates: tuple[Fate, float]) -> Callable[[Test], Callable[..., None]]:
+    """Run a test with a scene of its own, whose first messages have these fates. Nothing may be left behind."""
+
+    def decorate(test: Test) -> Callable[..., None]:
+        @on_virtual_loop
+        @functools.wraps(test)
+        async def run(**values: Any) -> None:
+            scene = Scene(current_loop(), Script(*fates))
+            await test(scene, **values)
+            await asyncio.sleep(2 * KEEPALIVE_S)
+            assert scene.network.num_calls == 0
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+        _scene, *others = inspect.signature(test).parameters.values()
+        run.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 async def numbers(request: int, context: Any) -> None:
@@ -65,53 +87,45 @@ async def numbers(request: int, context: Any) -> None:
         await context.write(number)
 
 
-def test_unary_call_takes_a_latency_each_way() -> None:
+@on_virtual_time()
+async def test_unary_call_takes_a_latency_each_way(scene: Scene) -> None:
     async def double(request: int, context: Any) -> int:
         return 2 * request
 
-    async def act(scene: Scene) -> None:
-        assert await scene.unary(double)(21, timeout=5.0) == 42
-        assert scene.loop.time() == 2 * LATENCY_S
-
-    play(act)
+    assert await scene.unary(double)(21, timeout=5.0) == 42
+    assert scene.loop.time() == 2 * LATENCY_S
 
 
-def test_stream_messages_arrive_in_order_and_end_well() -> None:
-    async def act(scene: Scene) -> None:
-        call = scene.stream(numbers)(3)
-        assert [message async for message in call] == [0, 1, 2]
-        assert await call.code() is grpc.StatusCode.OK
-
-    play(act)
+@on_virtual_time()
+async def test_stream_messages_arrive_in_order_and_end_well(scene: Scene) -> None:
+    call = scene.stream(numbers)(3)
+    assert [message async for message in call] == [0, 1, 2]
+    assert await call.code() is grpc.StatusCode.OK
 
 
-def test_status_of_our_errors_comes_back_as_the_same_class() -> None:
+@on_virtual_time()
+async def test_status_of_our_errors_comes_back_as_the_same_class(scene: Scene) -> None:
     async def fail(request: int, context: Any) -> None:
         await context.write(1)
         async with error_boundary(context, "Call"):
             raise HandoffGone("it is gone", field="handoff_id")
 
-    async def act(scene: Scene) -> None:
-        call = scene.stream(fail)(0)
-        assert await anext(call) == 1
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await anext(call)
-        error = from_rpc_error(caught.value)
-        assert isinstance(error, HandoffGone) and error.message == "it is gone" and error.field == "handoff_id"
-
-    play(act)
+    call = scene.stream(fail)(0)
+    assert await anext(call) == 1
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await anext(call)
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, HandoffGone) and error.message == "it is gone" and error.field == "handoff_id"
 
 
-def test_handler_that_raises_something_else_ends_the_call_with_unknown() -> None:
+@on_virtual_time()
+async def test_handler_that_raises_something_else_ends_the_call_with_unknown(scene: Scene) -> None:
     async def fail(request: int, context: Any) -> int:
         raise ZeroDivisionError("oops")
 
-    async def act(scene: Scene) -> None:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await scene.unary(fail)(0)
-        assert caught.value.code() is grpc.StatusCode.UNKNOWN
-
-    play(act)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await scene.unary(fail)(0)
+    assert caught.value.code() is grpc.StatusCode.UNKNOWN
 
 
 async def hang(request: int, context: Any) -> None:
@@ -125,141 +139,124 @@ async def hang(request: int, context: Any) -> None:
 hang_ended: list[float] = []
 
 
-def test_cancel_raises_here_and_cancels_the_handler_a_latency_later() -> None:
-    async def act(scene: Scene) -> None:
-        hang_ended.clear()
-        call = scene.stream(hang)(0)
+@on_virtual_time()
+async def test_cancel_raises_here_and_cancels_the_handler_a_latency_later(scene: Scene) -> None:
+    hang_ended.clear()
+    call = scene.stream(hang)(0)
+    await anext(call)
+    assert call.cancel()
+    assert not call.cancel()
+    with pytest.raises(asyncio.CancelledError):
         await anext(call)
-        assert call.cancel()
-        assert not call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await anext(call)
-        await asyncio.sleep(1.0)
-        assert hang_ended == [3 * LATENCY_S]
-
-    play(act)
+    await asyncio.sleep(1.0)
+    assert hang_ended == [3 * LATENCY_S]
 
 
-def test_cancelling_a_task_that_reads_cancels_its_call() -> None:
-    async def act(scene: Scene) -> None:
-        hang_ended.clear()
-        call = scene.stream(hang)(0)
+@on_virtual_time()
+async def test_cancelling_a_task_that_reads_cancels_its_call(scene: Scene) -> None:
+    hang_ended.clear()
+    call = scene.stream(hang)(0)
+    await anext(call)
+    reading = asyncio.ensure_future(anext(call))
+    await asyncio.sleep(1.0)
+    reading.cancel()
+    await asyncio.wait([reading])
+    assert reading.cancelled() and call.cancelled()
+    await asyncio.sleep(1.0)
+    assert hang_ended == [2 * LATENCY_S + 1.0 + LATENCY_S]
+
+
+@on_virtual_time()
+async def test_cancel_before_the_call_has_arrived_never_starts_its_handler(scene: Scene) -> None:
+    hang_ended.clear()
+    scene.stream(hang)(0).cancel()
+    await asyncio.sleep(1.0)
+    assert hang_ended == []
+
+
+@on_virtual_time()
+async def test_deadline_ends_the_call_on_both_sides(scene: Scene) -> None:
+    hang_ended.clear()
+    call = scene.stream(hang)(0, timeout=2.0)
+    await anext(call)
+    assert call.time_remaining() == 2.0 - 2 * LATENCY_S
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
         await anext(call)
-        reading = asyncio.ensure_future(anext(call))
-        await asyncio.sleep(1.0)
-        reading.cancel()
-        await asyncio.wait([reading])
-        assert reading.cancelled() and call.cancelled()
-        await asyncio.sleep(1.0)
-        assert hang_ended == [2 * LATENCY_S + 1.0 + LATENCY_S]
-
-    play(act)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert scene.loop.time() == 2.0
+    await asyncio.sleep(1.0)
+    assert hang_ended == [2.0 + LATENCY_S]
 
 
-def test_cancel_before_the_call_has_arrived_never_starts_its_handler() -> None:
-    async def act(scene: Scene) -> None:
-        hang_ended.clear()
-        scene.stream(hang)(0).cancel()
-        await asyncio.sleep(1.0)
-        assert hang_ended == []
-
-    play(act)
-
-
-def test_deadline_ends_the_call_on_both_sides() -> None:
-    async def act(scene: Scene) -> None:
-        hang_ended.clear()
-        call = scene.stream(hang)(0, timeout=2.0)
-        await anext(call)
-        assert call.time_remaining() == 2.0 - 2 * LATENCY_S
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await anext(call)
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert scene.loop.time() == 2.0
-        await asyncio.sleep(1.0)
-        assert hang_ended == [2.0 + LATENCY_S]
-
-    play(act)
-
-
-def test_closing_the_channel_cancels_what_runs_on_it() -> None:
-    async def act(scene: Scene) -> None:
-        call = scene.stream(hang)(0)
-        await anext(call)
-        await scene.channel.close()
-        with pytest.raises(asyncio.CancelledError):
-            await call.read()
-        with pytest.raises(grpc.aio.UsageError):
-            scene.channel.unary_unary("/test.Service/Call")(0)
-
-    play(act)
+@on_virtual_time()
+async def test_closing_the_channel_cancels_what_runs_on_it(scene: Scene) -> None:
+    call = scene.stream(hang)(0)
+    await anext(call)
+    await scene.channel.close()
+    with pytest.raises(asyncio.CancelledError):
+        await call.read()
+    with pytest.raises(grpc.aio.UsageError):
+        scene.channel.unary_unary("/test.Service/Call")(0)
 
 
 @pytest.mark.parametrize("crashed", ["client:1", "server:1"])
-def test_crash_of_either_side_breaks_the_call_off(crashed: str) -> None:
-    async def act(scene: Scene) -> None:
-        hang_ended.clear()
-        call = scene.stream(hang)(0)
+@on_virtual_time()
+async def test_crash_of_either_side_breaks_the_call_off(scene: Scene, crashed: str) -> None:
+    hang_ended.clear()
+    call = scene.stream(hang)(0)
+    await anext(call)
+    scene.network.crash(crashed)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
         await anext(call)
-        scene.network.crash(crashed)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await anext(call)
-        assert isinstance(from_rpc_error(caught.value), WorkerLost)
-        await asyncio.sleep(1.0)
-        assert len(hang_ended) == 1
-
-    play(act)
+    assert isinstance(from_rpc_error(caught.value), WorkerLost)
+    await asyncio.sleep(1.0)
+    assert len(hang_ended) == 1
 
 
-def test_call_to_nobody_is_unavailable() -> None:
-    async def act(scene: Scene) -> None:
-        scene.network.crash("server:1")
-        assert scene.channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await scene.unary(hang)(0)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-
-    play(act)
+@on_virtual_time()
+async def test_call_to_a_host_without_server_is_unavailable(scene: Scene) -> None:
+    scene.network.crash("server:1")
+    assert scene.channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await scene.unary(hang)(0)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-def test_both_sides_of_a_two_way_stream_talk_and_half_close() -> None:
+@on_virtual_time()
+async def test_both_sides_of_a_two_way_stream_talk_and_half_close(scene: Scene) -> None:
     async def echo(requests: AsyncIterator[int], context: Any) -> None:
         async for request in requests:
             await context.write(-request)
         await context.write("end")
 
-    async def act(scene: Scene) -> None:
-        call = scene.both(echo)()
-        await call.write(1)
-        await call.write(2)
-        assert [await call.read(), await call.read()] == [-1, -2]
-        await call.done_writing()
-        assert await call.read() == "end"
-        assert await call.read() is grpc.aio.EOF
-        with pytest.raises(asyncio.InvalidStateError):
-            await call.write(3)
-
-    play(act)
+    call = scene.both(echo)()
+    await call.write(1)
+    await call.write(2)
+    assert [await call.read(), await call.read()] == [-1, -2]
+    await call.done_writing()
+    assert await call.read() == "end"
+    assert await call.read() is grpc.aio.EOF
+    with pytest.raises(asyncio.InvalidStateError):
+        await call.write(3)
 
 
-def test_abort_goes_out_with_its_trailing_metadata() -> None:
+@on_virtual_time()
+async def test_abort_goes_out_with_its_trailing_metadata(scene: Scene) -> None:
     async def refuse(request: int, context: Any) -> int:
         await abort(context, HandoffGone("no"))
         return 0
 
-    async def act(scene: Scene) -> None:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await scene.unary(refuse)(0)
-        assert [key for key, _value in caught.value.trailing_metadata()] == ["grpc-status-details-bin"]
-
-    play(act)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await scene.unary(refuse)(0)
+    assert [key for key, _value in caught.value.trailing_metadata()] == ["grpc-status-details-bin"]
 
 
 def _sealed(num_blocks: int) -> kv_transfer_pb2.FetchBlocksResponse:
     return kv_transfer_pb2.FetchBlocksResponse(sealed=kv_transfer_pb2.SealedBlocks(block_ids=range(num_blocks)))
 
 
-def test_kv_payload_waits_for_both_links() -> None:
+@on_virtual_time()
+async def test_kv_payload_waits_for_both_links(scene: Scene) -> None:
     arrived: dict[str, float] = {}
 
     async def fetch(requests: AsyncIterator[int], context: Any) -> None:
@@ -273,58 +270,46 @@ def test_kv_payload_waits_for_both_links() -> None:
         arrived[f"{source}<{target}"] = scene.loop.time()
         call.cancel()
 
-    async def act(scene: Scene) -> None:
-        for host in ("a:1", "b:1"):
-            server = SimServer()
-            handler: Any = grpc.stream_stream_rpc_method_handler(fetch)
-            server.add_registered_method_handlers("kvrelay.v1.KvTransferService", {"FetchBlocks": handler})
-            scene.network.listen(host, server)
-        # 100 bytes a block, 1000 bytes a second on each link.
-        await asyncio.gather(pull(scene, "x:1", "a:1", 10), pull(scene, "y:1", "a:1", 20), pull(scene, "x:1", "b:1", 5))
-        there_and_back_s = 2 * LATENCY_S
-        assert arrived == {
-            "x:1<a:1": there_and_back_s + 1.0,
-            "y:1<a:1": there_and_back_s + 3.0,  # behind the first one on the link of a
-            "x:1<b:1": there_and_back_s + 1.5,  # behind the first one on the link of x
-        }
-
-    play(act)
+    for host in ("a:1", "b:1"):
+        server = SimServer()
+        handler: Any = grpc.stream_stream_rpc_method_handler(fetch)
+        server.add_registered_method_handlers("kvrelay.v1.KvTransferService", {"FetchBlocks": handler})
+        scene.network.listen(host, server)
+    # 100 bytes a block, 1000 bytes a second on each link.
+    await asyncio.gather(pull(scene, "x:1", "a:1", 10), pull(scene, "y:1", "a:1", 20), pull(scene, "x:1", "b:1", 5))
+    there_and_back_s = 2 * LATENCY_S
+    assert arrived == {
+        "x:1<a:1": there_and_back_s + 1.0,
+        "y:1<a:1": there_and_back_s + 3.0,  # behind the first one on the link of a
+        "x:1<b:1": there_and_back_s + 1.5,  # behind the first one on the link of x
+    }
 
 
-class Script:
-    """Fates in order; then all is well."""
-
-    def __init__(self, *fates: tuple[Fate, float]) -> None:
-        self._fates = list(fates)
-
-    def fate(self, source: str, target: str) -> tuple[Fate, float]:
-        return self._fates.pop(0) if self._fates else (Fate.ARRIVE, 0.0)
+@on_virtual_time(WELL, (Fate.LOSE, 0.0), (Fate.REPEAT, 0.0), (Fate.ARRIVE, 5.0))
+async def test_faults_lose_repeat_and_delay_single_messages_of_a_stream_in_order(scene: Scene) -> None:
+    call = scene.stream(numbers)(4)
+    assert [message async for message in call] == [1, 1, 2, 3]
+    assert scene.loop.time() == 2 * LATENCY_S + 5.0
 
 
-WELL = (Fate.ARRIVE, 0.0)
-
-
-def test_faults_lose_repeat_and_delay_single_messages_of_a_stream_in_order() -> None:
-    async def act(scene: Scene) -> None:
-        call = scene.stream(numbers)(4)
-        assert [message async for message in call] == [1, 1, 2, 3]
-        assert scene.loop.time() == 2 * LATENCY_S + 5.0
-
-    play(act, Script(WELL, (Fate.LOSE, 0.0), (Fate.REPEAT, 0.0), (Fate.ARRIVE, 5.0)))
-
-
-@pytest.mark.parametrize("script", [[(Fate.LOSE, 0.0)], [WELL, (Fate.LOSE, 0.0)]], ids=["first", "last"])
-def test_without_its_first_or_last_message_a_calls_connection_is_broken(script: list[tuple[Fate, float]]) -> None:
+async def assert_connection_breaks(scene: Scene) -> None:
     async def nothing(request: int, context: Any) -> None:
         return
 
-    async def act(scene: Scene) -> None:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await anext(scene.stream(nothing)(0))
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert scene.loop.time() >= KEEPALIVE_S
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await anext(scene.stream(nothing)(0))
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert scene.loop.time() >= KEEPALIVE_S
 
-    play(act, Script(*script))
+
+@on_virtual_time((Fate.LOSE, 0.0))
+async def test_without_its_first_message_a_calls_connection_is_broken(scene: Scene) -> None:
+    await assert_connection_breaks(scene)
+
+
+@on_virtual_time(WELL, (Fate.LOSE, 0.0))
+async def test_without_its_last_message_a_calls_connection_is_broken(scene: Scene) -> None:
+    await assert_connection_breaks(scene)
 
 
 def test_seeded_faults_come_at_their_rates_and_are_the_same_for_the_same_seed() -> None:

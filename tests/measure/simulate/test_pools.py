@@ -1,7 +1,4 @@
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -12,11 +9,11 @@ from cluster.planner.plan import PoolSizes, ScalingPlan
 from measure.simulate.cluster import run
 from measure.simulate.elasticity import Elasticity, Stay
 from measure.simulate.records import SimRun
-from tests.measure.simulate.builders import make_arrivals, make_settings, make_shape
+from tests.measure.simulate.builders import make_arrivals, make_settings, make_shape, printed_twice
 
 
 class Scripted:
-    """Says the next sizes of a list at every interval, and the last ones for ever."""
+    """Plans the next sizes of a list at every interval, and then the last ones."""
 
     def __init__(self, sizes: Sequence[tuple[int, int]]) -> None:
         self._sizes = list(sizes)
@@ -41,8 +38,8 @@ def run_scripted(
 
 def assert_all_answered(finished: SimRun, count: int) -> None:
     arrivals = make_arrivals(count)
-    assert len(finished.results) == count
-    for result, arrival in zip(finished.results, arrivals, strict=True):
+    assert len(finished.requests) == count
+    for result, arrival in zip(finished.requests, arrivals, strict=True):
         assert result.is_complete, result
         assert result.num_output_tokens == arrival.num_output_tokens
 
@@ -59,7 +56,7 @@ def test_pools_when_asked_for_more_pay_from_then_and_serve_after_the_start_up() 
     assert new.paid_s(until_s=10.0) == 8.0
     assert [w.phase for w in planner.seen[1].workers if w.worker_id == new.worker_id] == [WorkerPhase.STARTING]
     assert [w.phase for w in planner.seen[2].workers if w.worker_id == new.worker_id] == [WorkerPhase.SERVING]
-    assert any(result.prefill_worker == new.worker_id for result in finished.results)
+    assert any(result.server.prefill_worker == new.worker_id for result in finished.requests)
     assert_all_answered(finished, 120)
 
 
@@ -72,8 +69,8 @@ def test_pools_when_asked_for_fewer_move_answers_and_lose_no_token() -> None:
         assert stay.leaving_s == 2.0
         assert stay.gone_s is not None and 2.0 <= stay.gone_s < 10.0
     assert finished.num_moves > 0
-    assert max(result.num_attempts for result in finished.results) > 1
-    assert not any(result.arrival_s > 2.1 and result.decode_worker == "decode-1" for result in finished.results)
+    assert max(result.server.num_attempts or 0 for result in finished.requests) > 1
+    assert not any(result.due_s > 2.1 and result.server.decode_worker == "decode-1" for result in finished.requests)
     assert_all_answered(finished, 120)
 
 
@@ -125,7 +122,7 @@ def test_pools_when_the_grace_is_over_stop_the_worker_and_answers_go_on_elsewher
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_pools_that_change_all_the_time_answer_everybody(seed: int) -> None:
+def test_pools_that_change_all_the_time_answer_all_requests(seed: int) -> None:
     draw = random.Random(seed)
     sizes = [(draw.randrange(1, 5), draw.randrange(1, 5)) for _ in range(12)]
 
@@ -144,20 +141,10 @@ def test_pools_that_change_all_the_time_answer_everybody(seed: int) -> None:
 _PRINT_RUN = """
 from tests.measure.simulate.test_pools import run_scripted
 finished, _ = run_scripted([(3, 1), (1, 3), (4, 4), (2, 2)], flip_s=0.5)
-print(finished.results, finished.workers, finished.stays, finished.plans, finished.gaps, finished.end_s)
+print(finished.requests, finished.workers, finished.stays, finished.plans, finished.end_s)
 """
 
 
 def test_pools_that_change_give_the_same_bytes_in_another_process() -> None:
-    printed = {
-        subprocess.run(
-            [sys.executable, "-c", _PRINT_RUN],
-            env=os.environ | {"PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for hash_seed in ("1", "2")
-    }
-
-    assert len(printed) == 1
+    first, second = printed_twice(_PRINT_RUN)
+    assert first == second

@@ -1,31 +1,30 @@
-import json
-from collections.abc import Sequence
-from dataclasses import asdict
+"""Figures of a simulated run."""
+
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from common.slo import Slo
-from measure.simulate.records import RequestResult, SimRun, WorkerResult
-from measure.simulate.results import Percentiles, Summary, gap_percentile, hot_spot, summarize
+from measure.figures import Percentiles
+from measure.load.records import Outcome, RequestRecord, ServerReport
+from measure.simulate.records import SimRun, WorkerResult, read_requests, write_requests
+from measure.simulate.results import Summary, hot_spot, summarize_run
+from tests.measure.load.made_runs import make_failure, make_request
 
 SLO = Slo(ttft_s=2.0, tpot_s=0.05)
 
 
-def make_result(index: int = 0, **changes: Any) -> RequestResult:
-    """Complete and good: 1 s to the first token, eleven tokens 40 ms apart."""
-    values: dict[str, Any] = {
-        "index": index,
-        "arrival_s": 10.0 + index,
-        "num_prompt_tokens": 1000,
-        "first_token_s": 11.0 + index,
-        "end_s": 11.4 + index,
-        "num_output_tokens": 11,
-        "gap_sum_s": 0.4,
-        "decode_worker": "decode-0",
-    }
-    return RequestResult(**(values | changes))
+def make_result(index: int = 0, *, num_prompt_tokens: int = 1000, gap_s: float = 0.04, **server: Any) -> RequestRecord:
+    """Return a complete request, good by default: 1 s to the first token, eleven tokens 40 ms apart."""
+    return make_request(
+        index,
+        due_s=10.0 + index,
+        ttft_s=1.0,
+        gaps_s=[gap_s] * 10,
+        num_prompt_tokens=num_prompt_tokens,
+        server=ServerReport(**({"decode_worker": "decode-0"} | server)),
+    )
 
 
 def make_worker(worker_id: str, *, busy_s: float = 0.0, num_preemptions: int = 0) -> WorkerResult:
@@ -42,18 +41,13 @@ def make_worker(worker_id: str, *, busy_s: float = 0.0, num_preemptions: int = 0
     )
 
 
-def make_run(
-    *results: RequestResult, workers: Sequence[WorkerResult] = (), gaps: Sequence[tuple[float, int]] = ()
-) -> SimRun:
-    return SimRun(results=list(results), workers=list(workers), gaps=gaps, end_s=20.0, wall_s=1.0, choice_s=[])
+def summary_of(*requests: RequestRecord, workers: tuple[WorkerResult, ...] = ()) -> Summary:
+    run = SimRun(requests=requests, workers=list(workers), end_s=20.0, wall_s=1.0, choice_s=[])
+    return summarize_run(run, slo=SLO, num_prefill=0)
 
 
-REFUSED: dict[str, Any] = {
-    "first_token_s": None,
-    "num_output_tokens": 0,
-    "gap_sum_s": 0.0,
-    "refusal": "Overloaded: the queue is full",
-}
+def refused(index: int) -> RequestRecord:
+    return make_failure(index, Outcome.REFUSED, due_s=10.0 + index, error="Overloaded: the queue is full")
 
 
 @pytest.mark.parametrize(
@@ -68,69 +62,49 @@ REFUSED: dict[str, Any] = {
     ],
 )
 def test_ttft_objective_grows_with_the_prompt(num_prompt_tokens: int, ttft_s: float, is_met: bool) -> None:
-    result = make_result(num_prompt_tokens=num_prompt_tokens, arrival_s=0.0, first_token_s=ttft_s)
-    assert SLO.is_good(result) is is_met
+    assert SLO.is_good(make_request(ttft_s=ttft_s, num_prompt_tokens=num_prompt_tokens)) is is_met
 
 
 @pytest.mark.parametrize(
-    ("changes", "is_good"),
+    ("request_", "is_good"),
     [
-        ({}, True),
-        ({"gap_sum_s": 0.5}, True),
-        ({"gap_sum_s": 0.501}, False),
-        ({"num_output_tokens": 1, "gap_sum_s": 0.0}, True),
-        (REFUSED, False),
-        ({"refusal": "WorkerLost: decode-0"}, False),
-        ({"end_s": None}, False),
+        (make_result(), True),
+        (make_request(ttft_s=0.0, gaps_s=[0.05]), True),
+        (make_request(gaps_s=[0.0501]), False),
+        (make_request(), True),
+        (refused(0), False),
+        (make_request(gaps_s=[0.04], outcome=Outcome.FAILED), False),
     ],
 )
-def test_good_request_is_complete_and_within_both_objectives(changes: dict[str, Any], is_good: bool) -> None:
-    assert SLO.is_good(make_result(**changes)) is is_good
-
-
-def test_percentiles_are_numpys() -> None:
-    values = np.random.default_rng(0).lognormal(size=101)
-    found = Percentiles.of(iter(values))
-    assert found is not None
-    assert (found.p50, found.p90, found.p99) == tuple(np.percentile(values, [50, 90, 99]))
-    assert Percentiles.of([]) is None
+def test_good_request_is_complete_and_within_both_objectives(request_: RequestRecord, is_good: bool) -> None:
+    assert SLO.is_good(request_) is is_good
 
 
 def test_goodput_counts_refusals_and_misses_as_failures() -> None:
-    summary = summarize(
-        make_run(
-            make_result(0),
-            make_result(1, first_token_s=30.0, end_s=31.0),
-            make_result(2, gap_sum_s=5.0),
-            make_result(3, **REFUSED),
-            make_result(4),
-        ),
-        slo=SLO,
-        num_prefill=0,
-    )
-    assert (summary.num_requests, summary.num_complete, summary.num_refused) == (5, 4, 1)
-    assert (summary.num_ttft_misses, summary.num_itl_misses) == (1, 1)
-    assert summary.good_share == 2 / 5
+    late = make_request(1, due_s=11.0, ttft_s=19.0)
+    summary = summary_of(make_result(0), late, make_result(2, gap_s=0.5), refused(3), make_result(4))
+    figures = summary.figures
+    assert (figures.num_requests, figures.num_complete, figures.num_not_complete) == (5, 4, 1)
+    assert (figures.num_ttft_misses, figures.num_itl_misses) == (1, 1)
+    assert figures.good_share == 2 / 5
     assert summary.goodput_per_s == 2 / 4.0  # arrivals span four seconds
 
 
 def test_latencies_are_those_of_complete_requests() -> None:
-    summary = summarize(make_run(make_result(0), make_result(1, **REFUSED)), slo=SLO, num_prefill=0)
-    assert summary.ttft == Percentiles(p50=1.0, p90=1.0, p99=1.0)
-    assert summary.itl == Percentiles(p50=0.04, p90=0.04, p99=0.04)
-    assert summary.e2e is not None
-    assert summary.e2e.p50 == pytest.approx(1.4)
+    figures = summary_of(make_result(0), refused(1)).figures
+    assert figures.ttft == Percentiles(p50=1.0, p90=1.0, p99=1.0)
+    for gaps in (figures.tpot, figures.itl):
+        assert gaps is not None
+        assert (gaps.p50, gaps.p90, gaps.p99) == pytest.approx((0.04, 0.04, 0.04))
+    assert figures.e2e is not None
+    assert figures.e2e.p50 == pytest.approx(1.4)
 
 
 def test_hits_are_shares_of_the_complete_requests_prompt_tokens() -> None:
-    summary = summarize(
-        make_run(
-            make_result(0, num_cached_tokens=512, num_pulled_tokens=256, predicted_cached_tokens=512),
-            make_result(1, num_prompt_tokens=3000, num_cached_tokens=488, predicted_cached_tokens=888),
-            make_result(2, num_cached_tokens=1000, **REFUSED),
-        ),
-        slo=SLO,
-        num_prefill=0,
+    summary = summary_of(
+        make_result(0, num_cached_tokens=512, num_pulled_tokens=256, predicted_cached_tokens=512),
+        make_result(1, num_prompt_tokens=3000, num_cached_tokens=488, predicted_cached_tokens=888),
+        refused(2),
     )
     assert summary.token_hit == 1000 / 4000
     assert summary.pulled_share == 256 / 4000
@@ -138,28 +112,24 @@ def test_hits_are_shares_of_the_complete_requests_prompt_tokens() -> None:
 
 
 def test_run_of_nothing_but_refusals_has_no_latency() -> None:
-    summary = summarize(make_run(make_result(0, **REFUSED)), slo=SLO, num_prefill=0)
-    assert (summary.ttft, summary.itl, summary.gap_p99_s) == (None, None, None)
-    assert (summary.good_share, summary.goodput_per_s, summary.token_hit) == (0, 0, 0)
+    summary = summary_of(refused(0))
+    assert (summary.figures.ttft, summary.figures.tpot, summary.figures.itl) == (None, None, None)
+    assert (summary.figures.good_share, summary.goodput_per_s, summary.token_hit) == (0, 0, 0)
 
 
 def test_busy_shares_are_of_each_pool_and_the_whole_run() -> None:
-    workers = [
-        make_worker("prefill-0", busy_s=10),
-        make_worker("prefill-1", busy_s=4),
-        make_worker("decode-0", busy_s=5),
-    ]
-    summary = summarize(make_run(make_result(), workers=workers), slo=SLO, num_prefill=2)
+    prefill = make_worker("prefill-0", busy_s=10), make_worker("prefill-1", busy_s=4)
+    decode = make_worker("decode-0", busy_s=5)
+    summary = summary_of(make_result(), workers=(*prefill, decode))
     assert summary.prefill_busy == 14 / 40
     assert summary.decode_busy == 5 / 20
-    alone = summarize(make_run(make_result(), workers=workers[2:]), slo=SLO, num_prefill=0)
-    assert alone.prefill_busy is None
+    assert summary_of(make_result(), workers=(decode,)).prefill_busy is None
 
 
 def test_transfers_and_preemptions_are_added_up() -> None:
-    workers = [make_worker("decode-0", num_preemptions=2), make_worker("decode-1", num_preemptions=1)]
-    run = make_run(make_result(0, transfer_bytes=7), make_result(1), make_result(2, transfer_bytes=5), workers=workers)
-    summary = summarize(run, slo=SLO, num_prefill=0)
+    workers = make_worker("decode-0", num_preemptions=2), make_worker("decode-1", num_preemptions=1)
+    results = make_result(0, transfer_bytes=7), make_result(1), make_result(2, transfer_bytes=5)
+    summary = summary_of(*results, workers=workers)
     assert (summary.num_transfers, summary.transfer_bytes, summary.num_preemptions) == (2, 12, 3)
 
 
@@ -174,14 +144,11 @@ def test_hot_spot_is_the_largest_share_of_computed_tokens_times_the_workers() ->
     assert hot_spot([make_result(num_cached_tokens=1000)], num_workers=2) == 1
 
 
-def test_gap_percentile_is_the_bin_that_holds_it() -> None:
-    gaps = [(0.01, 0), (0.02, 50), (0.04, 49), (1.0, 1)]
-    assert gap_percentile(gaps, 0.5) == 0.02
-    assert gap_percentile(gaps, 0.99) == 0.04
-    assert gap_percentile(gaps, 1.0) == 1.0
-    assert gap_percentile([], 0.5) is None
-
-
-def test_summary_survives_json() -> None:
-    summary = summarize(make_run(make_result(), workers=[make_worker("decode-0")]), slo=SLO, num_prefill=0)
-    assert Summary.from_json(json.loads(json.dumps(asdict(summary)))) == summary
+def test_requests_in_a_file_keep_their_latencies_and_reports(tmp_path: Path) -> None:
+    requests = [make_result(0, num_cached_tokens=512), refused(1), make_request(2)]
+    write_requests(tmp_path / "requests.jsonl", requests)
+    found = list(read_requests(tmp_path / "requests.jsonl"))
+    assert [len(request.chunk_s) for request in found] == [2, 0, 1]
+    for before, after in zip(requests, found, strict=True):
+        for name in ("ttft_s", "itl_s", "e2e_s", "num_output_tokens", "server", "outcome", "error"):
+            assert getattr(after, name) == getattr(before, name)

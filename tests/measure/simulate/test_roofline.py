@@ -1,9 +1,12 @@
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.timing import StepShape
-from measure.simulate.roofline import DEVICES, MODELS, Roofline
+from measure.simulate.roofline import MODELS, Roofline, UnknownHardware
+from measure.simulate.timing import TimingFileError, read_timing, write_timing
 
 PRESETS = [("llama-70b", "h100-tp4"), ("llama-70b", "h200-tp4"), ("qwen3-8b", "h100")]
 LLAMA = Roofline.preset("llama-70b", "h100-tp4")
@@ -114,7 +117,29 @@ def test_group_pulls_through_all_its_nics() -> None:
     assert LLAMA.linearized(max_step_tokens=512).pull_s(None, 1.5e9) == pytest.approx(2e-3 + 0.01)
 
 
-def test_unknown_preset_is_a_key_error() -> None:
-    assert set(DEVICES) == {"h100", "h100-tp4", "h200-tp4"}
-    with pytest.raises(KeyError):
-        Roofline.preset("llama-70b", "abacus")
+@pytest.mark.parametrize(("model", "device"), [("llama-70b", "abacus"), ("llama", "h100")])
+def test_unknown_model_or_device_is_refused_with_the_known_ones(model: str, device: str) -> None:
+    with pytest.raises(UnknownHardware, match=r"is not known; say one of (llama-70b, qwen3-8b|h100, h100-tp4, h2)"):
+        Roofline.preset(model, device)
+
+
+def test_written_model_reads_back_as_it_was(tmp_path: Path) -> None:
+    timing = Roofline.preset("qwen3-8b", "h100").linearized(max_step_tokens=512)
+    write_timing(tmp_path / "t.json", timing, kv_bytes_per_token=147_456)
+    assert read_timing(tmp_path / "t.json") == (timing, 147_456)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "Invalid JSON"),
+        ('{"prefill": {"constant_s": -1}}', "prefill.constant_s: Input should be greater than or equal to 0"),
+        ('{"prefill": {"constant_s": 1}, "decode": {"constant_s": 1, "speed": 3}}', "decode.speed: Extra inputs"),
+    ],
+)
+def test_bad_file_is_refused_with_file_and_field(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(text)
+    with pytest.raises(TimingFileError) as caught:
+        read_timing(path)
+    assert str(caught.value).startswith(f"{path}: {complaint}")
