@@ -1,11 +1,12 @@
-"""A cluster for as long as somebody needs it: benchmarks and experiments."""
+"""A cluster as a context manager, for benchmarks and experiments."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from cluster import lifecycle
-from cluster.lifecycle import ClusterInfo, Report
+from cluster.lifecycle import ClusterInfo
+from cluster.processes.starter import Report
 from common.config import ServingConfig
 from common.signals import uninterrupted
 
@@ -14,7 +15,7 @@ from common.signals import uninterrupted
 def running_cluster(
     config: ServingConfig, *, config_path: Path, run_dir: Path, report: Report
 ) -> Iterator[ClusterInfo]:
-    """Run a cluster inside the block, and leave no process behind whichever way it ends. Main thread only.
+    """Run a cluster inside the block, and leave no process behind however it ends. Main thread only.
 
     See `lifecycle.up` for the arguments. State and logs stay in `run_dir`. Raises ClusterError.
     """

@@ -3,7 +3,7 @@
 It may go as soon as
 
 - nothing has run for a moment: routers have had time to hear of it, whoever took an answer over to pull its KV, and
-  who owns the cluster to have its hottest prefixes moved (`cluster/changes/farewell.py`); or
+  who owns the cluster to have its hottest prefixes moved (`cluster/processes/workforce.py`); or
 - no router listens, so that nobody would take anything away: they have ended, or it is no member any more; or
 - its grace is over. What is left is resumed elsewhere from its tokens.
 

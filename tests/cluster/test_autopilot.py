@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.changes.autopilot import Autopilot
+from cluster.changes.autopilot import Autopilot, PlanGauges
 from cluster.changes.load_guard import LoadGuard
 from cluster.changes.observing import RouterReports
-from cluster.changes.plan_report import PlanGauges, plan_response
 from cluster.changes.scaling import Scaler
 from cluster.planner.observation import Observation, Pool
 from cluster.planner.plan import PoolSizes, ScalingPlan
@@ -99,7 +98,8 @@ async def test_act_carries_a_plan_out_and_reports_it() -> None:
     assert bench.sizes() == (2, 3)
     bench.report()
     assert await bench.step() == ""
-    assert [note.plan.sizes for note in bench.autopilot.changes] == [sizes(2, 3)]
+    changes = bench.autopilot.response().changes
+    assert [(each.prefill.wanted, each.decode.wanted) for each in changes] == [(2, 3)]
     registry = bench.gauges.registry
     assert registry.get_sample_value("kvrelay_pool_workers_wanted", {"pool": "decode"}) == 3
     assert registry.get_sample_value("kvrelay_planner_changes_total", {"outcome": "done"}) == 1
@@ -202,7 +202,7 @@ async def test_plan_response_tells_everything() -> None:
     await bench.begin()
     await bench.step()
     bench.clock.advance(7.0)
-    response = plan_response(bench.autopilot)
+    response = bench.autopilot.response()
     assert (response.mode, response.latest.age_s, response.latest.reason) == ("advise", 7.0, "because")
     assert (response.latest.prefill.present, response.latest.prefill.wanted) == (1, 2)
     assert [(term.name, term.value) for term in response.latest.terms] == [("load", 0.5)]

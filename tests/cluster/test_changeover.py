@@ -2,8 +2,8 @@
 
 import pytest
 
-from cluster.processes.generations import Generations
-from cluster.processes.plan import MEMORY_ENV, ProcessSpec
+from cluster.processes.diff import generation_of
+from cluster.processes.plan import MEMORY_ENV
 from common.config import ServingConfig
 from common.errors import EngineFault, InvalidRequest
 from tests.cluster.rollout_bench import DECODE, PREFILL, ROUTER, Bench, FakeWorkforce
@@ -64,9 +64,8 @@ async def test_change_back_brings_the_first_generation() -> None:
     await bench.run(AFTER)
     await bench.run(BEFORE)
 
-    generations = Generations(BEFORE)
-    founders = ProcessSpec(name="decode-9", role=DECODE, host=None, port=0)
-    assert {generations.of(process.spec) for process in bench.workforce.pool} == {generations.of(founders)}
+    generations = {generation_of(process.spec.config or BEFORE) for process in bench.workforce.pool}
+    assert generations == {generation_of(BEFORE)}
     assert set(bench.workforce.configs()) == set(ALL_OLD)
 
 

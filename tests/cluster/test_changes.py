@@ -4,17 +4,17 @@ from typing import Any
 
 import pytest
 
-from cluster.changes.diff import (
+from cluster.processes.diff import (
     NEEDS,
     Need,
     find_changes,
+    generation_of,
     is_new_generation,
     keep_free_ports,
     leaves,
     needs_routers,
     roles_to_renew,
 )
-from cluster.processes.generations import generation
 from cluster.processes.plan import ProcessRole
 from common.config import ServingConfig
 from tests.cluster.support import make_config
@@ -83,14 +83,14 @@ def test_what_old_and_new_workers_cannot_share_makes_a_generation(sections: dict
     changes = find_changes(before, after)
 
     assert is_new_generation(changes) and needs_routers(changes)
-    assert generation(before) != generation(after)
+    assert generation_of(before) != generation_of(after)
 
 
 def test_what_they_can_share_makes_none() -> None:
     before, after = make_config(), make_config(pools={"decode": {"max_running": 8}}, router={"policy": "least_load"})
 
     assert not is_new_generation(find_changes(before, after))
-    assert generation(before) == generation(after)
+    assert generation_of(before) == generation_of(after)
 
 
 def test_change_of_secrets_tells_neither_value() -> None:

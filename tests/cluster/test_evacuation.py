@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.changes.evacuation import Evacuation, Moved, Peer, Room, share_out
+from cluster.processes.evacuation import Evacuation, Moved, Peer, Room, share_out
 from cluster.processes.plan import ProcessRole
 from common.block_hash import BlockHashes
 from common.ids import BlockHash

@@ -9,8 +9,8 @@ import pytest
 
 from cluster.changes.flipping import flip_obstacle, flip_workers
 from cluster.processes.managed_process import ManagedProcess
-from cluster.processes.plan import ProcessRole, ProcessSpec
-from cluster.processes.worker_names import home_first
+from cluster.processes.plan import ProcessRole, ProcessSpec, pool_order
+from cluster.processes.workforce import Workforce
 from common.errors import EngineFault, KvrelayError, Overloaded
 from tests.cluster.support import make_config, make_spec
 
@@ -22,7 +22,7 @@ class FakeWorker:
         self.spec = spec
 
 
-class FakeForce:
+class FakeForce(Workforce):
     """Workers that flip at once, but for those with a failure."""
 
     def __init__(self, *, prefill: int, decode: int) -> None:
@@ -33,7 +33,7 @@ class FakeForce:
 
     def workers(self, role: ProcessRole) -> list[ManagedProcess]:
         pool = [worker for worker in self.all if worker.spec.role is role]
-        return cast(list[ManagedProcess], sorted(pool, key=lambda worker: home_first(worker.spec)))
+        return cast(list[ManagedProcess], sorted(pool, key=lambda worker: pool_order(worker.spec)))
 
     async def drain_worker(self, process: ManagedProcess, *, grace_s: float) -> int:
         self.calls.append(f"drain {process.spec.name}")

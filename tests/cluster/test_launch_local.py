@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from cluster.processes.launch_local import LocalLauncher, service_command
-from cluster.processes.launcher import StartFailed, log_path
+from cluster.processes.launcher import StartFailed
 from cluster.processes.plan import ProcessRole
-from cluster.processes.resolved_config import make_run_dir, write_config
+from cluster.processes.run_dir import log_path, make_run_dir, write_config
 from common.config import ServingConfig, load_config, parse_config
 from common.process import process_birth
 from tests.cluster.support import fake_command, make_spec

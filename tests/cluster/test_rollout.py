@@ -6,7 +6,7 @@ import pytest
 
 from cluster.changes.rollout import RolloutTerms
 from common.errors import EngineFault, InvalidRequest, Overloaded
-from tests.cluster.rollout_bench import DECODE, PREFILL, ROUTER, TERMS, Bench, FakeWorkforce, look, pools
+from tests.cluster.rollout_bench import DECODE, PREFILL, ROUTER, TERMS, Bench, FakeWorkforce, pools, snapshot
 from tests.cluster.support import make_config
 
 
@@ -45,7 +45,7 @@ async def test_change_of_both_pools_has_a_canary_in_each() -> None:
 
 
 async def test_slow_canary_is_rolled_back_before_anybody_else_was_touched() -> None:
-    bench = Bench(pools(), looks={"decode-2": look(step_s=0.1)})
+    bench = Bench(pools(), snapshots={"decode-2": snapshot(step_s=0.1)})
     with pytest.raises(EngineFault, match=r"rolled back.*decode-2 served: a gap between tokens is 100\.0 ms"):
         await bench.run(pools(max_running=8))
 
@@ -89,7 +89,7 @@ async def test_later_worker_that_does_not_start_brings_back_those_that_were_repl
 
 
 async def test_without_a_canary_nobody_waits_or_judges() -> None:
-    bench = Bench(pools(), looks={"decode-2": look(step_s=0.1)})
+    bench = Bench(pools(), snapshots={"decode-2": snapshot(step_s=0.1)})
     await bench.run(pools(max_running=8), RolloutTerms(canary_s=0.0, max_slowdown=1.5, grace_s=9.0))
 
     assert bench.slept_s == 0

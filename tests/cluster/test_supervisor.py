@@ -1,4 +1,4 @@
-"""The supervisor with fake processes and a scripted router: restarts, membership, stopping, failing."""
+"""The supervisor with fake processes and a scripted router: restarts, membership, stopping, failing, taking over."""
 
 import asyncio
 import os
@@ -9,17 +9,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.processes.launch_local import LocalLauncher
 from cluster.processes.launcher import StartFailed
-from cluster.processes.managed_process import restart_delay_s
-from cluster.processes.plan import HostResources, ProcessRole, make_plan
-from cluster.processes.state import ClusterPhase, ClusterState, ProcessPhase, ProcessState, StateFile
-from cluster.processes.supervisor import Ground, StopGrace, Supervisor
+from cluster.processes.life import ProcessPhase, restart_delay_s
+from cluster.processes.plan import HostResources, ProcessRole, ProcessSpec, make_plan
+from cluster.processes.state import ClusterPhase, ClusterState, ProcessState, StateFile
+from cluster.processes.supervisor import Ground, Supervisor
+from cluster.processes.workforce import StopGrace
 from cluster.trust import Trust
+from common.process import ProcessIdentity, Ready
 from kvrelay.v1.worker_pb2 import WORKER_ROLE_DECODE, WORKER_ROLE_PREFILL
 from tests.cluster.support import RecordingRouter, fake_command, make_config, make_spec, recording_router
-from tests.trust import AUTHORITY
+from tests.trust import AUTHORITY, as_controller_of_router
 
 _MEMBERS = [
     ("prefill-0", WORKER_ROLE_PREFILL, "prefill-0.invalid:1"),
@@ -134,22 +137,22 @@ async def test_router_killed_is_told_the_membership_again(tmp_path: Path) -> Non
 async def test_worker_that_comes_is_kept_though_the_router_refuses_another_one(tmp_path: Path) -> None:
     async with running_cluster(tmp_path) as cluster:
         cluster.router.unused = {"decode-0"}
-        await cluster.supervisor.add_worker(make_spec("decode-1"))
+        await cluster.supervisor.workforce.add_worker(make_spec("decode-1"))
         assert cluster.process("decode-1").phase is ProcessPhase.READY
 
 
 async def test_worker_that_is_away_is_drained_without_a_wait(tmp_path: Path) -> None:
     async with make_cluster(tmp_path) as cluster:  # nothing is started
-        (away,) = cluster.supervisor.workers(ProcessRole.DECODE)
+        (away,) = cluster.supervisor.workforce.workers(ProcessRole.DECODE)
         async with asyncio.timeout(60):
-            assert await cluster.supervisor.drain_worker(away, grace_s=3600.0) == 0
+            assert await cluster.supervisor.workforce.drain_worker(away, grace_s=3600.0) == 0
 
 
 async def test_nothing_is_started_any_more_once_the_cluster_stops(tmp_path: Path) -> None:
     async with running_cluster(tmp_path) as cluster:
-        supervisor = cluster.supervisor
+        workforce = cluster.supervisor.workforce
     with pytest.raises(StartFailed, match="being stopped"):
-        await supervisor.add_worker(make_spec("decode-1"))
+        await workforce.add_worker(make_spec("decode-1"))
 
 
 async def test_cluster_goes_on_when_its_state_cannot_be_written(
@@ -207,24 +210,126 @@ async def test_first_start_that_fails_stops_everything_and_tells_why(tmp_path: P
 
 async def test_router_hears_of_the_workers_of_its_own_generation_only(tmp_path: Path) -> None:
     async with running_cluster(tmp_path) as cluster:
-        supervisor = cluster.supervisor
+        workforce = cluster.supervisor.workforce
         other = make_config(model={"engine": "fake", "max_model_len": 64}, router={"count": 1})
         new = replace(make_spec("decode-1"), config=other)
-        await supervisor.add_worker(new)
+        await workforce.add_worker(new)
         seen = cluster.router.num_pushes
         await cluster.router.until(lambda router: router.num_pushes >= seen + 2)
         assert cluster.router.workers == _MEMBERS
 
-        (router,) = supervisor.workers(ProcessRole.ROUTER)
-        await supervisor.remove_worker(router)
-        await supervisor.add_worker(replace(router.spec, config=other))
+        (router,) = workforce.workers(ProcessRole.ROUTER)
+        await workforce.remove_worker(router)
+        await workforce.add_worker(replace(router.spec, config=other))
         assert cluster.router.workers == [("decode-1", WORKER_ROLE_DECODE, "decode-1.invalid:1")]
 
         # Nobody is asked whether anything runs on a worker that no router knows.
-        (old,) = (process for process in supervisor.workers(ProcessRole.DECODE) if process.spec.name == "decode-0")
-        assert await supervisor.drain_worker(old, grace_s=60.0) == 0
+        (old,) = (process for process in workforce.workers(ProcessRole.DECODE) if process.spec.name == "decode-0")
+        assert await workforce.drain_worker(old, grace_s=60.0) == 0
 
 
 @pytest.mark.parametrize(("num_short_lives", "delay_s"), [(0, 0), (1, 0), (2, 0.25), (3, 0.5), (6, 4), (7, 5), (99, 5)])
 def test_restart_delay_is_zero_once_then_doubles_up_to_five_seconds(num_short_lives: int, delay_s: float) -> None:
     assert restart_delay_s(num_short_lives) == delay_s
+
+
+# A supervisor that takes over the processes of an earlier one.
+
+
+@dataclass
+class Running:
+    """A process that never dies."""
+
+    ready: Ready
+    identity: ProcessIdentity | None = None
+
+    async def exited(self) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    async def stop(self, grace_s: float) -> None:
+        """Nothing runs."""
+
+
+@dataclass
+class Left:
+    """A Launcher whose processes answer when the test says so."""
+
+    router_address: str
+    answers: dict[str, "asyncio.Future[None]"] = field(default_factory=dict)
+    """By name: a result lets it serve, an exception is how its start fails, once."""
+
+    async def open(self) -> None:
+        """Nothing is shared."""
+
+    async def close(self) -> None:
+        """Nothing is shared."""
+
+    def found(self) -> frozenset[str]:
+        return frozenset(self.answers)
+
+    async def start(self, spec: ProcessSpec) -> Running:
+        if (answer := self.answers.pop(spec.name, None)) is not None:
+            await answer
+        address = self.router_address if spec.role is ProcessRole.ROUTER else f"{spec.name}.invalid:1"
+        return Running(Ready(address=address, admin_address=address, metrics_port=0, pid=1))
+
+
+@asynccontextmanager
+async def taking_over(folder: Path, *awaited: str) -> AsyncIterator[tuple[RecordingRouter, Left, StateFile]]:
+    """Run a supervisor that takes over router-0, prefill-0 and decode-0; those that are `awaited` do not answer yet."""
+    async with recording_router() as (router, port), asyncio.TaskGroup() as tasks:
+        config = make_config(router={"port": port})
+        loop, state_file, stopping = asyncio.get_running_loop(), StateFile(folder), asyncio.Event()
+        launcher = Left(f"127.0.0.1:{port}", {name: loop.create_future() for name in awaited})
+        supervisor = Supervisor(
+            config,
+            specs=make_plan(config, None),
+            ground=Ground(
+                launcher=launcher,
+                trust=Trust(AUTHORITY, folder=folder, has_own_files=False),
+                state_file=state_file,
+            ),
+            report=lambda _: None,
+        )
+        supervisor.adopt()
+        tasks.create_task(supervisor.run(stopping, on_ready=lambda: None))
+        try:
+            yield router, launcher, state_file
+        finally:
+            stopping.set()
+
+
+async def ping(address: str) -> None:
+    """Ask a server whether it is healthy, several times."""
+    async with as_controller_of_router(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for _ in range(3):
+            await stub.Check(health_pb2.HealthCheckRequest(), timeout=60)
+
+
+async def test_router_hears_nothing_before_everybody_that_was_left_has_answered(tmp_path: Path) -> None:
+    async with taking_over(tmp_path, "prefill-0") as (router, launcher, _):
+        while "prefill-0" in launcher.answers:
+            last = launcher.answers["prefill-0"]
+            await asyncio.sleep(0)  # until its start has begun; the others answer at once
+        await ping(launcher.router_address)  # as long as it takes to tell a router
+        assert router.num_pushes == 0
+
+        last.set_result(None)
+        await router.until(lambda router: router.num_pushes > 0)
+
+        assert [name for name, _, _ in router.workers] == ["prefill-0", "decode-0"]
+
+
+async def test_worker_that_was_left_and_cannot_start_is_tried_again_and_ends_nothing(tmp_path: Path) -> None:
+    async with taking_over(tmp_path, "decode-0") as (router, launcher, state_file):
+        launcher.answers["decode-0"].set_exception(StartFailed("decode-0: its host is away"))
+
+        await router.until(lambda router: len(router.workers) == 2)
+
+        state = state_file.read()
+        assert state is not None
+        assert state.phase is ClusterPhase.READY
+        (decode,) = (each for each in state.processes if each.name == "decode-0")
+        assert decode.last_exit == "decode-0: its host is away"

@@ -97,7 +97,7 @@ async def one_worker() -> AsyncIterator[tuple[Pool, OneWorker]]:
 async def test_worker_that_begins_in_an_earlier_role_is_given_its_own_before_it_is_a_member() -> None:
     async with one_worker() as (_pool, launcher), kept(managed(launcher, DECODE)) as process, asyncio.timeout(60):
         await process.served.wait()
-        assert (launcher.worker.role, process.num_lives, len(launcher.lives)) == ("decode", 1, 1)
+        assert (launcher.worker.role, process.life.num_lives, len(launcher.lives)) == ("decode", 1, 1)
 
 
 async def test_worker_that_cannot_be_given_its_role_is_started_anew() -> None:
@@ -155,7 +155,7 @@ async def test_worker_that_an_earlier_supervisor_has_left_keeps_the_role_that_it
         runtime = launcher.worker.runtime
         await runtime.change_role(worker_pb2.WORKER_ROLE_DECODE, epoch=runtime.epoch, grace_s=0)
         process = managed(launcher, PREFILL)
-        process.adopt()
+        process.life.is_adopted = True
         async with kept(process), asyncio.timeout(60):
             await process.served.wait()
             assert (launcher.worker.role, process.spec.role) == ("decode", DECODE)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from cluster.changes.evacuation import Evacuation
+from cluster.processes.evacuation import Evacuation
 from kvrelay.client import AsyncClient
 from tests.cluster.test_evacuation import GRACE_S, peer
 from tests.e2e.in_process import TIMEOUT_S, System, running_system

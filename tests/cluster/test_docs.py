@@ -1,15 +1,18 @@
-"""docs/operations.md: its commands exist, and its ports are those that the files set."""
+"""docs/operations.md names existing commands and ports; docs/serving.md lists every key with its default."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 import yaml
+from pydantic import BaseModel
 
 from cli.main import app
-from common.config import ROUTER_PORTS, parse_config
+from cluster.processes.diff import in_yaml
+from common.config import ROUTER_PORTS, PoolConfig, ServingConfig, TenantConfig, parse_config
 from tests.hosts.ports import documented_ports
 
 _REPO = Path(__file__).parents[2]
@@ -17,6 +20,7 @@ _TEXT = (_REPO / "docs" / "operations.md").read_text(encoding="utf-8")
 _FILES = ("cluster.yaml", *sorted(f"deploy/{path.name}" for path in (_REPO / "deploy").glob("*.yaml")))
 _CODE = re.compile(r"```\w*\n(.*?)```|`([^`\n]+)`", re.DOTALL)
 _COMMAND = re.compile(r"(?:^|[\s/'\"])kvrelay (?!@)([a-z][a-z-]*)((?: [^\n'&|;#)]*)?)")
+_ROW = re.compile(r"^\| `([a-z0-9_.]+)` \| `([^`]*)` \| \S.*\|$", re.MULTILINE)
 _HEAD_ONLY = ("--port", "--ray-client-server-port")
 
 
@@ -67,3 +71,25 @@ def test_no_two_documented_ports_are_the_same() -> None:
     ports = [port for each in documented_ports().values() for port in each]
 
     assert len(ports) == len(set(ports)) > 300
+
+
+def keys(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every key below a section with its default as YAML writes it; pools once, with no prefix; one tenant."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if name == "pools":
+            yield from keys(PoolConfig())
+        elif name == "tenants":
+            yield name, in_yaml(value)
+            tenant = dict(keys(TenantConfig(name="some"), "tenants."))
+            yield from (tenant | {"tenants.name": "required"}).items()
+        elif isinstance(value, BaseModel):
+            yield from keys(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", in_yaml(value)
+
+
+def test_serving_doc_lists_every_key_with_its_default() -> None:
+    configuration = (_REPO / "docs" / "serving.md").read_text(encoding="utf-8").partition("## Environment")[0]
+
+    assert dict(_ROW.findall(configuration)) == dict(keys(ServingConfig()))

@@ -1,7 +1,7 @@
-"""From two configurations to what the step between them needs. Pure: no clock, no files, no processes.
+"""The difference between two configurations, and what each changed key needs. Pure: no clock, files or processes.
 
-Every key of serving.yaml has an entry in `NEEDS`: a key without one would be taken over by nobody, in silence. A test
-holds the table and the configuration's schema together.
+Every key of serving.yaml has an entry in `NEEDS`: a key without one would silently have no effect. A test compares the
+table with the configuration's schema.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,12 +10,12 @@ from enum import StrEnum
 
 from pydantic import BaseModel
 
-from cluster.processes.plan import ProcessRole
+from cluster.processes.plan import POOLS, ProcessRole
 from common.config import PlannerConfig, ServingConfig, TlsConfig
 
 
 class Need(StrEnum):
-    """What a changed key needs while the cluster serves; the value says it in words."""
+    """What a changed key needs while the cluster serves; the values are for people."""
 
     NOTHING = "nothing: processes that start later read it"
     COUNT = "more or fewer workers"
@@ -54,13 +54,13 @@ NEEDS: Mapping[str, Need] = {
     "model.engine": Need.GENERATION,
     "model.fake_step_ms": Need.WORKERS,
     "model.dtype": Need.GENERATION,
-    # With dtype: auto it decides the dtype.
+    # Decides the dtype with dtype: auto.
     "model.device": Need.GENERATION,
     "model.quantization": Need.GENERATION,
     "model.kv_dtype": Need.GENERATION,
     "model.kernels": Need.WORKERS,
     "model.local_files_only": Need.NOTHING,
-    # An answer that is longer than a new worker takes could not move there.
+    # An answer longer than a new worker accepts could not move there.
     "model.max_model_len": Need.GENERATION,
     **{f"pools.prefill.{key}": need or Need.PREFILL for key, need in _POOL.items()},
     **{f"pools.decode.{key}": need or Need.DECODE for key, need in _POOL.items()},
@@ -100,9 +100,12 @@ NEEDS: Mapping[str, Need] = {
 _POOL_NEEDS = {
     Need.PREFILL: (ProcessRole.PREFILL,),
     Need.DECODE: (ProcessRole.DECODE,),
-    Need.WORKERS: (ProcessRole.PREFILL, ProcessRole.DECODE),
+    Need.WORKERS: POOLS,
 }
 _PORTS = ("port", "http_port")
+
+Generation = tuple[object, ...]
+"""Values that processes must have in common to exchange KV."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,22 +113,22 @@ class Change:
     """One key that differs."""
 
     key: str
-    """Dotted, as in messages of the configuration."""
+    """Dotted key, as in error messages of the configuration."""
     before: object
     after: object
 
     @property
     def need(self) -> Need:
-        """What it needs."""
+        """What the change needs."""
         return NEEDS[self.key]
 
     @property
     def is_refused(self) -> bool:
-        """Whether it cannot be made while the cluster runs."""
+        """Whether it is impossible while the cluster runs."""
         return self.need is Need.RESTART
 
     def __str__(self) -> str:
-        """Return the change and its need in words, without a secret."""
+        """Return the change and its need for people, without secrets."""
         if self.key == "tenants" or any(part in self.key for part in _SECRET_PARTS):
             return f"{self.key} changes: {self.need}"
         return f"{self.key}: {in_yaml(self.before)} → {in_yaml(self.after)}: {self.need}"
@@ -140,27 +143,32 @@ def find_changes(before: ServingConfig, after: ServingConfig) -> tuple[Change, .
 def roles_to_renew(changes: Sequence[Change]) -> tuple[ProcessRole, ...]:
     """Return the pools that need new workers, prefill first."""
     wanted = {role for change in changes for role in _POOL_NEEDS.get(change.need, ())}
-    return tuple(role for role in (ProcessRole.PREFILL, ProcessRole.DECODE) if role in wanted)
+    return tuple(role for role in POOLS if role in wanted)
 
 
 def needs_routers(changes: Sequence[Change]) -> bool:
-    """Return whether the routers have to be new."""
+    """Return whether the routers must be replaced."""
     return any(change.need in (Need.ROUTERS, Need.GENERATION) for change in changes)
 
 
 def is_new_generation(changes: Sequence[Change]) -> bool:
-    """Return whether old and new workers could not exchange KV, or answers."""
+    """Return whether old and new workers cannot exchange KV or answers."""
     return any(change.need is Need.GENERATION for change in changes)
 
 
+def generation_of(config: ServingConfig) -> Generation:
+    """Return the values that make a generation."""
+    return tuple(value for key, value in leaves(config) if NEEDS[key] is Need.GENERATION)
+
+
 def keep_free_ports(before: ServingConfig, after: ServingConfig) -> ServingConfig:
-    """Return the new configuration with the running ports where it says 0, "any free one"."""
+    """Return the new configuration with the running ports where it says 0 (any free port)."""
     kept = {name: getattr(before.router, name) for name in _PORTS if getattr(after.router, name) == 0}
     return after.model_copy(update={"router": after.router.model_copy(update=kept)})
 
 
 def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield every key below a section with its value; the tenants are one."""
+    """Yield every key below a section with its value; the list of tenants counts as one value."""
     for name in type(section).model_fields:
         value = getattr(section, name)
         if isinstance(value, BaseModel):
@@ -170,7 +178,7 @@ def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, object]]
 
 
 def in_yaml(value: object) -> str:
-    """Return a value of the configuration as a file has it."""
+    """Return a value of the configuration as YAML."""
     match value:
         case None:
             return "null"
