@@ -156,7 +156,7 @@ class _Lines:
     async def _answer(self, text: str) -> None:
         answer = answer_to(text, self._enrol)
         if answer is not None:
-            with contextlib.suppress(ConnectionError):  # it has just died
+            with contextlib.suppress(ConnectionError):  # the process has just died
                 self._stdin.write(answer.encode())
                 await self._stdin.drain()
 

@@ -1,6 +1,6 @@
-"""A cluster in a Ray that is there already, as seen from outside it: by processes that hold no connection. No Ray.
+"""A cluster in a joined Ray, for processes without a connection to it. Does not import Ray.
 
-Ray runs the controller anew when it dies, so a dead supervisor's pid says nothing: only Ray knows what there is.
+Ray restarts a controller that dies, so a dead supervisor's pid proves nothing: only Ray knows the actors.
 """
 
 import json
@@ -20,7 +20,7 @@ _POLL_S = 0.5
 
 
 def reaches_ray(state: ClusterState | None) -> Mapping[str, str]:
-    """Return what reaches the Ray cluster that a state, or else this environment, names; empty for none."""
+    """Return the environment that reaches the Ray cluster of a state, or else of this process; empty for none."""
     own = ray_settings.of_joined_cluster("ray")
     if state is None:
         return own
@@ -28,7 +28,7 @@ def reaches_ray(state: ClusterState | None) -> Mapping[str, str]:
 
 
 def find_actors(cluster: str, environment: Mapping[str, str]) -> list[str]:
-    """Return the names of a cluster's actors, its controller among them; none when that Ray is gone."""
+    """Return the names of a cluster's actors, including its controller; none if that Ray is gone."""
     return _ask("find", cluster, environment)
 
 
@@ -38,14 +38,14 @@ def remove_actors(cluster: str, environment: Mapping[str, str]) -> list[str]:
 
 
 def wait_for_end(run_dir: Path) -> None:
-    """Return when the cluster of a folder has been stopped. A controller that is away comes back: Ray sees to it."""
+    """Return when the cluster of a folder has been stopped. Ray restarts a controller that has only died."""
     state_file = StateFile(run_dir)
-    while state_file.read() is not None:  # its last writer removes it
+    while state_file.read() is not None:  # the supervisor removes it at the end
         time.sleep(_POLL_S)
 
 
 def _ask(verb: Literal["find", "remove"], cluster: str, environment: Mapping[str, str]) -> list[str]:
-    """Ask in a process of its own: this one need not import Ray, nor be bound to one."""
+    """Ask in another process, so that this one need not import Ray or connect to it."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", "cluster.ray.bootstrap", verb, cluster],
         env={**os.environ, **environment},

@@ -1,4 +1,4 @@
-"""Ray's environment variables. Ray reads them when it is imported, so they are set before; hence no Ray in here."""
+"""Ray's environment variables. Ray reads them when it is imported, so this module does not import it."""
 
 import os
 import secrets
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 _LEAN = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
-    # How often a caller looks whether a dead actor is back; 1000 by default.
+    # Interval at which a caller checks whether a dead actor is back; 1000 by default.
     "RAY_core_worker_internal_heartbeat_ms": "50",
 }
 _LEAN_PRIVATE = {
-    # Idle workers that nobody will use cost a second of start-up.
+    # Idle workers, which we never use, cost a second of start-up.
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
 }
@@ -22,22 +22,22 @@ _OF_A_DRIVER = (_ADDRESS, "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
 
 
 def of_joined_cluster(launcher: str) -> Mapping[str, str]:
-    """Return what a process must have in its environment to reach the Ray cluster that this one joins; {} for none."""
+    """Return the environment that reaches the Ray cluster that this process joins; empty for none."""
     if launcher != "ray" or not os.environ.get(_ADDRESS):
         return {}
     return {key: os.environ[key] for key in _OF_A_DRIVER if key in os.environ}
 
 
 def prepare_to_join() -> None:
-    """Set what a driver of somebody else's Ray cluster wants, where the user has not. Authentication is the user's."""
+    """Set defaults for a driver of an existing Ray cluster. Authentication is left to the user."""
     for key, value in _LEAN.items():
         os.environ.setdefault(key, value)
 
 
 def prepare_to_start() -> None:
-    """Set what a private Ray on this machine wants, and a random token that only its own processes inherit.
+    """Set the variables of a private Ray on this host, with a random token that only its own processes inherit.
 
-    Ray listens on all interfaces, and whoever may talk to it may run code.
+    The token is essential: Ray listens on all interfaces, and any program that can connect can run code.
     """
     prepare_to_join()
     for key, value in _LEAN_PRIVATE.items():

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.doctor.certificates import check_certificates
 from cluster.doctor.finding import Verdict
+from cluster.doctor.service import check_certificates
 from common.rpc_server import start_server
 from common.trust.access import Audience
 from common.trust.authority import Authority, AuthoritySettings

@@ -1,4 +1,4 @@
-"""`kvrelay doctor --hosts`: what every host says over ssh is understood, and what differs between them is named."""
+"""`kvrelay doctor --hosts` understands the report of each host and names their differences."""
 
 import json
 import time
@@ -25,7 +25,7 @@ def has_everything(tool: str) -> str | None:
 
 
 async def asked(sick: tuple[int, str, str] | str) -> dict[str, Finding]:
-    """Return what is wrong with three hosts, the last of which answers as told."""
+    """Return the problems of three hosts, the last of which gives this answer."""
 
     async def run(command: Sequence[str]) -> tuple[int, str, str]:
         address = command[command.index("--") + 1]
@@ -48,17 +48,17 @@ async def test_host_without_ssh_is_a_failure_with_sshs_own_reason() -> None:
     assert "Permission denied" in found["192.0.2.12"].detail
 
 
-async def test_machine_without_ssh_is_told_so_and_no_host_is_accused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_machine_without_ssh_is_a_failure_and_no_host_is_accused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
 
     found = await check_hosts(HOSTS, run_command)
 
     assert [(each.subject, each.verdict) for each in found] == [("this machine", Verdict.FAILURE)]
-    assert "lacks ssh and rsync" in found[0].detail
-    assert "no host was asked" in found[0].advice
+    assert "ssh and rsync missing" in found[0].detail
+    assert "no host was checked" in found[0].advice
 
 
-async def test_machine_without_rsync_is_told_so_and_hosts_are_asked() -> None:
+async def test_machine_without_rsync_is_a_failure_and_hosts_are_checked() -> None:
     async def run(_command: Sequence[str]) -> tuple[int, str, str]:
         return 0, answer(), ""
 
@@ -76,9 +76,10 @@ async def test_host_with_another_ray_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"), [("lacks rsync", "lacks rsync"), ("blocked 192.0.2.10:6379", "no answer from 192.0.2.10:6379")]
+    ("line", "told"),
+    [("missing rsync", "rsync missing"), ("blocked 192.0.2.10:1", "no answer from 192.0.2.10:1")],
 )
-async def test_host_that_lacks_a_tool_or_cannot_reach_the_head_is_a_failure(line: str, told: str) -> None:
+async def test_host_with_a_missing_tool_or_without_a_way_to_the_head_is_a_failure(line: str, told: str) -> None:
     found = (await asked(answer(line)))["192.0.2.12"]
 
     assert found.verdict is Verdict.FAILURE

@@ -53,7 +53,7 @@ def test_pool_without_enough_free_hosts_launches_none() -> None:
     hosts = provider()
     hosts.create_node({}, worker("decode"), 1)
 
-    with pytest.raises(NodeLaunchException, match="1 free hosts, wanted are 2"):
+    with pytest.raises(NodeLaunchException, match="1 free hosts, 2 are wanted"):
         hosts.create_node({}, worker("decode"), 2)
     assert len(hosts.non_terminated_nodes({})) == 1
 

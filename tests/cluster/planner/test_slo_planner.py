@@ -55,7 +55,7 @@ def test_plan_before_any_router_has_told_keeps_the_sizes_and_says_so() -> None:
     sizes = PoolSizes(prefill=3, decode=2)
     plan = SloPlanner(SETTINGS).plan(make_observation(0.0, make_demand(rate=0.0, window_s=0.0), sizes))
     assert plan.sizes == sizes
-    assert "the routers have told nothing yet" in plan.reason
+    assert "the routers have reported nothing yet" in plan.reason
 
 
 def test_plan_with_too_few_finished_requests_keeps_the_sizes_and_says_so() -> None:
