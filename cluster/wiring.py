@@ -16,7 +16,7 @@ from cluster.processes.launch_local import LocalLauncher, service_command
 from cluster.processes.launcher import Launcher, StartFailed
 from cluster.processes.plan import HostResources, PlanError, ProcessSpec, make_plan
 from cluster.processes.run_dir import write_config
-from cluster.processes.starter import Audience
+from cluster.processes.starter import Audience, Failed, Progress
 from cluster.processes.state import StateFile, has_served, wanted_processes
 from cluster.processes.supervisor import Ground, Supervisor
 from cluster.processes.worker_calls import inspect_worker
@@ -38,6 +38,10 @@ async def supervise(
 
     No process that it started outlives it, except in a joined Ray cluster when it is killed.
     """
+
+    def report(text: str) -> None:
+        audience.tell(Progress(text=text))
+
     state_file = StateFile(run_dir)
     last = state_file.read()
     try:
@@ -45,20 +49,20 @@ async def supervise(
         plan_for, launcher = _choose_launcher(config, trust, config_path=config_path, run_dir=run_dir)
         specs: Sequence[ProcessSpec] = plan_for(config)
         try:
-            audience.report(f"opening launcher: {config.launcher}")
+            report(f"opening launcher: {config.launcher}")
             await launcher.open()
             found = launcher.found()
             if found:
                 specs = wanted_processes(config, plan_for, found=found, last=last)
-                audience.report(f"{', '.join(sorted(found))} are there already")
-            audience.report(f"starting {', '.join(spec.name for spec in specs if spec.name not in found)}")
+                report(f"{', '.join(sorted(found))} are there already")
+            report(f"starting {', '.join(spec.name for spec in specs if spec.name not in found)}")
             ground = Ground(
                 launcher=launcher,
                 trust=trust,
                 state_file=state_file,
                 ray_environment=ray_settings.of_joined_cluster(config.launcher),
             )
-            supervisor = Supervisor(config, specs=specs, ground=ground, report=audience.report)
+            supervisor = Supervisor(config, specs=specs, ground=ground, report=report)
             if has_served(found, last):
                 supervisor.adopt()
             workforce = supervisor.workforce
@@ -72,13 +76,13 @@ async def supervise(
             rollouts = Rollouts(scaler, workforce, surroundings)
             control = serving_control(scaler, rollouts, planning, run_dir, stop=stopping.set)
             async with trust.renewing(), control, planning.running(stopping):
-                await supervisor.run(stopping, on_ready=lambda: audience.ready(supervisor.up))
+                await supervisor.run(stopping, on_ready=lambda: audience.tell(supervisor.up))
         finally:
             await launcher.close()
             state_file.remove()
     except (StartFailed, PlanError) as error:
         logger.error("cluster failed to start", extra={"reason": str(error)})
-        audience.failed(str(error))
+        audience.tell(Failed(reason=str(error)))
         return 1
     return 0
 

@@ -53,16 +53,10 @@ class PlanGauges:
     """Prometheus metrics of the planner; see docs/metrics.md. Scrapes read them from another thread."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self._present = Gauge(
-            "kvrelay_pool_workers_present", "Workers that serve or start", ["pool"], registry=self.registry
-        )
-        self._wanted = Gauge(
-            "kvrelay_pool_workers_wanted", "Workers that the planner wants", ["pool"], registry=self.registry
-        )
-        self._changes = Counter(
-            "kvrelay_planner_changes", "Changes that were carried out, or failed", ["outcome"], registry=self.registry
-        )
+        self.registry = own = CollectorRegistry()
+        self._present = Gauge("kvrelay_pool_workers_present", "Workers that serve or start", ["pool"], registry=own)
+        self._wanted = Gauge("kvrelay_pool_workers_wanted", "Workers that the planner wants", ["pool"], registry=own)
+        self._changes = Counter("kvrelay_planner_changes", "Changes carried out, or failed", ["outcome"], registry=own)
 
     def set_sizes(self, *, present: PoolSizes, wanted: PoolSizes) -> None:
         """Publish the latest sizes."""
@@ -137,9 +131,7 @@ class Autopilot:
         if reports is None:
             return
         now_s = self._clock.monotonic()
-        observed = make_observation(
-            reports, self._workforce, self._scaler.times, config=self._scaler.config, now_s=now_s
-        )
+        observed = make_observation(reports, self._workforce, self._scaler, now_s=now_s)
         note = PlanNote(made_s=now_s, present=_present(observed), plan=self._planner.plan(observed))
         if note.wants_change:
             note.outcome = self._begin(note)

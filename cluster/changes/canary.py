@@ -18,7 +18,6 @@ from statistics import fmean, median
 from cluster.processes.managed_process import ManagedProcess
 from cluster.processes.plan import ProcessRole
 from cluster.processes.worker_calls import WorkerSnapshot
-from common.timing import TimingModel
 
 MARGIN_S = 0.002
 """Difference that no user notices and that timers and schedulers cause in short steps."""
@@ -43,16 +42,14 @@ class Conduct:
 
     name: str
     num_deaths: int
-    busy_s: float
-    """Time that its engine has run steps."""
-    timing: TimingModel | None
-    """None: it did not answer."""
+    snapshot: WorkerSnapshot | None
+    """Its status at the end; None: it did not answer."""
 
     def pace_s(self, role: ProcessRole, load: DecodeLoad) -> float | None:
         """Return the seconds that the work of its pool takes, or None if it has not measured that."""
-        timing = self.timing
-        if timing is None:
+        if self.snapshot is None:
             return None
+        timing = self.snapshot.timing
         if role is ProcessRole.PREFILL:
             return timing.prefill_s(_PROMPT_TOKENS, 0) if timing.prefill.num_samples else None
         return timing.itl_s(load.num_decodes, load.num_context_tokens) if timing.decode.num_samples else None
@@ -74,7 +71,7 @@ def judge(
     name = canary.name
     if canary.num_deaths > max((each.num_deaths for each in others), default=0):
         return Verdict(is_good=False, reason=f"{name} died {canary.num_deaths} times")
-    if canary.busy_s <= 0:
+    if canary.snapshot is None or canary.snapshot.busy_s <= 0:
         return Verdict(is_good=True, reason=f"{name} runs, but no request came its way: no load to judge it by")
     pace_s = canary.pace_s(role, load)
     if pace_s is None:
@@ -130,12 +127,7 @@ class CanaryWatch:
 
     async def _conduct(self, process: ManagedProcess) -> Conduct:
         snapshot = await self._ask(process)
-        return Conduct(
-            name=process.spec.name,
-            num_deaths=self._num_deaths(process),
-            busy_s=0.0 if snapshot is None else snapshot.busy_s,
-            timing=None if snapshot is None else snapshot.timing,
-        )
+        return Conduct(name=process.spec.name, num_deaths=self._num_deaths(process), snapshot=snapshot)
 
     async def _ask(self, process: ManagedProcess) -> WorkerSnapshot | None:
         return None if process.address is None else await self._inspect(process.address)

@@ -1,6 +1,7 @@
 """Refuses to make pools too small for their present load."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from cluster.changes.observing import Ask, make_observation
 from cluster.changes.scaling import Scaler
@@ -39,26 +40,23 @@ def planner_settings(config: ServingConfig) -> PlannerSettings:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadGuard:
     """Compares wanted pool sizes with the present load. Event loop only."""
 
-    def __init__(self, scaler: Scaler, workforce: Workforce, *, ask: Ask, clock: Clock) -> None:
-        self._scaler = scaler
-        self._workforce = workforce
-        self._ask = ask
-        self._clock = clock
+    scaler: Scaler
+    workforce: Workforce
+    ask: Ask
+    clock: Clock
 
     async def check(self, wanted: Mapping[ProcessRole, int]) -> None:
         """Raise InvalidRequest if a pool would shrink below what the load needs. Without evidence all sizes pass."""
-        present = self._scaler.sizes()
+        present = self.scaler.sizes()
         shrinking = {Pool(role.value): size for role, size in wanted.items() if size < present[role]}
-        if not shrinking or (reports := await self._ask(_WINDOW_S)) is None:
+        if not shrinking or (reports := await self.ask(_WINDOW_S)) is None:
             return
-        config = self._scaler.config
-        observed = make_observation(
-            reports, self._workforce, self._scaler.times, config=config, now_s=self._clock.monotonic()
-        )
-        short = _shortfall(observed, shrinking, planner_settings(config))
+        observed = make_observation(reports, self.workforce, self.scaler, now_s=self.clock.monotonic())
+        short = _shortfall(observed, shrinking, planner_settings(self.scaler.config))
         if short is not None:
             raise InvalidRequest(f"{short}; --force does it anyway")
 

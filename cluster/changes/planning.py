@@ -5,10 +5,11 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from cluster.changes.autopilot import Autopilot, PlanGauges
 from cluster.changes.load_guard import LoadGuard, planner_settings
-from cluster.changes.observing import RouterQuestions
+from cluster.changes.observing import ask_routers
 from cluster.changes.scaling import Scaler
 from cluster.planner.slo_planner import SloPlanner
 from cluster.processes.launcher import StartFailed
@@ -51,11 +52,11 @@ class Planning:
 
 def make_planning(scaler: Scaler, workforce: Workforce, *, scrape_tls: ScrapeTls | None = None) -> Planning:
     """Return the planner of a cluster, not running yet."""
-    ask = RouterQuestions(lambda: workforce.routers.admin_addresses, workforce.reach.router).ask
+    ask = partial(ask_routers, addresses=lambda: workforce.routers.admin_addresses, connect=workforce.reach.router)
     clock, planner = SystemClock(), SloPlanner(planner_settings(scaler.config))
     return Planning(
         autopilot=Autopilot(scaler, workforce, planner=planner, ask=ask, clock=clock, gauges=PlanGauges()),
-        guard=LoadGuard(scaler, workforce, ask=ask, clock=clock),
+        guard=LoadGuard(scaler=scaler, workforce=workforce, ask=ask, clock=clock),
         config=scaler.config,
         scrape_tls=scrape_tls,
     )

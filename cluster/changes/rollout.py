@@ -68,13 +68,13 @@ class Surroundings:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
 
+@dataclass(frozen=True, slots=True)
 class Rollouts:
     """Runs rollouts, one at a time. Event loop only."""
 
-    def __init__(self, scaler: Scaler, workforce: Workforce, surroundings: Surroundings) -> None:
-        self._scaler = scaler
-        self._workforce = workforce
-        self._surroundings = surroundings
+    scaler: Scaler
+    workforce: Workforce
+    surroundings: Surroundings
 
     async def preview(self, wanted: ServingConfig, *, report: Report) -> None:
         """Report each difference and what it needs. Raises InvalidRequest for an impossible one."""
@@ -86,16 +86,16 @@ class Rollouts:
         Raises InvalidRequest for an impossible change, Overloaded while another change runs, EngineFault if a step
         failed and the rollout was undone.
         """
-        async with self._scaler.changing():
+        async with self.scaler.changing():
             after, changes = self._compare(wanted, report)
-            sizes = self._scaler.sizes()
+            sizes = self.scaler.sizes()
             if not terms.is_forced:
-                await self._surroundings.check(sizes_of(after))
+                await self.surroundings.check(sizes_of(after))
             if is_new_generation(changes):
                 changeover = Changeover(
-                    scaler=self._scaler,
-                    workforce=self._workforce,
-                    keep=self._surroundings.keep,
+                    scaler=self.scaler,
+                    workforce=self.workforce,
+                    keep=self.surroundings.keep,
                     grace_s=terms.grace_s,
                     report=report,
                 )
@@ -105,28 +105,28 @@ class Rollouts:
             if roles or needs_routers(changes):
                 routers = self._routers() if needs_routers(changes) else ()
                 await self._renewal(terms, report).run(after, roles, routers=routers)
-            self._scaler.adopt(after)
-            self._surroundings.keep(after)
+            self.scaler.adopt(after)
+            self.surroundings.keep(after)
             if sizes_of(after) != sizes:
-                await self._scaler.resize(sizes_of(after), terms.grace_s, report)
+                await self.scaler.resize(sizes_of(after), terms.grace_s, report)
 
     async def restart(self, *, grace_s: float, report: Report) -> None:
         """Replace every worker by a new process with the same configuration, one at a time.
 
         One worker more than usual runs in each pool meanwhile. Raises Overloaded and EngineFault like `run`.
         """
-        async with self._scaler.changing():
-            roles = [role for role, size in self._scaler.sizes().items() if size]
+        async with self.scaler.changing():
+            roles = [role for role, size in self.scaler.sizes().items() if size]
             terms = RolloutTerms(canary_s=0.0, max_slowdown=1.0, grace_s=grace_s)
-            await self._renewal(terms, report).run(self._scaler.config, roles)
+            await self._renewal(terms, report).run(self.scaler.config, roles)
 
     def _renewal(self, terms: RolloutTerms, report: Report) -> "_Renewal":
-        return _Renewal(self._scaler, self._workforce, surroundings=self._surroundings, terms=terms, report=report)
+        return _Renewal(self.scaler, self.workforce, surroundings=self.surroundings, terms=terms, report=report)
 
     def _compare(self, wanted: ServingConfig, report: Report) -> tuple[ServingConfig, Sequence[Change]]:
         """Return the configuration with definite ports, and its differences from the running one."""
-        sizes = self._scaler.sizes()
-        before = with_sizes(self._scaler.config, sizes)
+        sizes = self.scaler.sizes()
+        before = with_sizes(self.scaler.config, sizes)
         after = keep_free_ports(before, wanted)
         changes = find_changes(before, after)
         for change in changes:
@@ -140,17 +140,17 @@ class Rollouts:
             (first, *_) = [change for change in changes if needs_routers([change])]
             raise InvalidRequest(f"{first}. {_ONE_ROUTER}", field=first.key)
         if is_new_generation(changes):
-            new = self._scaler.plan_beside(after)
+            new = self.scaler.plan_beside(after)
             report(f"{len(new)} new workers beside the {sum(sizes.values())} that serve: room for both is needed")
             return after, changes
         if roles_to_renew(changes):
-            self._scaler.plan(after, {role: size + 1 for role, size in sizes.items()})
+            self.scaler.plan(after, {role: size + 1 for role, size in sizes.items()})
         if sizes_of(after) != sizes:
-            self._scaler.plan(after, sizes_of(after))
+            self.scaler.plan(after, sizes_of(after))
         return after, changes
 
     def _routers(self) -> Sequence[ProcessSpec]:
-        return [process.spec for process in self._workforce.workers(ProcessRole.ROUTER)]
+        return [process.spec for process in self.workforce.workers(ProcessRole.ROUTER)]
 
 
 @dataclass(slots=True)

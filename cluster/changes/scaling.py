@@ -46,32 +46,20 @@ PlanFor = Callable[[ServingConfig], Sequence[ProcessSpec]]
 """Returns the processes of a configuration on the hosts of the cluster. Raises PlanError."""
 
 
-class ChangeTimes:
-    """The latest start and drain times of each pool; guessed before any is measured."""
+class Times:
+    """The latest durations of one kind of change in each pool; guessed before any is measured."""
 
-    def __init__(self, *, guessed_start_s: float = 30.0, guessed_drain_s: float = 5.0) -> None:
-        self._guessed_start_s = guessed_start_s
-        self._guessed_drain_s = guessed_drain_s
-        self._starts: dict[str, deque[float]] = {pool.value: deque(maxlen=9) for pool in Pool}
-        self._drains: dict[str, deque[float]] = {pool.value: deque(maxlen=9) for pool in Pool}
+    def __init__(self, guess_s: float) -> None:
+        self._guess_s = guess_s
+        self._latest: dict[str, deque[float]] = {role.value: deque(maxlen=9) for role in POOLS}
 
-    def note_start(self, role: ProcessRole, seconds: float) -> None:
-        """Note the time from the request for a worker to its use."""
-        self._starts[role.value].append(seconds)
+    def note(self, role: ProcessRole, seconds: float) -> None:
+        """Add a measured duration."""
+        self._latest[role.value].append(seconds)
 
-    def note_drain(self, role: ProcessRole, seconds: float) -> None:
-        """Note the time from the order to drain a worker to its end."""
-        self._drains[role.value].append(seconds)
-
-    @property
-    def startup_s(self) -> Mapping[Pool, float]:
-        """Median start times."""
-        return {pool: median(self._starts[pool.value] or [self._guessed_start_s]) for pool in Pool}
-
-    @property
-    def drain_s(self) -> Mapping[Pool, float]:
-        """Median drain times."""
-        return {pool: median(self._drains[pool.value] or [self._guessed_drain_s]) for pool in Pool}
+    def medians(self) -> dict[Pool, float]:
+        """Return the median durations."""
+        return {pool: median(self._latest[pool.value] or [self._guess_s]) for pool in Pool}
 
 
 class Scaler:
@@ -84,8 +72,10 @@ class Scaler:
         self._workforce = workforce
         self._plan_for = plan_for
         self._lock = asyncio.Lock()
-        self.times = ChangeTimes()
-        """Measured start and drain times."""
+        self.start_times = Times(30.0)
+        """From the request for a worker to its use."""
+        self.drain_times = Times(5.0)
+        """From the order to drain a worker to its end."""
 
     async def scale(
         self, wanted: Mapping[ProcessRole, int], *, grace_s: float, report: Report, flips: Flips = Flips.FIRST
@@ -183,7 +173,7 @@ class Scaler:
     async def _add(self, spec: ProcessSpec) -> None:
         started_s = time.monotonic()
         await self._workforce.add_worker(spec)
-        self.times.note_start(spec.role, time.monotonic() - started_s)
+        self.start_times.note(spec.role, time.monotonic() - started_s)
 
     async def shrink(self, going: set[str], grace_s: float, report: Report) -> None:
         """Drain and stop the named workers, side by side."""
@@ -199,7 +189,7 @@ class Scaler:
         took = f"{took_s:.2f} s"
         num_moved = await self._workforce.evacuate_worker(process, grace_s=max(0.0, grace_s - took_s))
         await self._workforce.remove_worker(process)
-        self.times.note_drain(process.spec.role, time.monotonic() - started_s)
+        self.drain_times.note(process.spec.role, time.monotonic() - started_s)
         if num_left:
             logger.warning(
                 "worker stopped before it was empty", extra={"service": process.spec.name, "num_left": num_left}

@@ -77,11 +77,9 @@ def _named(names: Sequence[str]) -> str:
 
 async def _try(source: Reached, connect: Connect, targets: Mapping[str, str]) -> dict[str, bool | None]:
     """Return for each target whether the source reaches it; None if the probe failed."""
-    channel = connect(source.address)
-    stub = worker_pb2_grpc.WorkerServiceStub(channel)
     places = asyncio.Semaphore(_AT_A_TIME)
 
-    async def one(name: str, address: str) -> bool | None:
+    async def one(stub: "worker_pb2_grpc.WorkerServiceAsyncStub", name: str, address: str) -> bool | None:
         async with places:
             try:
                 request = pb.ProbePeerRequest(address=address, worker_id=name)
@@ -89,8 +87,7 @@ async def _try(source: Reached, connect: Connect, targets: Mapping[str, str]) ->
             except grpc.aio.AioRpcError:
                 return None
 
-    try:
-        answers = await asyncio.gather(*(one(name, address) for name, address in targets.items()))
-    finally:
-        await channel.close()
+    async with connect(source.address) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        answers = await asyncio.gather(*(one(stub, *target) for target in targets.items()))
     return dict(zip(targets, answers, strict=True))

@@ -106,17 +106,15 @@ async def _ask(view: WorkerView, connect: Connect) -> _Peer:
     """Describe a worker as seen from this host."""
     started_s = time.monotonic()
     described, error, skew_s = None, "", 0.0
-    channel = connect(view.address)
-    try:
+    async with connect(view.address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        described = await stub.DescribeWorker(worker_pb2.DescribeWorkerRequest(), timeout=_TIMEOUT_S)
+        try:
+            described = await stub.DescribeWorker(worker_pb2.DescribeWorkerRequest(), timeout=_TIMEOUT_S)
+        except grpc.aio.AioRpcError as failed:
+            error = f"{failed.code().name.lower()}: {failed.details()}"
         round_trip_s = time.monotonic() - started_s
-        skew_s = described.unix_time_s - time.time() + round_trip_s / 2
-    except grpc.aio.AioRpcError as failed:
-        round_trip_s = time.monotonic() - started_s
-        error = f"{failed.code().name.lower()}: {failed.details()}"
-    finally:
-        await channel.close()
+        if described is not None:
+            skew_s = described.unix_time_s - time.time() + round_trip_s / 2
     return _Peer(view=view, described=described, error=error, round_trip_s=round_trip_s, skew_s=skew_s)
 
 

@@ -10,8 +10,7 @@ are bounded. No failure here fails a change of the pools: a prefix that is lost 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -47,20 +46,6 @@ class Peer:
     worker_id: str
     address: str
     role: ProcessRole
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
-    """The result of an evacuation or a warming."""
-
-    num_blocks: int = 0
-    """Blocks that were pulled."""
-    num_present: int = 0
-    """Blocks that their target had already."""
-
-    def __add__(self, other: "Moved") -> "Moved":
-        """Return the sum of both."""
-        return Moved(num_blocks=self.num_blocks + other.num_blocks, num_present=self.num_present + other.num_present)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,8 +97,8 @@ class Evacuation:
         self._connect = reach.worker
         self._issue = reach.issue
 
-    async def evacuate(self, leaving: Peer, staying: Sequence[Peer], *, grace_s: float) -> Moved:
-        """Move a worker's hottest prefixes to workers that stay, within a share of its grace."""
+    async def evacuate(self, leaving: Peer, staying: Sequence[Peer], *, grace_s: float) -> int:
+        """Move a worker's hottest prefixes to workers that stay, within a share of its grace; returns the blocks."""
         time_s = min(MAX_EVACUATION_S, GRACE_SHARE * grace_s)
         deadline_s = asyncio.get_running_loop().time() + time_s
         try:
@@ -121,7 +106,7 @@ class Evacuation:
                 free = await asyncio.gather(*(self._num_free(peer) for peer in staying))
                 num_free = min(_MAX_BLOCKS, sum(free))
                 if not num_free:
-                    return Moved()
+                    return 0
                 chains, source, block_bytes = await self._hottest(leaving, num_free)
                 rooms = [
                     Room(
@@ -134,16 +119,16 @@ class Evacuation:
                 ]
                 share_out(chains, rooms, max_blocks=_MAX_BYTES // block_bytes)
                 asked = [self._pull(room.peer, source, room.selection.chosen, deadline_s) for room in rooms]
-                return sum(await asyncio.gather(*asked), Moved())
+                return sum(await asyncio.gather(*asked))
         except (TimeoutError, grpc.RpcError, InvalidRequest) as error:
-            self._log_failure(leaving, error)
-            return Moved()
+            _log_failure(leaving, error)
+            return 0
 
-    async def warm(self, newcomer: Peer, peers: Sequence[Peer]) -> Moved:
-        """Copy the hottest prefixes of a new worker's peers to it, from its own pool if that has any."""
+    async def warm(self, newcomer: Peer, peers: Sequence[Peer]) -> int:
+        """Copy hot prefixes of a new worker's peers, from its own pool if that has any, to it; returns the blocks."""
         deadline_s = asyncio.get_running_loop().time() + WARMING_S
         sources = [peer for peer in peers if peer.role is newcomer.role] or list(peers)
-        moved = Moved()
+        num_moved = 0
         try:
             async with asyncio.timeout(WARMING_S):
                 # Half of it: its first requests need room as well.
@@ -152,25 +137,25 @@ class Evacuation:
                     num_wanted = min(_MAX_WARMING_BLOCKS, num_free // len(sources))
                     if num_wanted:
                         chains, source, _block_bytes = await self._hottest(peer, num_wanted)
-                        moved += await self._pull(newcomer, source, chains, deadline_s)
+                        num_moved += await self._pull(newcomer, source, chains, deadline_s)
         except (TimeoutError, grpc.RpcError, InvalidRequest) as error:
-            self._log_failure(newcomer, error)
-        return moved
+            _log_failure(newcomer, error)
+        return num_moved
 
     async def _num_free(self, peer: Peer) -> int:
         """Return a worker's free and cold pages; 0 if it does not answer."""
-        async with self._channel(peer) as channel:
+        async with self._connect(peer.address) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             try:
                 answer = await stub.GetWorkerStatus(worker_pb2.GetWorkerStatusRequest(), timeout=_ANSWER_S)
             except grpc.RpcError as error:
-                self._log_failure(peer, error)
+                _log_failure(peer, error)
                 return 0
         return answer.status.load.num_cold_blocks
 
     async def _hottest(self, peer: Peer, max_blocks: int) -> tuple[list[PrefixChain], sequence_pb2.KvSource, int]:
         """Return a worker's hottest prefixes, their source, and the bytes of a block."""
-        async with self._channel(peer) as channel:
+        async with self._connect(peer.address) as channel:
             stub = prefix_pb2_grpc.PrefixServiceStub(channel)
             listed = await stub.ListHotPrefixes(prefix_pb2.ListHotPrefixesRequest(max_blocks=max_blocks))
         address = with_port(peer.address, listed.kv_port)
@@ -179,41 +164,33 @@ class Evacuation:
 
     async def _pull(
         self, taker: Peer, source: sequence_pb2.KvSource, chains: Sequence[PrefixChain], deadline_s: float
-    ) -> Moved:
+    ) -> int:
         """Have a worker pull chains; it keeps those that it has when time runs out or the source is lost."""
         time_left_s = deadline_s - asyncio.get_running_loop().time() - min(_ANSWER_S, WARMING_S / 10)
         if not chains or time_left_s <= 0:
-            return Moved()
+            return 0
         right = PullRight(
             puller=WorkerId(taker.worker_id),
             source=WorkerId(source.worker_id),
             epoch=Epoch(source.epoch),
             subject=ANY_CACHED,
         )
-        source = sequence_pb2.KvSource(
-            worker_id=source.worker_id, address=source.address, epoch=source.epoch, ticket=self._issue(right)
-        )
+        ticketed = sequence_pb2.KvSource(ticket=self._issue(right))
+        ticketed.MergeFrom(source)
         request = prefix_pb2.PullPrefixesRequest(
-            source=source, chains=chains_to_proto(chains), time_limit_s=time_left_s, max_bytes=_MAX_BYTES
+            source=ticketed, chains=chains_to_proto(chains), time_limit_s=time_left_s, max_bytes=_MAX_BYTES
         )
-        async with self._channel(taker) as channel:
+        async with self._connect(taker.address) as channel:
             try:
                 pulled = await prefix_pb2_grpc.PrefixServiceStub(channel).PullPrefixes(request)
             except grpc.RpcError as error:
-                self._log_failure(taker, error)
-                return Moved()
+                _log_failure(taker, error)
+                return 0
         extra = {"source": source.worker_id, "taker": taker.worker_id, "num_blocks": pulled.num_pulled_blocks}
         logger.info("prefixes moved", extra=extra | {"num_left": pulled.num_left_blocks})
-        return Moved(num_blocks=pulled.num_pulled_blocks, num_present=pulled.num_present_blocks)
+        return pulled.num_pulled_blocks
 
-    @asynccontextmanager
-    async def _channel(self, peer: Peer) -> AsyncIterator[grpc.aio.Channel]:
-        channel = self._connect(peer.address)
-        try:
-            yield channel
-        finally:
-            await channel.close()
 
-    def _log_failure(self, peer: Peer, error: Exception) -> None:
-        why = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error) or type(error).__name__
-        logger.warning("prefixes did not move", extra={"worker_id": peer.worker_id, "reason": why})
+def _log_failure(peer: Peer, error: Exception) -> None:
+    why = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error) or type(error).__name__
+    logger.warning("prefixes did not move", extra={"worker_id": peer.worker_id, "reason": why})

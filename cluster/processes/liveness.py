@@ -42,10 +42,9 @@ async def service_gone(address: str, connect: Connect) -> str:
 
     A busy service answers late, so a few unanswered checks do not count.
     """
-    channel = connect(address)
-    stub = health_pb2_grpc.HealthStub(channel)
     num_refused = num_silent = 0
-    try:
+    async with connect(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
         while True:
             try:
                 await stub.Check(health_pb2.HealthCheckRequest(), timeout=_PROBE_TIMEOUT_S)
@@ -60,5 +59,3 @@ async def service_gone(address: str, connect: Connect) -> str:
             if num_silent >= _SILENT_LIMIT:
                 return f"{address} left {num_silent} health checks unanswered"
             await asyncio.sleep(_PERIOD_S)
-    finally:
-        await channel.close()

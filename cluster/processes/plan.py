@@ -98,8 +98,7 @@ def make_plan(config: ServingConfig, host: HostResources | None) -> tuple[Proces
     for role in POOLS:
         pool: PoolConfig = getattr(config.pools, role)
         for idx in range(pool.count):
-            env = _thread_env(_num_threads(pool, host, num_workers=num_workers))
-            env |= _memory_env(pool, host, num_workers=num_workers)
+            env = _worker_env(pool, host, num_workers=num_workers)
             env |= dict.fromkeys(config.secret_variables, "")  # only routers may read these
             if devices is not None and pool.num_gpus:
                 env["CUDA_VISIBLE_DEVICES"] = devices.take(pool.num_gpus, key=f"pools.{role}.num_gpus")
@@ -153,24 +152,18 @@ def with_living_names(
     return named
 
 
-def _num_threads(pool: PoolConfig, host: HostResources | None, *, num_workers: int) -> int:
-    if pool.threads != "auto":
-        return pool.threads
-    return _num_reserved_cpus(pool) if host is None else max(1, host.cores // num_workers)
-
-
-def _thread_env(num_threads: int) -> dict[str, str]:
-    return dict.fromkeys(THREAD_ENVS, str(num_threads))
-
-
-def _memory_env(pool: PoolConfig, host: HostResources | None, *, num_workers: int) -> dict[str, str]:
+def _worker_env(pool: PoolConfig, host: HostResources | None, *, num_workers: int) -> dict[str, str]:
+    """Return the variables that tell a worker its threads, and its memory or CPUs."""
+    num_cpus = max(1, int(pool.num_cpus))
+    num_threads = pool.threads
+    if num_threads == "auto":
+        num_threads = num_cpus if host is None else max(1, host.cores // num_workers)
+    env = dict.fromkeys(THREAD_ENVS, str(num_threads))
     if host is None:
-        return {CPUS_ENV: str(_num_reserved_cpus(pool))}
-    return {} if host.memory_bytes is None else {MEMORY_ENV: str(host.memory_bytes // num_workers)}
-
-
-def _num_reserved_cpus(pool: PoolConfig) -> int:
-    return max(1, int(pool.num_cpus))
+        env[CPUS_ENV] = str(num_cpus)
+    elif host.memory_bytes is not None:
+        env[MEMORY_ENV] = str(host.memory_bytes // num_workers)
+    return env
 
 
 class _GpuDealer:

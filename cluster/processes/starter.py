@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from cluster.processes.run_dir import log_path, log_tail
 from common.output_log import LOG_PATH_ENV, open_log
@@ -55,38 +55,31 @@ class Failed:
     reason: str
 
 
-def parse_event(line: str) -> Progress | Up | Failed | None:
+Event = Progress | Up | Failed
+_EVENTS: dict[str, type[Event]] = {"progress": Progress, "ready": Up, "failed": Failed}
+_NAMES = {kind: name for name, kind in _EVENTS.items()}
+
+
+def parse_event(line: str) -> Event | None:
     """Return the event of a line from the supervisor, or None for any other line."""
     try:
         entry = json.loads(line)
-        match entry["event"]:
-            case "progress":
-                return Progress(text=entry["text"])
-            case "ready":
-                addresses, http_addresses = tuple(entry["addresses"]), tuple(entry["http_addresses"])
-                return Up(addresses=addresses, http_addresses=http_addresses, pid=entry["pid"], tls=entry["tls"])
-            case "failed":
-                return Failed(reason=entry["reason"])
-    except (ValueError, TypeError, KeyError):
-        pass
-    return None
+        kind: Any = _EVENTS[entry.pop("event")]
+        event: Event = kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()})
+        return event
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
 
 
 class Audience(Protocol):
     """Receives the progress of a cluster's start."""
 
-    def report(self, text: str) -> None:
-        """Receive a step."""
-
-    def ready(self, up: Up) -> None:
-        """Learn that the cluster serves, and where."""
-
-    def failed(self, reason: str) -> None:
-        """Learn why it does not."""
+    def tell(self, event: Event) -> None:
+        """Receive a step, or the outcome."""
 
 
 class Starter:
-    """An Audience: the supervisor's end. Event loop only, except `failed`, which may precede the loop."""
+    """An Audience: the supervisor's end. Event loop only, except `tell` of a failure, which may precede the loop."""
 
     def __init__(self, *, stdin_fd: int | None, events: TextIO) -> None:
         self._stdin_fd = stdin_fd
@@ -120,21 +113,10 @@ class Starter:
 
         loop.add_reader(fd, readable)
 
-    def report(self, text: str) -> None:
-        """Send a step."""
-        self._send({"event": "progress", "text": text})
-
-    def ready(self, up: Up) -> None:
-        """Send that the cluster serves, and where."""
-        self._send({"event": "ready", **asdict(up)})
-
-    def failed(self, reason: str) -> None:
-        """Send why it does not."""
-        self._send({"event": "failed", "reason": reason})
-
-    def _send(self, event: dict[str, object]) -> None:
+    def tell(self, event: Event) -> None:
+        """Send an event."""
         with contextlib.suppress(BrokenPipeError):  # the starter is gone, which `watch` handles
-            self._events.write(json.dumps(event) + "\n")
+            self._events.write(json.dumps({"event": _NAMES[type(event)], **asdict(event)}) + "\n")
             self._events.flush()
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from cluster.processes.life import ProcessPhase
 from cluster.processes.plan import POOLS, ProcessRole, ProcessSpec, with_sizes
@@ -72,6 +73,9 @@ class ClusterState:
     """Environment that reaches the joined Ray cluster; empty without one."""
 
 
+_STATE = TypeAdapter(ClusterState)
+
+
 class StateFile:
     """state.json of one run folder."""
 
@@ -81,7 +85,8 @@ class StateFile:
     def read(self) -> ClusterState | None:
         """Return the state, or None without a file that this version can read."""
         try:
-            return _decode(json.loads(self._path.read_text(encoding="utf-8")))
+            entry = json.loads(self._path.read_text(encoding="utf-8"))
+            return _STATE.validate_python(entry) if entry["format"] == _FORMAT else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -121,19 +126,3 @@ def has_served(found: Collection[str], last: ClusterState | None) -> bool:
 def _numbers(names: Collection[str], role: ProcessRole) -> list[int]:
     parts = (name.rpartition("-") for name in names)
     return [int(number) for pool, _, number in parts if pool == role and number.isdecimal()]
-
-
-def _decode(entry: Mapping[str, Any]) -> ClusterState:
-    if entry["format"] != _FORMAT:
-        raise ValueError(f"format {entry['format']}, not {_FORMAT}")
-    fields = {key: value for key, value in entry.items() if key != "format"}
-    fields |= {key: tuple(entry[key]) for key in ("addresses", "http_addresses")}
-    fields |= {"phase": ClusterPhase(entry["phase"]), "supervisor": ProcessIdentity(**entry["supervisor"])}
-    fields |= {"helpers": tuple(ProcessIdentity(**item) for item in entry["helpers"])}
-    return ClusterState(**fields | {"processes": tuple(map(_decode_process, entry["processes"]))})
-
-
-def _decode_process(entry: Mapping[str, Any]) -> ProcessState:
-    identity = entry["identity"]
-    known = {**entry, "phase": ProcessPhase(entry["phase"])}
-    return ProcessState(**known | {"identity": None if identity is None else ProcessIdentity(**identity)})

@@ -159,7 +159,7 @@ class Workforce:
         """Move a drained worker's hottest prefixes to workers that stay; returns how many blocks moved."""
         if process.address is None:
             return 0
-        return (await self._evacuation.evacuate(_peer(process), self._peers(process), grace_s=grace_s)).num_blocks
+        return await self._evacuation.evacuate(_peer(process), self._peers(process), grace_s=grace_s)
 
     async def remove_worker(self, process: ManagedProcess) -> None:
         """Withdraw a process from the routers and stop it."""
@@ -216,7 +216,7 @@ class Workforce:
     async def _warm(self, process: ManagedProcess) -> int:
         if process.address is None:  # it has died already, and is started again
             return 0
-        return (await self._evacuation.warm(_peer(process), self._peers(process))).num_blocks
+        return await self._evacuation.warm(_peer(process), self._peers(process))
 
     def _new_process(self, spec: ProcessSpec) -> ManagedProcess:
         return self._make(spec, generation=generation_of(spec.config or self._config))

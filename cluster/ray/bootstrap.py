@@ -21,7 +21,7 @@ ray_settings.prepare_to_join()
 import ray  # noqa: E402 - reads its settings when it is imported
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError  # noqa: E402
 
-from cluster.processes.starter import Failed, Starter, Up  # noqa: E402
+from cluster.processes.starter import Failed, Progress, Starter, Up  # noqa: E402
 from cluster.ray.controller_actor import StartProgress, create_controller  # noqa: E402
 from cluster.ray.joined_ray import CONTROLLER, named_actors, remove_actors  # noqa: E402
 from cluster.ray.private_ray import NAMESPACE  # noqa: E402
@@ -51,12 +51,12 @@ async def bring_up_controller(
     try:
         connect()
     except ConnectionError as error:
-        starter.failed(str(error))
+        starter.tell(Failed(reason=str(error)))
         return 1
     try:
         there_before = named_actors(config.name)
         if CONTROLLER in there_before:
-            starter.report("a controller is there already")
+            starter.tell(Progress(text="a controller is there already"))
         controller = create_controller(config, run_dir)
         outcome = await _outcome(controller, starter, stopping, is_new=not there_before)
         if isinstance(outcome, Failed):
@@ -67,13 +67,8 @@ async def bring_up_controller(
         outcome = Failed(reason=f"the controller died: {error}")
     finally:
         await asyncio.to_thread(ray.shutdown)
-    match outcome:
-        case Up():
-            starter.ready(outcome)
-            return 0
-        case Failed(reason=reason):
-            starter.failed(reason)
-    return 1
+    starter.tell(outcome)
+    return 0 if isinstance(outcome, Up) else 1
 
 
 async def _outcome(controller: Any, starter: Starter, stopping: asyncio.Event, *, is_new: bool) -> Up | Failed:
@@ -106,7 +101,7 @@ async def _follow(controller: Any, starter: Starter) -> Up | Failed:
             await asyncio.sleep(_RETRY_S)  # Ray restarts it
             continue
         for step in progress.steps:
-            starter.report(step)
+            starter.tell(Progress(text=step))
         num_seen = progress.num_steps
         if progress.outcome is not None:
             return progress.outcome

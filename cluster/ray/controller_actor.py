@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from cluster.processes.run_dir import FILE_NAME, RunDirTaken, lock_run_dir, log_path, make_run_dir
-from cluster.processes.starter import Failed, Up
+from cluster.processes.starter import Event, Failed, Progress, Up
 from cluster.processes.state import StateFile
 from cluster.ray import settings as ray_settings
 from cluster.ray.joined_ray import CONTROLLER, pinned_to, remove_workers, this_host
@@ -70,18 +70,16 @@ class ControllerActor:
         self._stopping = asyncio.Event()
         self._steps: list[str] = []
         self._outcome: Up | Failed | None = None
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
+        """Set, and replaced, with every event."""
         self._heard = asyncio.Event()
         """Set once a caller knows the outcome."""
-        self._telling: set[asyncio.Task[None]] = set()
         self._life = asyncio.get_running_loop().create_task(self._live(params))
-
-    # For callers.
 
     async def progress(self, num_seen: int) -> StartProgress:
         """Wait for a step after the first `num_seen`, or the outcome, and return these."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: len(self._steps) != num_seen or self._outcome is not None)
+        while len(self._steps) == num_seen and self._outcome is None:
+            await self._changed.wait()
         new = self._steps[num_seen:] if num_seen <= len(self._steps) else self._steps  # num_seen counts an earlier life
         if self._outcome is not None:
             self._heard.set()
@@ -96,31 +94,14 @@ class ControllerActor:
         """End the actor for good. Called by the actor itself only; use `stop` elsewhere."""
         ray.actor.exit_actor()  # type: ignore[no-untyped-call]
 
-    # For `supervise` (starter.Audience).
-
-    def report(self, text: str) -> None:
-        """Note a step."""
-        self._steps.append(text)
-        self._tell()
-
-    def ready(self, up: Up) -> None:
-        """Note that the cluster serves."""
-        self._outcome = up
-        self._tell()
-
-    def failed(self, reason: str) -> None:
-        """Note that the cluster will not serve."""
-        self._outcome = Failed(reason=reason)
-        self._tell()
-
-    def _tell(self) -> None:
-        async def notify() -> None:
-            async with self._changed:
-                self._changed.notify_all()
-
-        task = asyncio.get_running_loop().create_task(notify())
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+    def tell(self, event: Event) -> None:
+        """Note a step of `supervise`, or its outcome."""
+        if isinstance(event, Progress):
+            self._steps.append(event.text)
+        else:
+            self._outcome = event
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def _live(self, params: ControllerParams) -> None:
         try:
@@ -128,12 +109,14 @@ class ControllerActor:
                 await self._lock(params.run_dir, holding)
                 await self._run(params)
         except RunDirTaken as error:
-            self.failed(str(error))
+            self.tell(Failed(reason=str(error)))
         except Exception as error:
             logger.exception("the controller failed")
-            self.failed(f"the controller failed: {error!r}; see its log")
+            self.tell(Failed(reason=f"the controller failed: {error!r}; see its log"))
         if self._outcome is None:
-            self.failed("stopped before it served")  # a caller that waits for progress would keep the actor
+            self.tell(
+                Failed(reason="stopped before it served")
+            )  # a caller that waits for progress would keep the actor
         await self._leave()
 
     async def _lock(self, run_dir: Path, holding: ExitStack) -> None:

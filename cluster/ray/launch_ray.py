@@ -10,6 +10,7 @@ import logging
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,11 +102,12 @@ class RayLauncher:
         self._home.served(spec.name)
         # Not alive here if it is on another host: an identity contains the boot time of its host.
         here = identity if identity.is_alive() else None
-        renewing = asyncio.get_running_loop().create_task(self._keep_renewed(enrol, spec.name))
+        renewing = asyncio.create_task(self._keep_renewed(enrol, spec.name))
         self._renewing.add(renewing)
         renewing.add_done_callback(self._renewing.discard)
         gone = partial(service_gone, ready.admin_address, connect_to(identity_role(spec.role), self._credentials))
-        return _ActorProcess(actor, ready, here, gone=gone, renewing=renewing, kill=lambda: self._discard(spec.name))
+        kill = partial(self._discard, spec.name)
+        return _ActorProcess(actor=actor, ready=ready, identity=here, gone=gone, renewing=renewing, kill=kill)
 
     async def _keep_renewed(self, enrol: Callable[[], Awaitable[None]], name: str) -> None:
         """Renew an actor's certificate at two thirds of its life, until cancelled."""
@@ -153,41 +155,33 @@ class RayLauncher:
         self._home.forget(name)
 
 
+@dataclass(slots=True, kw_only=True)
 class _ActorProcess:
     """A RunningProcess: one life of an actor."""
 
-    def __init__(
-        self,
-        actor: Any,
-        ready: Ready,
-        identity: ProcessIdentity | None,
-        *,
-        gone: Callable[[], Awaitable[str]],
-        renewing: "asyncio.Task[None]",
-        kill: Callable[[], None],
-    ) -> None:
-        self._gone = gone
-        self._renewing = renewing
-        self.ready = ready
-        self.identity = identity
-        self._actor = actor
-        self._kill = kill
+    actor: Any
+    ready: Ready
+    identity: ProcessIdentity | None
+    gone: Callable[[], Awaitable[str]]
+    """Waits for its loss if it is on another host; returns the reason."""
+    renewing: "asyncio.Task[None]"
+    kill: Callable[[], None]
 
     async def exited(self) -> str:
         try:
             if self.identity is None:
-                return await self._gone()
+                return await self.gone()
             await process_gone(self.identity)
             return f"process {self.ready.pid} died"
         finally:
-            self._renewing.cancel()
+            self.renewing.cancel()
 
     async def stop(self, grace_s: float) -> None:
-        self._renewing.cancel()
+        self.renewing.cancel()
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(grace_s + _STOP_MARGIN_S):
-                await self._actor.stop.remote(grace_s)
-        self._kill()
+                await self.actor.stop.remote(grace_s)
+        self.kill()
         if self.identity is not None:
             try:
                 async with asyncio.timeout(_KILL_TIMEOUT_S):

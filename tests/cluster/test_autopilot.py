@@ -115,8 +115,8 @@ async def test_advise_changes_nothing_and_says_what_it_would() -> None:
 async def test_planner_is_told_measured_times_and_every_worker() -> None:
     bench = Bench(sizes(1, 1))
     await bench.begin()
-    bench.scaler.times.note_start(PREFILL, 40.0)
-    bench.scaler.times.note_start(PREFILL, 60.0)
+    bench.scaler.start_times.note(PREFILL, 40.0)
+    bench.scaler.start_times.note(PREFILL, 60.0)
     await bench.step()
     observed = bench.planner.observed[0]
     assert observed.startup_s[Pool.PREFILL] == pytest.approx(40.0), "the median of 0, 40 and 60"
@@ -213,7 +213,7 @@ async def test_plan_response_tells_everything() -> None:
 
 
 def make_guard(bench: Bench) -> LoadGuard:
-    return LoadGuard(bench.scaler, bench.workforce, ask=bench.ask, clock=bench.clock)
+    return LoadGuard(scaler=bench.scaler, workforce=bench.workforce, ask=bench.ask, clock=bench.clock)
 
 
 async def test_guard_refuses_sizes_below_the_load_with_the_numbers() -> None:
