@@ -62,7 +62,7 @@ class Handle:
         return await getattr(self.service, name)(*arguments)
 
 
-async def test_actor_that_dies_between_its_request_and_the_answer_is_asked_anew_in_its_next_life() -> None:
+async def test_actor_that_dies_during_enrolment_is_enrolled_in_its_next_life() -> None:
     authority = Authority.new(AuthoritySettings(cluster="test", is_encrypted=True))
     handle = Handle(num_deaths=2)
 
@@ -73,7 +73,7 @@ async def test_actor_that_dies_between_its_request_and_the_answer_is_asked_anew_
     await handle.service.stop(0)
 
 
-async def test_actor_that_never_takes_a_certificate_is_a_fault_and_no_endless_loop() -> None:
+async def test_actor_that_never_takes_a_certificate_is_an_error() -> None:
     authority = Authority.new(AuthoritySettings(cluster="test", is_encrypted=True))
     handle = Handle(num_deaths=1000)
 

@@ -112,7 +112,7 @@ async def test_advise_changes_nothing_and_says_what_it_would() -> None:
     assert bench.sizes() == (1, 1)
 
 
-async def test_planner_is_told_measured_times_and_every_worker() -> None:
+async def test_planner_observes_measured_times_and_every_worker() -> None:
     bench = Bench(sizes(1, 1))
     await bench.begin()
     bench.scaler.start_times.note(PREFILL, 40.0)
@@ -133,7 +133,7 @@ async def test_worker_that_no_router_knows_yet_is_starting() -> None:
     assert {worker.phase for worker in bench.planner.observed[0].workers} == {"starting"}
 
 
-async def test_start_that_fails_is_told_and_not_repeated_before_a_growing_pause() -> None:
+async def test_failed_start_is_reported_and_retried_after_a_growing_pause() -> None:
     bench = Bench(*[sizes(2, 1)] * 5)
     await bench.begin()
     bench.workforce.fails = lambda spec: True
@@ -147,7 +147,7 @@ async def test_start_that_fails_is_told_and_not_repeated_before_a_growing_pause(
     assert bench.sizes() == (2, 1)
 
 
-async def test_plan_during_a_persons_change_waits() -> None:
+async def test_plan_during_another_change_waits() -> None:
     bench = Bench(sizes(2, 1))
     await bench.begin()
     async with bench.scaler.changing():
@@ -174,7 +174,7 @@ async def test_silent_routers_make_no_plan() -> None:
     assert bench.autopilot.latest is None
 
 
-async def test_running_plans_at_every_interval_until_it_is_told_to_stop() -> None:
+async def test_autopilot_plans_at_every_interval_until_it_is_stopped() -> None:
     bench = Bench(*[sizes(1, 1)] * 10_000)
     bench.config = bench.config.model_copy(
         update={"planner": bench.config.planner.model_copy(update={"interval_s": 0.001})}
@@ -197,7 +197,7 @@ async def test_running_plans_at_every_interval_until_it_is_told_to_stop() -> Non
     assert pilot.latest is not None
 
 
-async def test_plan_response_tells_everything() -> None:
+async def test_plan_response_contains_everything() -> None:
     bench = Bench(sizes(2, 1), mode="advise")
     await bench.begin()
     await bench.step()

@@ -62,10 +62,9 @@ def test_pace_is_compared_at_the_load_that_the_canary_had() -> None:
     assert not judge(DECODE, canary, [conduct("d0")], load=many, max_slowdown=1.5).is_good
 
 
-def test_canary_that_died_is_bad_unless_another_died_as_often() -> None:
-    assert not is_good(conduct("d1", num_deaths=1), conduct("d0"))
-    assert is_good(conduct("d1", num_deaths=1), conduct("d0", num_deaths=1))
-    assert not is_good(conduct("d1", num_deaths=2), conduct("d0", num_deaths=1))
+@pytest.mark.parametrize(("num_deaths", "of_other", "expected"), [(1, 0, False), (1, 1, True), (2, 1, False)])
+def test_canary_that_died_is_bad_unless_another_died_as_often(num_deaths: int, of_other: int, expected: bool) -> None:
+    assert is_good(conduct("d1", num_deaths=num_deaths), conduct("d0", num_deaths=of_other)) is expected
 
 
 def test_canary_without_load_is_good_and_says_so() -> None:

@@ -86,14 +86,14 @@ def test_what_old_and_new_workers_cannot_share_makes_a_generation(sections: dict
     assert generation_of(before) != generation_of(after)
 
 
-def test_what_they_can_share_makes_none() -> None:
+def test_change_that_workers_can_share_makes_no_generation() -> None:
     before, after = make_config(), make_config(pools={"decode": {"max_running": 8}}, router={"policy": "least_load"})
 
     assert not is_new_generation(find_changes(before, after))
     assert generation_of(before) == generation_of(after)
 
 
-def test_change_of_secrets_tells_neither_value() -> None:
+def test_change_of_secrets_reveals_neither_value() -> None:
     keyed = [{"name": "a", "api_keys": ["open-sesame"]}]
     before = make_config(router={"auth": "api_key", "salt_secret": "sixteen-or-more-1"}, tenants=keyed)
     after = make_config(

@@ -29,7 +29,7 @@ class RecordingRollouts:
 
 
 @pytest.mark.parametrize("is_forced", [True, False])
-async def test_rollout_hears_every_term_and_tells_steps_and_failure(
+async def test_rollout_receives_every_term_and_returns_steps_and_failure(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, *, is_forced: bool
 ) -> None:
     rollouts = RecordingRollouts()

@@ -55,7 +55,7 @@ async def test_certificate_of_a_worker_that_should_have_been_renewed_is_named(
     assert told in finding.detail
 
 
-async def test_own_certificate_of_an_operator_whose_cluster_renews_it_no_more_is_told(tmp_path: Path) -> None:
+async def test_expired_certificate_of_the_operator_itself_is_a_failure(tmp_path: Path) -> None:
     plain = authority(tmp_path, lifetime_s=-60.0, is_encrypted=False)
 
     (finding,) = await check_certificates({}, Credentials.of(plain, Role.OPERATOR, "operator"))

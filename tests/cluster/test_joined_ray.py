@@ -100,7 +100,7 @@ def test_further_router_goes_to_a_routers_host_else_elsewhere_else_here(
     assert second.get("label_selector") == place
 
 
-def test_autoscaler_is_asked_for_all_that_is_wanted_and_for_less_when_a_worker_has_gone(fake: FakeRay) -> None:
+def test_autoscaler_request_covers_exactly_the_wanted_workers(fake: FakeRay) -> None:
     fake.labels = [{"pool": "head"}]
     home = JoinedRay("mine")
 
@@ -114,9 +114,7 @@ def test_autoscaler_is_asked_for_all_that_is_wanted_and_for_less_when_a_worker_h
     assert fake.requests == [[], [prefill], [prefill, decode], [decode], []]
 
 
-def test_autoscaler_that_is_not_there_keeps_nobody_from_starting(
-    fake: FakeRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_autoscaler_does_not_prevent_a_start(fake: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**_: object) -> None:
         raise RuntimeError("no autoscaler")
 

@@ -43,7 +43,7 @@ async def test_stderr_of_every_life_is_appended_to_the_log(tmp_path: Path) -> No
     assert log_path(tmp_path, "decode-0").read_text() == "hello from the log\n" * 2
 
 
-async def test_start_of_a_process_that_fails_tells_code_and_its_own_log_tail(tmp_path: Path) -> None:
+async def test_failed_start_reports_exit_code_and_log_tail(tmp_path: Path) -> None:
     log_path(tmp_path, "decode-0").parent.mkdir(parents=True)
     log_path(tmp_path, "decode-0").write_text("an older life\n")
 
@@ -67,7 +67,7 @@ async def test_start_cancelled_leaves_no_process(tmp_path: Path) -> None:
     assert not any(child.is_running() for child in children)
 
 
-async def test_exited_tells_the_signal(tmp_path: Path) -> None:
+async def test_exited_names_the_signal(tmp_path: Path) -> None:
     process = await make_launcher(tmp_path).start(make_spec("decode-0"))
     os.kill(process.ready.pid, signal.SIGKILL)
 

@@ -45,7 +45,7 @@ def test_read_info_when_the_pid_was_reused_is_none(tmp_path: Path) -> None:
     assert read_info(tmp_path) is None
 
 
-def test_read_info_of_a_live_supervisor_tells_address_and_pid(tmp_path: Path) -> None:
+def test_read_info_of_a_live_supervisor_has_address_and_pid(tmp_path: Path) -> None:
     with sleeper() as (process, identity):
         StateFile(tmp_path).write(make_state(supervisor=identity))
 

@@ -83,7 +83,7 @@ def test_tags_of_a_terminated_node_do_not_bring_it_back() -> None:
     assert hosts.non_terminated_nodes({}) == []
 
 
-def test_head_exists_for_who_made_it_and_on_the_head_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_exists_for_its_creator_and_on_the_head_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = provider()
     assert hosts.non_terminated_nodes({}) == []
 
@@ -105,6 +105,6 @@ def test_head_exists_for_who_made_it_and_on_the_head_itself(monkeypatch: pytest.
         ({"pools": {"decode": ["192.0.2.10"]}}, "provider.pools.decode"),
     ],
 )
-def test_pools_that_cannot_be_are_refused_by_field(changes: dict[str, Any], field: str) -> None:
+def test_invalid_pools_are_refused_by_field(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(ValueError, match=field):
         provider(**changes)

@@ -48,7 +48,7 @@ def test_plan_gives_the_router_its_configured_place_and_workers_a_free_port() ->
     assert {(worker.host, worker.port) for worker in workers} == {("127.0.0.1", 0)}
 
 
-def test_plan_of_several_routers_counts_ports_up_and_leaves_all_but_the_first_to_other_hosts() -> None:
+def test_several_routers_have_consecutive_ports_and_all_but_the_first_other_hosts() -> None:
     config = ServingConfig.model_validate({"router": {"count": 3, "host": "0.0.0.0", "port": 7001}})
 
     here, anywhere = make_plan(config, make_host())[:3], make_plan(config, None)[:3]
@@ -85,7 +85,7 @@ def test_plan_for_unknown_hosts_uses_reserved_cpus_and_the_hosts_own_address() -
     assert (decode.env["OMP_NUM_THREADS"], decode.host) == ("1", None)
 
 
-def test_memory_is_dealt_in_equal_parts_to_all_workers() -> None:
+def test_memory_is_divided_equally_among_all_workers() -> None:
     config = make_config(prefill={"count": 1}, decode={"count": 2, "kv_memory_gib": 1})
 
     _, *workers = make_plan(config, HostResources(cores=8, gpus=None, memory_bytes=31))
@@ -93,7 +93,7 @@ def test_memory_is_dealt_in_equal_parts_to_all_workers() -> None:
     assert [worker.env["KVRELAY_MEMORY_BYTES"] for worker in workers] == ["10", "10", "10"]
 
 
-def test_memory_on_unknown_hosts_is_not_dealt_but_told_by_the_reserved_cpus() -> None:
+def test_workers_on_unknown_hosts_get_their_reserved_cpus_instead_of_memory() -> None:
     _, prefill, decode = make_plan(make_config(prefill={"num_cpus": 4}, decode={"num_cpus": 0}), None)
 
     assert [worker.env.get("KVRELAY_MEMORY_BYTES") for worker in (prefill, decode)] == [None, None]
@@ -166,7 +166,7 @@ def test_pool_is_in_order_of_numbers_with_those_of_the_other_pool_last() -> None
     assert [spec.name for spec in sorted(pool, key=pool_order)] == ["decode-2", "decode-10", "prefill-0", "prefill-1"]
 
 
-def test_new_worker_of_a_pool_whose_worker_has_flipped_gets_a_number_that_nobody_has() -> None:
+def test_new_worker_beside_a_flipped_one_gets_an_unused_number() -> None:
     living = {PREFILL: named("prefill-0", role=PREFILL), DECODE: named("decode-0", "prefill-1", role=DECODE)}
 
     specs = with_living_names(planned(2, 2), living)

@@ -113,36 +113,34 @@ def wanted(found: set[str], last: ClusterState | None = None, **pools: int) -> l
 
 
 def recorded(*names: str) -> ClusterState:
-    """Return the state of a cluster of these processes."""
+    """Return the state of a cluster with these processes."""
     state = make_state(supervisor=_SELF, members=(_SELF,))
     (process,) = state.processes
     return replace(state, processes=tuple(replace(process, name=name) for name in names))
 
 
-def test_pools_that_grew_since_the_configuration_stay_as_large() -> None:
-    found = {"router-0", "prefill-0", "decode-0", "decode-1", "decode-2"}
+@pytest.mark.parametrize(
+    ("found", "last", "pools", "expected"),
+    [
+        ("r0 p0 d0 d1 d2", "r0 p0 d0 d1 d2", {}, "r0 p0 d0 d1 d2"),
+        ("r0 d1", "r0 d1", {"prefill": 2, "decode": 3}, "r0 d1"),
+        ("r0 p0 d0", "r0 p0 d0 d1", {}, "r0 p0 d0 d1"),
+        ("r0 d2", None, {"prefill": 1, "decode": 1}, "r0 p0 d0 d2"),
+        ("r0 p0 d0 dx cache", None, {}, "r0 p0 d0"),
+    ],
+    ids=["grown since", "shrunk since", "one was away", "no state", "unknown names"],
+)
+def test_later_supervisor_wants_what_runs_and_what_was_recorded(
+    found: str, last: str | None, pools: dict[str, int], expected: str
+) -> None:
+    state = None if last is None else recorded(*names_of(last))
 
-    assert wanted(found, recorded(*found)) == ["router-0", "prefill-0", "decode-0", "decode-1", "decode-2"]
-
-
-def test_pools_that_shrank_since_the_configuration_stay_as_small() -> None:
-    found = {"router-0", "decode-1"}
-
-    assert wanted(found, recorded(*found), prefill=2, decode=3) == ["router-0", "decode-1"]
-
-
-def test_worker_that_was_away_when_the_supervisor_died_is_wanted_again() -> None:
-    last = recorded("router-0", "prefill-0", "decode-0", "decode-1")
-
-    assert "decode-1" in wanted({"router-0", "prefill-0", "decode-0"}, last)
-
-
-def test_without_a_state_what_is_configured_is_wanted_beside_what_runs() -> None:
-    assert wanted({"router-0", "decode-2"}, prefill=1, decode=1) == ["router-0", "prefill-0", "decode-0", "decode-2"]
+    assert wanted(set(names_of(found)), state, **pools) == names_of(expected)
 
 
-def test_actor_of_somebody_elses_naming_is_left_alone() -> None:
-    assert wanted({"router-0", "prefill-0", "decode-0", "decode-x", "cache"}) == ["router-0", "prefill-0", "decode-0"]
+def names_of(short: str) -> list[str]:
+    roles = {"r": "router", "p": "prefill", "d": "decode"}
+    return [f"{roles[each[0]]}-{each[1:]}" if len(each) == 2 else each for each in short.split()]
 
 
 @given(numbers=st.sets(st.integers(0, 40)))

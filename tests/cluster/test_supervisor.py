@@ -123,7 +123,7 @@ async def test_worker_that_keeps_dying_is_started_again_and_again(tmp_path: Path
         cluster.stopping.set()
 
 
-async def test_router_killed_is_told_the_membership_again(tmp_path: Path) -> None:
+async def test_restarted_router_is_told_its_workers_again(tmp_path: Path) -> None:
     async with running_cluster(tmp_path) as cluster:
         cluster.router.workers.clear()
         router = cluster.process("router-0").identity
@@ -134,21 +134,21 @@ async def test_router_killed_is_told_the_membership_again(tmp_path: Path) -> Non
         await cluster.router.until(lambda router: router.workers == _MEMBERS)
 
 
-async def test_worker_that_comes_is_kept_though_the_router_refuses_another_one(tmp_path: Path) -> None:
+async def test_new_worker_is_kept_even_if_the_router_refuses_another_one(tmp_path: Path) -> None:
     async with running_cluster(tmp_path) as cluster:
         cluster.router.unused = {"decode-0"}
         await cluster.supervisor.workforce.add_worker(make_spec("decode-1"))
         assert cluster.process("decode-1").phase is ProcessPhase.READY
 
 
-async def test_worker_that_is_away_is_drained_without_a_wait(tmp_path: Path) -> None:
+async def test_worker_that_is_down_is_drained_at_once(tmp_path: Path) -> None:
     async with make_cluster(tmp_path) as cluster:  # nothing is started
         (away,) = cluster.supervisor.workforce.workers(ProcessRole.DECODE)
         async with asyncio.timeout(60):
             assert await cluster.supervisor.workforce.drain_worker(away, grace_s=3600.0) == 0
 
 
-async def test_nothing_is_started_any_more_once_the_cluster_stops(tmp_path: Path) -> None:
+async def test_no_process_is_started_once_the_cluster_stops(tmp_path: Path) -> None:
     async with running_cluster(tmp_path) as cluster:
         workforce = cluster.supervisor.workforce
     with pytest.raises(StartFailed, match="being stopped"):
@@ -208,7 +208,7 @@ async def test_first_start_that_fails_stops_everything_and_tells_why(tmp_path: P
         assert {each.phase for each in state.processes} <= {ProcessPhase.STOPPED}
 
 
-async def test_router_hears_of_the_workers_of_its_own_generation_only(tmp_path: Path) -> None:
+async def test_router_is_told_the_workers_of_its_own_generation_only(tmp_path: Path) -> None:
     async with running_cluster(tmp_path) as cluster:
         workforce = cluster.supervisor.workforce
         other = make_config(model={"engine": "fake", "max_model_len": 64}, router={"count": 1})
@@ -308,7 +308,7 @@ async def ping(address: str) -> None:
             await stub.Check(health_pb2.HealthCheckRequest(), timeout=60)
 
 
-async def test_router_hears_nothing_before_everybody_that_was_left_has_answered(tmp_path: Path) -> None:
+async def test_router_is_told_nothing_before_every_adopted_process_has_answered(tmp_path: Path) -> None:
     async with taking_over(tmp_path, "prefill-0") as (router, launcher, _):
         while "prefill-0" in launcher.answers:
             last = launcher.answers["prefill-0"]
@@ -322,7 +322,7 @@ async def test_router_hears_nothing_before_everybody_that_was_left_has_answered(
         assert [name for name, _, _ in router.workers] == ["prefill-0", "decode-0"]
 
 
-async def test_worker_that_was_left_and_cannot_start_is_tried_again_and_ends_nothing(tmp_path: Path) -> None:
+async def test_adopted_worker_that_cannot_start_is_retried_and_ends_nothing(tmp_path: Path) -> None:
     async with taking_over(tmp_path, "decode-0") as (router, launcher, state_file):
         launcher.answers["decode-0"].set_exception(StartFailed("decode-0: its host is away"))
 

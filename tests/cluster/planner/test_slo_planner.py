@@ -51,7 +51,7 @@ def settled(rate: float, start: PoolSizes = ONE_EACH) -> PoolSizes:
 # Evidence.
 
 
-def test_plan_before_any_router_has_told_keeps_the_sizes_and_says_so() -> None:
+def test_plan_without_reports_keeps_the_sizes_and_says_so() -> None:
     sizes = PoolSizes(prefill=3, decode=2)
     plan = SloPlanner(SETTINGS).plan(make_observation(0.0, make_demand(rate=0.0, window_s=0.0), sizes))
     assert plan.sizes == sizes
@@ -300,7 +300,7 @@ def test_terms_and_reason_hold_the_numbers() -> None:
     assert "50% busy" in plan.reason
 
 
-def test_pool_that_its_limit_keeps_too_small_is_told() -> None:
+def test_pool_kept_too_small_by_its_limit_is_named() -> None:
     planner = SloPlanner(replace(SETTINGS, prefill=Limits(smallest=1, largest=3)))
     pools = FakePools(PoolSizes(prefill=3, decode=4))
     *_, (_time_s, _serving, plan) = run(planner, pools, lambda _now_s: make_demand(rate=30.0), duration_s=30.0)
