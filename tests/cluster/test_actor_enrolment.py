@@ -1,4 +1,4 @@
-"""An actor gets its certificate, whichever of its lives answers."""
+"""An actor gets its certificate even if it dies during its enrolment."""
 
 import asyncio
 from typing import Any
@@ -20,7 +20,7 @@ _PARAMS = ServiceParams(
 
 
 class Service(ServiceActor):
-    """Tells as whom it could serve, and does not."""
+    """Reports its identity instead of serving."""
 
     def __init__(self, params: ServiceParams) -> None:
         super().__init__(params)
@@ -44,7 +44,7 @@ class _Method:
 
 
 class Handle:
-    """What Ray's handle of an actor is, whose process dies as often as told between a request and its answer."""
+    """Stands for Ray's handle of an actor that dies `num_deaths` times between a request and its answer."""
 
     def __init__(self, *, num_deaths: int) -> None:
         self._num_deaths = num_deaths

@@ -1,4 +1,4 @@
-"""The planner at work on fake workers: what it asks for, what it reports, what it does when things go wrong."""
+"""The autopilot over fake workers: its requests, its reports, and its reaction to failures."""
 
 import asyncio
 from dataclasses import replace
@@ -25,7 +25,7 @@ PREFILL, DECODE = ProcessRole.PREFILL, ProcessRole.DECODE
 
 
 class ScriptedPlanner:
-    """Answers what it is told to; remembers what it was told."""
+    """Returns scripted sizes and records its observations."""
 
     def __init__(self, *sizes: PoolSizes) -> None:
         self.sizes = list(sizes)
@@ -37,7 +37,7 @@ class ScriptedPlanner:
 
 
 class Bench:
-    """A cluster of one prefill and one decode worker, and an autopilot that is told what to plan."""
+    """A cluster of one prefill and one decode worker, and an autopilot with a scripted planner."""
 
     def __init__(self, *sizes: PoolSizes, mode: str = "act") -> None:
         self.config: ServingConfig = make_config(
@@ -76,7 +76,7 @@ class Bench:
         self.reports = RouterReports(demand=make_demand(rate=rate, window_s=60.0), conditions=conditions)
 
     async def step(self) -> str:
-        """Plan once, wait for what follows; returns the outcome."""
+        """Plan once and wait for the change; returns the outcome."""
         await self.autopilot.step()
         await self.autopilot.settled()
         assert self.autopilot.latest is not None

@@ -1,4 +1,4 @@
-"""When a canary is followed, and when it is not."""
+"""Judgements of canaries."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Another model for a whole cluster, over fake workers: order, generations, going back."""
+"""Changeovers to another model over fake processes: order, generations, rollback."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a changed key of serving.yaml needs: every key has an answer."""
+"""The need of each changed key of serving.yaml."""
 
 from typing import Any
 

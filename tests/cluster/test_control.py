@@ -1,4 +1,4 @@
-"""What the command line asks for is what the supervisor hears."""
+"""The supervisor receives exactly the requests of the command line."""
 
 import asyncio
 from pathlib import Path
@@ -17,7 +17,7 @@ CONFIG = make_config(router={"port": 1})
 
 
 class RecordingRollouts:
-    """Remembers what was asked of it."""
+    """Records its requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[ServingConfig, RolloutTerms]] = []
@@ -41,4 +41,4 @@ async def test_rollout_receives_every_term_and_returns_steps_and_failure(
             await asyncio.to_thread(lambda: list(rollout(tmp_path, CONFIG, terms)))
 
     assert rollouts.asked == [(CONFIG, terms)]
-    assert "change failed: the canary is bad" in caplog.text  # for when whoever asked has left
+    assert "change failed: the canary is bad" in caplog.text  # in case the caller has disconnected

@@ -1,4 +1,4 @@
-"""`kvrelay doctor`: a healthy host and cluster pass, and each sick one is named with what to do."""
+"""`kvrelay doctor` passes a healthy host and cluster, and names each problem with what to do."""
 
 import dataclasses
 import json
@@ -172,7 +172,7 @@ async def serving(add: Any, servicer: Any) -> AsyncIterator[str]:
 
 
 def asked(address: str) -> Coroutine[Any, Any, list[Finding]]:
-    """Return the check of the service behind a router, as an operator makes it."""
+    """Return the check of the service behind a router by an operator."""
     operator = credentials_of(Role.OPERATOR, "operator")
     return check_service(partial(AsyncClient, address), config(), operator=operator)
 

@@ -1,4 +1,4 @@
-"""`kvrelay doctor` tells of a certificate that was not renewed before nobody gets in any more."""
+"""`kvrelay doctor` reports a certificate that was not renewed before it expires."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,7 +19,7 @@ _DAY_S = 86_400.0
 
 
 def authority(folder: Path, *, lifetime_s: float, is_encrypted: bool = True) -> Authority:
-    """Return the one of a folder: the same one each time, with another lifetime of what it gives out."""
+    """Return the authority of a folder, the same one each time, which issues certificates of this lifetime."""
     settings = AuthoritySettings(cluster="doctor", is_encrypted=is_encrypted, lifetime_s=lifetime_s)
     return Authority.open(folder, settings)
 

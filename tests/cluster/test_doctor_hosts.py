@@ -63,26 +63,30 @@ async def test_machine_without_rsync_is_a_failure_and_hosts_are_checked() -> Non
     assert {HOSTS.head, *HOSTS.workers} <= {each.subject for each in found}
 
 
+_SICK = HOSTS.workers[-1]
 _OWN = {"subject": "memory", "verdict": "warning", "detail": "only 0.5 GiB are free", "advice": "stop what runs"}
 
 
 @pytest.mark.parametrize(
-    ("report", "subject", "text"),
+    ("report", "subject", "verdict", "text"),
     [
-        ({"sick": "", "status": 255, "stderr": "Permission denied (publickey).\n"}, "192.0.2.12", "Permission denied"),
-        ({"sick": answer("missing rsync")}, "192.0.2.12", "rsync missing"),
-        ({"sick": answer("blocked 192.0.2.10:6379")}, "192.0.2.12", "no answer from 192.0.2.10:6379"),
-        ({"sick": answer(), "clock_s": -100.0}, "192.0.2.12", "s behind"),
-        ({"sick": ""}, "192.0.2.12", "kvrelay is not installed there"),
-        ({"sick": answer(ray="2.59.0")}, "same Ray", "192.0.2.12 has 2.59.0"),
-        ({"sick": answer(own=[_OWN])}, "192.0.2.12: memory", "only 0.5 GiB are free"),
+        ({"sick": "", "status": 255, "stderr": "Permission denied.\n"}, _SICK, Verdict.FAILURE, "Permission denied"),
+        ({"sick": answer("missing rsync")}, _SICK, Verdict.FAILURE, "rsync missing"),
+        ({"sick": answer("blocked 192.0.2.10:6379")}, _SICK, Verdict.FAILURE, "no answer from 192.0.2.10:6379"),
+        ({"sick": answer(), "clock_s": -100.0}, _SICK, Verdict.WARNING, "s behind"),
+        ({"sick": ""}, _SICK, Verdict.WARNING, "`ray up` installs it"),
+        ({"sick": answer(ray="2.59.0")}, "same Ray", Verdict.FAILURE, f"{_SICK} has 2.59.0"),
+        ({"sick": answer(own=[_OWN])}, f"{_SICK}: memory", Verdict.WARNING, "only 0.5 GiB are free"),
     ],
 )
-async def test_problem_of_one_host_is_the_only_finding(report: dict[str, Any], subject: str, text: str) -> None:
+async def test_problem_of_one_host_is_the_only_finding(
+    report: dict[str, Any], subject: str, verdict: Verdict, text: str
+) -> None:
     found = await asked(**report)
 
     assert found.keys() == {subject}
-    assert text in found[subject].detail
+    assert found[subject].verdict is verdict
+    assert text in f"{found[subject].detail}; {found[subject].advice}"
 
 
 @pytest.mark.parametrize(("file", "num_workers"), [("cluster.yaml", 2), ("deploy/on-premise.yaml", 3)])

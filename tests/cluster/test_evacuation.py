@@ -1,4 +1,4 @@
-"""Who gets which prefix, and what real workers with fake engines make of it."""
+"""Distribution of prefixes, and evacuation between real workers with fake engines."""
 
 from collections import Counter
 
@@ -25,7 +25,7 @@ def block(number: int) -> BlockHash:
 
 @st.composite
 def forests(draw: st.DrawFn) -> list[PrefixChain]:
-    """Chains with blocks of their own, some of which branch off earlier ones."""
+    """Return chains with blocks of their own, some of which branch off earlier ones."""
     chains: list[PrefixChain] = []
     number = 0
     for _ in range(draw(st.integers(1, 8))):
@@ -63,7 +63,7 @@ def test_every_chain_comes_whole_to_at_most_one_room_that_has_it(
         assert {whole.hashes for whole in named} <= wanted, "from the root to the end, without a gap"
         assert sum(len(chain.hashes) for chain in chosen) == each.num_taken <= each.num_free
         ends.update(whole.hashes[-1] for whole in named)
-    assert not ends or max(ends.values()) == 1, "no chain is asked of two"
+    assert not ends or max(ends.values()) == 1, "no chain goes to two rooms"
 
 
 @given(chains=forests())

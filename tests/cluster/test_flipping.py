@@ -1,4 +1,4 @@
-"""Which workers change their pool, and what becomes of one that cannot."""
+"""Flips of workers between the pools, and workers that cannot flip."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,7 +23,7 @@ class FakeWorker:
 
 
 class FakeForce(Workforce):
-    """Workers that flip at once, but for those with a failure."""
+    """Workers that flip at once, except those with a failure."""
 
     def __init__(self, *, prefill: int, decode: int) -> None:
         pools = ((PREFILL, prefill), (DECODE, decode))

@@ -1,4 +1,4 @@
-"""Where actors go in somebody's Ray cluster, and what its autoscaler is asked for: on a Ray that is only told of."""
+"""Placement of actors in a joined Ray cluster, and requests to its autoscaler, over a fake Ray."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,10 +16,10 @@ _HERE = "node-0"
 
 @dataclass
 class FakeRay:
-    """What joined_ray asks of Ray."""
+    """The parts of Ray that joined_ray uses."""
 
     labels: list[dict[str, str]] = field(default_factory=list)
-    """Of each node; the first one is here."""
+    """Labels of each node; the first node is this one."""
     names: list[dict[str, str]] = field(default_factory=list)
     requests: list[list[tuple[dict[str, float], dict[str, str]]]] = field(default_factory=list)
     """Every request for hosts: bundles and their labels."""
@@ -32,7 +32,7 @@ class FakeRay:
 
 
 class Context:
-    """Of this actor."""
+    """The runtime context of this actor."""
 
     def get_node_id(self) -> str:
         return _HERE

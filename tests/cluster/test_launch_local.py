@@ -1,4 +1,4 @@
-"""The local launcher, with processes that only speak the contract."""
+"""The local launcher, over processes that only follow the protocol."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Own hosts as typed pools for Ray's autoscaler."""
+"""The user's own hosts as typed pools for Ray's autoscaler."""
 
 from pathlib import Path
 from typing import Any

@@ -100,35 +100,37 @@ def test_workers_on_unknown_hosts_get_their_reserved_cpus_instead_of_memory() ->
     assert [worker.env["KVRELAY_NUM_CPUS"] for worker in (prefill, decode)] == ["4", "1"]
 
 
-def test_gpus_are_dealt_in_order_and_never_twice() -> None:
-    config = make_config(prefill={"num_gpus": 2}, decode={"count": 2, "num_gpus": 1})
+@pytest.mark.parametrize(
+    ("prefill", "decode", "gpus", "expected"),
+    [
+        ({"num_gpus": 2}, {"count": 2, "num_gpus": 1}, "4 5 6 7", ["4,5", "6", "7"]),
+        ({"num_gpus": 0.5}, {"count": 2, "num_gpus": 0.5}, "0 1", ["0", "0", "1"]),
+    ],
+    ids=["whole", "halves"],
+)
+def test_gpus_are_assigned_in_order_and_never_to_two_owners(
+    prefill: dict[str, object], decode: dict[str, object], gpus: str, expected: list[str]
+) -> None:
+    specs = make_plan(make_config(prefill=prefill, decode=decode), make_host(gpus=gpus.split()))
 
-    specs = make_plan(config, make_host(gpus=["4", "5", "6", "7"]))
-
-    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs[1:]] == ["4,5", "6", "7"]
-
-
-def test_gpus_halves_share_one_device() -> None:
-    config = make_config(prefill={"num_gpus": 0.5}, decode={"count": 2, "num_gpus": 0.5})
-
-    specs = make_plan(config, make_host(gpus=["0", "1"]))
-
-    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs[1:]] == ["0", "0", "1"]
-
-
-def test_gpus_when_too_few_names_the_key() -> None:
-    config = make_config(prefill={"num_gpus": 1}, decode={"num_gpus": 1})
-
-    with pytest.raises(PlanError, match=r"pools\.decode\.num_gpus"):
-        make_plan(config, make_host(gpus=["0"]))
+    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs[1:]] == expected
 
 
-def test_gpus_mixed_number_is_refused() -> None:
-    with pytest.raises(PlanError, match="neither a whole number"):
-        make_plan(make_config(prefill={"num_gpus": 1.5}), make_host(gpus=["0", "1"]))
+@pytest.mark.parametrize(
+    ("prefill", "decode", "reason"),
+    [
+        ({"num_gpus": 1}, {"num_gpus": 2}, r"pools\.decode\.num_gpus: 2 more wanted"),
+        ({"num_gpus": 1.5}, {}, r"pools\.prefill\.num_gpus: 1\.5 is neither a whole number"),
+    ],
+)
+def test_gpus_that_cannot_be_assigned_are_refused_by_key(
+    prefill: dict[str, object], decode: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(PlanError, match=reason):
+        make_plan(make_config(prefill=prefill, decode=decode), make_host(gpus=["0", "1"]))
 
 
-def test_gpus_left_to_ray_are_reserved_and_not_dealt() -> None:
+def test_gpus_left_to_ray_are_reserved_and_not_assigned() -> None:
     _, prefill, _ = make_plan(make_config(prefill={"num_gpus": 1}), make_host(gpus=None))
 
     assert prefill.num_gpus == 1

@@ -1,4 +1,4 @@
-"""Rollouts over fake workers: order, capacity, canaries, going back."""
+"""Rollouts and restarts over fake processes: order, capacity, canaries, rollback."""
 
 from dataclasses import replace
 
@@ -187,6 +187,19 @@ async def test_sizes_below_the_load_are_refused_before_anything_changes_unless_f
 
     await bench.run(fewer, replace(TERMS, is_forced=True))
     assert bench.kept == [fewer]
+
+
+async def test_restart_replaces_every_worker_beside_one_more_and_keeps_the_configuration() -> None:
+    bench = Bench(pools(decode=1))
+    await bench.rollouts.restart(grace_s=9.0, report=bench.reports.append)
+
+    assert bench.workforce.done == [
+        *("+prefill-1", "+decode-1"),
+        *("drain prefill-0", "-prefill-0", "+prefill-0", "drain decode-0", "-decode-0", "+decode-0"),
+        *("drain prefill-1", "-prefill-1", "drain decode-1", "-decode-1"),
+    ]
+    assert bench.workforce.configs() == {"prefill-0": None, "decode-0": None}
+    assert bench.kept == []
 
 
 async def test_second_change_is_refused_while_one_runs() -> None:

@@ -1,4 +1,4 @@
-"""Several routers: each is told everything, and what is waited for holds at all that serve."""
+"""Several routers: each is told everything, and a condition must hold at all that serve."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -78,7 +78,7 @@ async def test_until_ready_waits_for_every_router() -> None:
 
 
 async def two_more_pushes(fake: RecordingRouter) -> None:
-    """Wait until the router has been asked, and answered, after this call."""
+    """Wait until the router has received and answered a push that began after this call."""
     seen = fake.num_pushes
     await fake.until(lambda router: router.num_pushes >= seen + 2)
 

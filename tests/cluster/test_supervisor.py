@@ -223,7 +223,7 @@ async def test_router_is_told_the_workers_of_its_own_generation_only(tmp_path: P
         await workforce.add_worker(replace(router.spec, config=other))
         assert cluster.router.workers == [("decode-1", WORKER_ROLE_DECODE, "decode-1.invalid:1")]
 
-        # Nobody is asked whether anything runs on a worker that no router knows.
+        # No router is asked about requests on a worker that no router knows.
         (old,) = (process for process in workforce.workers(ProcessRole.DECODE) if process.spec.name == "decode-0")
         assert await workforce.drain_worker(old, grace_s=60.0) == 0
 
@@ -253,11 +253,11 @@ class Running:
 
 @dataclass
 class Left:
-    """A Launcher whose processes answer when the test says so."""
+    """A Launcher whose processes answer when the test lets them."""
 
     router_address: str
     answers: dict[str, "asyncio.Future[None]"] = field(default_factory=dict)
-    """By name: a result lets it serve, an exception is how its start fails, once."""
+    """Futures by name: a result lets the process serve, an exception fails its start once."""
 
     async def open(self) -> None:
         """Nothing is shared."""
@@ -277,7 +277,7 @@ class Left:
 
 @asynccontextmanager
 async def taking_over(folder: Path, *awaited: str) -> AsyncIterator[tuple[RecordingRouter, Left, StateFile]]:
-    """Run a supervisor that takes over router-0, prefill-0 and decode-0; those that are `awaited` do not answer yet."""
+    """Run a supervisor that takes over router-0, prefill-0 and decode-0; the `awaited` ones do not answer yet."""
     async with recording_router() as (router, port), asyncio.TaskGroup() as tasks:
         config = make_config(router={"port": port})
         loop, state_file, stopping = asyncio.get_running_loop(), StateFile(folder), asyncio.Event()
@@ -301,7 +301,7 @@ async def taking_over(folder: Path, *awaited: str) -> AsyncIterator[tuple[Record
 
 
 async def ping(address: str) -> None:
-    """Ask a server whether it is healthy, several times."""
+    """Check the health of a server several times."""
     async with as_controller_of_router(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         for _ in range(3):

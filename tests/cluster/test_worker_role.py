@@ -1,4 +1,4 @@
-"""A supervised worker is in the role that its spec names: after a change, and after a restart in another one."""
+"""A supervised worker has the role of its spec, also after a change and after a restart in another role."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,7 +25,7 @@ PREFILL, DECODE = ProcessRole.PREFILL, ProcessRole.DECODE
 
 @dataclass(slots=True)
 class Life:
-    """One life of a worker that runs in this process; ends when it is stopped."""
+    """One life of a worker in this process; ends when it is stopped."""
 
     ready: Ready
     identity: ProcessIdentity | None = None
@@ -44,7 +44,7 @@ class Life:
 
 
 class OneWorker:
-    """A launcher that finds a worker as it is, or one that nobody answers for."""
+    """A Launcher that finds one worker, or an address without a worker."""
 
     def __init__(self, worker: RunningWorker) -> None:
         self.worker = worker
@@ -102,7 +102,7 @@ async def test_worker_restarted_in_an_earlier_role_gets_its_own_before_it_serves
 
 async def test_worker_that_does_not_take_its_role_is_restarted() -> None:
     async with one_worker() as (_pool, launcher):
-        launcher.address = "127.0.0.1:1"  # nobody is there
+        launcher.address = "127.0.0.1:1"  # without a server
         async with kept(managed(launcher, DECODE)) as process, asyncio.timeout(60):
             await launcher.started.wait()
             assert await launcher.lives[0].exited() == "stopped"

@@ -164,7 +164,7 @@ async def test_another_block_size_under_sixteen_streams_fails_no_request_of_clie
         workers = await pids(client)
         models = {await fingerprint_of(address) for address in client.addresses}
 
-        assert [step for step in steps if step.endswith("comes again")] == [
+        assert [step for step in steps if step.startswith("replacing ")] == [
             "replacing router-0",
             "replacing router-1",
         ]
