@@ -1,28 +1,26 @@
-"""The supervisor with fake processes and a scripted router: restarts, membership, stopping, failing, taking over."""
+"""The supervisor with fake processes and a scripted router: restarts, membership, stopping, failing."""
 
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.processes.launch_local import LocalLauncher
-from cluster.processes.launcher import StartFailed
-from cluster.processes.life import ProcessPhase, restart_delay_s
-from cluster.processes.plan import HostResources, ProcessRole, ProcessSpec, make_plan
+from cluster.processes.launcher import Launcher, StartFailed
+from cluster.processes.life import ProcessPhase
+from cluster.processes.plan import HostResources, ProcessRole, make_plan
 from cluster.processes.state import ClusterPhase, ClusterState, ProcessState, StateFile
 from cluster.processes.supervisor import Ground, Supervisor
 from cluster.processes.workforce import StopGrace
 from cluster.trust import Trust
-from common.process import ProcessIdentity, Ready
 from kvrelay.v1.worker_pb2 import WORKER_ROLE_DECODE, WORKER_ROLE_PREFILL
 from tests.cluster.support import RecordingRouter, fake_command, make_config, make_spec, recording_router
-from tests.trust import AUTHORITY, as_controller_of_router
+from tests.trust import AUTHORITY
 
 _MEMBERS = [
     ("prefill-0", WORKER_ROLE_PREFILL, "prefill-0.invalid:1"),
@@ -52,24 +50,29 @@ class Cluster:
 
 
 @asynccontextmanager
-async def make_cluster(run_dir: Path, **modes: Sequence[str]) -> AsyncIterator[Cluster]:
+async def make_cluster(
+    run_dir: Path, launcher_for: Callable[[str], Launcher] | None = None, /, **modes: Sequence[str]
+) -> AsyncIterator[Cluster]:
+    """Make a supervisor of fake services in these modes, or of a launcher for the address of the scripted router."""
     by_name = {name.replace("_", "-"): mode for name, mode in modes.items()}
     async with recording_router() as (router, port):
-        config = make_config(router={"port": port})
-        command = fake_command(routers=[f"127.0.0.1:{port}"], modes=by_name)
+        config, address = make_config(router={"port": port}), f"127.0.0.1:{port}"
+        command = fake_command(routers=[address], modes=by_name)
+        local = LocalLauncher(command=command, run_dir=run_dir, authority=AUTHORITY)
+        ground = Ground(
+            launcher=local if launcher_for is None else launcher_for(address),
+            trust=Trust(AUTHORITY, folder=run_dir, has_own_files=False),
+            state_file=StateFile(run_dir),
+        )
         reports: list[str] = []
         supervisor = Supervisor(
             config,
             specs=make_plan(config, HostResources(cores=2, gpus=None)),
-            ground=Ground(
-                launcher=LocalLauncher(command=command, run_dir=run_dir, authority=AUTHORITY),
-                trust=Trust(AUTHORITY, folder=run_dir, has_own_files=False),
-                state_file=StateFile(run_dir),
-            ),
+            ground=ground,
             report=reports.append,
             grace=StopGrace(router_s=10, worker_s=0.5),
         )
-        yield Cluster(router=router, supervisor=supervisor, state_file=StateFile(run_dir), reports=reports)
+        yield Cluster(router=router, supervisor=supervisor, state_file=ground.state_file, reports=reports)
 
 
 @asynccontextmanager
@@ -226,110 +229,3 @@ async def test_router_is_told_the_workers_of_its_own_generation_only(tmp_path: P
         # No router is asked about requests on a worker that no router knows.
         (old,) = (process for process in workforce.workers(ProcessRole.DECODE) if process.spec.name == "decode-0")
         assert await workforce.drain_worker(old, grace_s=60.0) == 0
-
-
-@pytest.mark.parametrize(("num_short_lives", "delay_s"), [(0, 0), (1, 0), (2, 0.25), (3, 0.5), (6, 4), (7, 5), (99, 5)])
-def test_restart_delay_is_zero_once_then_doubles_up_to_five_seconds(num_short_lives: int, delay_s: float) -> None:
-    assert restart_delay_s(num_short_lives) == delay_s
-
-
-# A supervisor that takes over the processes of an earlier one.
-
-
-@dataclass
-class Running:
-    """A process that never dies."""
-
-    ready: Ready
-    identity: ProcessIdentity | None = None
-
-    async def exited(self) -> str:
-        await asyncio.Event().wait()
-        return ""
-
-    async def stop(self, grace_s: float) -> None:
-        """Nothing runs."""
-
-
-@dataclass
-class Left:
-    """A Launcher whose processes answer when the test lets them."""
-
-    router_address: str
-    answers: dict[str, "asyncio.Future[None]"] = field(default_factory=dict)
-    """Futures by name: a result lets the process serve, an exception fails its start once."""
-
-    async def open(self) -> None:
-        """Nothing is shared."""
-
-    async def close(self) -> None:
-        """Nothing is shared."""
-
-    def found(self) -> frozenset[str]:
-        return frozenset(self.answers)
-
-    async def start(self, spec: ProcessSpec) -> Running:
-        if (answer := self.answers.pop(spec.name, None)) is not None:
-            await answer
-        address = self.router_address if spec.role is ProcessRole.ROUTER else f"{spec.name}.invalid:1"
-        return Running(Ready(address=address, admin_address=address, metrics_port=0, pid=1))
-
-
-@asynccontextmanager
-async def taking_over(folder: Path, *awaited: str) -> AsyncIterator[tuple[RecordingRouter, Left, StateFile]]:
-    """Run a supervisor that takes over router-0, prefill-0 and decode-0; the `awaited` ones do not answer yet."""
-    async with recording_router() as (router, port), asyncio.TaskGroup() as tasks:
-        config = make_config(router={"port": port})
-        loop, state_file, stopping = asyncio.get_running_loop(), StateFile(folder), asyncio.Event()
-        launcher = Left(f"127.0.0.1:{port}", {name: loop.create_future() for name in awaited})
-        supervisor = Supervisor(
-            config,
-            specs=make_plan(config, None),
-            ground=Ground(
-                launcher=launcher,
-                trust=Trust(AUTHORITY, folder=folder, has_own_files=False),
-                state_file=state_file,
-            ),
-            report=lambda _: None,
-        )
-        supervisor.adopt()
-        tasks.create_task(supervisor.run(stopping, on_ready=lambda: None))
-        try:
-            yield router, launcher, state_file
-        finally:
-            stopping.set()
-
-
-async def ping(address: str) -> None:
-    """Check the health of a server several times."""
-    async with as_controller_of_router(address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        for _ in range(3):
-            await stub.Check(health_pb2.HealthCheckRequest(), timeout=60)
-
-
-async def test_router_is_told_nothing_before_every_adopted_process_has_answered(tmp_path: Path) -> None:
-    async with taking_over(tmp_path, "prefill-0") as (router, launcher, _):
-        while "prefill-0" in launcher.answers:
-            last = launcher.answers["prefill-0"]
-            await asyncio.sleep(0)  # until its start has begun; the others answer at once
-        await ping(launcher.router_address)  # as long as it takes to tell a router
-        assert router.num_pushes == 0
-
-        last.set_result(None)
-        await router.until(lambda router: router.num_pushes > 0)
-
-        assert [name for name, _, _ in router.workers] == ["prefill-0", "decode-0"]
-
-
-async def test_adopted_worker_that_cannot_start_is_retried_and_ends_nothing(tmp_path: Path) -> None:
-    async with taking_over(tmp_path, "decode-0") as (router, launcher, state_file):
-        launcher.answers["decode-0"].set_exception(StartFailed("decode-0: its host is away"))
-
-        await router.until(lambda router: len(router.workers) == 2)
-
-        state = state_file.read()
-        assert state is not None
-        assert state.phase is ClusterPhase.READY
-        (decode,) = (each for each in state.processes if each.name == "decode-0")
-        assert decode.last_exit == "decode-0: its host is away"
