@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,12 +13,13 @@ import psutil
 from cluster.processes.run_dir import FILE_NAME, make_run_dir, write_config
 from cluster.processes.starter import Report, Up, start_supervisor
 from cluster.processes.state import ClusterState, StateFile
-from cluster.ray import joined
+from cluster.ray import outside
 from common.config import RouterConfig, ServingConfig
 from common.errors import KvrelayError
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, cache_dir, resolve_model
 from common.ports import dial_address, free_ports, is_port_free
 from common.process import ProcessIdentity
+from common.signals import uninterrupted
 
 RUN_DIR_ENV = "KVRELAY_RUN_DIR"
 
@@ -125,11 +126,27 @@ def down(run_dir: Path, *, report: Report) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def running_cluster(
+    config: ServingConfig, *, config_path: Path, run_dir: Path, report: Report
+) -> Iterator[ClusterInfo]:
+    """Run a cluster inside the block, and leave no process behind however it ends. Main thread only.
+
+    See `up` for the arguments. State and logs stay in `run_dir`. Raises ClusterError.
+    """
+    info = up(config, config_path=config_path, run_dir=run_dir, report=report)
+    try:
+        yield info
+    finally:
+        with uninterrupted():
+            down(run_dir, report=report)
+
+
 def wait_for_end(info: ClusterInfo) -> None:
     """Return when a cluster has ended. Blocks."""
     state = StateFile(info.run_dir).read()
     if state is not None and state.ray_environment:
-        joined.wait_for_end(info.run_dir)
+        outside.wait_for_end(info.run_dir)
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(info.pid).wait()
 
@@ -148,14 +165,14 @@ def _ask_to_stop(state: ClusterState, run_dir: Path) -> None:
 def _left_in_ray(name: str, run_dir: Path) -> list[str]:
     """Return the remaining actors of a cluster without a supervisor."""
     state = StateFile(run_dir).read()
-    environment = joined.reaches_ray(state) if state is not None else {}
-    return joined.find_actors(name, environment) if environment else []
+    environment = outside.reaches_ray(state) if state is not None else {}
+    return outside.find_actors(name, environment) if environment else []
 
 
 def _remove_from_ray(name: str, state: ClusterState | None, report: Report) -> bool:
     """End the actors of a cluster whose supervisor is gone or does not answer; returns whether there were any."""
-    environment = joined.reaches_ray(state)
-    removed = joined.remove_actors(name, environment) if environment else []
+    environment = outside.reaches_ray(state)
+    removed = outside.remove_actors(name, environment) if environment else []
     if removed:
         report(f"removed {', '.join(removed)} from Ray")
     return bool(removed)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cluster.processes.run_dir import RunDirTaken, lock_run_dir, log_path, make_run_dir
 from cluster.processes.starter import Failed, Starter
-from cluster.ray import settings as ray_settings
+from cluster.ray import outside
 from cluster.wiring import NO_RAY, supervise
 from common.config import load_config
 from common.log import setup_logging
@@ -26,7 +26,7 @@ async def _own_or_join(config_path: Path, run_dir: Path, starter: Starter) -> in
     set_on_signals(stopping)
     starter.watch(gone=stopping.set)
     config = load_config(config_path)
-    if ray_settings.of_joined_cluster(config.launcher):
+    if outside.joined_environment(config.launcher):
         try:
             from cluster.ray.bootstrap import bring_up_controller  # imports Ray
         except ImportError as error:

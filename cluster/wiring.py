@@ -20,7 +20,7 @@ from cluster.processes.starter import Audience, Failed, Progress
 from cluster.processes.state import StateFile, has_served, wanted_processes
 from cluster.processes.supervisor import Ground, Supervisor
 from cluster.processes.worker_calls import inspect_worker
-from cluster.ray import settings as ray_settings
+from cluster.ray import outside
 from cluster.trust import Trust
 from common.config import ServingConfig
 from common.trust.doors import scrape_tls
@@ -60,7 +60,7 @@ async def supervise(
                 launcher=launcher,
                 trust=trust,
                 state_file=state_file,
-                ray_environment=ray_settings.of_joined_cluster(config.launcher),
+                ray_environment=outside.joined_environment(config.launcher),
             )
             supervisor = Supervisor(config, specs=specs, ground=ground, report=report)
             if has_served(found, last):
@@ -90,7 +90,7 @@ async def supervise(
 def _open_trust(config: ServingConfig, run_dir: Path) -> Trust:
     """Return the authority of the run folder's cluster. Raises StartFailed."""
     try:
-        return Trust.open(config, run_dir, is_spread=bool(ray_settings.of_joined_cluster(config.launcher)))
+        return Trust.open(config, run_dir, is_spread=bool(outside.joined_environment(config.launcher)))
     except (OSError, ValueError) as error:
         raise StartFailed(f"cannot make the cluster's certificates in {run_dir}: {error}") from error
 
@@ -108,9 +108,9 @@ def _choose_launcher(
 
 
 def _ray(config: ServingConfig, trust: Trust, run_dir: Path) -> tuple[PlanFor, Launcher]:
-    is_joined = bool(ray_settings.of_joined_cluster(config.launcher))
+    is_joined = bool(outside.joined_environment(config.launcher))
     if not is_joined:
-        ray_settings.prepare_to_start()
+        outside.prepare_to_start()
     try:
         from cluster.ray.joined_ray import JoinedRay
         from cluster.ray.launch_ray import RayLauncher

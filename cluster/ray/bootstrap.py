@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.ray import settings as ray_settings
+from cluster.ray import outside
 
-ray_settings.prepare_to_join()
+outside.prepare_to_join()
 
 import ray  # noqa: E402 - reads its settings when it is imported
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError  # noqa: E402

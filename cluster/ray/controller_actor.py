@@ -19,7 +19,7 @@ import ray
 from cluster.processes.run_dir import FILE_NAME, RunDirTaken, lock_run_dir, log_path, make_run_dir
 from cluster.processes.starter import Event, Failed, Progress, Up
 from cluster.processes.state import StateFile
-from cluster.ray import settings as ray_settings
+from cluster.ray import outside
 from cluster.ray.joined_ray import CONTROLLER, pinned_to, remove_workers, this_host
 from cluster.ray.private_ray import NAMESPACE
 from cluster.wiring import supervise
@@ -42,7 +42,7 @@ class ControllerParams:
     run_dir: Path
     """Run folder on the host where `kvrelay up` ran."""
     environment: Mapping[str, str]
-    """Environment that reaches the Ray cluster (`ray_settings.of_joined_cluster`)."""
+    """Environment that reaches the Ray cluster (`outside.joined_environment`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,9 +160,7 @@ class ControllerActor:
 
 def create_controller(config: ServingConfig, run_dir: Path) -> Any:
     """Return the controller of a cluster, created on this host if there is none. Needs a connection to Ray."""
-    params = ControllerParams(
-        config=config, run_dir=run_dir, environment=ray_settings.of_joined_cluster(config.launcher)
-    )
+    params = ControllerParams(config=config, run_dir=run_dir, environment=outside.joined_environment(config.launcher))
     options = {
         "name": f"{config.name}/{CONTROLLER}",
         "namespace": NAMESPACE,

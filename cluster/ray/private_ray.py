@@ -47,7 +47,7 @@ class RayHome:
 
 
 class PrivateRay(RayHome):
-    """A Ray whose actors end with the supervisor. `ray_settings.prepare_to_start` precedes its import."""
+    """A Ray whose actors end with the supervisor. `outside.prepare_to_start` precedes its import."""
 
     description = "on this machine"
 
