@@ -1,4 +1,4 @@
-"""Starts and stops clusters, for the command line. Imports no torch, Ray or gRPC."""
+"""Starts and stops clusters, for the command line. Imports neither torch nor Ray."""
 
 import contextlib
 import os

@@ -150,37 +150,35 @@ async def _ask(address: str, hosts: Hosts, run: Run) -> _Report:
             "`ray up` cannot set it up: correct its address, auth.ssh_user and the key, start its sshd, open port 22"
         )
         return _Report(address=address, findings=(failure(address, f"no ssh as {hosts.user}: {why}", advice),))
-    return _understand(address, stdout, asked_s=asked_s, slack_s=_MAX_SKEW_S + time.time() - started_s)
+    return _evaluate(address, stdout, asked_s=asked_s, slack_s=_MAX_SKEW_S + time.time() - started_s)
 
 
-def _understand(address: str, stdout: str, *, asked_s: float, slack_s: float) -> _Report:
+def _evaluate(address: str, stdout: str, *, asked_s: float, slack_s: float) -> _Report:
     facts, _, own = stdout.partition("findings\n")
     findings: list[Finding] = []
     versions: list[tuple[str, str]] = []
     for line in facts.splitlines():
         kind, _, value = line.partition(" ")
-        if kind == "missing":
-            findings.append(
-                failure(address, f"{value} missing", f"install it there: {_NEEDED.get(value, 'it is needed')}")
-            )
-        elif kind == "blocked":
-            advice = "the host cannot join: open that port, and those of docs/operations.md, “Ports”, between all hosts"
-            findings.append(failure(address, f"no answer from {value}", advice))
-        elif kind == "clock" and abs(float(value) - asked_s) > slack_s:
-            text = f"its clock is {abs(float(value) - asked_s):.0f} s {'ahead' if float(value) > asked_s else 'behind'}"
-            findings.append(
-                warning(address, text, "use NTP: logs cannot be put in order, and certificates may not be valid yet")
-            )
-        elif kind == "version":
-            name, _, version = value.partition(" ")
-            versions.append((name, version))
+        match kind:
+            case "missing":
+                advice = f"install it there: {_NEEDED.get(value, 'it is needed')}"
+                findings.append(failure(address, f"{value} missing", advice))
+            case "blocked":
+                advice = "the host cannot join: open the ports of docs/operations.md, “Ports”, between all hosts"
+                findings.append(failure(address, f"no answer from {value}", advice))
+            case "clock" if abs(skew_s := float(value) - asked_s) > slack_s:
+                advice = "use NTP: logs cannot be put in order, and certificates may not be valid yet"
+                text = f"its clock is {abs(skew_s):.0f} s {'ahead' if skew_s > 0 else 'behind'}"
+                findings.append(warning(address, text, advice))
+            case "version":
+                name, _, version = value.partition(" ")
+                versions.append((name, version))
     if not versions:
         findings.append(warning(address, "kvrelay is not installed there", "`ray up` installs it"))
     findings += [_at(address, each) for each in _parse(own) if each["verdict"] != Verdict.OK]
     if not findings:
-        findings.append(
-            ok(address, ", ".join(f"{name} {version}" for name, version in versions) + "; no problem found")
-        )
+        text = ", ".join(f"{name} {version}" for name, version in versions)
+        findings.append(ok(address, f"{text}; no problem found"))
     return _Report(address=address, findings=tuple(findings), versions=tuple(versions))
 
 

@@ -21,6 +21,10 @@ class Limits:
         if not 0 <= self.smallest <= self.largest:
             raise ValueError(f"smallest {self.smallest} and largest {self.largest} are no limits")
 
+    def clamp(self, size: int) -> int:
+        """Return the nearest allowed size."""
+        return min(max(size, self.smallest), self.largest)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSettings:

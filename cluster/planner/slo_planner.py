@@ -167,7 +167,7 @@ class SloPlanner:
         limits = self._settings.limits(pool)
 
         def size(rate: float) -> int:
-            return min(max(workers_for(capacity, rate), limits.smallest), limits.largest)
+            return limits.clamp(workers_for(capacity, rate))
 
         grow = size(rates.expected + rates.backlog)
         with_slack = size((rates.expected + rates.backlog) * (1.0 + self._settings.slack_to_shrink))
@@ -228,11 +228,8 @@ class SloPlanner:
 
     def _limited(self, sizes: PoolSizes) -> PoolSizes:
         """Return sizes within each pool's limits."""
-        of_prefill, of_decode = self._settings.prefill, self._settings.decode
-        return PoolSizes(
-            prefill=min(max(sizes.prefill, of_prefill.smallest), of_prefill.largest),
-            decode=min(max(sizes.decode, of_decode.smallest), of_decode.largest),
-        )
+        settings = self._settings
+        return PoolSizes(prefill=settings.prefill.clamp(sizes.prefill), decode=settings.decode.clamp(sizes.decode))
 
 
 def _carried(capacities: Capacities, sizes: PoolSizes) -> float:

@@ -29,72 +29,32 @@ class Need(StrEnum):
 
 _SECRET_PARTS = ("api_key", "salt_secret")
 
-_POOL = {
-    "count": Need.COUNT,
-    "block_size": Need.GENERATION,
-    "kv_memory_gib": None,
-    "num_blocks": None,
-    "max_step_tokens": None,
-    "max_running": None,
-    "max_waiting": None,
-    "threads": None,
-    "metrics": None,
-    "drain_grace_s": None,
-    "ports": None,
-    "num_cpus": None,
-    "num_gpus": None,
-    "placement": None,
+_KEYS: Mapping[Need, str] = {
+    Need.NOTHING: "model.local_files_only",
+    # model.device decides the dtype with dtype: auto; an answer longer than a new max_model_len could not move.
+    Need.GENERATION: "model.id model.engine model.dtype model.device model.quantization model.kv_dtype"
+    " model.max_model_len",
+    Need.WORKERS: "model.fake_step_ms model.kernels transfer.transports transfer.chunk_bytes transfer.lease_ttl_s",
+    Need.ROUTERS: "router.max_http_connections router.policy router.local_prefill_max_tokens router.max_prefill_wait_s"
+    " router.max_queued router.auth router.salt_secret router.shed router.queue_timeout_s router.recovery_timeout_s"
+    " router.max_attempts router.decode_streams router.default_max_tokens router.max_message_mib"
+    " router.token_cache_mib router.index_memory_mib slo.ttft_s slo.ttft_tokens slo.itl_s tenants",
+    Need.RESTART: "name launcher router.count router.host router.port router.http_port router.metrics_port"
+    " router.admin_port",
 }
-"""None: new workers of that pool."""
+_POOL_KEYS = (
+    "kv_memory_gib num_blocks max_step_tokens max_running max_waiting threads metrics drain_grace_s ports num_cpus"
+    " num_gpus placement"
+)
+"""Keys of a pool that need new workers of that pool."""
 
 NEEDS: Mapping[str, Need] = {
-    "name": Need.RESTART,
-    "launcher": Need.RESTART,
-    "model.id": Need.GENERATION,
-    "model.engine": Need.GENERATION,
-    "model.fake_step_ms": Need.WORKERS,
-    "model.dtype": Need.GENERATION,
-    # Decides the dtype with dtype: auto.
-    "model.device": Need.GENERATION,
-    "model.quantization": Need.GENERATION,
-    "model.kv_dtype": Need.GENERATION,
-    "model.kernels": Need.WORKERS,
-    "model.local_files_only": Need.NOTHING,
-    # An answer longer than a new worker accepts could not move there.
-    "model.max_model_len": Need.GENERATION,
-    **{f"pools.prefill.{key}": need or Need.PREFILL for key, need in _POOL.items()},
-    **{f"pools.decode.{key}": need or Need.DECODE for key, need in _POOL.items()},
-    "transfer.transports": Need.WORKERS,
-    "transfer.chunk_bytes": Need.WORKERS,
-    "transfer.lease_ttl_s": Need.WORKERS,
-    "router.count": Need.RESTART,
-    "router.host": Need.RESTART,
-    "router.port": Need.RESTART,
-    "router.http_port": Need.RESTART,
-    "router.max_http_connections": Need.ROUTERS,
-    "router.metrics_port": Need.RESTART,
-    "router.admin_port": Need.RESTART,
-    "router.policy": Need.ROUTERS,
-    "router.local_prefill_max_tokens": Need.ROUTERS,
-    "router.max_prefill_wait_s": Need.ROUTERS,
-    "router.max_queued": Need.ROUTERS,
-    "router.auth": Need.ROUTERS,
-    "router.salt_secret": Need.ROUTERS,
-    "router.shed": Need.ROUTERS,
-    "router.queue_timeout_s": Need.ROUTERS,
-    "router.recovery_timeout_s": Need.ROUTERS,
-    "router.max_attempts": Need.ROUTERS,
-    "router.decode_streams": Need.ROUTERS,
-    "router.default_max_tokens": Need.ROUTERS,
-    "router.max_message_mib": Need.ROUTERS,
-    "router.token_cache_mib": Need.ROUTERS,
-    "router.index_memory_mib": Need.ROUTERS,
+    **{key: need for need, keys in _KEYS.items() for key in keys.split()},
+    **{f"pools.{role}.count": Need.COUNT for role in POOLS},
+    **{f"pools.{role}.block_size": Need.GENERATION for role in POOLS},
+    **{f"pools.{role}.{key}": Need[role.name] for role in POOLS for key in _POOL_KEYS.split()},
     **{f"tls.{key}": Need.RESTART for key in TlsConfig.model_fields},
-    "slo.ttft_s": Need.ROUTERS,
-    "slo.ttft_tokens": Need.ROUTERS,
-    "slo.itl_s": Need.ROUTERS,
     **{f"planner.{key}": Need.RESTART for key in PlannerConfig.model_fields},
-    "tenants": Need.ROUTERS,
 }
 
 _POOL_NEEDS = {
