@@ -18,7 +18,7 @@ def erlang_c(num_servers: int, offered_load: float) -> float:
         return 1.0
     if offered_load <= 0.0:
         return 0.0
-    inverse_blocking = 1.0  # of the Erlang B formula; its recursion over servers never overflows but to infinity
+    inverse_blocking = 1.0  # Erlang B; its recursion over servers overflows to infinity only
     for server in range(1, num_servers + 1):
         inverse_blocking = 1.0 + inverse_blocking * server / offered_load
     blocking = 1.0 / inverse_blocking

@@ -51,7 +51,7 @@ def test_changes_come_by_dotted_key_with_both_values() -> None:
         ({"slo": {"ttft_s": 1}}, ()),
     ],
 )
-def test_pools_are_renewed_whose_workers_read_the_key(sections: dict[str, Any], roles: tuple[ProcessRole, ...]) -> None:
+def test_key_renews_exactly_the_pools_that_read_it(sections: dict[str, Any], roles: tuple[ProcessRole, ...]) -> None:
     assert roles_to_renew(find_changes(make_config(), make_config(**sections))) == roles
 
 
@@ -63,7 +63,7 @@ def test_pools_are_renewed_whose_workers_read_the_key(sections: dict[str, Any], 
         ({"router": {"port": 1}}, "router.port"),
     ],
 )
-def test_what_cannot_be_changed_while_it_runs_is_refused(sections: dict[str, Any], key: str) -> None:
+def test_change_that_needs_another_cluster_is_refused(sections: dict[str, Any], key: str) -> None:
     before = make_config()
     refused = [change for change in find_changes(before, make_config(**sections)) if change.is_refused]
 
@@ -78,7 +78,7 @@ def test_what_cannot_be_changed_while_it_runs_is_refused(sections: dict[str, Any
         {"pools": {"prefill": {"block_size": 32}, "decode": {"block_size": 32}}},
     ],
 )
-def test_what_old_and_new_workers_cannot_share_makes_a_generation(sections: dict[str, Any]) -> None:
+def test_change_that_workers_cannot_share_makes_a_generation(sections: dict[str, Any]) -> None:
     before, after = make_config(), make_config(**sections)
     changes = find_changes(before, after)
 

@@ -34,9 +34,9 @@ async def test_rollout_receives_every_term_and_returns_steps_and_failure(
 ) -> None:
     rollouts = RecordingRollouts()
     terms = RolloutTerms(canary_s=3.0, max_slowdown=2.0, grace_s=7.0, is_forced=is_forced)
-    nobody = cast("Any", None)
+    unused = cast("Any", None)
 
-    async with serving_control(nobody, cast("Any", rollouts), nobody, tmp_path, stop=lambda: None):
+    async with serving_control(unused, cast("Any", rollouts), unused, tmp_path, stop=lambda: None):
         with pytest.raises(EngineFault, match="the canary is bad"):
             await asyncio.to_thread(lambda: list(rollout(tmp_path, CONFIG, terms)))
 
