@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.changes.autopilot import Autopilot, PlanGauges
-from cluster.changes.load_guard import LoadGuard
 from cluster.changes.observing import RouterReports
+from cluster.changes.planning import LoadGuard
 from cluster.changes.scaling import Scaler
 from cluster.planner.observation import Observation, Pool
 from cluster.planner.plan import PoolSizes, ScalingPlan
